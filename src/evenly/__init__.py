@@ -1,0 +1,1 @@
+"""Train one network on uneven machines."""

@@ -1,0 +1,187 @@
+"""Tells every rank when one of them fails, without a collective and long before any timeout.
+
+Ranks leave notes in the store they share. A thread of each rank looks for new notes twice a second; whoever waits for
+others asks the alarm instead of sleeping on, and a gradient that will never come is let go.
+"""
+
+import atexit
+import json
+import logging
+import socket
+import threading
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from evenly import _errors
+from evenly.comm.party import Party
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Note:
+    """What one rank tells the others: it failed, or it has been waiting for a while."""
+
+    kind: str  # "failed" or "waiting"
+    rank: int
+    host: str
+    text: str
+    error: str = "PeerError"
+    place: str = ""
+    step: int = 0
+    begun: int = 0
+    sharing: tuple[int, ...] = ()  # ranks that average gradients with the one that waits
+
+
+class Alarm:
+    """The notes of a party as one rank sees them."""
+
+    def __init__(self, party: Party, *, sharing: tuple[int, ...] = ()) -> None:
+        self.party = party
+        self.begun = 0  # steps whose gradients this rank has started to average
+        self._sharing = sharing
+        self._host = socket.gethostname()
+        self._seen = 0
+        self._waiting: dict[str, set[int]] = {}
+        self._posted: set[str] = set()
+        self._error: _errors.EvenlyError | None = None
+        self._rung = False
+        self._futures: dict[int, tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = {}
+        self._lock = threading.Lock()
+        self._reading = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._stop), name="evenly-alarm", daemon=True
+        )
+        if party.size > 1:
+            self._thread.start()
+            atexit.register(self.close)
+
+    def ring(self, error: BaseException) -> None:
+        """Tells all other ranks that this one failed; only the first call counts, and it never raises."""
+        if self._rung or self.party.size == 1 or (self._error is not None and error is self._error):
+            return
+        self._rung = True
+        kind = type(error).__name__ if isinstance(error, _errors.EvenlyError) else "PeerError"
+        text = str(error) if isinstance(error, _errors.EvenlyError) else f"{type(error).__name__}: {error}"
+        self._post(Note("failed", self.party.rank, self._host, text, error=kind))
+
+    def check(self) -> None:
+        """Raises the error that another rank rang the alarm for, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def fail(self, error: _errors.EvenlyError) -> None:
+        """Remembers a failure seen in a background thread, so that the next `check` raises it."""
+        with self._lock:
+            self._error = self._error or error
+            held, self._futures = list(self._futures.values()), {}
+        for future, tensor in held:
+            _settle(future, tensor)
+
+    def settle_cause(self, patience_s: float = 4 * INTERVAL_S) -> None:
+        """Waits a moment for a note that explains a broken connection."""
+        deadline = time.monotonic() + patience_s
+        while self._error is None and time.monotonic() < deadline and not self._stop.is_set():
+            self._poll()
+            time.sleep(0.05)
+
+    def waiting(self, place: str, step: int) -> None:
+        """Lets the others know that this rank waits at `place` after `step` steps."""
+        if place not in self._posted and self.party.size > 1:
+            self._posted.add(place)
+            me = (self.party.rank, self._host, "")
+            self._post(Note("waiting", *me, place=place, step=step, begun=self.begun, sharing=self._sharing))
+
+    def absent(self, place: str) -> list[int]:
+        """Returns the ranks that have not said that they wait at `place`."""
+        self._poll()
+        arrived = self._waiting.get(place, set()) | {self.party.rank}
+        return [rank for rank in range(self.party.size) if rank not in arrived]
+
+    def hold(self, future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Lets `future` go with `tensor` if the alarm rings before it is done."""
+        with self._lock:
+            if self._error is None:
+                self._futures[id(future)] = (future, tensor)
+                return
+        _settle(future, tensor)
+
+    def release(self, future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Completes a held future with `tensor`."""
+        with self._lock:
+            self._futures.pop(id(future), None)
+        _settle(future, tensor)
+
+    def close(self) -> None:
+        """Ends the watching thread."""
+        self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=4 * INTERVAL_S)
+        atexit.unregister(self.close)
+
+    def _post(self, note: Note) -> None:
+        try:
+            number = self.party.store.add("notes", 1)
+            self.party.store.set(f"note/{number}", json.dumps(asdict(note)))
+        except RuntimeError as error:
+            logger.debug("the note %s could not be left: %s", note, error)
+
+    def _poll(self) -> None:
+        for note in self._fresh():
+            self._read(Note(**{**note, "sharing": tuple(note["sharing"])}))
+
+    def _fresh(self) -> list[dict[str, Any]]:
+        notes = []
+        with self._reading:
+            try:
+                count = self.party.store.add("notes", 0)
+                while self._seen < count:
+                    notes.append(json.loads(self.party.store.get(f"note/{self._seen + 1}")))
+                    self._seen += 1
+            except RuntimeError as error:
+                logger.debug("the notes could not be read: %s", error)
+        return notes
+
+    def _read(self, note: Note) -> None:
+        if note.rank == self.party.rank:
+            return
+        if note.kind == "waiting":
+            self._waiting.setdefault(note.place, set()).add(note.rank)
+            if self.party.rank in note.sharing and self.begun > note.begun:
+                self._out_of_step(note)
+        else:
+            kind = getattr(_errors, note.error, _errors.PeerError)
+            self.fail(kind(f"rank {note.rank} on {note.host} stopped: {note.text}"))
+
+    def _out_of_step(self, note: Note) -> None:
+        error = _errors.LockstepError(
+            f"rank {self.party.rank} is in its step {note.step + self.begun - note.begun} but rank {note.rank} on "
+            f"{note.host} made only {note.step} steps and waits for the exchange: "
+            "ranks were given unequal numbers of batches. "
+            "Give every rank the same number of steps (evenly.feed does), or drop the surplus."
+        )
+        self.ring(error)
+        self.fail(error)
+
+
+def _watch(alarm: "weakref.ref[Alarm]", stop: threading.Event) -> None:
+    while not stop.wait(INTERVAL_S):
+        watched = alarm()
+        if watched is None:
+            return
+        watched._poll()
+        del watched
+
+
+def _settle(future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
+    try:
+        future.set_result(tensor)
+    except RuntimeError as error:  # two threads may settle it
+        logger.debug("the future was settled already: %s", error)

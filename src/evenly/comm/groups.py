@@ -1,0 +1,115 @@
+"""Process groups for ragged nodes: the node, the peers across nodes, everybody."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroupGloo
+
+from evenly.comm.party import Party
+from evenly.comm.slices import Segment, refine
+from evenly.spec import Device
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The owners of one segment, one per node, and the group they reduce it in."""
+
+    segment: Segment
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups that one rank is a member of.
+
+    Gradients have a group of their own: a rank that is one step behind can never pair a gradient with an exchange.
+    """
+
+    party: Party
+    nodes: tuple[tuple[int, ...], ...]
+    index: int
+    world: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+    node: dist.ProcessGroup
+    peers: tuple[Peers, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        return self.nodes[self.index]
+
+    @property
+    def local_rank(self) -> int:
+        """The place of this rank in its node."""
+        return self.ranks.index(self.party.rank)
+
+
+def open_groups(
+    party: Party,
+    nodes: Sequence[Sequence[int]],
+    devices: Sequence[Device],
+    *,
+    timeout_s: float = 600.0,
+    joint_gradients: bool = False,
+) -> Groups:
+    """Returns the groups of this rank; every rank of the party must call it with the same arguments.
+
+    Args:
+        party: the ranks and their store.
+        nodes: the ranks of each node; unequal numbers are normal.
+        devices: the device of each rank, which decides the backend.
+        timeout_s: time limit of every collective.
+        joint_gradients: whether gradients are averaged over all ranks instead of inside the node.
+    """
+    index = next(i for i, ranks in enumerate(nodes) if party.rank in ranks)
+
+    def group(name: str, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        chosen = backend or backend_for([devices[rank] for rank in ranks])
+        return open_group(party, name, ranks, backend=chosen, timeout_s=timeout_s)
+
+    everybody = range(party.size)
+    return Groups(
+        party=party,
+        nodes=tuple(tuple(ranks) for ranks in nodes),
+        index=index,
+        world=group("world", everybody, "gloo"),
+        gradients=group("gradients", everybody) if joint_gradients else group(f"gradients{index}", nodes[index]),
+        node=group(f"node{index}", nodes[index]),
+        peers=tuple(
+            Peers(segment, group(f"peers{number}", segment.owners))
+            for number, segment in enumerate(refine(nodes))
+            if party.rank in segment.owners
+        ),
+    )
+
+
+def backend_for(devices: Sequence[Device]) -> str:
+    """Returns the backend that serves these devices together: NCCL for distinct CUDA devices, gloo otherwise."""
+    identities = {device.identity for device in devices}
+    all_cuda = all(device.kind == "cuda" and device.identity for device in devices)
+    distinct = all_cuda and len(identities) == len(devices)
+    return "nccl" if distinct and dist.is_nccl_available() else "gloo"
+
+
+def open_group(party: Party, name: str, ranks: Sequence[int], *, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Returns a process group of `ranks` that torch's registry does not know; only its members call this."""
+    store = PrefixStore(name, party.store)
+    rank, size = list(ranks).index(party.rank), len(ranks)
+    timeout = timedelta(seconds=timeout_s)
+    group = dist.ProcessGroup(store, rank, size)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        engine: Backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        kind, served = dist.ProcessGroup.BackendType.NCCL, ["cuda"]
+    else:
+        engine = ProcessGroupGloo(store, rank, size, timeout)
+        kind, served = dist.ProcessGroup.BackendType.GLOO, ["cpu", "cuda"]
+    group._set_default_backend(kind)
+    engine._set_sequence_number_for_group()
+    for device in served:
+        group._register_backend(torch.device(device), kind, engine)
+    return group

@@ -1,0 +1,107 @@
+"""Collectives that name who is missing, and values as JSON between ranks."""
+
+import json
+import threading
+import time
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenly._errors import PeerError
+from evenly.comm.alarm import Alarm
+
+QUIET_S = 2.0  # a wait longer than this is told to the others
+
+
+class Waiter:
+    """Waits for collectives at one place of the program, listening to the alarm meanwhile."""
+
+    def __init__(self, alarm: Alarm, *, place: str, step: int = 0, timeout_s: float = 600.0) -> None:
+        self.alarm, self.place, self.step, self.timeout_s = alarm, place, step, timeout_s
+
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        """Returns when all `works` are done; raises `PeerError` for a rank that failed, left or did not come."""
+        began = time.monotonic()
+        for work in works:
+            done = threading.Event()
+            work.get_future().add_done_callback(partial(_set, done))
+            while not done.wait(0.1):
+                self._listen(time.monotonic() - began)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self.alarm.settle_cause()
+                self.alarm.check()
+                raise self._left(error) from error
+
+    def _listen(self, waited_s: float) -> None:
+        self.alarm.check()
+        if waited_s > QUIET_S:
+            self.alarm.waiting(self.place, self.step)
+        if waited_s > self.timeout_s:
+            error = self._late(waited_s)
+            self.alarm.ring(error)
+            raise error
+
+    def _late(self, waited_s: float) -> PeerError:
+        absent = self.alarm.absent(self.place)
+        who = f"ranks {absent} did not arrive" if absent else "all ranks arrived but the transfer did not end"
+        return PeerError(
+            f"rank {self.alarm.party.rank} waited {waited_s:.0f} s at {self.place} after step {self.step}: {who}. "
+            "Look at those ranks' output; for a slow link give a larger timeout_s."
+        )
+
+    def _left(self, error: RuntimeError) -> PeerError:
+        return PeerError(
+            f"at {self.place} after step {self.step} the connection of rank {self.alarm.party.rank} to another rank "
+            f"broke: {first_line(error)}. A rank has ended or cannot be reached; look at the other ranks' output."
+        )
+
+
+def _set(event: threading.Event, _: object) -> None:
+    event.set()
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, largest: bool = False) -> dist.Work:
+    """Starts the sum (or maximum) of `tensor` over the group, in place."""
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group, async_op=True)
+    return _work(work)
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, *, source: int) -> dist.Work:
+    """Starts sending `tensor` from the group's member number `source` to the others, in place."""
+    return _work(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
+
+
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    """Starts collecting the members' tensors, all of one shape; the result is [members, ...] once the work is done."""
+    rows = tensor.new_empty(group.size(), *tensor.shape)
+    return rows, _work(dist.all_gather(list(rows.unbind()), tensor, group=group, async_op=True))
+
+
+def gather_json(value: Any, group: dist.ProcessGroup, waiter: Waiter) -> list[Any]:
+    """Returns every member's `value`, in the members' order; values are what JSON can say."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes, work = all_gather(torch.tensor([text.numel()]), group)
+    waiter.wait([work])
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: text.numel()] = text
+    rows, work = all_gather(padded, group)
+    waiter.wait([work])
+    return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes[:, 0], strict=True)]
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise PeerError(
+            "a collective was started by a rank that is not in the group. Every rank must use its own groups."
+        )
+    return work

@@ -1,0 +1,35 @@
+"""The ranks that work together, and the store they share."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from evenly._errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Party:
+    """One rank among `size` ranks that share `store`; nothing here needs torch's default group."""
+
+    rank: int
+    size: int
+    store: Store
+
+    def chapter(self, name: str) -> "Party":
+        """Returns the same ranks with a fresh part of the store; every rank opens its chapters in the same order."""
+        serial = self.store.add(f"chapters/{name}/{self.rank}", 1)
+        return Party(self.rank, self.size, PrefixStore(f"{name}/{serial}", self.store))
+
+
+def party_of(group: dist.ProcessGroup | None = None) -> Party:
+    """Returns the party of an open process group; the default group if none is given."""
+    if not dist.is_initialized():
+        raise LaunchError(
+            "the ranks of torch's default process group were asked for, but no group is open. "
+            "Use evenly.Session(), or call torch.distributed.init_process_group() first."
+        )
+    opened = group or dist.group.WORLD
+    store = PrefixStore(f"evenly/{getattr(opened, 'group_name', '')}", distributed_c10d._get_default_store())
+    return Party(dist.get_rank(group), dist.get_world_size(group), store)

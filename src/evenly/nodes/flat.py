@@ -1,0 +1,52 @@
+"""Many tensors seen as one vector, without moving them: parts are packed into scratch and unpacked in place."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+
+class Flat:
+    """The elements of `tensors`, in order, as one vector of `dtype`; the tensors keep storage, strides and type."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        self.tensors = [_real(tensor) for tensor in tensors]
+        self.dtype = dtype
+        self.total = sum(tensor.numel() for tensor in self.tensors)
+
+    def scratch(self) -> torch.Tensor:
+        """Returns an uninitialised vector that holds all elements."""
+        return torch.empty(self.total, dtype=self.dtype, device=self.tensors[0].device)
+
+    def pack(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Copies the elements [start, stop) into `out`."""
+        for tensor, low, high, begin in self._overlaps(start, stop):
+            place = start if begin < start else begin
+            out[place - start : place - start + high - low].copy_(tensor.reshape(-1)[low:high])
+
+    def unpack(self, source: torch.Tensor) -> None:
+        """Copies the whole vector `source` into the tensors, in place."""
+        offset = 0
+        for tensor in self.tensors:
+            tensor.copy_(source[offset : offset + tensor.numel()].view(tensor.shape))
+            offset += tensor.numel()
+
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+        begin = 0
+        for tensor in self.tensors:
+            low, high = max(start - begin, 0), min(stop - begin, tensor.numel())
+            if low < high:
+                yield tensor, low, high, begin
+            begin += tensor.numel()
+
+
+def flats(tensors: Sequence[torch.Tensor]) -> list[Flat]:
+    """Returns the tensors as vectors, one per type they travel in: float64 as it is, all other floats as float32."""
+    doubles = [tensor for tensor in tensors if tensor.dtype in (torch.float64, torch.complex128)]
+    others = [tensor for tensor in tensors if tensor.dtype not in (torch.float64, torch.complex128)]
+    chosen = ((others, torch.float32), (doubles, torch.float64))
+    return [Flat(group, dtype) for group, dtype in chosen if sum(tensor.numel() for tensor in group)]
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return torch.view_as_real(detached) if detached.is_complex() else detached

@@ -1,0 +1,292 @@
+"""The module that trains by node-based communications.
+
+Gradients are averaged inside a node at every step, parameters across nodes every K' steps.
+Reference: Moreno-Alvarez, Paoletti, Cavallaro, Haut, TNNLS 2023, 10.1109/TNNLS.2023.3309735.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from evenly._errors import NonFiniteError, SpecError
+from evenly.comm import Alarm, Groups, Waiter, broadcast
+from evenly.nodes.exchange import agree_on_largest, average, average_in_node
+from evenly.nodes.flat import Flat
+from evenly.nodes.gradients import NodeGradients
+from evenly.nodes.membership import Ballot, Membership, Quorum
+from evenly.nodes.schedule import Schedule
+from evenly.nodes.signature import describe, require_same
+from evenly.nodes.state import float_buffers, optimizer_tensors, trained, whole_buffers
+from evenly.spec import EveryEpoch, EveryGradient, EverySteps, Exchange
+
+logger = logging.getLogger(__name__)
+
+Count = Callable[..., float]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """One exchange: its number, the step it followed, its duration and the bytes this rank sent across nodes."""
+
+    number: int
+    step: int
+    seconds: float
+    sent_bytes: int
+    weights: tuple[float, ...]
+
+
+class Synchronized(torch.nn.Module):
+    """`module` on this rank, kept in step with the other ranks of its node and, every period, with the other nodes.
+
+    Call it like the module itself. `module` is the plain network, for saving and for its attributes.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        groups: Groups,
+        membership: Membership,
+        period: EverySteps | EveryEpoch | EveryGradient,
+        exchange: Exchange,
+        count: Count | None = None,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.schedule = Schedule(period)
+        self.samples = 0.0  # used since the last exchange, on this rank
+        self.on_exchange: list[Callable[[Exchanged], None]] = []
+        self._optimizer, self._groups, self._membership, self._settings = optimizer, groups, membership, exchange
+        self._count = count or leading_dim
+        self._joint = isinstance(period, EveryGradient)
+        self._sharing = tuple(range(groups.party.size)) if self._joint else groups.ranks
+        self._alarm = Alarm(groups.party, sharing=self._sharing)
+        try:
+            self._agree_at_start(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
+            self._gradients = NodeGradients(
+                module, groups.gradients, alarm=self._alarm, find_unused_parameters=find_unused_parameters
+            )
+        except BaseException:
+            self._alarm.close()
+            raise
+        self._agreed = {name: buffer.detach().clone() for name, buffer in float_buffers(module).items()}
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
+        self._alarm.check()
+        self._count_skipped_step()
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        self._gradients.step = self.schedule.step + 1
+        return self._gradients.forward(self._count(*args, **kwargs), *args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients without averaging them, as DDP's `no_sync` does."""
+        with self._gradients.paused():
+            yield
+
+    def end_epoch(self) -> None:
+        """Tells that a pass over the data is complete; exchanges if the period is an epoch."""
+        self._count_skipped_step()
+        if self.schedule.due_at_epoch_end():
+            self._exchange()
+
+    def finish(self) -> None:
+        """Makes the last exchange of a run, so that all ranks end with the same model."""
+        self._count_skipped_step()
+        if self._groups.party.size == 1:
+            return
+        if self.schedule.since:
+            self._exchange()
+        else:
+            self._guarded(lambda waiter: self._convene([], waiter))
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Puts the average over all nodes into the module for evaluation, then gives each node its own state back."""
+        if not self.schedule.since or self._groups.party.size == 1:
+            yield
+            return
+        own = [*trained(self.module), *float_buffers(self.module).values()]
+        kept = [tensor.detach().clone() for tensor in own]
+        self._guarded(self._average_model)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(own, kept, strict=True):
+                    tensor.copy_(value)
+
+    def close(self) -> None:
+        """Lets go of the optimizer and ends the background thread; the plain network stays in `module`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._alarm.close()
+
+    def ring(self, error: BaseException) -> None:
+        """Tells all other ranks that this one failed."""
+        self._alarm.ring(error)
+
+    def progress(self) -> dict[str, float]:
+        """Returns where this rank stands: what a checkpoint needs to go on inside a period."""
+        at = self.schedule
+        return {"step": at.step, "since": at.since, "exchanges": at.exchanges, "samples": self.samples}
+
+    def resume(self, progress: dict[str, float], agreed: dict[str, torch.Tensor] | None = None) -> None:
+        """Goes on from `progress`; `agreed` are the buffers of the last exchange."""
+        at = self.schedule
+        at.step, at.since, at.exchanges = (int(progress[name]) for name in ("step", "since", "exchanges"))
+        self.samples = float(progress["samples"])
+        fresh = float_buffers(self.module) if agreed is None else agreed
+        self._agreed = {name: buffer.detach().clone() for name, buffer in fresh.items()}
+
+    @property
+    def agreed_buffers(self) -> dict[str, torch.Tensor]:
+        """The floating-point buffers as the last exchange left them."""
+        return self._agreed
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._alarm.check()
+        skip = self._settings.nonfinite == "skip"
+        verdict = self._gradients.verdict(now=skip)
+        if verdict is None or hasattr(optimizer, "found_inf"):  # a GradScaler leaves the skipping to this optimizer
+            return
+        if members := verdict.members():
+            self._meet_nonfinite([self._sharing[member] for member in members], verdict.step, skip=skip)
+
+    def _after_step(self, *_: Any) -> None:
+        self.samples += self._gradients.take_samples()
+        self._advance()
+
+    def _meet_nonfinite(self, ranks: list[int], step: int, *, skip: bool) -> None:
+        found = f"the gradients of ranks {ranks} became NaN or infinite at step {step}"
+        if skip:
+            logger.warning("%s; the step is skipped on the ranks that share them", found)
+            self._gradients.take_samples()
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            return
+        error = NonFiniteError(
+            f"{found}. Lower the learning rate, clip the gradients, look at that rank's batch, "
+            "or pass nonfinite='skip' to leave such steps out."
+        )
+        self._alarm.ring(error)
+        raise error
+
+    def _count_skipped_step(self) -> None:
+        """Counts a step that a GradScaler left out: gradients that are not finite, and no step after them."""
+        if not self._gradients.pending:
+            return
+        verdict = self._gradients.verdict(now=True)
+        self._gradients.pending = False
+        if verdict is not None and verdict.members():
+            self._gradients.take_samples()
+            self._advance()
+
+    def _advance(self) -> None:
+        if self.schedule.advance():
+            self._exchange()
+
+    def _exchange(self) -> None:
+        if self._groups.party.size > 1:
+            began = time.monotonic()
+            quorum, sent_bytes = self._guarded(self._average_all)
+            done = Exchanged(
+                self.schedule.exchanges + 1, self.schedule.step, time.monotonic() - began, sent_bytes, quorum.weights
+            )
+            for tell in self.on_exchange:
+                tell(done)
+        self.schedule.exchanged()
+        self.samples = 0.0
+        self._agreed = {name: buffer.detach().clone() for name, buffer in float_buffers(self.module).items()}
+
+    def _average_all(self, waiter: Waiter) -> tuple[Quorum, int]:
+        state = list(optimizer_tensors(self._optimizer).items()) if self._settings.optimizer_state == "average" else []
+        return self._average_model(waiter, state)
+
+    def _average_model(self, waiter: Waiter, state: list[tuple[str, torch.Tensor]] | None = None) -> tuple[Quorum, int]:
+        buffers = float_buffers(self.module)
+        changes = {name: buffer - self._agreed[name] for name, buffer in buffers.items()}
+        tensors = [] if self._joint else [*trained(self.module), *(value for _, value in state or [])]
+        names = [f"{name} {value.numel()}" for name, value in [*(state or []), *changes.items()]]
+        quorum = self._convene([str(sum(t.numel() for t in tensors)), *names], waiter)
+        agree_on_largest(whole_buffers(self.module), quorum, self._groups, waiter)
+        average_in_node(list(changes.values()), quorum, self._groups, waiter)
+        sent_bytes = 0
+        if len(quorum.weights) > 1:
+            sent_bytes = average([*tensors, *changes.values()], quorum, self._groups, waiter)
+        for name, buffer in buffers.items():
+            buffer.copy_(self._agreed[name] + changes[name])
+        return quorum, sent_bytes
+
+    def _convene(self, layout: list[str], waiter: Waiter) -> Quorum:
+        code = int.from_bytes(hashlib.sha256("\n".join(layout).encode()).digest()[:6])  # exact in a float64
+        ballot = Ballot(self.schedule.step, self.schedule.exchanges, self.samples, code)
+        return self._membership.convene(ballot, waiter)
+
+    def _guarded(self, act: Callable[[Waiter], T]) -> T:
+        """Returns act's result; an error on this rank is told to the others before it is raised."""
+        place = f"exchange {self.schedule.exchanges + 1}"
+        waiter = Waiter(self._alarm, place=place, step=self.schedule.step, timeout_s=self._settings.timeout_s)
+        try:
+            with torch.no_grad():
+                return act(waiter)
+        except Exception as error:
+            self._alarm.ring(error)
+            raise
+
+    def _agree_at_start(self, settings: str) -> None:
+        """Makes sure that all ranks were given the same, and gives every rank the state of rank 0."""
+        _require_own_parameters(self.module, self._optimizer)
+        if self._groups.party.size == 1:
+            return
+        waiter = Waiter(self._alarm, place="the start of synchronize", timeout_s=self._settings.timeout_s)
+        require_same(describe(self.module, self._optimizer, settings), self._groups.world, waiter)
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        with torch.no_grad():
+            for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+                flat = Flat([tensor for tensor in tensors if tensor.dtype == dtype], dtype.to_real())
+                scratch = flat.scratch()
+                flat.pack(0, flat.total, scratch)
+                waiter.wait([broadcast(scratch, self._groups.world, source=0)])
+                flat.unpack(scratch)
+
+
+def leading_dim(*args: Any, **kwargs: Any) -> float:
+    """Returns the leading dim of the first tensor among the arguments: the samples of a batch."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return float(value.shape[0])
+    raise SpecError(
+        "the samples of a batch are counted by the leading dim of the first tensor given to forward; none was given. "
+        "Pass count=, a function of forward's arguments that returns the number of samples."
+    )
+
+
+def _require_own_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    parameters = list(module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise SpecError("synchronize was asked for a model without a trainable parameter. Give it one that trains.")
+    known = {id(parameter) for parameter in parameters}
+    for place, group in enumerate(optimizer.param_groups):
+        strangers = [list(p.shape) for p in group["params"] if id(p) not in known]
+        if strangers:
+            raise SpecError(
+                f"the optimizer's group {place} trains tensors of shapes {strangers} that are not parameters of the "
+                "model, so no rank would share them. Put them into the module, or build the optimizer after moving it."
+            )

@@ -1,0 +1,83 @@
+"""What all nouns share: frozen, versioned, exact round trip through JSON, errors that name the field."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic._internal._model_construction import ModelMetaclass
+
+from evenly._errors import SpecError
+
+
+class _Speaking(ModelMetaclass):
+    """Where a value is made by hand: allows the positional fields, turns pydantic's error into ours."""
+
+    if not TYPE_CHECKING:  # what a type checker sees are the fields
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805  # a metaclass's self is a class
+            names = cls._positional
+            if len(args) > len(names):
+                raise TypeError(f"{cls.__name__} takes {len(names)} positional arguments, {len(args)} were given")
+            try:
+                return super().__call__(**dict(zip(names, args, strict=False)), **fields)
+            except ValidationError as error:
+                raise _spec_error(cls.__name__, error) from None
+
+
+class Value(BaseModel, metaclass=_Speaking):
+    """A frozen value that refuses unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    _positional: ClassVar[tuple[str, ...]] = ()
+
+
+class Document(Value):
+    """A value that can be a file of its own."""
+
+    def to_json(self) -> str:
+        """Returns the JSON text of this value; `from_json` gives an equal value back."""
+        return self.model_dump_json(indent=2)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Returns the value that `text` describes, or raises `SpecError` naming the offending field."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise _spec_error(cls.__name__, error) from None
+
+    def save(self, path: str | Path) -> None:
+        """Writes the JSON text to `path`."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Returns the value stored in the file `path`."""
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise SpecError(f"cannot read {cls.__name__} from {path}: {error.strerror}. Check the path.") from None
+        try:
+            return cls.from_json(text)
+        except SpecError as error:
+            raise SpecError(f"{path}: {error}") from None
+
+
+def _spec_error(name: str, error: ValidationError) -> SpecError:
+    lines = []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"]) or "(whole value)"
+        given = "" if item["type"] in ("missing", "json_invalid") else f", given {_short(item['input'])}"
+        lines.append(f"{path}: {_plain(item)}{given}")
+    return SpecError(f"{name} is not valid: " + "; ".join(lines) + ". Correct the field and try again.")
+
+
+def _plain(item: Any) -> str:
+    if item["type"] == "extra_forbidden":
+        return "unknown field"
+    return str(item["msg"]).removeprefix("Value error, ")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,100 @@
+"""Who does what: the role of each rank, the period, and how exchanges are made."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from evenly.spec._value import Document, Value
+from evenly.spec.cluster import Cluster
+from evenly.spec.period import EveryEpoch, EveryGradient, EverySteps, Period
+
+
+class Role(Value):
+    """What one rank does: the node it belongs to and the samples it takes of every global batch."""
+
+    rank: Annotated[int, Field(ge=0)]
+    node: Annotated[int, Field(ge=0)]
+    device: str = "cpu"
+    samples: Annotated[int, Field(ge=0)] = Field(default=0, description="of the global batch; 0: not planned")
+    shares: dict[str, int] = Field(default_factory=dict, description="units of each cut layer; empty: nothing is cut")
+
+
+class Exchange(Value):
+    """How an exchange treats what is not a parameter, and how long it may take."""
+
+    optimizer_state: Literal["keep", "average"] = "keep"
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    nonfinite: Literal["stop", "skip"] = "stop"
+
+
+class Plan(Document):
+    """Who does what, for every rank."""
+
+    version: Literal[1] = 1
+    roles: tuple[Role, ...] = Field(min_length=1)
+    period: Period = Field(default_factory=EveryEpoch)
+    exchange: Exchange = Field(default_factory=Exchange)
+
+    @model_validator(mode="after")
+    def _every_rank_has_one_role(self) -> Self:
+        ranks = [role.rank for role in self.roles]
+        if ranks != list(range(len(ranks))):
+            raise ValueError(f"roles must be given for ranks 0..{len(ranks) - 1} in order; they are for {ranks}")
+        nodes = sorted({role.node for role in self.roles})
+        if nodes != list(range(len(nodes))):
+            raise ValueError(f"nodes must be numbered 0..{len(nodes) - 1}; the roles name {nodes}")
+        planned = [role.samples > 0 for role in self.roles]
+        if any(planned) and not all(planned):
+            idle = [role.rank for role in self.roles if role.samples == 0]
+            raise ValueError(f"ranks {idle} have no samples while others do; give every rank at least 1, or none")
+        return self
+
+    @classmethod
+    def even(
+        cls,
+        cluster: Cluster,
+        *,
+        batch_size: int = 0,
+        period: EverySteps | EveryEpoch | EveryGradient | None = None,
+        exchange: Exchange | None = None,
+    ) -> Self:
+        """Returns the plan in which every rank of `cluster` takes `batch_size` samples a step."""
+        roles = [
+            Role(rank=rank, node=cluster.node_of(rank), device=cluster.device_of(rank).kind, samples=batch_size)
+            for rank in range(cluster.world_size)
+        ]
+        return cls(roles=tuple(roles), period=period or EveryEpoch(), exchange=exchange or Exchange())
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        """The ranks of each node."""
+        count = 1 + max(role.node for role in self.roles)
+        return [[role.rank for role in self.roles if role.node == node] for node in range(count)]
+
+    def explain(self) -> str:
+        """Returns the plan in plain words."""
+        lines = [f"{len(self.roles)} ranks on {len(self.nodes)} nodes; {_period_words(self)}"]
+        for node, ranks in enumerate(self.nodes):
+            parts = [f"rank {rank} ({self.roles[rank].device}){_samples_words(self.roles[rank])}" for rank in ranks]
+            lines.append(f"node {node}: " + ", ".join(parts))
+        return "\n".join(lines)
+
+
+def _period_words(plan: Plan) -> str:
+    match plan.period:
+        case EveryGradient():
+            return "gradients are averaged over all ranks at every step"
+        case EverySteps(steps=steps, warmup=warmup):
+            often = "step" if steps == 1 else f"{steps} steps"
+        case EveryEpoch(warmup=warmup):
+            often = "epoch"
+    start = f" (every step for the first {warmup})" if warmup else ""
+    state = "averaged too" if plan.exchange.optimizer_state == "average" else "kept local"
+    return (
+        f"gradients are averaged inside each node at every step, parameters across nodes every {often}{start}; "
+        f"optimizer state is {state}"
+    )
+
+
+def _samples_words(role: Role) -> str:
+    return f" {role.samples} samples a step" if role.samples else ""

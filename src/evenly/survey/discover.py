@@ -1,0 +1,56 @@
+"""The world -> Cluster: ranks tell each other who and where they are, and the nodes are built from that."""
+
+import os
+
+import psutil
+import torch
+
+from evenly.comm import Alarm, Party, Waiter, gather_json, open_group
+from evenly.launch import Identity
+from evenly.spec import Cluster, Device, Node
+
+
+def survey_cluster(party: Party, identity: Identity, device: torch.device, *, timeout_s: float = 600.0) -> Cluster:
+    """Returns the cluster that the ranks of `party` form; every rank calls it with its own identity and device.
+
+    Ranks are on one node if hostname, boot id, network namespace and the launcher's node id are all the same.
+    """
+    alarm = Alarm(party)
+    try:
+        group = open_group(party, "survey", range(party.size), backend="gloo", timeout_s=timeout_s)
+        waiter = Waiter(alarm, place="the survey of the cluster", timeout_s=timeout_s)
+        mine = {"identity": identity.model_dump(), "device": describe_device(device).model_dump()}
+        return _build(
+            [(Identity(**row["identity"]), Device(**row["device"])) for row in gather_json(mine, group, waiter)]
+        )
+    finally:
+        alarm.close()
+
+
+def describe_device(device: torch.device) -> Device:
+    """Returns what is known about a torch device on this machine."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        found = torch.cuda.get_device_properties(index)
+        return Device(
+            kind="cuda", index=index, name=found.name, identity=str(found.uuid), memory_bytes=found.total_memory
+        )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
+    return Device(kind="cpu", memory_bytes=psutil.virtual_memory().total, cores=cores)
+
+
+def _build(ranks: list[tuple[Identity, Device]]) -> Cluster:
+    places: dict[tuple[str, str, int, str], list[int]] = {}
+    for rank, (identity, _) in enumerate(ranks):
+        key = (identity.hostname, identity.boot_id, identity.netns, identity.node_id)
+        places.setdefault(key, []).append(rank)
+    names = [key[0] for key in places]
+    nodes = [
+        Node(
+            name=name if names.count(name) == 1 else f"{name}#{names[:index].count(name) + 1}",
+            ranks=tuple(members),
+            devices=tuple(ranks[rank][1] for rank in members),
+        )
+        for index, (name, members) in enumerate(zip(names, places.values(), strict=True))
+    ]
+    return Cluster(nodes=tuple(nodes))
