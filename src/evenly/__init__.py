@@ -1,1 +1,76 @@
-"""Train one network on uneven machines."""
+"""Train one network on uneven machines.
+
+Names are loaded when first used, so that `evenly --help` and the values of `evenly.spec` need no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evenly._errors import (
+        CheckpointError,
+        DataError,
+        EvenlyError,
+        LaunchError,
+        MismatchError,
+        NonFiniteError,
+        PeerError,
+        SpecError,
+    )
+    from evenly.batches import feed
+    from evenly.reports import report
+    from evenly.session import Session, discover, synchronize
+    from evenly.spec import Cluster, EveryEpoch, EverySteps, Plan, Run
+
+__version__ = "0.1.0"
+
+_ROOMS = {
+    "evenly._errors": [
+        "CheckpointError",
+        "DataError",
+        "EvenlyError",
+        "LaunchError",
+        "MismatchError",
+        "NonFiniteError",
+        "PeerError",
+        "SpecError",
+    ],
+    "evenly.batches": ["feed"],
+    "evenly.reports": ["report"],
+    "evenly.session": ["Session", "discover", "synchronize"],
+    "evenly.spec": ["Cluster", "EveryEpoch", "EverySteps", "Plan", "Run"],
+}
+_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = [
+    "CheckpointError",
+    "Cluster",
+    "DataError",
+    "EvenlyError",
+    "EveryEpoch",
+    "EverySteps",
+    "LaunchError",
+    "MismatchError",
+    "NonFiniteError",
+    "PeerError",
+    "Plan",
+    "Run",
+    "Session",
+    "SpecError",
+    "discover",
+    "feed",
+    "report",
+    "synchronize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'evenly' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

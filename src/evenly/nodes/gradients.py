@@ -31,8 +31,9 @@ class NodeGradients:
         self._accumulated = self._current = self._averaged = 0.0
         self._latest: Verdict | None = None
         self._earlier: Verdict | None = None
+        self._body = _Body(module)
         self._ddp = DistributedDataParallel(
-            module,
+            self._body,
             process_group=group,
             init_sync=False,
             gradient_as_bucket_view=True,
@@ -40,6 +41,8 @@ class NodeGradients:
             **_local_buffers(),
         )
         self._ddp.register_comm_hook(None, self._average)
+        if group.size() > 1 and not find_unused_parameters:
+            self._rehearse()
 
     def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
         """Runs the module on a batch of `samples` samples."""
@@ -48,6 +51,19 @@ class NodeGradients:
         else:
             self._accumulated += samples
         return self._ddp(*args, **kwargs)
+
+    def _rehearse(self) -> None:
+        """Makes DDP settle its buckets now, in an order that depends on the module alone.
+
+        DDP would lay its buckets out anew after the first real backward, and with them the order in which ranks are
+        summed: a resumed run would then differ from one that was not interrupted, in the last bits of one step.
+        """
+        self._body.rehearsing = True
+        self._ddp().backward()
+        self._body.rehearsing = self.pending = False
+        self._latest, self._alarm.begun = None, 0
+        for parameter in self._body.parameters():
+            parameter.grad = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -141,6 +157,20 @@ class NodeGradients:
                 )
             )
         self._alarm.release(future, buffer)
+
+
+class _Body(torch.nn.Module):
+    """What DDP wraps: the module itself, or a rehearsal that touches every parameter."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.rehearsing = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.rehearsing:
+            return self.module(*args, **kwargs)
+        return torch.stack([p.sum().real.double() for p in self.parameters() if p.requires_grad]).sum()
 
 
 class Verdict:

@@ -65,6 +65,7 @@ class Synchronized(torch.nn.Module):
         self.schedule = Schedule(period)
         self.samples = 0.0  # used since the last exchange, on this rank
         self.on_exchange: list[Callable[[Exchanged], None]] = []
+        self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
         self._optimizer, self._groups, self._membership, self._settings = optimizer, groups, membership, exchange
         self._count = count or leading_dim
         self._joint = isinstance(period, EveryGradient)
@@ -169,8 +170,9 @@ class Synchronized(torch.nn.Module):
             self._meet_nonfinite([self._sharing[member] for member in members], verdict.step, skip=skip)
 
     def _after_step(self, *_: Any) -> None:
-        self.samples += self._gradients.take_samples()
-        self._advance()
+        samples = self._gradients.take_samples()
+        self.samples += samples
+        self._advance(samples)
 
     def _meet_nonfinite(self, ranks: list[int], step: int, *, skip: bool) -> None:
         found = f"the gradients of ranks {ranks} became NaN or infinite at step {step}"
@@ -196,11 +198,13 @@ class Synchronized(torch.nn.Module):
         self._gradients.pending = False
         if verdict is not None and verdict.members():
             self._gradients.take_samples()
-            self._advance()
+            self._advance(0.0)
 
-    def _advance(self) -> None:
+    def _advance(self, samples: float) -> None:
         if self.schedule.advance():
             self._exchange()
+        for tell in self.on_step:
+            tell(self.schedule.step, samples)
 
     def _exchange(self) -> None:
         if self._groups.party.size > 1:

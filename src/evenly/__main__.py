@@ -1,0 +1,5 @@
+"""`python -m evenly` is the command line."""
+
+from evenly.cli import main
+
+main()

@@ -1,0 +1,43 @@
+"""The command line: one file per verb. Nothing here imports torch before a verb needs it."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from evenly import __version__
+from evenly._errors import EvenlyError
+from evenly.cli import lab
+from evenly.cli.discover import discover
+from evenly.cli.launch import CONTEXT_SETTINGS, launch
+from evenly.cli.report import report
+from evenly.cli.train import train
+
+app = typer.Typer(
+    name="evenly",
+    help="Train one network on uneven machines.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("discover")(discover)
+app.command("train")(train)
+app.command("launch", context_settings=CONTEXT_SETTINGS)(launch)
+app.command("report")(report)
+app.add_typer(lab.app, name="lab")
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Runs the command line; an expected error is one message, not a traceback."""
+    try:
+        app()
+    except EvenlyError as error:
+        print(f"evenly: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,39 @@
+"""`evenly discover`: which rank is on which node, with which device."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def discover(
+    out: Annotated[Path | None, typer.Option(help="Write the cluster as JSON to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for all ranks.")] = 300.0,
+) -> None:
+    """Show the cluster: run it under the launcher you train with, or alone.
+
+    Examples: `evenly discover`; `srun evenly discover`; `evenly launch --nodes 3,1 -m evenly discover`.
+    """
+    from evenly.session import Session
+
+    with Session(device=device, timeout_s=timeout) as session:
+        if session.rank:
+            return
+        if out is not None:
+            session.cluster.save(out)
+        if json:
+            print(session.cluster.to_json())
+            return
+        table = Table(title=f"{session.world_size} ranks on {len(session.cluster.nodes)} nodes")
+        for header in ("node", "rank", "device", "memory GiB", "cores"):
+            table.add_column(header, justify="left" if header in ("node", "device") else "right")
+        for node in session.cluster.nodes:
+            for rank, found in zip(node.ranks, node.devices, strict=True):
+                name = found.name or f"{found.kind}:{found.index}" if found.kind == "cuda" else "cpu"
+                memory, cores = f"{found.memory_bytes / 2**30:.1f}", str(found.cores or "-")
+                table.add_row(node.name, str(rank), name, memory, cores)
+        Console().print(table)

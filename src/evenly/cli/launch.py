@@ -1,0 +1,153 @@
+"""`evenly launch`: torchrun on nodes with unequal numbers of processes, or a rehearsal of them on one machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
+
+import typer
+
+from evenly.launch.settings import environment, overlay
+
+CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+"""How the command is to be registered: every word after SCRIPT belongs to the script."""
+
+_GRACE_S = 40.0  # an agent gives its workers 30 s before it kills them; killed itself, it would leave them behind
+_POLL_S = 0.1
+
+
+def launch(
+    command: Annotated[list[str], typer.Argument(metavar="SCRIPT", help="The script and its arguments.")],
+    nodes: Annotated[str, typer.Option(metavar="N,N,...", help="Processes on each node: `3,1` is two nodes.")] = "1",
+    node_rank: Annotated[
+        int | None, typer.Option(help="Start only this node, counted from 0. Without it, all start on this machine.")
+    ] = None,
+    master: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: a free port of node 0.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
+) -> None:
+    """Start a script on nodes with unequal numbers of processes.
+
+    On a cluster, once per node, with the same list and master everywhere:
+
+        evenly launch --nodes 3,1 --node-rank 0 --master host0:29500 train.py
+
+    Without --node-rank all nodes start here, as a rehearsal: the library treats them as separate nodes.
+    """
+    counts = _parse_nodes(nodes)
+    host, port = _parse_master(master, node_rank=node_rank, num_nodes=len(counts))
+    chosen = range(len(counts)) if node_rank is None else [_check_node(node_rank, num_nodes=len(counts))]
+    script = ["-m", *command] if module else command
+    commands = [_agent(counts, node=node, host=host, port=port, script=script) for node in chosen]
+    raise typer.Exit(run_together(commands, environ=_threads(sum(counts)) if node_rank is None else {}))
+
+
+def run_together(commands: Sequence[Sequence[str]], *, environ: Mapping[str, str]) -> int:
+    """Returns the first exit code that is not 0, once all commands have ended; one failure ends the others."""
+    with _terminable():
+        # In groups of their own: a Ctrl-C that reached an agent twice would cut short its ending of the workers.
+        agents = [subprocess.Popen(command, env=overlay(environ), process_group=0) for command in commands]
+        try:
+            return _first_failure(agents)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        finally:
+            _end(agents)
+
+
+def _first_failure(agents: Sequence[subprocess.Popen[bytes]]) -> int:
+    while True:
+        codes = [agent.poll() for agent in agents]
+        failed = [code for code in codes if code]
+        if failed:
+            return failed[0] if failed[0] > 0 else 128 - failed[0]
+        if None not in codes:
+            return 0
+        time.sleep(_POLL_S)
+
+
+def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Asks what still runs to end, waits, and kills what does not listen."""
+    for agent in agents:
+        if agent.poll() is None:
+            agent.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for agent in agents:
+        try:
+            agent.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            agent.wait()
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Makes a signal to end raise an exception in this process, so that the agents are ended too."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _agent(counts: Sequence[int], *, node: int, host: str, port: int, script: Sequence[str]) -> list[str]:
+    """Returns torchrun's command line; only its static rendezvous keeps the order of the nodes."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *(f"--nnodes={len(counts)}", f"--nproc-per-node={counts[node]}", f"--node-rank={node}"),
+        *(f"--master-addr={host}", f"--master-port={port}"),
+        *script,
+    ]
+
+
+def _threads(num_processes: int) -> dict[str, str]:
+    """Returns equal shares of the cores; torchrun gives one thread to many ranks but every core to a lone one."""
+    if environment("OMP_NUM_THREADS") is not None:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes))}
+
+
+def _parse_nodes(text: str) -> list[int]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(item.isdecimal() and int(item) > 0 for item in items):
+        raise typer.BadParameter(
+            f"{text!r} was given; each node needs a whole number from 1. Write --nodes 3,1 for three and one."
+        )
+    return [int(item) for item in items]
+
+
+def _check_node(node_rank: int, *, num_nodes: int) -> int:
+    if not 0 <= node_rank < num_nodes:
+        raise typer.BadParameter(
+            f"--node-rank {node_rank} was given; --nodes lists {num_nodes}. Count from 0 to {num_nodes - 1}."
+        )
+    return node_rank
+
+
+def _parse_master(master: str | None, *, node_rank: int | None, num_nodes: int) -> tuple[str, int]:
+    if master is None and (node_rank is None or num_nodes == 1):
+        return "127.0.0.1", _free_port()
+    host, _, port = (master or "").rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 65536):
+        raise typer.BadParameter(
+            f"--master {master or '(nothing)'} was given; the nodes need an address to meet. "
+            "Write --master HOST:PORT with the host of node 0, the same on every node."
+        )
+    return host, int(port)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

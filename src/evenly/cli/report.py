@@ -1,0 +1,27 @@
+"""`evenly report`: what runs came to, side by side."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from evenly.cli.console import table_of
+from evenly.reports import row_of
+from evenly.spec import Run
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or their run.jsonl files.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run instead of a table.")] = False,
+) -> None:
+    """Print one row for each run: time, samples/s, MB across nodes, exchanges, accuracy."""
+    rows = [row_of(Run.read(path), name=path.parent.name if path.suffix == ".jsonl" else path.name) for path in runs]
+    if json:
+        from dataclasses import asdict
+        from json import dumps
+
+        for row in rows:
+            print(dumps(asdict(row)))
+        return
+    Console().print(table_of(rows))

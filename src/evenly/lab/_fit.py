@@ -1,0 +1,40 @@
+"""Whether the machine has what a cluster promises to its ranks."""
+
+from pathlib import Path
+
+from evenly._errors import LabError
+from evenly.lab.cluster import LabCluster, LabNode, core_numbers
+
+_ONLINE = Path("/sys/devices/system/cpu/online")
+
+
+def online_cores() -> frozenset[int]:
+    """Returns the cores of this machine."""
+    return core_numbers(_ONLINE.read_text().strip())
+
+
+def check_fit(cluster: LabCluster, *, online: frozenset[int]) -> None:
+    """Raises `LabError` where the ranks are promised more CPU than there is, since no quota would then hold."""
+    _compare(_promised(*cluster.nodes), num_cores=len(online), who="all ranks together", where="this machine")
+    for node in cluster.nodes:
+        if node.cores is None:
+            continue
+        named = core_numbers(node.cores)
+        if not named <= online:
+            raise LabError(
+                f"{node.name} is to run on cores {node.cores}, but this machine has only {sorted(online)}. "
+                "Name cores it has in `cores`."
+            )
+        _compare(_promised(node), num_cores=len(named), who=f"the ranks of {node.name}", where=f"core set {node.cores}")
+
+
+def _promised(*nodes: LabNode) -> float:
+    return sum(node.cpu_of(local) or 0.0 for node in nodes for local in range(node.ranks))
+
+
+def _compare(promised: float, *, num_cores: int, who: str, where: str) -> None:
+    if promised > num_cores + 1e-9:
+        raise LabError(
+            f"{who} are promised {promised:g} cores' worth of CPU time, but {where} has {num_cores} cores. "
+            "Lower `cpu`, in the same proportion everywhere to keep the picture."
+        )

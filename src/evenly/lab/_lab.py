@@ -1,0 +1,185 @@
+"""The emulated cluster as long as it stands."""
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from evenly._errors import LabError
+from evenly.lab import _cgroups, _network
+from evenly.lab._cgroups import Hierarchy
+from evenly.lab._fit import check_fit, online_cores
+from evenly.lab._machine import hierarchy
+from evenly.lab._names import new_name, parse_name
+from evenly.lab._output import Output, open_outlet
+from evenly.lab._ranks import Seat, command_line, environment, hosts_file, seats
+from evenly.lab._running import Running
+from evenly.lab._signals import orderly_end, uninterrupted
+from evenly.lab.cluster import LabCluster, LabNode
+from evenly.lab.result import LabResult
+
+
+class Lab:
+    """An emulated cluster that stands inside a `with` block and is removed at its end, however that comes.
+
+        with Lab(load_cluster("demo")) as lab:
+            result = lab.run(["python", "train.py"]).check()
+
+    The nodes have no way to the host's network or beyond. Should the owner be killed outright, the ranks die with it
+    and the next lab, or `clean`, removes the rest.
+    """
+
+    def __init__(self, cluster: LabCluster) -> None:
+        self.cluster = cluster
+        self._seats = seats(cluster)
+        self._name = str(new_name())
+        self._hierarchy: Hierarchy | None = None
+        self._groups: dict[Seat, tuple[Path, ...]] = {}
+        self._running = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(orderly_end())
+        try:
+            with uninterrupted():
+                self._build()
+        except BaseException:
+            self._take_down()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._take_down()
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        output: Output = "prefix",
+        timeout_s: float | None = None,
+        grace_s: float = 10.0,
+    ) -> LabResult:
+        """Runs `command` once per rank and returns exit codes, seconds and bytes.
+
+        Args:
+            command: the program and its arguments, the same for every rank.
+            env: variables for every rank, over those of the lab, over those of this process.
+            output: `prefix` writes each line after its rank's name, `rank0` shows rank 0 as it is, `capture` keeps all.
+            timeout_s: after so long every rank is ended.
+            grace_s: so long the others may go on after a rank has failed; `math.inf` lets them finish.
+        """
+        if self._running or not command:
+            state = "one is still running" if self._running else "it is empty"
+            raise LabError(f"a command was to run in the lab, but {state}. Give one command at a time.")
+        outlet = open_outlet(output, seats=self._seats)
+        running, before, begun = Running(outlet), self.counters(), time.monotonic()
+        until = math.inf if timeout_s is None else begun + timeout_s
+        self._running, completed = True, False
+        try:
+            for seat in self._seats:
+                running.start(self._line(command, seat=seat, env=env or {}), seat=seat)
+            completed = running.follow(until=until, grace_s=grace_s)
+        finally:
+            self._running = False
+            running.stop(self._kill_ranks)
+        after = self.counters()
+        return LabResult(
+            exit_codes=running.exit_codes(),
+            first_failed=next((seat.rank for seat in running.failed), None),
+            timed_out=not completed and not running.failed,
+            wall_s=running.ended_at - begun,
+            sent_bytes=tuple(now[0] - then[0] for now, then in zip(after, before, strict=True)),
+            received_bytes=tuple(now[1] - then[1] for now, then in zip(after, before, strict=True)),
+            stdout=outlet.texts("stdout"),
+            stderr=outlet.texts("stderr"),
+        )
+
+    def counters(self) -> tuple[tuple[int, int], ...]:
+        """Returns for each node the bytes (sent, received) over its link since the lab was built."""
+        self._standing()
+        return _network.counters(self._name, num_nodes=len(self.cluster.nodes))
+
+    def set_cpu(self, rank: int, cores_worth: float | None) -> None:
+        """Gives a rank so many cores' worth of CPU time from now on, None for all; from any thread, also mid-run."""
+        cpu = LabNode(cpu=cores_worth).cpu_of(0)
+        _in_range(rank, count=len(self._seats), what="rank")
+        _cgroups.set_quota(self._standing(), lab=self._name, rank=rank, cores_worth=cpu)
+
+    def set_rate(self, node: int, mbit: float | None) -> None:
+        """Sets the rate of a node's link from now on, None for no limit; from any thread, also mid-run."""
+        rate = LabNode(rate_mbit=mbit).rate_mbit
+        _in_range(node, count=len(self.cluster.nodes), what="node")
+        self._standing()
+        _network.shape(self._name, index=node, rate_mbit=rate)
+
+    def _build(self) -> None:
+        self._hierarchy = found = hierarchy()
+        check_fit(self.cluster, online=online_cores())
+        _sweep(found)
+        _cgroups.open_lab(found, lab=self._name, num_ranks=len(self._seats))
+        for seat in self._seats:
+            node = self.cluster.nodes[seat.node]
+            self._groups[seat] = _cgroups.open_rank(found, lab=self._name, rank=seat.rank, cores=node.cores)
+            self.set_cpu(seat.rank, node.cpu_of(seat.local_rank))
+        _network.build(self._name, nodes=self.cluster.nodes)
+
+    def _take_down(self) -> None:
+        try:
+            with uninterrupted():
+                if self._hierarchy is not None:
+                    _remove(self._name, found=self._hierarchy)
+                self._hierarchy = None
+        finally:
+            self._stack.close()
+
+    def _standing(self) -> Hierarchy:
+        if self._hierarchy is None:
+            raise LabError("the lab was used, but it does not stand. Use it inside `with Lab(cluster) as lab:`.")
+        return self._hierarchy
+
+    def _line(self, command: Sequence[str], *, seat: Seat, env: Mapping[str, str]) -> list[str]:
+        return command_line(
+            command,
+            variables={**environment(self.cluster, seat=seat), **env},
+            owner=os.getpid(),
+            namespace=_network.namespace_path(self._name, index=seat.node),
+            hostname=self.cluster.nodes[seat.node].name,
+            hosts=hosts_file(self.cluster),
+            groups=self._groups[seat],
+        )
+
+    def _kill_ranks(self) -> None:
+        for seat in self._seats:
+            _cgroups.kill_rank(self._standing(), lab=self._name, rank=seat.rank)
+
+
+def clean() -> tuple[str, ...]:
+    """Removes what labs left behind whose owner is gone, and returns their names."""
+    return _sweep(hierarchy())
+
+
+def _sweep(found: Hierarchy) -> tuple[str, ...]:
+    labs = {parse_name(name) for name in _network.namespaces() | _cgroups.labs(found)}
+    left = sorted(str(lab) for lab in labs if lab is not None and lab.abandoned)
+    for lab in left:
+        _remove(lab, found=found)
+    return tuple(left)
+
+
+def _remove(lab: str, *, found: Hierarchy) -> None:
+    try:
+        _cgroups.remove_lab(found, lab=lab)
+    finally:
+        _network.remove(sorted(name for name in _network.namespaces() if name.startswith(f"{lab}-")))
+
+
+def _in_range(index: int, *, count: int, what: str) -> None:
+    if index not in range(count):
+        raise LabError(f"{what} {index} was named, but the lab has {what}s 0 to {count - 1}. Name one of them.")

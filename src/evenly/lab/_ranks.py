@@ -1,0 +1,84 @@
+"""Who sits where, and the command line that puts a rank's process in its place."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenly.lab._network import INTERFACE, address
+from evenly.lab.cluster import LabCluster
+
+_MASTER_PORT = 29500
+# The file lies in memory, under a mount that only this rank sees: nothing is left to remove.
+_PUT_HOSTS = (
+    "mount -t tmpfs tmpfs /tmp && {{ printf %s {hosts}; cat /etc/hosts; }} > /tmp/hosts"
+    " && mount --bind /tmp/hosts /etc/hosts && umount -l /tmp"
+)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of one rank: its number, its node, and its number there."""
+
+    rank: int
+    node: int
+    local_rank: int
+    label: str
+
+
+def seats(cluster: LabCluster) -> tuple[Seat, ...]:
+    """Returns the place of every rank, numbered through the nodes in order."""
+    places = [(node, local) for node in range(len(cluster.nodes)) for local in range(cluster.nodes[node].ranks)]
+    return tuple(
+        Seat(rank=rank, node=node, local_rank=local, label=f"{cluster.nodes[node].name}:rank{rank}")
+        for rank, (node, local) in enumerate(places)
+    )
+
+
+def environment(cluster: LabCluster, *, seat: Seat) -> dict[str, str]:
+    """Returns the variables a rank is given, those of torchrun and a few more."""
+    return {
+        "RANK": str(seat.rank),
+        "WORLD_SIZE": str(cluster.world_size),
+        "LOCAL_RANK": str(seat.local_rank),
+        "LOCAL_WORLD_SIZE": str(cluster.nodes[seat.node].ranks),
+        "GROUP_RANK": str(seat.node),
+        "GROUP_WORLD_SIZE": str(len(cluster.nodes)),
+        "ROLE_RANK": str(seat.rank),
+        "ROLE_WORLD_SIZE": str(cluster.world_size),
+        "MASTER_ADDR": address(0),
+        "MASTER_PORT": str(_MASTER_PORT),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "EVENLY_LAB": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def hosts_file(cluster: LabCluster) -> str:
+    """Returns the lines by which every node finds every other by its name."""
+    return "".join(f"{address(index)} {node.name}\n" for index, node in enumerate(cluster.nodes))
+
+
+def command_line(
+    command: Sequence[str],
+    *,
+    variables: Mapping[str, str],
+    owner: int,
+    namespace: Path,
+    hostname: str,
+    hosts: str,
+    groups: Sequence[Path],
+) -> list[str]:
+    """Returns the words that start `command` in its namespaces, under its hostname and in its control groups.
+
+    All of them replace one another in the same process, so its id is the rank's and it dies with the lab's owner. The
+    check of the parent covers an owner that died before the death signal was armed.
+    """
+    steps = [f"[ $PPID = {owner} ]", f"echo {shlex.quote(hostname)} > /proc/sys/kernel/hostname"]
+    steps += [f"echo $$ > {shlex.quote(str(group))}" for group in groups]
+    steps += [_PUT_HOSTS.format(hosts=shlex.quote(hosts))]
+    script = " && ".join(steps) + ' || exit 125; export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; exec env "$@"'
+    # The mounts follow those of the host, or a namespace that another lab removes would live on in here.
+    place = ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net={namespace}"]
+    place += ["unshare", "--uts", "--mount", "--propagation", "slave"]
+    return [*place, "sh", "-c", script, "sh", *(f"{key}={text}" for key, text in variables.items()), *command]

@@ -1,0 +1,41 @@
+"""Who am I? Launchers, places, and the opening of the world. The only room that reads the environment."""
+
+from typing import TYPE_CHECKING, Any
+
+from evenly.launch.children import torchrun_environment
+from evenly.launch.find import find_place
+from evenly.launch.host import Identity, identity
+from evenly.launch.launcher import Launcher
+from evenly.launch.place import Place
+from evenly.launch.settings import environment, overlay
+
+if TYPE_CHECKING:
+    from evenly.launch.device import pick_device
+    from evenly.launch.world import World, open_world
+
+__all__ = [
+    "Identity",
+    "Launcher",
+    "Place",
+    "World",
+    "environment",
+    "find_place",
+    "identity",
+    "open_world",
+    "overlay",
+    "pick_device",
+    "torchrun_environment",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns the names that need torch, which is imported only when one of them is asked for."""
+    if name == "pick_device":
+        from evenly.launch.device import pick_device
+
+        return pick_device
+    if name in ("World", "open_world"):
+        from evenly.launch import world
+
+        return getattr(world, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

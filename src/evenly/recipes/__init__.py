@@ -1,0 +1,1 @@
+"""The published experiments: models, data readers, training configurations."""

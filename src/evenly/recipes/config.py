@@ -1,0 +1,50 @@
+"""Settings of a recipe: defaults, a TOML file, `key=value` on the command line, in this order."""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from evenly._errors import SpecError
+from evenly.spec._value import Value
+
+
+class RecipeConfig(Value):
+    """The base of every recipe's settings."""
+
+    @classmethod
+    def build(cls, file: Path | None, changes: Sequence[str]) -> Self:
+        """Returns the settings of `file`, changed by texts like `epochs=3`."""
+        values: dict[str, Any] = read_toml(file) if file is not None else {}
+        for change in changes:
+            key, equals, text = change.partition("=")
+            if not equals or not key:
+                raise SpecError(f"--set {change!r} was given, but it takes key=value, such as --set epochs=3.")
+            values[key.strip()] = _value(text.strip())
+        unknown = [key for key in values if key not in cls.model_fields]
+        if unknown:
+            raise SpecError(
+                f"this recipe has no setting {', '.join(map(repr, unknown))}. It has: {', '.join(cls.model_fields)}."
+            )
+        if isinstance(values.get("every"), int):
+            values["every"] = str(values["every"])
+        return cls(**values)
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """Returns what a TOML file says."""
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise SpecError(f"the settings file {file} cannot be read: {error.strerror}. Check the path.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{file} is not valid TOML: {error}. Correct that line.") from None
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("none", "null"):
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

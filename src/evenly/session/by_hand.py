@@ -1,0 +1,107 @@
+"""The verbs for a plain torch loop, in any process group that a script has opened."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from evenly._errors import SpecError
+from evenly.comm import Party, party_of
+from evenly.launch import find_place, identity, pick_device
+from evenly.nodes import Synchronized, join_nodes
+from evenly.spec import Cluster, EveryEpoch, EveryGradient, EverySteps, Exchange, Node, period_of
+from evenly.survey import survey_cluster
+
+
+def discover(
+    *, group: dist.ProcessGroup | None = None, device: str | torch.device = "auto", timeout_s: float = 600.0
+) -> Cluster:
+    """Returns the cluster that the ranks of an open process group form; every rank calls it together.
+
+    Ranks that share hostname, boot, network namespace and the launcher's node are one node, however many they are.
+
+    Args:
+        group: the ranks to look at; torch's default group if left out.
+        device: what this rank computes on; `"auto"` takes its CUDA device if there is one.
+        timeout_s: how long to wait for the other ranks.
+    """
+    return survey_party(party_of(group), device, timeout_s=timeout_s)
+
+
+def survey_party(party: Party, device: str | torch.device, *, timeout_s: float) -> Cluster:
+    """Returns the cluster that the ranks of `party` form."""
+    place = find_place()
+    chosen = device if isinstance(device, torch.device) else pick_device(place, device)
+    return survey_cluster(party.chapter("survey"), identity(place), chosen, timeout_s=timeout_s)
+
+
+def synchronize(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    every: EverySteps | EveryEpoch | EveryGradient | int | str = "epoch",
+    nodes: Sequence[Sequence[int]] | None = None,
+    group: dist.ProcessGroup | None = None,
+    optimizer_state: Literal["keep", "average"] = "keep",
+    nonfinite: Literal["stop", "skip"] = "stop",
+    count: Callable[..., float] | None = None,
+    find_unused_parameters: bool = False,
+    timeout_s: float = 600.0,
+) -> Synchronized:
+    """Returns the module to call: gradients averaged inside a node at every step, parameters across nodes every period.
+
+    The loop around it stays as it is: call the returned module, `backward`, `optimizer.step`. After each pass over the
+    data call its `end_epoch()`, and after the last step its `finish()`. The loss must be a mean over the batch;
+    gradients and exchanges are weighted by the samples of each batch.
+
+    Args:
+        model: the network, on the device it trains on. All ranks start with the weights of rank 0.
+        optimizer: any torch optimizer over the parameters of `model`.
+        every: the period K': a number of steps, `EverySteps(k, warmup=w)`, `"epoch"`, or `"global"` for the baseline in
+            which all ranks average gradients at every step.
+        nodes: the ranks of each node, such as `[[0], [1, 2, 3]]`; discovered if left out.
+        group: the ranks that train together; torch's default group if left out.
+        optimizer_state: whether momenta stay local (`"keep"`) or are averaged at each exchange (`"average"`).
+        nonfinite: whether a NaN or infinite gradient stops all ranks or skips that step on the ranks that share it.
+        count: a function of the arguments of `forward` that returns the samples of a batch; the leading dim of the
+            first tensor if left out.
+        find_unused_parameters: as in torch's DDP, for networks that do not use all parameters in every step.
+        timeout_s: how long a rank may wait for the others.
+
+    Example:
+        ```python
+        model = evenly.synchronize(model, optimizer, every=50)
+        ```
+    """
+    period = period_of(every)
+    exchange = Exchange(optimizer_state=optimizer_state, nonfinite=nonfinite, timeout_s=timeout_s)
+    party = party_of(group)
+    device = next(iter(model.parameters()), torch.empty(0)).device
+    cluster = survey_party(party, device, timeout_s=timeout_s)
+    return join_nodes(
+        model,
+        optimizer,
+        party=party,
+        cluster=cluster if nodes is None else regroup(cluster, nodes),
+        period=period,
+        exchange=exchange,
+        count=count,
+        find_unused_parameters=find_unused_parameters,
+    )
+
+
+def regroup(cluster: Cluster, nodes: Sequence[Sequence[int]]) -> Cluster:
+    """Returns the same ranks and devices on the nodes that the user names."""
+    ranks = sorted(rank for members in nodes for rank in members)
+    if ranks != list(range(cluster.world_size)) or not all(nodes):
+        raise SpecError(
+            f"nodes={[list(members) for members in nodes]} was asked for, but the {cluster.world_size} ranks "
+            f"0..{cluster.world_size - 1} must each stand in one node, and no node may be empty. Correct the list."
+        )
+    return Cluster(
+        nodes=tuple(
+            Node(name=f"node{i}", ranks=tuple(members), devices=tuple(cluster.device_of(rank) for rank in members))
+            for i, members in enumerate(nodes)
+        )
+    )

@@ -1,0 +1,218 @@
+"""Saving and resuming a whole run: every node's parameters, every rank's buffers, random states and positions.
+
+Nodes differ inside a period, so each node's full tensors are kept. On the same cluster a run goes on bit for bit; on
+another one it starts from the average that the next exchange would have made.
+"""
+
+import logging
+import random
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from evenly._errors import CheckpointError, EvenlyError
+from evenly.batches import Feed
+from evenly.comm import Party, Waiter, gather_json
+from evenly.nodes import Synchronized
+from evenly.session import folder
+from evenly.session.merge import merge
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """What trains together: a synchronized module, its optimizer, its batches."""
+
+    name: str
+    model: Synchronized
+    optimizer: torch.optim.Optimizer
+    feed: Feed | None
+
+
+class Checkpoints:
+    """The checkpoints of one run in the folder `root`; all ranks call each method together."""
+
+    def __init__(
+        self, root: Path, party: Party, group: dist.ProcessGroup, waiter: Waiter, nodes: list[list[int]]
+    ) -> None:
+        self.root, self.party, self.nodes = root, party, nodes
+        self._group, self._waiter = group, waiter
+        self._node = next(index for index, ranks in enumerate(nodes) if party.rank in ranks)
+        self._leads = nodes[self._node][0] == party.rank
+
+    def save(self, step: int, trainees: list[Trainee], tracked: dict[str, Any], *, epoch: int, keep: int) -> Path:
+        """Writes the run's state as the checkpoint of `step` and returns its folder."""
+        name = f"step-{step:09d}"
+        partial = self.root / f".{name}.{self._together(secrets.token_hex(4), 'choose a name')[0]}"
+        owner = self._open(partial)
+        digests = self._together(
+            lambda: self._write(partial, trainees, tracked), f"write the checkpoint {self.root / name}"
+        )
+        manifest = {
+            "step": step,
+            "epoch": epoch,
+            "nodes": self.nodes,
+            "models": {trainee.name: _form(trainee.model.module) for trainee in trainees},
+            "files": {file: digest for part in digests for file, digest in part.items()},
+        }
+
+        def finish() -> None:
+            if owner:
+                folder.seal(partial, self.root / name, manifest)
+                folder.clear_leftovers(self.root, keep=keep)
+
+        self._together(finish, f"complete the checkpoint {self.root / name}")
+        return self.root / name
+
+    def latest(self) -> Path | None:
+        """Returns the newest checkpoint that every rank can see, or None."""
+        seen = self._together(lambda: [path.name for path in folder.checkpoints(self.root)], f"look into {self.root}")
+        common = set(seen[0]).intersection(*seen[1:])
+        return self.root / max(common) if common else None
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Returns the state this rank goes on from, read and checked on every rank."""
+        state: dict[str, Any] = {}
+        self._together(lambda: state.update(self._read(path)), f"read the checkpoint {path}")
+        return state
+
+    def _open(self, partial: Path) -> bool:
+        """Makes the folder to write into; returns whether this rank owns it (each file system has one owner)."""
+
+        def at_rank_0() -> None:
+            if self.party.rank == 0:
+                partial.mkdir(parents=True)
+
+        def elsewhere() -> bool:
+            if self.party.rank and self._leads and not partial.exists():
+                partial.mkdir(parents=True)
+                return True
+            return self.party.rank == 0
+
+        self._together(at_rank_0, f"make the folder {partial}")
+        return bool(self._together(elsewhere, f"make the folder {partial}")[self.party.rank])
+
+    def _write(self, partial: Path, trainees: list[Trainee], tracked: dict[str, Any]) -> dict[str, str]:
+        digests: dict[str, str] = {}
+        if self._leads:
+            value = {t.name: {"parameters": _parameters(t), "optimizer": t.optimizer.state_dict()} for t in trainees}
+            digests |= folder.write_part(partial, f"node-{self._node}", value)
+        mine = {
+            "trainees": {t.name: _local_state(t) for t in trainees},
+            "tracked": {name: thing.state_dict() for name, thing in tracked.items()},
+            "random": _random_state(),
+        }
+        return digests | folder.write_part(partial, f"rank-{self.party.rank}", mine)
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        manifest = folder.read_manifest(path)
+        files = manifest["files"]
+        if manifest["nodes"] == self.nodes:
+            node = folder.read_part(path, f"node-{self._node}", files)
+            rank = folder.read_part(path, f"rank-{self.party.rank}", files)
+        else:
+            nodes = [folder.read_part(path, f"node-{index}", files) for index in range(len(manifest["nodes"]))]
+            ranks = [folder.read_part(path, f"rank-{r}", files) for r in range(sum(map(len, manifest["nodes"])))]
+            node, rank = merge(nodes, ranks, manifest["nodes"])
+        return {"manifest": manifest, "node": node, "rank": rank}
+
+    def _together(self, act: Any, what: str) -> list[Any]:
+        """Returns every rank's result; if one rank fails, all raise, naming it."""
+        result, error = None, None
+        try:
+            result = act() if callable(act) else act
+        except (OSError, EvenlyError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        rows = gather_json({"result": result, "error": error}, self._group, self._waiter)
+        failed = {rank: row["error"] for rank, row in enumerate(rows) if row["error"]}
+        if failed:
+            rank, reason = next(iter(failed.items()))
+            raise CheckpointError(f"ranks {list(failed)} could not {what}. Rank {rank} says: {reason}")
+        return [row["result"] for row in rows]
+
+
+def apply(state: dict[str, Any], trainee: Trainee) -> None:
+    """Puts a loaded state into the model, its optimizer, its schedule and its batches."""
+    saved = state["manifest"]["models"].get(trainee.name)
+    _require_same_form(saved, _form(trainee.model.module), trainee.name)
+    node, rank = state["node"][trainee.name], state["rank"]["trainees"][trainee.name]
+    with torch.no_grad():
+        for name, parameter in trainee.model.module.named_parameters():
+            parameter.copy_(node["parameters"][name])
+        for name, buffer in trainee.model.module.named_buffers():
+            if name in rank["buffers"]:
+                buffer.copy_(rank["buffers"][name])
+    trainee.optimizer.load_state_dict(node["optimizer"])
+    device = next(trainee.model.module.parameters()).device
+    agreed = rank["agreed"]
+    trainee.model.resume(
+        rank["progress"], None if agreed is None else {name: value.to(device) for name, value in agreed.items()}
+    )
+    if trainee.feed is not None:
+        trainee.feed.resume(rank["feed"])
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Sets torch's, Python's and numpy's generators as they were; a rank that is new keeps its own."""
+    saved = state["rank"]["random"]
+    if saved is None:
+        return
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
+    random.setstate(saved["python"])
+    name, keys, position, has_gauss, gauss = saved["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+
+
+def _random_state() -> dict[str, Any]:
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "python": random.getstate(),
+        "numpy": [
+            name,
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ],
+    }
+
+
+def _parameters(trainee: Trainee) -> dict[str, torch.Tensor]:
+    return dict(trainee.model.module.named_parameters())
+
+
+def _local_state(trainee: Trainee) -> dict[str, Any]:
+    return {
+        "buffers": dict(trainee.model.module.named_buffers()),
+        "agreed": dict(trainee.model.agreed_buffers),
+        "progress": trainee.model.progress(),
+        "feed": trainee.feed.state() if trainee.feed is not None else None,
+    }
+
+
+def _form(module: torch.nn.Module) -> dict[str, str]:
+    return {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        for name, tensor in module.named_parameters()
+    }
+
+
+def _require_same_form(saved: dict[str, str] | None, now: dict[str, str], trainee: str) -> None:
+    if saved is None:
+        raise CheckpointError(f"the checkpoint has no model {trainee!r}. Resume with the program that saved it.")
+    for name in [*saved, *now]:
+        if saved.get(name) != now.get(name):
+            raise CheckpointError(
+                f"the checkpoint was saved from another model: parameter {name!r} is {saved.get(name, 'absent')} there "
+                f"and {now.get(name, 'absent')} here. Build the same model, or start a new run folder."
+            )

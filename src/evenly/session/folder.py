@@ -1,0 +1,114 @@
+"""Checkpoint folders: written beside, checked by SHA-256, renamed when complete."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from evenly._errors import CheckpointError
+from evenly.session.tree import flatten, restore
+
+MANIFEST = "manifest.json"
+VERSION = 1
+
+
+def write_part(folder: Path, name: str, value: Any) -> dict[str, str]:
+    """Writes one nested value as `name`.safetensors and `name`.json; returns the SHA-256 of both files."""
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(flatten(value, name, tensors))
+    save_file(tensors, folder / f"{name}.safetensors")
+    (folder / f"{name}.json").write_text(text)
+    digests = {}
+    for file in (folder / f"{name}.safetensors", folder / f"{name}.json"):
+        digests[file.name] = _digest(file)
+        _flush(file)
+    return digests
+
+
+def read_part(folder: Path, name: str, digests: dict[str, str]) -> Any:
+    """Returns the value that `write_part` wrote, after checking both files."""
+    for file_name in (f"{name}.safetensors", f"{name}.json"):
+        _require_intact(folder / file_name, digests.get(file_name))
+    try:
+        tensors = load_file(folder / f"{name}.safetensors")
+        return restore(json.loads((folder / f"{name}.json").read_text()), tensors)
+    except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise _damaged(folder / name, str(error)) from None
+
+
+def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Makes the folder `partial` the checkpoint `final`: from here on it exists, whole."""
+    file = partial / MANIFEST
+    file.write_text(json.dumps({"version": VERSION, **manifest}, indent=1))
+    _flush(file)
+    _flush(partial)
+    if final.exists():  # saved before at the same step: the older one must not be lost before the newer is there
+        old = final.with_name(f".{final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        partial.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        partial.rename(final)
+    _flush(final.parent)
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Returns the complete checkpoints in `root`, oldest first."""
+    return sorted(path for path in root.glob("step-*") if (path / MANIFEST).is_file())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _damaged(folder / MANIFEST, str(error)) from None
+    if manifest.get("version") != VERSION:
+        raise CheckpointError(
+            f"{folder} has version {manifest.get('version')}, this library reads version {VERSION}. "
+            "Resume with the version that wrote it."
+        )
+    return manifest
+
+
+def clear_leftovers(root: Path, *, keep: int) -> None:
+    """Removes folders that a killed run left half written, and all but the last `keep` checkpoints."""
+    for path in root.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in checkpoints(root)[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _require_intact(file: Path, digest: str | None) -> None:
+    if digest is None or not file.is_file():
+        raise _damaged(file, "the file is missing or not in the manifest")
+    found = _digest(file)
+    if found != digest:
+        raise _damaged(file, f"its SHA-256 is {found[:16]}..., the manifest says {digest[:16]}...")
+
+
+def _damaged(file: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint file {file} is damaged: {reason}. "
+        f"Remove the folder {file.parent} to resume from the checkpoint before it, or restore it from a copy."
+    )
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

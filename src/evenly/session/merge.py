@@ -1,0 +1,48 @@
+"""The state of a run for another cluster: what the next exchange of the old one would have made."""
+
+from typing import Any
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[Any, Any]:
+    """Returns one node's and one rank's state that stands for all of a saved run, for every rank of a new one."""
+    node, rank = nodes[0], ranks[0]
+    trainees = {}
+    for name, local in rank["trainees"].items():
+        own = [r["trainees"][name]["progress"]["samples"] for r in ranks]
+        weights = _fractions([sum(own[r] for r in members) for members in layout])
+        state = node[name]
+        state["parameters"] = _average([n[name]["parameters"] for n in nodes], weights)
+        slots = state["optimizer"]["state"]
+        for key in slots:
+            slots[key] |= _average([_floats(n[name]["optimizer"]["state"][key]) for n in nodes], weights)
+        buffers = [_floats(r["trainees"][name]["buffers"]) for r in ranks]
+        trainees[name] = {
+            "buffers": local["buffers"] | _average(buffers, _fractions(own)),
+            "agreed": None,
+            "progress": {**local["progress"], "since": 0, "samples": 0.0},
+            "feed": local["feed"],
+        }
+    return node, {"trainees": trainees, "tracked": rank["tracked"], "random": None}
+
+
+def _average(rows: list[Tensors], weights: list[float]) -> Tensors:
+    first = rows[0]
+    if all(torch.equal(row[name], first[name]) for row in rows for name in first):
+        return first
+    return {
+        name: sum((w * row[name] for w, row in zip(weights, rows, strict=True)), torch.zeros_like(value))
+        for name, value in first.items()
+    }
+
+
+def _floats(values: dict[str, Any]) -> Tensors:
+    return {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.ndim}
+
+
+def _fractions(amounts: list[float]) -> list[float]:
+    total = sum(amounts)
+    return [amount / total if total else 1 / len(amounts) for amount in amounts]

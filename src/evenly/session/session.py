@@ -1,0 +1,287 @@
+"""The one object with a life: opens the world, prepares what trains, keeps checkpoints, records, closes."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch.utils.data import Dataset
+
+from evenly._errors import SpecError
+from evenly.batches import feed
+from evenly.comm import Alarm, Waiter, gather_json, open_group, party_of
+from evenly.launch import Place, find_place, open_world, pick_device
+from evenly.nodes import Synchronized, join_nodes
+from evenly.session.by_hand import regroup, survey_party
+from evenly.session.checkpoint import Checkpoints, Trainee, apply, restore_random_state
+from evenly.session.ledger import Ledger
+from evenly.session.recorder import Recorder
+from evenly.spec import (
+    CheckpointSaved,
+    EpochDone,
+    EveryEpoch,
+    EveryGradient,
+    EverySteps,
+    Exchange,
+    Measured,
+    Plan,
+    RunFailed,
+    RunStarted,
+    period_of,
+)
+
+LINGER_S = 1.5  # a failing rank 0 keeps the meeting point open so that the others learn why
+
+
+class Session:
+    """A run on whatever launched it: torchrun, srun, mpirun, or nothing at all.
+
+    ```python
+    with evenly.Session("runs/first") as session:
+        plan = session.plan(batch_size=64, every=50)
+        model, optimizer, loader = session.prepare(model, optimizer, dataset, plan=plan)
+        for epoch in session.epochs(10):
+            for x, y in loader:
+                ...
+    ```
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        device: str = "auto",
+        nodes: Sequence[Sequence[int]] | None = None,
+        seed: int = 0,
+        checkpoint_every: int | Literal["epoch"] | None = "epoch",
+        keep: int = 2,
+        resume: bool = True,
+        timeout_s: float = 600.0,
+        place: Place | None = None,
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+            folder: where `run.jsonl` and checkpoints go; None keeps nothing.
+            device: `"auto"`, `"cpu"`, `"cuda"` or `"cuda:1"`.
+            nodes: the ranks of each node; discovered if left out.
+            seed: of the order of samples.
+            checkpoint_every: a number of steps, `"epoch"`, or None for only those asked for.
+            keep: how many checkpoints stay on disk.
+            resume: whether to go on from the newest checkpoint in `folder`.
+            timeout_s: how long a rank may wait for the others.
+            place: this process among the others; found in the environment if left out.
+        """
+        self._folder = Path(folder) if folder is not None else None
+        self._device_wish, self._nodes_wish = device, nodes
+        self._seed, self._keep, self._resume, self._timeout_s = seed, max(keep, 1), resume, timeout_s
+        if isinstance(checkpoint_every, int) and checkpoint_every < 1:
+            raise SpecError(f"checkpoint_every={checkpoint_every} was asked for. Give 1 or more, 'epoch' or None.")
+        self._checkpoint_every = checkpoint_every
+        self._place = place
+        self._trainees: list[Trainee] = []
+        self._tracked: dict[str, Any] = {}
+        self._restored: dict[str, Any] | None = None
+        self._epoch = 0
+        self._settings: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        place = self._place or find_place()
+        self._world = open_world(place, timeout_s=self._timeout_s)
+        self.device = pick_device(place, self._device_wish)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        party = party_of()
+        cluster = survey_party(party, self.device, timeout_s=self._timeout_s)
+        self.cluster = cluster if self._nodes_wish is None else regroup(cluster, self._nodes_wish)
+        self._party = party.chapter("session")
+        self.rank, self.world_size = party.rank, party.size
+        self._alarm = Alarm(self._party)
+        self._waiter = Waiter(self._alarm, place="the session", timeout_s=self._timeout_s)
+        self._group = open_group(self._party, "world", range(party.size), backend="gloo", timeout_s=self._timeout_s)
+        self._recorder = Recorder(self._folder, rank=self.rank)
+        self._ledger = Ledger(self._recorder)
+        if self._folder is not None:
+            self._checkpoints = Checkpoints(
+                self._folder / "checkpoints", self._party, self._group, self._waiter, nodes=self.cluster.rank_lists()
+            )
+            latest = self._checkpoints.latest() if self._resume else None
+            self._restored = self._checkpoints.load(latest) if latest is not None else None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.finish()
+                sums = gather_json(self._ledger.sums(), self._group, self._waiter)
+                self._ledger.tell_totals(sums, self.cluster.rank_lists())
+            else:
+                self._fail(error)
+        finally:
+            for trainee in self._trainees:
+                trainee.model.close()
+            self._alarm.close()
+            self._recorder.close()
+            self._world.close()
+
+    def plan(
+        self,
+        *,
+        batch_size: int,
+        every: EverySteps | EveryEpoch | EveryGradient | int | str = "epoch",
+        optimizer_state: Literal["keep", "average"] = "keep",
+        nonfinite: Literal["stop", "skip"] = "stop",
+    ) -> Plan:
+        """Returns the plan in which every rank takes `batch_size` samples a step and nodes exchange `every` period."""
+        if batch_size < 1:
+            raise SpecError(f"batch_size={batch_size} was asked for; a rank takes at least 1 sample a step.")
+        exchange = Exchange(optimizer_state=optimizer_state, nonfinite=nonfinite, timeout_s=self._timeout_s)
+        return Plan.even(self.cluster, batch_size=batch_size, period=period_of(every), exchange=exchange)
+
+    def prepare(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Dataset[Any] | None = None,
+        *,
+        plan: Plan,
+        name: str = "model",
+        count: Callable[..., float] | None = None,
+        find_unused_parameters: bool = False,
+        **loading: Any,
+    ) -> tuple[Synchronized, torch.optim.Optimizer, Any]:
+        """Returns the module to call, the optimizer and this rank's batches, resumed from the newest checkpoint if any.
+
+        Args:
+            model: the network; it is moved to the session's device.
+            optimizer: any torch optimizer over its parameters.
+            dataset: a map-style dataset; left out for a second model of the same run (a GAN's), whose loader is None.
+            plan: who does what.
+            name: tells the models of one run apart in checkpoints.
+            count: a function of the arguments of `forward` that returns the samples of a batch.
+            find_unused_parameters: as in torch's DDP.
+            loading: what `evenly.feed` takes: `shuffle`, `drop_last`, `num_workers`, `collate_fn`, `pin_memory`.
+        """
+        self._require_plan_fits(plan)
+        if any(trainee.name == name for trainee in self._trainees):
+            raise SpecError(f"a model named {name!r} is prepared already. Give each model of a run its own name=.")
+        model.to(self.device)
+        batches = None
+        if dataset is not None:
+            batches = feed(dataset, plan, rank=self.rank, device=self.device, **{"seed": self._seed, **loading})
+            batches.between.append(self._between_steps)
+        synchronized = join_nodes(
+            model,
+            optimizer,
+            party=party_of(),
+            cluster=regroup(self.cluster, plan.nodes),
+            period=plan.period,
+            exchange=plan.exchange,
+            count=count or (None if batches is None else lambda *_, **__: batches.samples),
+            find_unused_parameters=find_unused_parameters,
+        )
+        trainee = Trainee(name, synchronized, optimizer, batches)
+        if self._restored is not None:
+            apply(self._restored, trainee)
+        self._enrol(trainee, plan)
+        return synchronized, optimizer, batches
+
+    def track(self, **things: Any) -> None:
+        """Keeps things with `state_dict` and `load_state_dict` (schedulers, a GradScaler) in the checkpoints."""
+        self._tracked.update(things)
+        for name, thing in things.items():
+            if self._restored is not None and name in self._restored["rank"]["tracked"]:
+                thing.load_state_dict(self._restored["rank"]["tracked"][name])
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yields the epochs still to do; exchanges, records and saves at the end of each, and finishes the run."""
+        if self._restored is not None:
+            self._epoch = int(self._restored["manifest"]["epoch"])
+            restore_random_state(self._restored)
+            self._restored = None
+        while self._epoch < count:
+            for trainee in self._trainees:
+                if trainee.feed is not None:
+                    trainee.feed.epoch = self._epoch
+            yield self._epoch
+            self._epoch += 1
+            for trainee in self._trainees:
+                trainee.model.end_epoch()
+                if trainee.feed is not None:
+                    trainee.feed.resume({"epoch": self._epoch, "offset": 0})
+            self._recorder.tell(EpochDone, epoch=self._epoch, step=self._ledger.step)
+            if self._checkpoint_every == "epoch" and self._folder is not None:
+                self.checkpoint()
+        self.finish()
+
+    def finish(self) -> None:
+        """Makes the last exchange of every model, so that all ranks hold the same."""
+        for trainee in self._trainees:
+            trainee.model.finish()
+
+    def checkpoint(self) -> Path:
+        """Saves the run now, on all ranks together, and returns the folder."""
+        if self._folder is None:
+            raise SpecError("a checkpoint was asked for, but the session has no folder. Use Session('runs/name').")
+        began = time.monotonic()
+        path = self._checkpoints.save(
+            self._ledger.step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep
+        )
+        self._recorder.tell(CheckpointSaved, step=self._ledger.step, path=str(path), seconds=time.monotonic() - began)
+        return path
+
+    def log(self, **values: float | None) -> None:
+        """Records numbers such as losses and accuracies; those of rank 0 are written."""
+        self._recorder.tell(Measured, step=self._ledger.step, values=values)
+
+    def describe(self, **settings: str | int | float | bool | None) -> None:
+        """Notes settings of the program that the record of the run should show."""
+        self._settings.update(settings)
+
+    def listen(self, listener: Callable[[Any], None]) -> None:
+        """Calls `listener` with every event, on rank 0."""
+        self._recorder.listeners.append(listener)
+
+    def sum(self, *numbers: float) -> list[float]:
+        """Returns the sums of each number over all ranks."""
+        rows = gather_json([float(number) for number in numbers], self._group, self._waiter)
+        return [float(sum(column)) for column in zip(*rows, strict=True)]
+
+    def _enrol(self, trainee: Trainee, plan: Plan) -> None:
+        first = not self._trainees
+        self._trainees.append(trainee)
+        trainee.model.on_exchange.append(self._ledger.count_exchange)
+        if trainee.feed is not None:
+            trainee.feed.on_end.append(trainee.model.end_epoch)
+        if first:
+            self._ledger.step = trainee.model.schedule.step
+            trainee.model.on_step.append(
+                lambda step, samples: self._ledger.count_step(step, samples, epoch=self._epoch, ranks=self.world_size)
+            )
+            name = self._folder.name if self._folder is not None else "run"
+            told = {"name": name, "settings": self._settings, "resumed_step": self._ledger.step}
+            self._recorder.tell(RunStarted, cluster=self.cluster, plan=plan, **told)
+
+    def _between_steps(self) -> None:
+        every = self._checkpoint_every
+        if self._folder is not None and isinstance(every, int) and self._ledger.step % every == 0:
+            self.checkpoint()
+
+    def _require_plan_fits(self, plan: Plan) -> None:
+        if len(plan.roles) != self.world_size:
+            raise SpecError(
+                f"the plan is for {len(plan.roles)} ranks, but {self.world_size} are running. "
+                "Start that many ranks, or make a plan for these."
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        self._recorder.tell(RunFailed, step=self._ledger.step, error=f"{type(error).__name__}: {error}")
+        for trainee in self._trainees:
+            trainee.model.ring(error)
+        self._alarm.ring(error)
+        if self.rank == 0 and self.world_size > 1:
+            time.sleep(LINGER_S)

@@ -1,0 +1,44 @@
+"""Nested state -> tensors for safetensors and the rest as JSON, and back; no pickle anywhere."""
+
+from typing import Any
+
+import torch
+
+from evenly._errors import CheckpointError
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def flatten(value: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Returns `value` as JSON can say it; its tensors are put into `tensors` under names that start with `prefix`."""
+    if isinstance(value, torch.Tensor):
+        tensors[prefix] = value.detach().cpu().contiguous().clone()
+        return {"$tensor": prefix}
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, list | tuple):
+        items = [flatten(item, f"{prefix}.{number}", tensors) for number, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, dict):
+        pairs = [
+            [flatten(key, f"{prefix}.key", tensors), flatten(item, f"{prefix}.{key}", tensors)]
+            for key, item in value.items()
+        ]
+        return {"$dict": pairs}
+    raise CheckpointError(
+        f"a checkpoint was to hold {prefix}, which is a {type(value).__qualname__}. Tensors, numbers, texts, lists, "
+        "tuples and dicts can be saved; give the object a state_dict made of these."
+    )
+
+
+def restore(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Returns what `flatten` was given."""
+    if isinstance(value, list):
+        return [restore(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        return tensors[value["$tensor"]]
+    if "$tuple" in value:
+        return tuple(restore(item, tensors) for item in value["$tuple"])
+    return {restore(key, tensors): restore(item, tensors) for key, item in value["$dict"]}

@@ -1,0 +1,155 @@
+"""What happened: the typed events of a run, one JSON object a line in `run.jsonl`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from evenly._errors import SpecError
+from evenly.spec._value import Document, Value
+from evenly.spec.cluster import Cluster
+from evenly.spec.plan import Plan
+
+
+class RunStarted(Value):
+    """The first event: who takes part, and what is planned."""
+
+    event: Literal["started"] = "started"
+    at_s: float
+    version: Literal[1] = 1
+    name: str
+    cluster: Cluster
+    plan: Plan | None = None
+    settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    resumed_step: int = 0
+
+
+class StepsDone(Value):
+    """Progress: steps and samples so far on all ranks."""
+
+    event: Literal["steps"] = "steps"
+    at_s: float
+    epoch: int
+    step: int
+    samples: int
+
+
+class ExchangeDone(Value):
+    """One exchange across nodes as rank 0 saw it."""
+
+    event: Literal["exchange"] = "exchange"
+    at_s: float
+    number: int
+    step: int
+    seconds: float
+    sent_bytes: int
+    weights: tuple[float, ...]
+
+
+class EpochDone(Value):
+    """A pass over the data ended."""
+
+    event: Literal["epoch"] = "epoch"
+    at_s: float
+    epoch: int
+    step: int
+
+
+class Measured(Value):
+    """Numbers that the training program reported: losses, accuracies."""
+
+    event: Literal["measured"] = "measured"
+    at_s: float
+    step: int
+    values: dict[str, float | None]
+
+
+class CheckpointSaved(Value):
+    """A checkpoint is complete on disk."""
+
+    event: Literal["checkpoint"] = "checkpoint"
+    at_s: float
+    step: int
+    path: str
+    seconds: float
+
+
+class RunFailed(Value):
+    """The run ended in an error."""
+
+    event: Literal["failed"] = "failed"
+    at_s: float
+    step: int
+    error: str
+
+
+class RunFinished(Value):
+    """Totals over all ranks. Sent bytes are counted by the library and, per node, read at the network interfaces."""
+
+    event: Literal["finished"] = "finished"
+    at_s: float
+    seconds: float
+    steps: int
+    samples: int
+    samples_per_s: float
+    exchanges: int
+    exchange_seconds: float
+    sent_bytes: int
+    interface_bytes: tuple[int, ...]
+
+
+Event = Annotated[
+    RunStarted | StepsDone | ExchangeDone | EpochDone | Measured | CheckpointSaved | RunFailed | RunFinished,
+    Field(discriminator="event"),
+]
+_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+E = TypeVar("E", bound=Value)
+
+
+class Run(Document):
+    """The events of one run, in order."""
+
+    version: Literal[1] = 1
+    events: tuple[Event, ...]
+
+    @classmethod
+    def from_lines(cls, lines: Iterable[str]) -> Self:
+        """Returns the run told by `lines`; a last line cut short by a crash is left out."""
+        rows = [line for line in lines if line.strip()]
+        events: list[Event] = []
+        for number, line in enumerate(rows, start=1):
+            try:
+                events.append(_EVENT.validate_json(line))
+            except ValidationError as error:
+                if number == len(rows) and error.errors()[0]["type"] == "json_invalid":
+                    break
+                first = error.errors()[0]
+                path = ".".join(str(part) for part in first["loc"])
+                raise SpecError(
+                    f"line {number} of the run is not an event: {path} {first['msg']}. "
+                    "The file was written by another version or edited."
+                ) from None
+        return cls(events=tuple(events))
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Returns the run in the folder or `run.jsonl` file `path`."""
+        file = Path(path) / "run.jsonl" if Path(path).is_dir() else Path(path)
+        try:
+            return cls.from_lines(file.read_text().splitlines())
+        except OSError as error:
+            raise SpecError(f"cannot read a run from {file}: {error.strerror}. Give a run folder.") from None
+
+    def of(self, kind: type[E]) -> list[E]:
+        """Returns the events of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def last(self, kind: type[E]) -> E | None:
+        """Returns the last event of one kind, or None."""
+        found = self.of(kind)
+        return found[-1] if found else None
+
+    def latest_values(self) -> dict[str, float | None]:
+        """Returns the last reported value under each name."""
+        return {name: value for event in self.of(Measured) for name, value in event.values.items()}

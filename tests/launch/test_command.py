@@ -1,0 +1,94 @@
+"""`evenly launch`: unequal nodes on one machine, failures and interruptions that leave nobody behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from evenly.cli.launch import CONTEXT_SETTINGS, launch
+from tests.launch.greetings import greetings
+
+SCRIPT = str(Path(__file__).with_name("greet.py"))
+START = """
+import typer
+from evenly.cli.launch import CONTEXT_SETTINGS, launch
+app = typer.Typer()
+app.command(context_settings=CONTEXT_SETTINGS)(launch)
+app()
+"""
+
+
+def start(*words: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", START, *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def gone(said: list[dict[str, Any]]) -> bool:
+    return not any(psutil.pid_exists(each["pid"]) for each in said)
+
+
+def help_text(*words: str) -> str:
+    app = typer.Typer()
+    app.command(context_settings=CONTEXT_SETTINGS)(launch)
+    return CliRunner().invoke(app, words, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).output
+
+
+def test_two_ranks_and_one_run_as_two_nodes() -> None:
+    process = start("--nodes", "2,1", SCRIPT, "--nodes", "of the script", "--help")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    said = greetings(out)
+    seats = [
+        (each["place"]["rank"], each["place"]["node_id"], each["place"]["local_rank"], each["place"]["local_size"])
+        for each in said
+    ]
+    assert seats == [(0, "0", 0, 2), (1, "0", 1, 2), (2, "1", 0, 1)]
+    assert all(each["totals"] == [3, 3] for each in said)
+    assert all(each["args"] == ["--nodes", "of the script", "--help"] for each in said)
+
+
+def test_one_failing_rank_ends_all_nodes_and_is_the_exit_code() -> None:
+    process = start("--nodes", "1,1", SCRIPT, "--fail")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 1, err
+    assert gone(greetings(out))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_ends_all(number: signal.Signals, code: int) -> None:
+    process = start("--nodes", "1", "-m", "tests.launch.greet", "--stay")
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    time.sleep(0.2)
+    os.killpg(process.pid, number)  # as a terminal does: the whole foreground group
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert gone(greetings(line + out))
+
+
+def test_help_says_how_to_start_a_cluster() -> None:
+    text = help_text("--help")
+    assert "evenly launch --nodes 3,1 --node-rank 0 --master host0:29500 train.py" in text
+    assert "rehearsal" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--nodes", "2,x"], "whole number from 1"),
+        (["--nodes", "2,0"], "whole number from 1"),
+        (["--nodes", "2,1", "--node-rank", "2", "--master", "a:1"], "Count from 0 to 1"),
+        (["--nodes", "2,1", "--node-rank", "0"], "--master HOST:PORT"),
+        (["--nodes", "2,1", "--master", "a:b"], "--master HOST:PORT"),
+    ],
+)
+def test_a_wrong_option_is_answered_with_what_to_write(words: list[str], told: str) -> None:
+    assert told in help_text(*words, "train.py")
