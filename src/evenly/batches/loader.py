@@ -43,6 +43,11 @@ class Feed:
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._num_workers, self._collate_fn, self._pin_memory = num_workers, collate_fn, pin_memory
         self._size = _size_of(dataset, ranks=len(self._shares))
+        if not 0 <= rank < len(self._shares):
+            raise DataError(
+                f"the batches of rank {rank} were asked for, but the plan is for {len(self._shares)} ranks, counted "
+                "from 0. Make a plan for the ranks that run."
+            )
 
     @property
     def global_batch(self) -> int:
@@ -88,7 +93,7 @@ class Feed:
             start = stop
 
     def _take(self, order: torch.Tensor, first: int, last: int) -> list[int]:
-        """Returns the samples [first, last); where there are none, two borrowed ones: a BatchNorm cannot do with one."""
+        """Returns the samples [first, last); where there are none, two borrowed ones, as BatchNorm needs two."""
         taken: list[int] = order[first:last].tolist() if first < last else order[-2:].tolist()
         return taken
 
@@ -131,7 +136,7 @@ def feed(dataset: Dataset[Any], plan: Plan, *, rank: int | None = None, **loadin
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Returns a batch with its tensors on `device`, whatever lists, tuples and dicts they stand in."""
-    if isinstance(batch, torch.Tensor):
+    if hasattr(batch, "to"):  # a tensor, or a batch that knows how, such as a PackedSequence
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {key: to_device(value, device) for key, value in batch.items()}

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from evenly.reports import HEADERS, Row, cells
+from evenly.reports import HEADERS, Row, cells, notes, row_of
 from evenly.spec import (
     CheckpointSaved,
     EpochDone,
@@ -23,14 +26,17 @@ from evenly.spec import (
 LINE_S = 5.0  # plain progress lines come at most this often
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """Returns the runs as a table."""
-    table = Table()
+def show_rows(rows: Sequence[Row], *, console: Console) -> None:
+    """Prints the runs as a table of at most 80 columns, and below it what stopped those that are not done."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     for number, header in enumerate(HEADERS):
-        table.add_column(header, justify="left" if number < 4 else "right", overflow="fold")
+        justify: Literal["left", "right"] = "left" if number < 4 else "right"
+        table.add_column(header, justify=justify, overflow="fold", no_wrap=number > 1)
     for row in rows:
-        table.add_row(*cells(row))
-    return table
+        table.add_row(*map(escape, cells(row)))
+    console.print(table)
+    for note in notes(rows):
+        console.print(note, markup=False, soft_wrap=True)
 
 
 class Watcher:
@@ -54,15 +60,17 @@ class Watcher:
             case StepsDone():
                 self._progress(event)
             case Measured(values=values, step=step):
-                words = ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value is not None)
-                self._say(f"step {step}: {words}")
+                words = [
+                    f"{name} {'not finite' if value is None else f'{value:.4g}'}" for name, value in values.items()
+                ]
+                self._say(f"step {step}: {', '.join(words)}")
             case EpochDone(epoch=epoch, step=step):
                 self._say(f"epoch {epoch} done at step {step}")
             case CheckpointSaved(path=path, seconds=seconds):
                 self._say(f"checkpoint {path} ({seconds:.2f} s)")
             case RunFinished():
                 self.close()
-                self._console.print(table_of([self._row()]))
+                show_rows([row_of(Run(events=tuple(self._events)))], console=self._console)
             case ExchangeDone():
                 pass
 
@@ -72,18 +80,15 @@ class Watcher:
             self._bar.stop()
             self._bar = None
 
-    def _row(self) -> Row:
-        from evenly.reports import row_of
-
-        return row_of(Run(events=tuple(self._events)))
-
     def _start(self, event: RunStarted) -> None:
         if event.plan is not None:
-            self._console.print(event.plan.explain(), soft_wrap=True)
-        if event.resumed_step:
-            self._console.print(f"resumed at step {event.resumed_step}")
+            self._console.print(event.plan.explain(), markup=False, soft_wrap=True)
         total = event.settings.get("total_steps")
         self._total = int(total) if isinstance(total, int) else None
+        if self._total is not None and event.resumed_step >= self._total:
+            self._console.print(f"this run is already done: it made all its {self._total} steps")
+        elif event.resumed_step:
+            self._console.print(f"resumed at step {event.resumed_step}")
         self._began = event.at_s
         if self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -101,4 +106,4 @@ class Watcher:
             self._console.print(f"epoch {event.epoch + 1} step {event.step}{of}: {rate:.0f} samples/s")
 
     def _say(self, text: str) -> None:
-        (self._bar.console if self._bar is not None else self._console).print(text, soft_wrap=True)
+        (self._bar.console if self._bar is not None else self._console).print(text, markup=False, soft_wrap=True)

@@ -4,8 +4,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from evenly.spec.plan import counted
 
 
 def discover(
@@ -28,7 +31,8 @@ def discover(
         if json:
             print(session.cluster.to_json())
             return
-        table = Table(title=f"{session.world_size} ranks on {len(session.cluster.nodes)} nodes")
+        ranks, nodes = counted(session.world_size, "rank"), counted(len(session.cluster.nodes), "node")
+        table = Table(title=f"{ranks} on {nodes}", box=box.SIMPLE_HEAD)
         for header in ("node", "rank", "device", "memory GiB", "cores"):
             table.add_column(header, justify="left" if header in ("node", "device") else "right")
         for node in session.cluster.nodes:

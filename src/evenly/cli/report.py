@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from evenly.cli.console import table_of
-from evenly.reports import row_of
-from evenly.spec import Run
+from evenly.cli.console import show_rows
+from evenly.reports import read_row
 
 
 def report(
@@ -16,7 +15,7 @@ def report(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run instead of a table.")] = False,
 ) -> None:
     """Print one row for each run: time, samples/s, MB across nodes, exchanges, accuracy."""
-    rows = [row_of(Run.read(path), name=path.parent.name if path.suffix == ".jsonl" else path.name) for path in runs]
+    rows = [read_row(path) for path in runs]
     if json:
         from dataclasses import asdict
         from json import dumps
@@ -24,4 +23,4 @@ def report(
         for row in rows:
             print(dumps(asdict(row)))
         return
-    Console().print(table_of(rows))
+    show_rows(rows, console=Console(highlight=False))

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from evenly._errors import PeerError
-from evenly.comm import Alarm, Waiter, all_reduce, first_line
+from evenly.comm import Alarm
+from evenly.nodes.averaging import Averaging
 
 
 class NodeGradients:
@@ -29,8 +28,8 @@ class NodeGradients:
         self.pending = False  # a backward was averaged and no step has used it yet
         self._group, self._alarm = group, alarm
         self._accumulated = self._current = self._averaged = 0.0
-        self._latest: Verdict | None = None
-        self._earlier: Verdict | None = None
+        self._latest: Averaging | None = None
+        self._earlier: Averaging | None = None
         self._body = _Body(module)
         self._ddp = DistributedDataParallel(
             self._body,
@@ -60,6 +59,7 @@ class NodeGradients:
         """
         self._body.rehearsing = True
         self._ddp().backward()
+        self._ddp.reducer._rebuild_buckets()  # a collective: later it would wait for ranks that never call forward
         self._body.rehearsing = self.pending = False
         self._latest, self._alarm.begun = None, 0
         for parameter in self._body.parameters():
@@ -76,87 +76,31 @@ class NodeGradients:
         samples, self._averaged, self.pending = self._averaged, 0.0, False
         return samples
 
-    def verdict(self, *, now: bool) -> "Verdict | None":
-        """Returns which members had gradients that are not finite, or None if that is not known yet.
+    def last(self, *, now: bool) -> Averaging | None:
+        """Returns the last backward's averaging, once, to ask whether all gradients were finite.
 
-        On a CPU the answer is of the last backward. Elsewhere reading it would stall the device, so unless it is wanted
-        `now` the answer is of the backward before.
+        Where reading the answer would stall a device it is that of the backward before, unless it is wanted `now`.
         """
         latest, self._latest = self._latest, None
-        if latest is not None:
-            latest.fetch()
         if latest is None or now or latest.immediate:
-            self._earlier, answer = None, latest or self._earlier
-        else:
-            self._earlier, answer = latest, self._earlier
-        return answer
+            earlier, self._earlier = self._earlier, None
+            return latest or earlier
+        latest.fetch()
+        earlier, self._earlier = self._earlier, latest
+        return earlier
 
     def _average(self, state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
         if bucket.index() == 0:
-            self._begin(buffer.device)
-        alone = self._group.size() == 1
-        if self._samples == 0:
-            buffer.zero_()  # 0 * NaN would not be 0
-        else:
-            self._check.add_(torch.sum(buffer, dtype=torch.float32 if buffer.dtype.itemsize < 4 else None))
-            if not alone:
-                buffer.mul_(self._samples)
-        future = self._deliver(buffer, None if alone else all_reduce(buffer, self._group))
+            self._alarm.begun += 1
+            samples = self._accumulated + self._current
+            self._averaging = Averaging(self._group, self._alarm, samples=samples, step=self.step)
+        future = self._averaging.add(bucket.buffer())
         if bucket.is_last():
-            self._end()
+            self._averaging.close(bucket.buffer().device)
+            self._latest, self.pending = self._averaging, True
+            self._averaged += self._averaging.samples
+            self._accumulated = self._current = 0.0
         return future
-
-    def _begin(self, device: torch.device) -> None:
-        self._alarm.begun += 1
-        self._samples = self._accumulated + self._current
-        self._check = torch.zeros((), dtype=torch.float64, device=device)
-        self._total = torch.full((1,), self._samples, dtype=torch.float64, device=device)
-        self._total_work = all_reduce(self._total, self._group) if self._group.size() > 1 else None
-
-    def _end(self) -> None:
-        flags = torch.zeros(self._group.size(), device=self._check.device)  # [members]
-        flags[self._group.rank()] = (~torch.isfinite(self._check)).float()
-        work = all_reduce(flags, self._group) if self._group.size() > 1 else None
-        self._latest = Verdict(flags, work, self._alarm, self.step)
-        self._accumulated = self._current = 0.0
-        self._averaged += self._samples
-        self.pending = True
-
-    def _deliver(self, buffer: torch.Tensor, work: dist.Work | None) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.is_cuda else None
-        )
-        if work is None:
-            future.set_result(buffer)
-            return future
-        self._alarm.hold(future, buffer)
-        finish = partial(self._finish, future, buffer, self._total, self._total_work)
-        work.get_future().add_done_callback(finish)
-        return future
-
-    def _finish(
-        self,
-        future: torch.futures.Future[torch.Tensor],
-        buffer: torch.Tensor,
-        total: torch.Tensor,
-        total_work: dist.Work | None,
-        reduced: torch.futures.Future[Any],
-    ) -> None:
-        try:
-            reduced.value()
-            if total_work is not None:
-                total_work.wait()
-            _divide(buffer, total.clamp_min(1))
-        except RuntimeError as error:
-            self._alarm.settle_cause()
-            self._alarm.fail(
-                PeerError(
-                    f"rank {self._alarm.party.rank} lost the connection to another rank of its node while gradients "
-                    f"were averaged: {first_line(error)}. That rank has ended or cannot be reached; look at its output."
-                )
-            )
-        self._alarm.release(future, buffer)
 
 
 class _Body(torch.nn.Module):
@@ -171,39 +115,6 @@ class _Body(torch.nn.Module):
         if not self.rehearsing:
             return self.module(*args, **kwargs)
         return torch.stack([p.sum().real.double() for p in self.parameters() if p.requires_grad]).sum()
-
-
-class Verdict:
-    """Which members of a group had gradients that are not finite; fetched without stalling the device."""
-
-    def __init__(self, flags: torch.Tensor, work: dist.Work | None, alarm: Alarm, step: int) -> None:
-        self.step = step
-        self.immediate = not flags.is_cuda
-        self._flags, self._work, self._alarm = flags, work, alarm
-        self._event: torch.cuda.Event | None = None
-
-    def fetch(self) -> None:
-        """Starts the copy to the host."""
-        if self._work is not None:
-            Waiter(self._alarm, place="the averaging of gradients", step=self.step).wait([self._work])
-        if not self.immediate:
-            self._flags = self._flags.to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
-            self._event.record()
-
-    def members(self) -> list[int]:
-        """Returns the members of the group whose gradients were not finite."""
-        if self._event is not None:
-            self._event.synchronize()
-        found: list[int] = self._flags.nonzero().flatten().tolist()
-        return found
-
-
-def _divide(buffer: torch.Tensor, divisor: torch.Tensor) -> None:
-    if buffer.dtype.itemsize < 4:  # the divisor itself may not fit into 8 bits of mantissa
-        buffer.copy_(buffer.float().div_(divisor))
-    else:
-        buffer.div_(divisor)
 
 
 def _local_buffers() -> dict[str, Any]:

@@ -163,11 +163,11 @@ class Synchronized(torch.nn.Module):
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._alarm.check()
         skip = self._settings.nonfinite == "skip"
-        verdict = self._gradients.verdict(now=skip)
-        if verdict is None or hasattr(optimizer, "found_inf"):  # a GradScaler leaves the skipping to this optimizer
+        averaging = self._gradients.last(now=skip)
+        if averaging is None or hasattr(optimizer, "found_inf"):  # a GradScaler leaves the skipping to this optimizer
             return
-        if members := verdict.members():
-            self._meet_nonfinite([self._sharing[member] for member in members], verdict.step, skip=skip)
+        if members := averaging.nonfinite_members():
+            self._meet_nonfinite([self._sharing[member] for member in members], averaging.step, skip=skip)
 
     def _after_step(self, *_: Any) -> None:
         samples = self._gradients.take_samples()
@@ -194,9 +194,9 @@ class Synchronized(torch.nn.Module):
         """Counts a step that a GradScaler left out: gradients that are not finite, and no step after them."""
         if not self._gradients.pending:
             return
-        verdict = self._gradients.verdict(now=True)
+        averaging = self._gradients.last(now=True)
         self._gradients.pending = False
-        if verdict is not None and verdict.members():
+        if averaging is not None and averaging.nonfinite_members():
             self._gradients.take_samples()
             self._advance(0.0)
 

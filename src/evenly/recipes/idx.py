@@ -28,6 +28,8 @@ def read_idx(path: Path) -> torch.Tensor:
     shape = struct.unpack(f">{dims}I", raw[4:header])
     if len(raw) - header != math.prod(shape):
         raise _unreadable(path, f"it should hold {math.prod(shape)} bytes for {shape} but holds {len(raw) - header}")
+    if not math.prod(shape):
+        raise _unreadable(path, f"it holds nothing: {shape}")
     return torch.frombuffer(bytearray(raw[header:]), dtype=_TYPES[raw[2]]).reshape(shape)
 
 

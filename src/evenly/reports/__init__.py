@@ -1,5 +1,5 @@
 """Run -> table. No torch."""
 
-from evenly.reports.table import HEADERS, Row, cells, report, row_of
+from evenly.reports.table import HEADERS, Row, cells, notes, read_row, report, row_of
 
-__all__ = ["HEADERS", "Row", "cells", "report", "row_of"]
+__all__ = ["HEADERS", "Row", "cells", "notes", "read_row", "report", "row_of"]

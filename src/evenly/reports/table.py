@@ -1,19 +1,23 @@
 """Run -> the rows of a table: one per run, side by side."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from typing import Literal
 
-from evenly.spec import EveryEpoch, EveryGradient, EverySteps, Run, RunFailed, RunFinished, RunStarted, StepsDone
+from evenly.spec import Event, EveryEpoch, EveryGradient, EverySteps, Run, RunFailed, RunFinished, RunStarted
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one run came to."""
+    """What one run came to; a run that was resumed is the sum of its parts that ended well."""
 
     name: str
     cluster: str
     period: str
-    state: str
+    state: Literal["done", "failed", "stopped"]
+    note: str  # of a run that is not done: the error, or how far it came
     seconds: float | None
     samples_per_s: float | None
     mb_across: float | None
@@ -23,26 +27,25 @@ class Row:
 
 def row_of(run: Run, *, name: str = "") -> Row:
     """Returns the row of one run."""
-    started, finished, failed = run.last(RunStarted), run.last(RunFinished), run.last(RunFailed)
-    progress = run.last(StepsDone)
-    where = f"step {progress.step}" if progress else "the start"
-    complete = finished is not None and run.events[-1] == finished
-    state = "done" if complete else f"failed: {failed.error}" if failed else f"stopped after {where}"
-    accuracy = run.latest_values().get("accuracy")
+    story = _story(run)
+    started, parts = run.last(RunStarted), story.of(RunFinished)
+    seconds = sum(part.seconds for part in parts)
+    state, note = _state(story)
     return Row(
         name=name or (started.name if started else "run"),
         cluster="+".join(str(len(node.ranks)) for node in started.cluster.nodes) if started else "?",
         period=_period(started),
         state=state,
-        seconds=finished.seconds if finished else None,
-        samples_per_s=finished.samples_per_s if finished else None,
-        mb_across=sum(finished.interface_bytes) / 1e6 if finished else None,
-        exchanges=finished.exchanges if finished else None,
-        accuracy=accuracy,
+        note=note,
+        seconds=seconds if parts else None,
+        samples_per_s=sum(part.samples for part in parts) / seconds if seconds else None,
+        mb_across=sum(sum(part.interface_bytes) for part in parts) / 1e6 if parts else None,
+        exchanges=sum(part.exchanges for part in parts) if parts else None,
+        accuracy=story.latest_values().get("accuracy"),
     )
 
 
-HEADERS = ("run", "ranks", "exchange", "state", "time s", "samples/s", "MB sent", "exchanges", "accuracy %")
+HEADERS = ("run", "ranks", "period", "state", "time s", "samples/s", "MB", "exch.", "acc. %")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -60,17 +63,45 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each run that is not done: what stopped it."""
+    return [f"{row.name} {row.state}{':' if row.state == 'failed' else ''} {row.note}" for row in rows if row.note]
+
+
+def read_row(path: str | Path) -> Row:
+    """Returns the row of a run folder or `run.jsonl` file, named after the folder."""
+    file = Path(path)
+    return row_of(Run.read(file), name=file.parent.name if file.suffix == ".jsonl" else file.name)
+
+
 def report(*runs: Run | str | Path) -> str:
     """Returns a plain table of runs, given as values, run folders or `run.jsonl` files."""
-    rows = [HEADERS, *(cells(_row(run)) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADERS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    rows = [row_of(run) if isinstance(run, Run) else read_row(run) for run in runs]
+    lines = [HEADERS, *map(cells, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADERS))]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*table, *notes(rows)])
 
 
-def _row(run: Run | str | Path) -> Row:
-    return row_of(run) if isinstance(run, Run) else row_of(Run.read(run), name=Path(run).name.removesuffix(".jsonl"))
+def _story(run: Run) -> Run:
+    """Returns the events since the last start that did not resume an earlier one."""
+    fresh = [n for n, event in enumerate(run.events) if isinstance(event, RunStarted) and not event.resumed_step]
+    return Run(events=run.events[fresh[-1] :]) if fresh else run
+
+
+def _state(story: Run) -> tuple[Literal["done", "failed", "stopped"], str]:
+    latest = list(takewhile(lambda event: not isinstance(event, RunStarted), reversed(story.events)))
+    for event in latest:
+        if isinstance(event, RunFinished):
+            return "done", ""
+        if isinstance(event, RunFailed):
+            return "failed", event.error
+    step = max((_step(event) for event in story.events), default=0)
+    return "stopped", f"after step {step}" if step else "before its first step was told"
+
+
+def _step(event: Event) -> int:
+    return event.resumed_step if isinstance(event, RunStarted) else int(getattr(event, "step", 0))
 
 
 def _period(started: RunStarted | None) -> str:
@@ -78,9 +109,9 @@ def _period(started: RunStarted | None) -> str:
         case EveryGradient():
             return "global"
         case EverySteps(steps=steps):
-            return f"every {steps} steps"
+            return str(steps)
         case EveryEpoch():
-            return "every epoch"
+            return "epoch"
     return "?"
 
 

@@ -23,6 +23,11 @@ class Ledger:
         self._began = self._told = time.monotonic()
         self._interfaces_before = interface_bytes()
 
+    def start(self) -> None:
+        """Starts the clock: training begins here."""
+        self._began = self._told = time.monotonic()
+        self._interfaces_before = interface_bytes()
+
     def count_step(self, step: int, samples: float, *, epoch: int, ranks: int) -> None:
         """Adds a step; tells progress from time to time, taking the other ranks for equal to this one."""
         self.step = step

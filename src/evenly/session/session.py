@@ -203,6 +203,7 @@ class Session:
             self._epoch = int(self._restored["manifest"]["epoch"])
             restore_random_state(self._restored)
             self._restored = None
+        self._ledger.start()
         while self._epoch < count:
             for trainee in self._trainees:
                 if trainee.feed is not None:

@@ -1,5 +1,7 @@
 """What all nouns share: frozen, versioned, exact round trip through JSON, errors that name the field."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -18,10 +20,15 @@ class _Speaking(ModelMetaclass):
             names = cls._positional
             if len(args) > len(names):
                 raise TypeError(f"{cls.__name__} takes {len(names)} positional arguments, {len(args)} were given")
+            given = dict(zip(names, args, strict=False))
+            twice = [name for name in given if name in fields]
+            if twice:
+                raise TypeError(f"{cls.__name__} was given {twice[0]} twice, by position and by name")
+            fields = {**given, **fields}
             try:
-                return super().__call__(**dict(zip(names, args, strict=False)), **fields)
+                return super().__call__(**fields)
             except ValidationError as error:
-                raise _spec_error(cls.__name__, error) from None
+                raise _spec_error(cls.__name__, error, fields) from None
 
 
 class Value(BaseModel, metaclass=_Speaking):
@@ -44,11 +51,16 @@ class Document(Value):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise _spec_error(cls.__name__, error) from None
+            raise _spec_error(cls.__name__, error, _said(text)) from None
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON text to `path`."""
-        Path(path).write_text(self.to_json() + "\n")
+        try:
+            Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SpecError(
+                f"cannot write {type(self).__name__} to {path}: {error.strerror}. Give a file in a folder that exists."
+            ) from None
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -63,10 +75,36 @@ class Document(Value):
             raise SpecError(f"{path}: {error}") from None
 
 
-def _spec_error(name: str, error: ValidationError) -> SpecError:
+def _field_path(loc: tuple[int | str, ...], given: Any) -> str:
+    """Returns where in the value `given` an error lies; pydantic's `loc` also names the chosen member of a union."""
+    parts: list[str] = []
+    chosen = False
+    for part in loc:
+        if isinstance(given, Mapping):
+            if not chosen and part in (given.get("kind"), given.get("event")):
+                chosen = True
+                continue
+            given = given.get(str(part))
+        elif isinstance(given, list | tuple) and isinstance(part, int) and part < len(given):
+            given = given[part]
+        elif not isinstance(part, int) and parts:  # the member of a union of plain types
+            break
+        chosen = False
+        parts.append(str(part))
+    return ".".join(parts) or "(whole value)"
+
+
+def _said(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _spec_error(name: str, error: ValidationError, fields: Any) -> SpecError:
     lines = []
     for item in error.errors():
-        path = ".".join(str(part) for part in item["loc"]) or "(whole value)"
+        path = _field_path(item["loc"], fields)
         given = "" if item["type"] in ("missing", "json_invalid") else f", given {_short(item['input'])}"
         lines.append(f"{path}: {_plain(item)}{given}")
     return SpecError(f"{name} is not valid: " + "; ".join(lines) + ". Correct the field and try again.")

@@ -1,5 +1,6 @@
 """When nodes exchange: the periods K' can take."""
 
+import re
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -7,7 +8,7 @@ from pydantic import Field
 from evenly._errors import SpecError
 from evenly.spec._value import Value
 
-WARMUP = Field(default=0, ge=0, description="first steps, each followed by an exchange")
+WARMUP = Field(default=0, ge=0, strict=True, description="first steps, each followed by an exchange")
 
 
 class EverySteps(Value):
@@ -18,7 +19,7 @@ class EverySteps(Value):
     """
 
     kind: Literal["steps"] = "steps"
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, strict=True)
     warmup: int = WARMUP
     _positional: ClassVar[tuple[str, ...]] = ("steps",)
 
@@ -51,7 +52,7 @@ def period_of(wish: "EverySteps | EveryEpoch | EveryGradient | int | str") -> Ev
     """
     if isinstance(wish, EverySteps | EveryEpoch | EveryGradient):
         return wish
-    if isinstance(wish, str) and wish.strip().lstrip("+-").isdigit():
+    if isinstance(wish, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", wish):
         wish = int(wish)
     if isinstance(wish, int) and not isinstance(wish, bool):
         if wish < 1:

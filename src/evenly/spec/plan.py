@@ -73,7 +73,7 @@ class Plan(Document):
 
     def explain(self) -> str:
         """Returns the plan in plain words."""
-        lines = [f"{len(self.roles)} ranks on {len(self.nodes)} nodes; {_period_words(self)}"]
+        lines = [f"{counted(len(self.roles), 'rank')} on {counted(len(self.nodes), 'node')}; {_period_words(self)}"]
         for node, ranks in enumerate(self.nodes):
             parts = [f"rank {rank} ({self.roles[rank].device}){_samples_words(self.roles[rank])}" for rank in ranks]
             lines.append(f"node {node}: " + ", ".join(parts))
@@ -97,4 +97,13 @@ def _period_words(plan: Plan) -> str:
 
 
 def _samples_words(role: Role) -> str:
-    return f" {role.samples} samples a step" if role.samples else ""
+    return f" {counted(role.samples, 'sample')} a step" if role.samples else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun.
+
+    >>> counted(1, "rank"), counted(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,10 +1,11 @@
 """What happened: the typed events of a run, one JSON object a line in `run.jsonl`."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from evenly._errors import SpecError
 from evenly.spec._value import Document, Value
@@ -56,13 +57,17 @@ class EpochDone(Value):
     step: int
 
 
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Measured(Value):
-    """Numbers that the training program reported: losses, accuracies."""
+    """Numbers that the training program reported: losses, accuracies. NaN and infinity become None."""
 
     event: Literal["measured"] = "measured"
     at_s: float
     step: int
-    values: dict[str, float | None]
+    values: dict[str, Annotated[float | None, BeforeValidator(_finite)]]
 
 
 class CheckpointSaved(Value):
@@ -114,17 +119,17 @@ class Run(Document):
     events: tuple[Event, ...]
 
     @classmethod
-    def from_lines(cls, lines: Iterable[str]) -> Self:
+    def from_lines(cls, lines: Iterable[str | bytes]) -> Self:
         """Returns the run told by `lines`; a last line cut short by a crash is left out."""
-        rows = [line for line in lines if line.strip()]
+        rows = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         events: list[Event] = []
-        for number, line in enumerate(rows, start=1):
+        for number, line in rows:
             try:
                 events.append(_EVENT.validate_json(line))
             except ValidationError as error:
-                if number == len(rows) and error.errors()[0]["type"] == "json_invalid":
-                    break
                 first = error.errors()[0]
+                if number == rows[-1][0] and first["type"] == "json_invalid":
+                    break
                 path = ".".join(str(part) for part in first["loc"])
                 raise SpecError(
                     f"line {number} of the run is not an event: {path} {first['msg']}. "
@@ -137,9 +142,11 @@ class Run(Document):
         """Returns the run in the folder or `run.jsonl` file `path`."""
         file = Path(path) / "run.jsonl" if Path(path).is_dir() else Path(path)
         try:
-            return cls.from_lines(file.read_text().splitlines())
+            return cls.from_lines(file.read_bytes().split(b"\n"))
         except OSError as error:
             raise SpecError(f"cannot read a run from {file}: {error.strerror}. Give a run folder.") from None
+        except SpecError as error:
+            raise SpecError(f"{file}: {error}") from None
 
     def of(self, kind: type[E]) -> list[E]:
         """Returns the events of one kind."""

@@ -1,0 +1,118 @@
+"""One backward: buckets of gradients summed over a group, weighted by samples, and checked for what is not finite."""
+
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenly._errors import PeerError
+from evenly.comm import Alarm, all_reduce, first_line
+
+
+class Averaging:
+    """The buckets of one backward on their way to sum_r b_r g_r / sum_r b_r, with b_r samples on rank r.
+
+    A single small message behind the last bucket carries every rank's samples and whether its gradients were finite;
+    the sums are divided once it is there. Collectives start on the thread that runs backward, in the same order on
+    every rank; callbacks only compute.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, alarm: Alarm, *, samples: float, step: int) -> None:
+        self.samples, self.step = samples, step
+        self._group, self._alarm = group, alarm
+        self._checks: list[torch.Tensor] = []
+        self._parts: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+        self._sums: list[torch.futures.Future[Any]] = []
+        self._lock = threading.Lock()
+        self._awaited = 1  # the message behind the last bucket
+        self._tally = torch.empty(0)  # [members + 1]: 1 where gradients were not finite, then the samples of all
+        self._event: torch.cuda.Event | None = None
+
+    def add(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Starts a bucket; the future holds it once it is averaged."""
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        if self.samples == 0:
+            buffer.zero_()  # 0 * NaN would not be 0
+        else:
+            self._checks.append(torch.sum(buffer, dtype=torch.float32 if buffer.dtype.itemsize < 4 else None))
+        if self._group.size() == 1:
+            future.set_result(buffer)
+            return future
+        if self.samples != 0:
+            buffer.mul_(self.samples)
+        self._parts.append((future, buffer))
+        self._alarm.hold(future, buffer)
+        with self._lock:
+            self._awaited += 1
+        self._start(all_reduce(buffer, self._group))
+        return future
+
+    def close(self, device: torch.device) -> None:
+        """Follows the last bucket with the message about samples and finiteness."""
+        size = self._group.size()
+        self._tally = torch.zeros(size + 1, dtype=torch.float64, device=device)
+        self._tally[size] = self.samples
+        if self._checks:
+            total = torch.stack([check.double().real for check in self._checks]).sum()
+            self._tally[self._group.rank()] = (~torch.isfinite(total)).double()
+        if size > 1:
+            self._start(all_reduce(self._tally, self._group))
+
+    @property
+    def immediate(self) -> bool:
+        """Whether reading the tally stalls no device."""
+        return not self._tally.is_cuda and self._event is None
+
+    def fetch(self) -> None:
+        """Starts the copy of the tally to the host."""
+        if self._tally.is_cuda:
+            self._tally = self._tally.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
+            self._event.record()
+
+    def nonfinite_members(self) -> list[int]:
+        """Returns the members of the group whose gradients were not finite."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[int] = self._tally[:-1].nonzero().flatten().tolist()
+        return found
+
+    def _start(self, work: dist.Work) -> None:
+        reduced = work.get_future()
+        self._sums.append(reduced)
+        reduced.add_done_callback(self._arrived)
+
+    def _arrived(self, reduced: torch.futures.Future[Any]) -> None:
+        with self._lock:
+            self._awaited -= 1
+            complete = self._awaited == 0
+        try:
+            reduced.value()
+            if complete:
+                self._divide()
+        except RuntimeError as error:
+            self._lose(error)
+
+    def _divide(self) -> None:
+        for reduced in self._sums:
+            reduced.wait()  # done already: this orders the device's streams
+        samples = self._tally[-1].clamp_min(1)
+        divisor: torch.Tensor | float = samples if samples.is_cuda else float(samples)
+        for future, buffer in self._parts:
+            if buffer.dtype.itemsize < 4:  # the divisor itself may not fit into 8 bits of mantissa
+                buffer.copy_(buffer.float().div_(divisor))
+            else:
+                buffer.div_(divisor)
+            self._alarm.release(future, buffer)
+
+    def _lose(self, error: RuntimeError) -> None:
+        self._alarm.settle_cause()
+        self._alarm.fail(
+            PeerError(
+                f"rank {self._alarm.party.rank} lost the connection to another rank while gradients were averaged in "
+                f"step {self.step}: {first_line(error)}. That rank has ended or cannot be reached; look at its output."
+            )
+        )

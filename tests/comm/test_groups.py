@@ -1,0 +1,148 @@
+"""Groups of ragged nodes move the right data between the right ranks."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from evenly import LaunchError
+from evenly.comm import (
+    Alarm,
+    Party,
+    Waiter,
+    all_gather,
+    all_reduce,
+    backend_for,
+    broadcast,
+    gather_json,
+    open_group,
+    open_groups,
+    party_of,
+)
+from evenly.spec import Device
+from tests.ranks import ragged, run_ranks
+
+CPU = Device(kind="cpu")
+
+
+def cuda(identity: str = "") -> Device:
+    return Device(kind="cuda", identity=identity)
+
+
+def members(group: dist.ProcessGroup, rank: int, waiter: Waiter) -> list[int]:
+    """Returns the ranks that take part in a collective of `group`."""
+    rows, work = all_gather(torch.tensor([rank]), group)
+    waiter.wait([work])
+    return rows[:, 0].tolist()
+
+
+def look_around(party: Party, nodes: list[list[int]], joint: bool) -> dict[str, object]:
+    alarm = Alarm(party)
+    waiter = Waiter(alarm, place="a test", timeout_s=20.0)
+    groups = open_groups(party, nodes, [CPU] * party.size, timeout_s=20.0, joint_gradients=joint)
+    total, first = torch.tensor([2.0**party.rank]), torch.tensor([party.rank])
+    waiter.wait([all_reduce(total, groups.node), broadcast(first, groups.node, source=0)])
+    highest = torch.tensor([party.rank])
+    waiter.wait([all_reduce(highest, groups.world, largest=True)])
+    seen = {
+        "world": members(groups.world, party.rank, waiter),
+        "node": members(groups.node, party.rank, waiter),
+        "gradients": members(groups.gradients, party.rank, waiter),
+        "peers": {peers.segment: members(peers.group, party.rank, waiter) for peers in groups.peers},
+        "seat": (groups.index, groups.local_rank, groups.ranks),
+        "total": total.item(),
+        "first": first.item(),
+        "highest": highest.item(),
+    }
+    alarm.close()
+    return seen
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("nodes", [ragged(3, 1), ragged(2, 3), [[0, 3], [1], [2]], ragged(1)], ids=str)
+def test_every_rank_meets_its_node_its_peers_and_everybody(nodes, joint):
+    size = sum(map(len, nodes))
+    for rank, seen in enumerate(run_ranks(size, look_around, nodes, joint)):
+        mine = next(ranks for ranks in nodes if rank in ranks)
+        assert seen["world"] == list(range(size))
+        assert seen["node"] == mine
+        assert seen["gradients"] == (list(range(size)) if joint else mine)
+        assert seen["peers"]
+        assert all(list(segment.owners) == ranks and rank in ranks for segment, ranks in seen["peers"].items())
+        assert seen["seat"] == (nodes.index(mine), mine.index(rank), tuple(mine))
+        assert (seen["total"], seen["first"]) == (sum(2.0**r for r in mine), mine[0])
+        assert seen["highest"] == size - 1
+
+
+def tell(party: Party) -> list[object]:
+    alarm = Alarm(party)
+    group = open_group(party, "talk", range(party.size), backend="gloo", timeout_s=20.0)
+    value = {"rank": party.rank, "text": "ü" * 999 * party.rank, "more": [None, 1.5, {"a": True}][party.rank :]}
+    told = gather_json(value, group, Waiter(alarm, place="a test", timeout_s=20.0))
+    alarm.close()
+    return told
+
+
+def test_values_of_unequal_length_reach_everybody_in_order():
+    first, *others = run_ranks(3, tell)
+    assert [row["rank"] for row in first] == [0, 1, 2]
+    assert [len(row["text"]) for row in first] == [0, 999, 1998]
+    assert [row["more"] for row in first] == [[None, 1.5, {"a": True}], [1.5, {"a": True}], [{"a": True}]]
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend"),
+    [
+        ([CPU], "gloo"),
+        ([CPU, CPU], "gloo"),
+        ([cuda("a")], "nccl"),
+        ([cuda("a"), cuda("b")], "nccl"),
+        ([cuda("a"), cuda("a")], "gloo"),  # two ranks on one GPU
+        ([cuda("a"), CPU], "gloo"),
+        ([cuda(), cuda()], "gloo"),  # hardware that cannot be told apart
+    ],
+)
+def test_nccl_serves_distinct_gpus_and_gloo_everything_else(monkeypatch, devices, backend):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert backend_for(devices) == backend
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert backend_for(devices) == "gloo"
+
+
+def test_without_an_open_group_there_is_no_party():
+    with pytest.raises(LaunchError, match=r"no group is open.*init_process_group"):
+        party_of()
+
+
+@pytest.fixture
+def default_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("default_group")
+def test_the_party_of_the_default_group():
+    party = party_of()
+    assert (party.rank, party.size) == (0, 1)
+    assert party_of(dist.group.WORLD).size == 1
+
+
+@pytest.mark.xfail(strict=True, reason="a rank outside the group gets a party of -1 ranks")
+@pytest.mark.usefixtures("default_group")
+def test_a_rank_that_is_not_in_the_group_is_told_so():
+    with pytest.raises(LaunchError):
+        party_of(dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def read_chapters(party: Party) -> list[bytes]:
+    chapters = [party.chapter("a"), party.chapter("a"), party.chapter("b")]
+    for number, chapter in enumerate(chapters):
+        chapter.store.set(f"{party.rank}", str(number))
+    return [chapter.store.get(str(1 - party.rank)) for chapter in chapters]
+
+
+def test_chapters_are_shared_by_the_ranks_and_apart_from_each_other():
+    assert run_ranks(2, read_chapters) == [[b"0", b"1", b"2"]] * 2

@@ -1,0 +1,261 @@
+"""Bad input and bad luck: every rank learns what is wrong, which rank it was, and soon."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from evenly._errors import LockstepError, MismatchError, NonFiniteError, PeerError, SpecError
+from evenly.nodes import join_nodes
+from evenly.spec import Exchange, period_of
+from tests.ranks import RankFailure, cluster_of, ragged, run_ranks
+
+
+def join(party, nodes, model, *, every=2, optimizer=None, **exchange):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = Exchange(**{"timeout_s": 60.0, **exchange})
+    synchronized = join_nodes(
+        model, optimizer, party=party, cluster=cluster_of(nodes), period=period_of(every), exchange=settings
+    )
+    return synchronized, optimizer
+
+
+def steps(synchronized, optimizer, count, *, poison=None, rank=0, width=4):
+    for step in range(1, count + 1):
+        optimizer.zero_grad()
+        loss = synchronized(torch.ones(3, width)).mean()
+        if poison == step:
+            loss = loss * float("nan")
+        loss.backward()
+        optimizer.step()
+
+
+def failing(count, act, *args):
+    """Returns the errors of all ranks; every rank must raise."""
+    began = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(count, act, *args, limit_s=30.0)
+    errors = caught.value.errors
+    assert all(errors), f"some rank did not notice: {errors}"
+    assert time.monotonic() - began < 20, "the ranks learned it too late"
+    return errors
+
+
+def test_different_models_are_named_before_the_first_step():
+    def act(party):
+        width = 5 if party.rank == 2 else 4
+        join(party, ragged(2, 1), nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1)))
+
+    for error in failing(3, act):
+        assert isinstance(error, MismatchError)
+        assert "'0.weight'" in str(error)
+        assert "ranks [0, 1]" in str(error)
+        assert "ranks [2]" in str(error)
+
+
+def test_swapped_layers_of_the_same_shape_are_noticed():
+    class Swapped(nn.Module):
+        def __init__(self, first, second):
+            super().__init__()
+            self.add_module(first, nn.Linear(4, 4))
+            self.add_module(second, nn.Linear(4, 4))
+
+    def act(party):
+        join(party, ragged(1, 1), Swapped("a", "b") if party.rank else Swapped("b", "a"))
+
+    assert all(isinstance(error, MismatchError) for error in failing(2, act))
+
+
+def test_different_periods_are_noticed():
+    def act(party):
+        join(party, ragged(1, 1), nn.Linear(4, 1), every=3 + party.rank)
+
+    for error in failing(2, act):
+        assert isinstance(error, MismatchError)
+        assert "steps=3" in str(error)
+
+
+def test_an_optimizer_of_other_tensors_is_refused():
+    def act(party):
+        join(party, ragged(1), nn.Linear(4, 1), optimizer=torch.optim.SGD([nn.Parameter(torch.ones(7))], lr=0.1))
+
+    with pytest.raises(RankFailure, match=r"\[7\]"):
+        run_ranks(1, act)
+
+
+def test_a_model_that_does_not_train_is_refused():
+    def act(party):
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.requires_grad_(False)
+        join(party, ragged(1), model, optimizer=optimizer)
+
+    with pytest.raises(RankFailure, match="trainable") as caught:
+        run_ranks(1, act)
+    assert isinstance(caught.value.errors[0], SpecError)
+
+
+@pytest.mark.parametrize("nodes", [ragged(2, 1), ragged(3), ragged(1, 1, 1)], ids=str)
+def test_nan_on_one_rank_stops_all_and_names_rank_and_step(nodes):
+    def act(party):
+        synchronized, optimizer = join(party, nodes, nn.Linear(4, 1), every=100)
+        try:
+            for _ in range(200):  # the other nodes go on until they hear of it
+                steps(
+                    synchronized,
+                    optimizer,
+                    1,
+                    poison=1 if party.rank == 1 and synchronized.schedule.step == 4 else None,
+                )
+                time.sleep(0.02)
+        finally:
+            synchronized.close()
+
+    for error in failing(3, act):
+        assert isinstance(error, NonFiniteError)
+        assert "[1]" in str(error)
+        assert "step 5" in str(error)
+
+
+def test_nan_in_global_mode_names_the_rank():
+    def act(party):
+        synchronized, optimizer = join(party, ragged(2, 1), nn.Linear(4, 1), every="global")
+        try:
+            steps(synchronized, optimizer, 6, poison=3 if party.rank == 2 else None)
+        finally:
+            synchronized.close()
+
+    for error in failing(3, act):
+        assert isinstance(error, NonFiniteError)
+        assert "[2]" in str(error)
+        assert "step 3" in str(error)
+
+
+def test_nan_steps_are_skipped_when_asked():
+    def act(party):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        synchronized, optimizer = join(party, ragged(2, 1), model, nonfinite="skip", every=2)
+        steps(synchronized, optimizer, 5, poison=3 if party.rank == 0 else None)
+        synchronized.finish()
+        synchronized.close()
+        return model.weight.detach(), synchronized.schedule.step
+
+    results = run_ranks(3, act)
+    for weight, step in results:
+        assert torch.isfinite(weight).all()
+        assert torch.equal(weight, results[0][0])
+        assert step == 5
+
+
+@pytest.mark.parametrize("nodes", [ragged(1, 1), ragged(2), ragged(2, 1)], ids=str)
+@pytest.mark.parametrize("every", [100, 4])
+def test_unequal_numbers_of_steps_are_told(nodes, every):
+    ranks = sum(map(len, nodes))
+
+    def act(party):
+        synchronized, optimizer = join(party, nodes, nn.Linear(4, 1), every=every)
+        try:
+            steps(synchronized, optimizer, 9 if party.rank else 10)
+            synchronized.finish()
+        finally:
+            synchronized.close()
+
+    for error in failing(ranks, act):
+        assert isinstance(error, LockstepError)
+        assert "9" in str(error)
+
+
+@pytest.mark.parametrize("nodes", [ragged(1, 1), ragged(2)], ids=str)
+def test_an_empty_data_shard_is_told(nodes):
+    def act(party):
+        synchronized, optimizer = join(party, nodes, nn.Linear(4, 1))
+        try:
+            steps(synchronized, optimizer, 5 if party.rank else 0)
+            synchronized.finish()
+        finally:
+            synchronized.close()
+
+    for error in failing(2, act):
+        assert isinstance(error, LockstepError)
+
+
+def test_a_rank_that_never_arrives_is_named_at_the_time_limit():
+    def act(party):
+        synchronized, optimizer = join(party, ragged(1, 1, 1), nn.Linear(4, 1), every=2, timeout_s=1.5)
+        try:
+            if party.rank == 2:
+                time.sleep(4)  # alive, but elsewhere
+                return
+            steps(synchronized, optimizer, 2)
+        finally:
+            synchronized.close()
+
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(3, act)
+    first, second, absent = caught.value.errors
+    assert absent is None
+    for error in (first, second):
+        assert isinstance(error, PeerError)
+        assert "ranks [2] did not arrive" in str(error)
+
+
+def test_an_error_in_the_loop_of_one_rank_reaches_the_others():
+    def act(party):
+        synchronized, optimizer = join(party, ragged(2, 1), nn.Linear(4, 1), every=50)
+        try:
+            for _ in range(300):
+                steps(synchronized, optimizer, 1)
+                if party.rank == 1 and synchronized.schedule.step == 3:
+                    raise KeyError("a broken sample")
+                time.sleep(0.02)
+        except Exception as error:
+            synchronized.ring(error)
+            raise
+        finally:
+            synchronized.close()
+
+    errors = failing(3, act)
+    assert isinstance(errors[1], KeyError)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, PeerError)
+        assert "rank 1" in str(error)
+        assert "a broken sample" in str(error)
+
+
+def test_a_failed_exchange_leaves_the_parameters_untouched():
+    kept = {}
+
+    def act(party):
+        model = nn.Linear(4, 1)
+        synchronized, optimizer = join(party, ragged(1, 1), model, every=3, timeout_s=1.0)
+        try:
+            steps(synchronized, optimizer, 2)
+            if party.rank == 1:
+                time.sleep(3)
+                return
+            kept["before"] = [p.detach().clone() for p in model.parameters()]
+            try:
+                optimizer.zero_grad()
+                synchronized._advance(0.0)  # the third step: its exchange cannot complete
+            finally:
+                kept["after"] = [p.detach().clone() for p in model.parameters()]
+        finally:
+            synchronized.close()
+
+    with pytest.raises(RankFailure):
+        run_ranks(2, act)
+    torch.testing.assert_close(kept["after"], kept["before"], rtol=0, atol=0)
+
+
+def test_forward_without_a_tensor_asks_for_count():
+    def act(party):
+        synchronized, _ = join(party, ragged(1), nn.Linear(4, 1))
+        try:
+            synchronized("text")
+        finally:
+            synchronized.close()
+
+    with pytest.raises(RankFailure, match="count="):
+        run_ranks(1, act)

@@ -1,0 +1,124 @@
+"""Generated values of every noun."""
+
+from hypothesis import strategies as st
+
+from evenly.spec import (
+    CheckpointSaved,
+    Cluster,
+    Device,
+    EpochDone,
+    EveryEpoch,
+    EveryGradient,
+    EverySteps,
+    Exchange,
+    ExchangeDone,
+    Link,
+    Measured,
+    Node,
+    Plan,
+    Role,
+    Run,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    StepsDone,
+)
+
+texts = st.text(st.characters(codec="utf-8"), max_size=12)
+counts = st.integers(0, 2**70)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+
+periods = st.one_of(
+    st.builds(EverySteps, steps=st.integers(1), warmup=counts),
+    st.builds(EveryEpoch, warmup=counts),
+    st.builds(EveryGradient),
+)
+devices = st.builds(
+    Device,
+    kind=st.sampled_from(["cpu", "cuda"]),
+    index=counts,
+    name=texts,
+    identity=texts,
+    memory_bytes=counts,
+    cores=counts,
+)
+exchanges = st.builds(
+    Exchange,
+    optimizer_state=st.sampled_from(["keep", "average"]),
+    timeout_s=positive,
+    nonfinite=st.sampled_from(["stop", "skip"]),
+)
+
+
+@st.composite
+def rank_lists(draw: st.DrawFn) -> list[list[int]]:
+    """Draws the ranks of each node: unequal numbers, in any order, each rank once."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    ranks = iter(draw(st.permutations(range(sum(sizes)))))
+    return [[next(ranks) for _ in range(size)] for size in sizes]
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    lists = draw(rank_lists())
+    nodes = [Node(name=draw(texts), ranks=r, devices=[draw(devices) for _ in r]) for r in lists]
+    pairs = [(a, b) for a in range(len(nodes)) for b in range(len(nodes)) if a != b]
+    joined = draw(st.lists(st.sampled_from(pairs), max_size=3)) if pairs else []
+    speeds = st.none() | positive
+    links = [Link(source=a, target=b, latency_s=draw(speeds), bytes_per_s=draw(speeds)) for a, b in joined]
+    return Cluster(nodes=nodes, links=links)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    lists = draw(rank_lists())
+    least = draw(st.sampled_from([0, 1]))  # samples for nobody, or for everybody
+    samples = st.integers(1, 2**40) if least else st.just(0)
+    shares = st.dictionaries(texts, st.integers(0, 1000), max_size=2)
+    roles = [
+        Role(rank=rank, node=node, device=draw(texts), samples=draw(samples), shares=draw(shares))
+        for rank, node in sorted((rank, node) for node, ranks in enumerate(lists) for rank in ranks)
+    ]
+    return Plan(roles=roles, period=draw(periods), exchange=draw(exchanges))
+
+
+settings_values = st.one_of(texts, st.integers(-(2**40), 2**40), numbers, st.booleans(), st.none())
+events = st.one_of(
+    st.builds(
+        RunStarted,
+        at_s=numbers,
+        name=texts,
+        cluster=clusters(),
+        plan=st.none() | plans(),
+        settings=st.dictionaries(texts, settings_values, max_size=3),
+        resumed_step=counts,
+    ),
+    st.builds(StepsDone, at_s=numbers, epoch=counts, step=counts, samples=counts),
+    st.builds(
+        ExchangeDone,
+        at_s=numbers,
+        number=counts,
+        step=counts,
+        seconds=numbers,
+        sent_bytes=counts,
+        weights=st.lists(numbers, max_size=3),
+    ),
+    st.builds(EpochDone, at_s=numbers, epoch=counts, step=counts),
+    st.builds(Measured, at_s=numbers, step=counts, values=st.dictionaries(texts, st.none() | numbers, max_size=3)),
+    st.builds(CheckpointSaved, at_s=numbers, step=counts, path=texts, seconds=numbers),
+    st.builds(RunFailed, at_s=numbers, step=counts, error=texts),
+    st.builds(
+        RunFinished,
+        at_s=numbers,
+        seconds=numbers,
+        steps=counts,
+        samples=counts,
+        samples_per_s=numbers,
+        exchanges=counts,
+        exchange_seconds=numbers,
+        sent_bytes=counts,
+        interface_bytes=st.lists(counts, max_size=3),
+    ),
+)
+runs = st.builds(Run, events=st.lists(events, max_size=5))

@@ -1,0 +1,143 @@
+"""What README and docs show is true: code runs or compiles, links lead somewhere, commands and options exist."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+import typer
+
+from evenly.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"(<!-- runs -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+RUNNER = """
+import json, os, sys
+for page, blocks in json.load(sys.stdin).items():
+    os.mkdir(page)
+    os.chdir(page)
+    namespace = {"__name__": "__main__"}  # the blocks of a page go on from each other
+    for number, block in enumerate(blocks, start=1):
+        exec(compile(block, f"{page}, block {number}", "exec"), namespace)
+    os.chdir("..")
+"""
+
+
+def ids(page: Path) -> str:
+    return page.name
+
+
+def blocks(page: Path, *languages: str) -> Iterator[tuple[bool, str]]:
+    """Yields whether a block is marked to run, and its text."""
+    for mark, language, text in FENCE.findall(page.read_text()):
+        if language in languages:
+            yield bool(mark), text
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def slugs(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yields the words after `evenly` of every command in a shell block or between backticks."""
+    lines = [line.split("#")[0] for _, text in blocks(page, "bash") for line in text.splitlines()]
+    spans = re.findall(r"`([^`\n]+)`", prose(page))
+    for line in [*lines, *spans]:
+        yield from (found.split() for found in re.findall(r"(?:^|-m |-- |\d )evenly ((?:[a-z]|--help).*)", line))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_python_compiles(page: Path) -> None:
+    for _, text in blocks(page, "python"):
+        compile(text, str(page), "exec")
+
+
+def test_python_that_is_marked_runs(tmp_path: Path) -> None:
+    marked = {page.name: [text for mark, text in blocks(page, "python") if mark] for page in PAGES}
+    assert sum(map(len, marked.values())) > 5
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", RUNNER],
+        input=json.dumps(marked),
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if anchor:
+            assert anchor in slugs(target), f"{page.name} links to {link}; {target.name} has {sorted(slugs(target))}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    root = typer.main.get_command(app)
+    for words in commands(page):
+        command: click.Command = root
+        while isinstance(getattr(command, "commands", None), dict) and words and words[0].isalpha():
+            assert words[0] in command.commands, f"{page.name} names `evenly {' '.join(words)}`"  # type: ignore[attr-defined]
+            command = command.commands[words.pop(0)]  # type: ignore[attr-defined]
+        known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
+        given = " ".join(words).split(" -- ")[0].split(".py")[0].split("-m ")[0]  # the rest is the script's
+        for option in re.findall(r"(?:^| )(--[a-z-]+)", given):
+            assert option in known, f"{page.name} names {option} of `evenly {command.name}`"
+
+
+def test_some_commands_were_found() -> None:
+    verbs = {words[0] for page in PAGES for words in commands(page)}
+    assert {"discover", "train", "launch", "report", "lab"} <= verbs
+
+
+def test_the_diff_in_the_readme_is_that_of_the_examples() -> None:
+    plain, by_hand = ((ROOT / "examples" / name).read_text() for name in ("plain.py", "evenly_by_hand.py"))
+    ((_, text),) = blocks(ROOT / "README.md", "diff")
+    for line in text.splitlines():
+        line = line.ljust(1)
+        assert line[0] == "+" or line[1:] in plain, line
+        assert line[0] == "-" or line[1:] in by_hand, line
+        assert line[0] != "-" or line[1:] + "\n" not in by_hand, line
+        assert line[0] != "+" or line[1:] + "\n" not in plain, line
+
+
+def test_every_root_name_is_in_the_api_page() -> None:
+    import evenly
+
+    told = set(re.findall(r"^::: evenly\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    assert told == set(evenly.__all__)
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    program = shutil.which("zensical", path=str(Path(sys.executable).parent)) or shutil.which("zensical")
+    if program is None:
+        pytest.skip("The site needs zensical; pip install -e '.[docs]'.")
+    pytest.importorskip("mkdocstrings", reason="The site needs mkdocstrings; pip install -e '.[docs]'.")
+    for name in ("docs", "src"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "zensical.toml", tmp_path)
+    done = subprocess.run([program, "build", "--strict"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No issues found" in done.stdout + done.stderr
+    assert "synchronize" in (tmp_path / "site" / "api" / "index.html").read_text()
