@@ -136,7 +136,6 @@ def test_an_expected_error_is_one_line(monkeypatch, capsys, words, told):
     assert not dist.is_initialized()
 
 
-@pytest.mark.xfail(strict=True, reason="a session that fails while it opens leaves the group open")
 def test_a_device_that_is_not_there_is_one_line_and_leaves_no_group(monkeypatch, capsys):
     try:
         assert "the device 'abacus'" in fails(monkeypatch, capsys, "discover", "--device", "abacus")

@@ -130,7 +130,6 @@ def test_the_party_of_the_default_group():
     assert party_of(dist.group.WORLD).size == 1
 
 
-@pytest.mark.xfail(strict=True, reason="a rank outside the group gets a party of -1 ranks")
 @pytest.mark.usefixtures("default_group")
 def test_a_rank_that_is_not_in_the_group_is_told_so():
     with pytest.raises(LaunchError):

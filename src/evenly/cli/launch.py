@@ -43,7 +43,7 @@ def launch(
     counts = _parse_nodes(nodes)
     host, port = _parse_master(master, node_rank=node_rank, num_nodes=len(counts))
     chosen = range(len(counts)) if node_rank is None else [_check_node(node_rank, num_nodes=len(counts))]
-    script = ["-m", *command] if module else command
+    script = [*(["-m"] if module else []), "--", *command]  # else torchrun would take the script's options for its own
     commands = [_agent(counts, node=node, host=host, port=port, script=script) for node in chosen]
     raise typer.Exit(run_together(commands, environ=_threads(sum(counts)) if node_rank is None else {}))
 

@@ -50,6 +50,7 @@ class Alarm:
         self._seen = 0
         self._waiting: dict[str, set[int]] = {}
         self._posted: set[str] = set()
+        self._passed: set[str] = set()
         self._error: _errors.EvenlyError | None = None
         self._rung = False
         self._futures: dict[int, tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = {}
@@ -85,9 +86,9 @@ class Alarm:
         for future, tensor in held:
             _settle(future, tensor)
 
-    def settle_cause(self, patience_s: float = 4 * INTERVAL_S) -> None:
+    def settle_cause(self) -> None:
         """Waits a moment for a note that explains a broken connection."""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + 4 * INTERVAL_S
         while self._error is None and time.monotonic() < deadline and not self._stop.is_set():
             self._poll()
             time.sleep(0.05)
@@ -98,6 +99,10 @@ class Alarm:
             self._posted.add(place)
             me = (self.party.rank, self._host, "")
             self._post(Note("waiting", *me, place=place, step=step, begun=self.begun, sharing=self._sharing))
+
+    def passed(self, place: str) -> None:
+        """Notes that this rank has met the others at `place`: whoever waited there waits no more."""
+        self._passed.add(place)
 
     def absent(self, place: str) -> list[int]:
         """Returns the ranks that have not said that they wait at `place`."""
@@ -154,7 +159,8 @@ class Alarm:
             return
         if note.kind == "waiting":
             self._waiting.setdefault(note.place, set()).add(note.rank)
-            if self.party.rank in note.sharing and self.begun > note.begun:
+            here = self.party.rank in note.sharing and note.place not in self._passed
+            if here and self.begun > note.begun:
                 self._out_of_step(note)
         else:
             kind = getattr(_errors, note.error, _errors.PeerError)

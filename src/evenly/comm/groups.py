@@ -41,6 +41,11 @@ class Groups:
         """The ranks of this rank's node."""
         return self.nodes[self.index]
 
+    def close(self) -> None:
+        """Shuts the groups down; a group with works under way lets them go."""
+        for group in (self.world, self.gradients, self.node, *(peers.group for peers in self.peers)):
+            group.shutdown()
+
     @property
     def local_rank(self) -> int:
         """The place of this rank in its node."""

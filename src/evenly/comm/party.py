@@ -32,4 +32,9 @@ def party_of(group: dist.ProcessGroup | None = None) -> Party:
         )
     opened = group or dist.group.WORLD
     store = PrefixStore(f"evenly/{getattr(opened, 'group_name', '')}", distributed_c10d._get_default_store())
+    if dist.get_rank(group) < 0:
+        raise LaunchError(
+            f"rank {dist.get_rank()} asked for a process group that it is not a member of. "
+            "Only the members of a group call evenly with it."
+        )
     return Party(dist.get_rank(group), dist.get_world_size(group), store)

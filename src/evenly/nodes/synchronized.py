@@ -16,6 +16,7 @@ import torch
 
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Alarm, Groups, Waiter, broadcast
+from evenly.nodes.averaging import Averaging
 from evenly.nodes.exchange import agree_on_largest, average, average_in_node
 from evenly.nodes.flat import Flat
 from evenly.nodes.gradients import NodeGradients
@@ -68,6 +69,7 @@ class Synchronized(torch.nn.Module):
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
         self._optimizer, self._groups, self._membership, self._settings = optimizer, groups, membership, exchange
         self._count = count or leading_dim
+        self._meetings = 0  # with other nodes, of any kind
         self._joint = isinstance(period, EveryGradient)
         self._sharing = tuple(range(groups.party.size)) if self._joint else groups.ranks
         self._alarm = Alarm(groups.party, sharing=self._sharing)
@@ -137,6 +139,12 @@ class Synchronized(torch.nn.Module):
         for hook in self._hooks:
             hook.remove()
         self._alarm.close()
+        self._groups.close()
+
+    def require_finite(self) -> None:
+        """Raises `NonFiniteError` for the last step where its gradients were not finite and nobody has looked yet."""
+        if self._settings.nonfinite == "stop" and not self._gradients.pending:
+            self._look(self._gradients.last(now=True))
 
     def ring(self, error: BaseException) -> None:
         """Tells all other ranks that this one failed."""
@@ -162,21 +170,22 @@ class Synchronized(torch.nn.Module):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._alarm.check()
-        skip = self._settings.nonfinite == "skip"
-        averaging = self._gradients.last(now=skip)
-        if averaging is None or hasattr(optimizer, "found_inf"):  # a GradScaler leaves the skipping to this optimizer
-            return
-        if members := averaging.nonfinite_members():
-            self._meet_nonfinite([self._sharing[member] for member in members], averaging.step, skip=skip)
+        averaging = self._gradients.last(now=self._settings.nonfinite == "skip")
+        if not hasattr(optimizer, "found_inf"):  # else a GradScaler leaves the skipping to this optimizer
+            self._look(averaging)
+
+    def _look(self, averaging: Averaging | None) -> None:
+        if averaging is not None and (members := averaging.nonfinite_members()):
+            self._meet_nonfinite([self._sharing[member] for member in members], averaging.step)
 
     def _after_step(self, *_: Any) -> None:
         samples = self._gradients.take_samples()
         self.samples += samples
         self._advance(samples)
 
-    def _meet_nonfinite(self, ranks: list[int], step: int, *, skip: bool) -> None:
+    def _meet_nonfinite(self, ranks: list[int], step: int) -> None:
         found = f"the gradients of ranks {ranks} became NaN or infinite at step {step}"
-        if skip:
+        if self._settings.nonfinite == "skip":
             logger.warning("%s; the step is skipped on the ranks that share them", found)
             self._gradients.take_samples()
             for group in self._optimizer.param_groups:
@@ -245,14 +254,18 @@ class Synchronized(torch.nn.Module):
 
     def _guarded(self, act: Callable[[Waiter], T]) -> T:
         """Returns act's result; an error on this rank is told to the others before it is raised."""
-        place = f"exchange {self.schedule.exchanges + 1}"
+        self._meetings += 1
+        place = f"exchange {self.schedule.exchanges + 1} (meeting {self._meetings})"
         waiter = Waiter(self._alarm, place=place, step=self.schedule.step, timeout_s=self._settings.timeout_s)
         try:
+            self.require_finite()
             with torch.no_grad():
-                return act(waiter)
+                result = act(waiter)
         except Exception as error:
             self._alarm.ring(error)
             raise
+        self._alarm.passed(place)
+        return result
 
     def _agree_at_start(self, settings: str) -> None:
         """Makes sure that all ranks were given the same, and gives every rank the state of rank 0."""
@@ -269,6 +282,7 @@ class Synchronized(torch.nn.Module):
                 flat.pack(0, flat.total, scratch)
                 waiter.wait([broadcast(scratch, self._groups.world, source=0)])
                 flat.unpack(scratch)
+        self._alarm.passed(waiter.place)
 
 
 def leading_dim(*args: Any, **kwargs: Any) -> float:

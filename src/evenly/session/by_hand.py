@@ -10,7 +10,7 @@ from evenly._errors import SpecError
 from evenly.comm import Party, party_of
 from evenly.launch import find_place, identity, pick_device
 from evenly.nodes import Synchronized, join_nodes
-from evenly.spec import Cluster, EveryEpoch, EveryGradient, EverySteps, Exchange, Node, period_of
+from evenly.spec import Cluster, EveryEpoch, EveryGradient, EverySteps, Exchange, Node, Plan, period_of
 from evenly.survey import survey_cluster
 
 
@@ -105,3 +105,17 @@ def regroup(cluster: Cluster, nodes: Sequence[Sequence[int]]) -> Cluster:
             for i, members in enumerate(nodes)
         )
     )
+
+
+def require_fit(plan: Plan, cluster: Cluster) -> None:
+    """Raises `SpecError` unless the plan is for the ranks and nodes of `cluster`."""
+    if len(plan.roles) != cluster.world_size:
+        raise SpecError(
+            f"the plan is for {len(plan.roles)} ranks, but {cluster.world_size} are running. "
+            "Start that many ranks, or make a plan for these."
+        )
+    if plan.nodes != cluster.rank_lists():
+        raise SpecError(
+            f"the plan has the nodes {plan.nodes}, but the session found {cluster.rank_lists()}. "
+            "Make the session with nodes=plan.nodes, or make a plan for the nodes found."
+        )

@@ -1,11 +1,14 @@
 """Writes the events of a run to `run.jsonl` on rank 0 and tells whoever listens."""
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from evenly.spec import Event
+from evenly.spec import Event, RunFailed
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -17,7 +20,9 @@ class Recorder:
         self._stream = None
         if folder is not None and rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            self._stream = (folder / "run.jsonl").open("a")
+            file = folder / "run.jsonl"
+            _drop_cut_line(file)
+            self._stream = file.open("a", encoding="utf-8")
 
     def tell(self, kind: type[Any], **fields: Any) -> None:
         """Makes an event of `kind`, now; only rank 0 tells."""
@@ -30,8 +35,23 @@ class Recorder:
         for listen in self.listeners:
             listen(event)
 
+    def tell_failure(self, step: int, error: BaseException) -> None:
+        """Tells that the run ended in `error`; what goes wrong meanwhile must not hide it."""
+        try:
+            self.tell(RunFailed, step=step, error=f"{type(error).__name__}: {error}")
+        except Exception:
+            logger.exception("the failure could not be recorded")
+
     def close(self) -> None:
         """Closes the file."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+
+
+def _drop_cut_line(file: Path) -> None:
+    """Takes away a last line that a crash cut short, so that new events begin on a line of their own."""
+    if file.is_file():
+        text = file.read_bytes()
+        if text and not text.endswith(b"\n"):
+            file.write_bytes(text[: text.rfind(b"\n") + 1])

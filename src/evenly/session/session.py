@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -14,7 +15,7 @@ from evenly.batches import feed
 from evenly.comm import Alarm, Waiter, gather_json, open_group, party_of
 from evenly.launch import Place, find_place, open_world, pick_device
 from evenly.nodes import Synchronized, join_nodes
-from evenly.session.by_hand import regroup, survey_party
+from evenly.session.by_hand import regroup, require_fit, survey_party
 from evenly.session.checkpoint import Checkpoints, Trainee, apply, restore_random_state
 from evenly.session.ledger import Ledger
 from evenly.session.recorder import Recorder
@@ -27,7 +28,6 @@ from evenly.spec import (
     Exchange,
     Measured,
     Plan,
-    RunFailed,
     RunStarted,
     period_of,
 )
@@ -81,15 +81,25 @@ class Session:
             raise SpecError(f"checkpoint_every={checkpoint_every} was asked for. Give 1 or more, 'epoch' or None.")
         self._checkpoint_every = checkpoint_every
         self._place = place
+        self._alarm: Alarm | None = None
         self._trainees: list[Trainee] = []
         self._tracked: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
-        self._epoch = 0
+        self._epoch = self._saved_step = 0
         self._settings: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        place = self._place or find_place()
-        self._world = open_world(place, timeout_s=self._timeout_s)
+        self._closing = ExitStack()
+        try:
+            self._open(self._place or find_place())
+        except BaseException as error:
+            self._ring(error)
+            self._closing.close()
+            raise
+        return self
+
+    def _open(self, place: Place) -> None:
+        self._closing.enter_context(open_world(place, timeout_s=self._timeout_s))
         self.device = pick_device(place, self._device_wish)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -99,9 +109,12 @@ class Session:
         self._party = party.chapter("session")
         self.rank, self.world_size = party.rank, party.size
         self._alarm = Alarm(self._party)
+        self._closing.callback(self._alarm.close)
         self._waiter = Waiter(self._alarm, place="the session", timeout_s=self._timeout_s)
         self._group = open_group(self._party, "world", range(party.size), backend="gloo", timeout_s=self._timeout_s)
+        self._closing.callback(self._group.shutdown)
         self._recorder = Recorder(self._folder, rank=self.rank)
+        self._closing.callback(self._recorder.close)
         self._ledger = Ledger(self._recorder)
         if self._folder is not None:
             self._checkpoints = Checkpoints(
@@ -109,7 +122,6 @@ class Session:
             )
             latest = self._checkpoints.latest() if self._resume else None
             self._restored = self._checkpoints.load(latest) if latest is not None else None
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -119,14 +131,14 @@ class Session:
                 self.finish()
                 sums = gather_json(self._ledger.sums(), self._group, self._waiter)
                 self._ledger.tell_totals(sums, self.cluster.rank_lists())
-            else:
-                self._fail(error)
+        except BaseException as problem:
+            error = problem
+            raise
         finally:
-            for trainee in self._trainees:
-                trainee.model.close()
-            self._alarm.close()
-            self._recorder.close()
-            self._world.close()
+            if error is not None:
+                self._ring(error)
+                self._recorder.tell_failure(self._ledger.step, error)
+            self._closing.close()
 
     def plan(
         self,
@@ -166,7 +178,7 @@ class Session:
             find_unused_parameters: as in torch's DDP.
             loading: what `evenly.feed` takes: `shuffle`, `drop_last`, `num_workers`, `collate_fn`, `pin_memory`.
         """
-        self._require_plan_fits(plan)
+        require_fit(plan, self.cluster)
         if any(trainee.name == name for trainee in self._trainees):
             raise SpecError(f"a model named {name!r} is prepared already. Give each model of a run its own name=.")
         model.to(self.device)
@@ -178,7 +190,7 @@ class Session:
             model,
             optimizer,
             party=party_of(),
-            cluster=regroup(self.cluster, plan.nodes),
+            cluster=self.cluster,
             period=plan.period,
             exchange=plan.exchange,
             count=count or (None if batches is None else lambda *_, **__: batches.samples),
@@ -217,6 +229,7 @@ class Session:
             self._recorder.tell(EpochDone, epoch=self._epoch, step=self._ledger.step)
             if self._checkpoint_every == "epoch" and self._folder is not None:
                 self.checkpoint()
+            self._between_steps()
         self.finish()
 
     def finish(self) -> None:
@@ -229,9 +242,12 @@ class Session:
         if self._folder is None:
             raise SpecError("a checkpoint was asked for, but the session has no folder. Use Session('runs/name').")
         began = time.monotonic()
+        for trainee in self._trainees:
+            trainee.model.require_finite()
         path = self._checkpoints.save(
             self._ledger.step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep
         )
+        self._saved_step = self._ledger.step
         self._recorder.tell(CheckpointSaved, step=self._ledger.step, path=str(path), seconds=time.monotonic() - began)
         return path
 
@@ -255,11 +271,12 @@ class Session:
     def _enrol(self, trainee: Trainee, plan: Plan) -> None:
         first = not self._trainees
         self._trainees.append(trainee)
+        self._closing.callback(trainee.model.close)
         trainee.model.on_exchange.append(self._ledger.count_exchange)
         if trainee.feed is not None:
             trainee.feed.on_end.append(trainee.model.end_epoch)
         if first:
-            self._ledger.step = trainee.model.schedule.step
+            self._ledger.step = self._saved_step = trainee.model.schedule.step
             trainee.model.on_step.append(
                 lambda step, samples: self._ledger.count_step(step, samples, epoch=self._epoch, ranks=self.world_size)
             )
@@ -268,21 +285,15 @@ class Session:
             self._recorder.tell(RunStarted, cluster=self.cluster, plan=plan, **told)
 
     def _between_steps(self) -> None:
-        every = self._checkpoint_every
-        if self._folder is not None and isinstance(every, int) and self._ledger.step % every == 0:
+        """Saves if a multiple of the wished steps was just made; between its parts an accumulated step saves nothing."""
+        every, step = self._checkpoint_every, self._ledger.step
+        if self._folder is not None and isinstance(every, int) and step % every == 0 and step > self._saved_step:
             self.checkpoint()
 
-    def _require_plan_fits(self, plan: Plan) -> None:
-        if len(plan.roles) != self.world_size:
-            raise SpecError(
-                f"the plan is for {len(plan.roles)} ranks, but {self.world_size} are running. "
-                "Start that many ranks, or make a plan for these."
-            )
-
-    def _fail(self, error: BaseException) -> None:
-        self._recorder.tell(RunFailed, step=self._ledger.step, error=f"{type(error).__name__}: {error}")
+    def _ring(self, error: BaseException) -> None:
         for trainee in self._trainees:
             trainee.model.ring(error)
-        self._alarm.ring(error)
-        if self.rank == 0 and self.world_size > 1:
-            time.sleep(LINGER_S)
+        if self._alarm is not None:
+            self._alarm.ring(error)
+            if self.rank == 0 and self.world_size > 1:
+                time.sleep(LINGER_S)

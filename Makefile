@@ -1,0 +1,52 @@
+# Two commands for users: `make demo` and `make test`. Each makes its own virtual environment in .venv and installs what
+# it needs under constraints.txt. PYTHON chooses the interpreter: `make demo PYTHON=python3.12`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test lint fast bench docs data clean
+
+help: ## Show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(READY) data ## Train on an emulated uneven cluster twice and print one table (a few minutes)
+	$(BIN)/python examples/demo.py
+
+test: lint data ## Lint and run every test (under 10 minutes on 2 cores)
+	$(BIN)/python -m pytest -n 2 -m "not lab"
+	$(BIN)/python -m pytest -m lab
+
+fast: $(READY) ## Only the tests that need neither root nor a lab
+	$(BIN)/python -m pytest -n 2 -m "not lab"
+
+lint: $(READY) ## Style, types and the floors between rooms
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: $(READY) data ## Run every benchmark in its quick form
+	$(BIN)/python benchmarks/exchange.py --quick
+	$(BIN)/python benchmarks/fashion.py --quick
+
+docs: $(READY) ## Build the documentation into site/
+	$(PIP) -e '.[docs]'
+	$(BIN)/zensical build --strict
+
+data: ## Fetch Fashion-MNIST as a system package, where this user may
+	@sh scripts/system-packages.sh
+
+clean: ## Remove what the commands above made
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "evenly needs Python 3.11 or newer, and $(PYTHON) is older. Give another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || { \
+		echo "$(PYTHON) cannot make a virtual environment. On Debian: apt-get install python3-venv"; exit 1; }
+	@echo "installing into $(VENV) (about two minutes)"
+	@$(PIP) -e '.[dev,plot]'
+	@touch $(READY)

@@ -1,0 +1,111 @@
+"""Training programs that the session tests run in processes of their own."""
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import evenly
+from evenly.session import folder as folders
+
+
+def dataset(size: int = 53) -> TensorDataset:
+    g = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(size, 6, 5, generator=g), torch.randint(3, (size,), generator=g))
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(6, 9, 3), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 3)
+    )
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    return hashlib.sha256(b"".join(t.detach().cpu().contiguous().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+
+
+def train(
+    folder: str,
+    *,
+    every: int | str = 4,
+    epochs: int = 3,
+    checkpoint_every: int | str | None = 3,
+    crash_rank: int = -1,
+    crash_step: int = 0,
+    how: str = "exit",
+    timeout_s: float = 60.0,
+    own_folders: bool = False,
+    pause_s: float = 0.0,
+    device: str = "cpu",
+    accumulate: int = 1,
+) -> dict[str, Any]:
+    """Trains, fails in the way and at the place that is asked for, and returns what the rank ended with."""
+    torch.manual_seed(17)
+    rank = int(os.environ["RANK"])
+    if own_folders:
+        folder = f"{folder}-{os.environ['GROUP_RANK']}"
+    if how == "while saving" and rank == crash_rank:
+        _die_while_saving(crash_step)
+    with evenly.Session(
+        folder, checkpoint_every=checkpoint_every, keep=3, timeout_s=timeout_s, device=device
+    ) as session:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        plan = session.plan(batch_size=4, every=every)
+        synchronized, _, loader = session.prepare(model, optimizer, dataset(), plan=plan)
+        session.track(schedule=schedule)
+        made = 0
+        for _ in session.epochs(epochs):
+            for number, (x, y) in enumerate(loader):
+                nn.functional.cross_entropy(synchronized(x), y).backward()
+                if (number + 1) % accumulate == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    made += 1
+                if rank == crash_rank and how != "while saving" and synchronized.schedule.step == crash_step:
+                    _crash(how)
+                time.sleep(pause_s)
+            schedule.step()
+        return {
+            "rank": session.rank,
+            "nodes": session.cluster.rank_lists(),
+            "made": made,
+            "step": synchronized.schedule.step,
+            "model": digest(*model.parameters(), *model.buffers()),
+            "optimizer": digest(*(v for s in optimizer.state.values() for v in s.values())),
+            "lr": optimizer.param_groups[0]["lr"],
+            "random": float(torch.rand(())),
+        }
+
+
+def _crash(how: str) -> None:
+    if how == "raise":
+        raise KeyError("a broken sample")
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(9)
+
+
+def _die_while_saving(times: int) -> None:
+    """Kills this process inside the `times`-th checkpoint, when its files are half written."""
+    plain, count = folders.write_part, 0
+
+    def write_part(folder: Path, name: str, value: Any) -> dict[str, str]:
+        nonlocal count
+        digests = plain(folder, name, value)
+        if name.startswith("rank"):
+            count += 1
+            if count == times:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return digests
+
+    folders.write_part = write_part

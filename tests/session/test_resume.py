@@ -1,0 +1,122 @@
+"""A run resumed is bit-identical to one not interrupted; a killed save never costs the checkpoint before it."""
+
+import pytest
+
+from evenly._errors import CheckpointError
+from tests.processes import collect, run_processes, start_processes
+from tests.ranks import ragged
+
+TRAIN = "tests.session.programs:train"
+
+
+def without(result, *names):
+    return {key: value for key, value in result.items() if key not in names}
+
+
+def test_resumed_inside_a_period_bit_for_bit(tmp_path):
+    nodes = ragged(3, 1)  # three ranks: the order in which gradients are summed matters in the last bit
+    whole = run_processes(nodes, TRAIN, {"folder": str(tmp_path / "whole")})
+    crash = {"folder": str(tmp_path / "cut"), "crash_rank": 1, "crash_step": 7}
+    ended = collect(start_processes(nodes, TRAIN, crash))
+    assert all(rank.code != 0 for rank in ended)
+    resumed = run_processes(nodes, TRAIN, {"folder": str(tmp_path / "cut")})
+    assert [without(r, "made") for r in resumed] == [without(r, "made") for r in whole]
+    assert resumed[0]["made"] == whole[0]["made"] - 6  # from step 6, in the middle of a period of 4 and of an epoch
+    assert len({r["model"] for r in resumed}) == 1
+
+
+def test_killed_while_saving_resumes_from_the_checkpoint_before(tmp_path):
+    nodes = ragged(1, 1)
+    whole = run_processes(nodes, TRAIN, {"folder": str(tmp_path / "whole"), "epochs": 2})
+    crash = {"folder": str(tmp_path / "cut"), "epochs": 2, "how": "while saving", "crash_rank": 1, "crash_step": 2}
+    ended = collect(start_processes(nodes, TRAIN, crash))
+    assert all(rank.code != 0 for rank in ended)
+    saved = sorted(path.name for path in (tmp_path / "cut" / "checkpoints").glob("step-*"))
+    assert saved == ["step-000000003"]
+    resumed = run_processes(nodes, TRAIN, {"folder": str(tmp_path / "cut"), "epochs": 2})
+    assert [without(r, "made") for r in resumed] == [without(r, "made") for r in whole]
+    assert resumed[0]["made"] == whole[0]["made"] - 3
+    assert not list((tmp_path / "cut" / "checkpoints").glob(".*")), "half-written folders are cleared"
+
+
+def test_resumed_on_another_cluster(tmp_path):
+    cut = {"folder": str(tmp_path / "run"), "crash_rank": 0, "crash_step": 7}
+    collect(start_processes(ragged(2, 1), TRAIN, cut))
+    resumed = run_processes(ragged(1, 1), TRAIN, {"folder": str(tmp_path / "run")})
+    assert len({r["model"] for r in resumed}) == 1
+    assert resumed[0]["nodes"] == [[0], [1]]
+    assert resumed[0]["step"] > 6
+    samples_left = 3 * 53 - 6 * 12  # each epoch's samples once, whatever the split
+    assert resumed[0]["made"] >= samples_left // 8
+
+
+def test_nodes_without_a_common_file_system(tmp_path):
+    nodes = ragged(1, 1)
+    shared = run_processes(nodes, TRAIN, {"folder": str(tmp_path / "shared")})
+    own = {"folder": str(tmp_path / "own"), "own_folders": True}
+    collect(start_processes(nodes, TRAIN, {**own, "crash_rank": 0, "crash_step": 7}))
+    for node in range(2):
+        files = {path.name for path in (tmp_path / f"own-{node}" / "checkpoints" / "step-000000006").iterdir()}
+        assert files == {"manifest.json", f"node-{node}.json", f"node-{node}.safetensors",
+                         f"rank-{node}.json", f"rank-{node}.safetensors"}  # fmt: skip
+    resumed = run_processes(nodes, TRAIN, own)
+    assert [without(r, "made") for r in resumed] == [without(r, "made") for r in shared]
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_failing_rank_ends_all_at_once(tmp_path, how):
+    arguments = {"folder": str(tmp_path / "run"), "crash_rank": 2, "crash_step": 5, "how": how, "every": 50, "epochs": 200,
+                 "pause_s": 0.01, "checkpoint_every": None}  # fmt: skip
+    ended = collect(start_processes(ragged(2, 1, 1), TRAIN, arguments), limit_s=40.0)  # the time limit is 60 s
+    assert all(rank.code != 0 for rank in ended)
+    for rank in (ended[0], ended[1], ended[3]):
+        assert "PeerError" in rank.errors
+        if how == "raise":
+            assert "rank 2" in rank.errors
+            assert "a broken sample" in rank.errors
+
+
+def test_a_rank_that_hangs_is_named_at_the_time_limit_and_nobody_lingers(tmp_path):
+    arguments = {
+        "folder": str(tmp_path / "run"),
+        "crash_rank": 1,
+        "crash_step": 3,
+        "how": "stop",
+        "every": 4,
+        "timeout_s": 6.0,
+    }
+    ranks = start_processes(ragged(1, 1, 1), TRAIN, arguments)
+    try:
+        ended = collect([ranks[0], ranks[2]], limit_s=45.0)
+    finally:
+        ranks[1].process.kill()
+        ranks[1].process.communicate()
+    for rank in ended:
+        assert rank.code != 0
+        assert "ranks [1] did not arrive" in rank.errors
+
+
+def test_checkpoints_by_steps_fall_on_steps_also_at_an_epochs_end_and_under_accumulation(tmp_path):
+    run_processes(
+        ragged(1), TRAIN, {"folder": str(tmp_path / "a"), "checkpoint_every": 7, "epochs": 2, "every": "epoch"}
+    )
+    steps = [int(path.name[5:]) for path in sorted((tmp_path / "a" / "checkpoints").glob("step-*"))]
+    assert steps == [14, 21, 28]  # 14 steps an epoch, the last three are kept
+    arguments = {"folder": str(tmp_path / "b"), "checkpoint_every": 2, "epochs": 1, "accumulate": 3}
+    run_processes(ragged(1), TRAIN, arguments)
+    steps = [int(path.name[5:]) for path in sorted((tmp_path / "b" / "checkpoints").glob("step-*"))]
+    assert steps == [2, 4]
+
+
+def test_a_damaged_checkpoint_is_refused_on_every_rank(tmp_path):
+    run_processes(ragged(1, 1), TRAIN, {"folder": str(tmp_path), "epochs": 1})
+    newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
+    file = newest / "rank-1.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    for rank in collect(start_processes(ragged(1, 1), TRAIN, {"folder": str(tmp_path)})):
+        assert rank.code != 0
+        assert CheckpointError.__name__ in rank.errors
+        assert "rank-1.safetensors" in rank.errors
+        assert "SHA-256" in rank.errors
