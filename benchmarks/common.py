@@ -69,7 +69,9 @@ def commit() -> str:
     """Returns the commit of the working tree, with a plus if it was changed."""
     try:
         found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(["git", "status", "--porcelain", "src", "benchmarks/*.py"], capture_output=True, text=True)
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "src", "benchmarks/*.py"], capture_output=True, text=True
+        )
         return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

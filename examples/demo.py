@@ -18,7 +18,15 @@ from evenly.lab import Lab, load_cluster, missing
 from evenly.spec import Run, RunFinished
 
 WAYS = {"global": "global", "node-based, K' = 8": "8"}
-SETTINGS = {"width": 48, "batch_size": 16, "epochs": 2, "train_limit": 4800, "evaluate_every": 0, "lr": 0.05}
+SETTINGS = {
+    "width": 48,
+    "batch_size": 16,
+    "epochs": 3,
+    "train_limit": 2400,
+    "test_limit": 2000,
+    "evaluate_every": 0,
+    "lr": 0.03,
+}
 
 
 def main() -> None:
@@ -42,7 +50,10 @@ def main() -> None:
             runs[way] = Run.read(run)
     console.print(table(runs))
     if reason is None:
-        console.print("2+1 ranks on two emulated nodes, 50 Mbit/s between them, CPU shares of 0.7, 0.5 and 0.4 cores.")
+        nodes = load_cluster("demo").nodes
+        shares = ", ".join(str(node.cpu_of(rank)) for node in nodes for rank in range(node.ranks))
+        where = f"2+1 ranks on two emulated nodes, {nodes[0].rate_mbit:g} Mbit/s between them, {shares} of a core each."
+        console.print(where, soft_wrap=True)
     else:
         console.print(f"2+1 ranks on this machine, without a slow link or CPU shares: {reason}", soft_wrap=True)
 

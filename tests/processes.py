@@ -1,32 +1,53 @@
-"""Ranks as real processes with the environment torchrun would give them, each running one function of the tests."""
+"""Ranks as real processes with the environment torchrun would give them, each running one function of the tests.
+
+They are forked from a server that has torch imported already, so that a rank starts in a moment.
+"""
 
 import importlib
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-MARK = "result: "
+PRELOADED = ["torch", "torch._dynamo", "torch.nn.parallel", "evenly.session", "tests.session.programs"]
 
 
-@dataclass
 class Rank:
-    """A process of one rank: what it returned (through JSON), how it ended, what it wrote."""
+    """A process of one rank: what it returned (through JSON), how it ended, what it wrote to stderr."""
 
-    process: subprocess.Popen[str]
-    output: str = ""
-    errors: str = ""
-    result: Any = None
+    def __init__(self, target: str, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.process: ForkServerProcess = context.Process(
+            target=_run, args=(target, dict(arguments), dict(environment), self.folder.name)
+        )
+        self.process.start()
+        self.errors, self.result = "", None
 
     @property
     def code(self) -> int | None:
-        return self.process.returncode
+        return self.process.exitcode
+
+    def end(self, limit_s: float) -> bool:
+        """Waits for the end and reads what the rank left; returns whether it ended by itself."""
+        self.process.join(limit_s)
+        in_time = self.process.exitcode is not None
+        if not in_time:
+            self.process.kill()
+            self.process.join()
+        self.errors = Path(self.folder.name, "stderr").read_text()
+        result = Path(self.folder.name, "result")
+        self.result = json.loads(result.read_text()) if result.exists() else None
+        self.folder.cleanup()
+        return in_time
 
 
 def start_processes(
@@ -45,29 +66,16 @@ def start_processes(
             "GROUP_RANK": node,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            "OMP_NUM_THREADS": 1,
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        command = [sys.executable, "-m", "tests.processes", target, json.dumps(arguments or {})]
-        environment = {**os.environ, **{key: str(value) for key, value in own.items()}}
-        pipe = subprocess.PIPE
-        ranks.append(Rank(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)))
+        ranks.append(Rank(target, arguments or {}, {key: str(value) for key, value in own.items()}))
     return ranks
 
 
 def collect(ranks: Sequence[Rank], *, limit_s: float = 60.0) -> list[Rank]:
     """Waits for all ranks and reads their results; whoever runs longer than `limit_s` is killed and fails the test."""
     deadline = time.monotonic() + limit_s
-    late = []
-    for number, rank in enumerate(ranks):
-        try:
-            rank.output, rank.errors = rank.process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.process.kill()
-            rank.output, rank.errors = rank.process.communicate()
-            late.append(number)
-        lines = [line for line in rank.output.splitlines() if line.startswith(MARK)]
-        rank.result = json.loads(lines[-1].removeprefix(MARK)) if lines else None
+    late = [number for number, rank in enumerate(ranks) if not rank.end(max(0.1, deadline - time.monotonic()))]
     assert not late, f"ranks {late} still ran after {limit_s} s: {[rank.errors[-1500:] for rank in ranks]}"
     return list(ranks)
 
@@ -81,16 +89,19 @@ def run_processes(
     return [rank.result for rank in ranks]
 
 
-ROOT = Path(__file__).parents[1]
+def _run(target: str, arguments: dict[str, Any], environment: dict[str, str], folder: str) -> None:
+    import torch
+
+    with Path(folder, "stderr").open("w") as stream:
+        os.dup2(stream.fileno(), sys.stderr.fileno())
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    module, function = target.split(":")
+    returned = getattr(importlib.import_module(module), function)(**arguments)
+    Path(folder, "result").write_text(json.dumps(returned))
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-if __name__ == "__main__":
-    module, function = sys.argv[1].split(":")
-    returned = getattr(importlib.import_module(module), function)(**json.loads(sys.argv[2]))
-    print(MARK + json.dumps(returned), flush=True)

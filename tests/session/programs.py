@@ -47,6 +47,7 @@ def train(
 ) -> dict[str, Any]:
     """Trains, fails in the way and at the place that is asked for, and returns what the rank ended with."""
     torch.manual_seed(17)
+    torch.backends.cudnn.deterministic = True
     rank = int(os.environ["RANK"])
     if own_folders:
         folder = f"{folder}-{os.environ['GROUP_RANK']}"

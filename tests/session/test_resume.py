@@ -90,7 +90,8 @@ def test_a_rank_that_hangs_is_named_at_the_time_limit_and_nobody_lingers(tmp_pat
         ended = collect([ranks[0], ranks[2]], limit_s=45.0)
     finally:
         ranks[1].process.kill()
-        ranks[1].process.communicate()
+        ranks[1].process.join()
+        ranks[1].folder.cleanup()
     for rank in ended:
         assert rank.code != 0
         assert "ranks [1] did not arrive" in rank.errors
