@@ -83,7 +83,7 @@ def ours(nodes: list[list[int]], *, every: int | str = PERIOD) -> Method:
 
 
 def methods(nodes: list[list[int]]) -> dict[str, Method]:
-    made = {
+    return {
         "global DDP": global_ddp(nodes),
         "post_localSGD": post_local(nodes),
         "hierarchical": post_local(nodes, hierarchical=True),
@@ -91,7 +91,6 @@ def methods(nodes: list[list[int]]) -> dict[str, Method]:
         "evenly, global": ours(nodes, every="global"),
         "no exchange": ours(nodes, every=10**9),
     }
-    return made
 
 
 def sent_by_nodes(nodes: list[list[int]]) -> list[int]:
@@ -214,7 +213,7 @@ def report(told: dict, *, rounds: int, steps: int, rate: float, save: bool) -> N
         Claim("step_time_over_best_peer", median(ratios), 1.0, "lower"),
     ]
     note = (
-        f"2 nodes x 2 ranks, {rate:g} Mbit/s, K' = {PERIOD}, batch {BATCH} a rank, {size / 4e6:.2f} million parameters, "
+        f"2 nodes x 2 ranks, {rate:g} Mbit/s, K' = {PERIOD}, batch {BATCH} a rank, {size / 4e6:.2f} M parameters, "
         f"{rounds} rounds of {steps} steps a method, in turns. 'no exchange' is the limit: the same without exchanges. "
         "Accuracy is that of rank 0's model on 2000 test images after all rounds."
     )

@@ -29,9 +29,7 @@ def train(lab: Lab, folder: Path, settings: dict[str, object]) -> Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help="one seed, a tenth of the data: figures are not to be kept"
-    )
+    parser.add_argument("--quick", action="store_true", help="one seed, little data: figures are not to be kept")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=50.0, help="Mbit/s of each node's link; 0: not shaped")

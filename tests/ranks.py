@@ -10,7 +10,7 @@ from evenly.comm import Party
 from evenly.spec import Cluster, Device, Node
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """Some ranks raised; `errors` holds one exception or None for each rank."""
 
     def __init__(self, errors: list[BaseException | None]) -> None:
@@ -19,7 +19,7 @@ class RankFailure(AssertionError):
 
 
 def run_ranks(count: int, act: Callable[..., Any], *args: Any, limit_s: float = 60.0) -> list[Any]:
-    """Returns act(party, *args) of every rank, or raises RankFailure with each rank's error."""
+    """Returns act(party, *args) of every rank, or raises RankError with each rank's error."""
     store = dist.HashStore()
     results: list[Any] = [None] * count
     errors: list[BaseException | None] = [None] * count
@@ -38,7 +38,7 @@ def run_ranks(count: int, act: Callable[..., Any], *args: Any, limit_s: float = 
         if thread.is_alive():
             errors[rank] = errors[rank] or TimeoutError(f"still running after {limit_s} s")
     if any(errors):
-        raise RankFailure(errors) from next(error for error in errors if error)
+        raise RankError(errors) from next(error for error in errors if error)
     return results
 
 

@@ -8,7 +8,7 @@ import torch
 
 from evenly import DataError, EvenlyError, PeerError
 from evenly.comm import Alarm, Party, Waiter, all_reduce, first_line, open_group
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import RankError, run_ranks
 
 SOON_S = 2.0
 
@@ -26,7 +26,7 @@ def learn(alarm: Alarm) -> tuple[EvenlyError, float]:
 
 
 def errors_of(count: int, act, *args) -> list[BaseException | None]:
-    with pytest.raises(RankFailure) as caught:
+    with pytest.raises(RankError) as caught:
         run_ranks(count, act, *args)
     return caught.value.errors
 

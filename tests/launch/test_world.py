@@ -19,6 +19,7 @@ from evenly.launch.meeting import meet
 from tests.launch.greetings import greetings
 
 ALONE = find_place({})
+MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
 def place(rank: int, *, of: int, port: int, host: str = "127.0.0.1") -> Place:
@@ -141,12 +142,12 @@ def test_local_ranks_go_round_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device(third, "cuda:1") == torch.device("cuda:1")
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun on PATH")
+@pytest.mark.skipif(MPIRUN is None, reason="there is no mpirun on PATH or beside this Python")
 def test_two_ranks_of_a_real_mpirun_open_the_world() -> None:
     environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environ["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
     script = Path(__file__).with_name("greet.py")
-    command = ["mpirun", "-n", "2", sys.executable, str(script)]
+    command = [str(MPIRUN), "-n", "2", sys.executable, str(script)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     said = greetings(done.stdout)

@@ -102,9 +102,8 @@ def compare(traces, reference, *, tolerance=1e-11):
     for step, row in enumerate(reference):
         for rank, wanted in enumerate(row):
             for got, want in zip(traces[rank][step], wanted, strict=True):
-                torch.testing.assert_close(
-                    got, want, rtol=tolerance, atol=tolerance, msg=lambda m: f"step {step} rank {rank}: {m}"
-                )
+                note = f"step {step} rank {rank}: "
+                torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=note.__add__)
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])

@@ -9,7 +9,7 @@ from torch import nn
 from evenly._errors import LockstepError, MismatchError, NonFiniteError, PeerError, SpecError
 from evenly.nodes import join_nodes
 from evenly.spec import Exchange, period_of
-from tests.ranks import RankFailure, cluster_of, ragged, run_ranks
+from tests.ranks import RankError, cluster_of, ragged, run_ranks
 
 
 def join(party, nodes, model, *, every=2, optimizer=None, **exchange):
@@ -34,7 +34,7 @@ def steps(synchronized, optimizer, count, *, poison=None, rank=0, width=4):
 def failing(count, act, *args):
     """Returns the errors of all ranks; every rank must raise."""
     began = time.monotonic()
-    with pytest.raises(RankFailure) as caught:
+    with pytest.raises(RankError) as caught:
         run_ranks(count, act, *args, limit_s=30.0)
     errors = caught.value.errors
     assert all(errors), f"some rank did not notice: {errors}"
@@ -80,7 +80,7 @@ def test_an_optimizer_of_other_tensors_is_refused():
     def act(party):
         join(party, ragged(1), nn.Linear(4, 1), optimizer=torch.optim.SGD([nn.Parameter(torch.ones(7))], lr=0.1))
 
-    with pytest.raises(RankFailure, match=r"\[7\]"):
+    with pytest.raises(RankError, match=r"\[7\]"):
         run_ranks(1, act)
 
 
@@ -91,7 +91,7 @@ def test_a_model_that_does_not_train_is_refused():
         model.requires_grad_(False)
         join(party, ragged(1), model, optimizer=optimizer)
 
-    with pytest.raises(RankFailure, match="trainable") as caught:
+    with pytest.raises(RankError, match="trainable") as caught:
         run_ranks(1, act)
     assert isinstance(caught.value.errors[0], SpecError)
 
@@ -192,7 +192,7 @@ def test_a_rank_that_never_arrives_is_named_at_the_time_limit():
         finally:
             synchronized.close()
 
-    with pytest.raises(RankFailure) as caught:
+    with pytest.raises(RankError) as caught:
         run_ranks(3, act)
     first, second, absent = caught.value.errors
     assert absent is None
@@ -244,7 +244,7 @@ def test_a_failed_exchange_leaves_the_parameters_untouched():
         finally:
             synchronized.close()
 
-    with pytest.raises(RankFailure):
+    with pytest.raises(RankError):
         run_ranks(2, act)
     torch.testing.assert_close(kept["after"], kept["before"], rtol=0, atol=0)
 
@@ -257,5 +257,5 @@ def test_forward_without_a_tensor_asks_for_count():
         finally:
             synchronized.close()
 
-    with pytest.raises(RankFailure, match="count="):
+    with pytest.raises(RankError, match="count="):
         run_ranks(1, act)

@@ -72,7 +72,7 @@ def test_bf16_autocast_keeps_ranks_equal_and_trains():
         model = network().float()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         synchronized = join(party, ragged(2, 1), model, optimizer, every=3)
-        for step in range(6):
+        for _ in range(6):
             x, y = batch(0, 7)
             with torch.autocast("cpu", torch.bfloat16):
                 loss = loss_of(synchronized, (x.float(), y))
@@ -311,7 +311,7 @@ def test_agreed_shows_the_average_and_gives_the_state_back():
         synchronized.close()
         return own, average, parameters(model)
 
-    (own_a, average_a, end_a), (own_b, average_b, end_b) = run_ranks(2, act)
+    (own_a, average_a, end_a), (own_b, average_b, _) = run_ranks(2, act)
     assert same(average_a, average_b)
     assert same(end_a, average_a)
     torch.testing.assert_close(average_a, [(x + y) / 2 for x, y in zip(own_a, own_b, strict=True)])

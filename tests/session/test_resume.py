@@ -65,8 +65,8 @@ def test_nodes_without_a_common_file_system(tmp_path):
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_a_failing_rank_ends_all_at_once(tmp_path, how):
-    arguments = {"folder": str(tmp_path / "run"), "crash_rank": 2, "crash_step": 5, "how": how, "every": 50, "epochs": 200,
-                 "pause_s": 0.01, "checkpoint_every": None}  # fmt: skip
+    crash = {"crash_rank": 2, "crash_step": 5, "how": how, "pause_s": 0.01}
+    arguments = {"folder": str(tmp_path / "run"), "every": 50, "epochs": 200, "checkpoint_every": None, **crash}
     ended = collect(start_processes(ragged(2, 1, 1), TRAIN, arguments), limit_s=40.0)  # the time limit is 60 s
     assert all(rank.code != 0 for rank in ended)
     for rank in (ended[0], ended[1], ended[3]):

@@ -70,6 +70,7 @@ class Synchronized(torch.nn.Module):
         self._optimizer, self._groups, self._membership, self._settings = optimizer, groups, membership, exchange
         self._count = count or leading_dim
         self._meetings = 0  # with other nodes, of any kind
+        self._closed = False
         self._joint = isinstance(period, EveryGradient)
         self._sharing = tuple(range(groups.party.size)) if self._joint else groups.ranks
         self._alarm = Alarm(groups.party, sharing=self._sharing)
@@ -93,6 +94,8 @@ class Synchronized(torch.nn.Module):
         self._count_skipped_step()
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        if self._closed:
+            raise SpecError("a synchronized model was called to train after close(). Train the plain network: .module.")
         self._gradients.step = self.schedule.step + 1
         return self._gradients.forward(self._count(*args, **kwargs), *args, **kwargs)
 
@@ -124,7 +127,7 @@ class Synchronized(torch.nn.Module):
         if not self.schedule.since or self._groups.party.size == 1:
             yield
             return
-        own = [*trained(self.module), *float_buffers(self.module).values()]
+        own = [*trained(self.module), *float_buffers(self.module).values(), *whole_buffers(self.module)]
         kept = [tensor.detach().clone() for tensor in own]
         self._guarded(self._average_model)
         try:
@@ -136,6 +139,7 @@ class Synchronized(torch.nn.Module):
 
     def close(self) -> None:
         """Lets go of the optimizer and ends the background thread; the plain network stays in `module`."""
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
         self._alarm.close()
@@ -170,8 +174,9 @@ class Synchronized(torch.nn.Module):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._alarm.check()
-        averaging = self._gradients.last(now=self._settings.nonfinite == "skip")
-        if not hasattr(optimizer, "found_inf"):  # else a GradScaler leaves the skipping to this optimizer
+        scaled = hasattr(optimizer, "found_inf")  # a GradScaler leaves the skipping to this optimizer
+        averaging = self._gradients.last(now=scaled or self._settings.nonfinite == "skip")
+        if not scaled:
             self._look(averaging)
 
     def _look(self, averaging: Averaging | None) -> None:

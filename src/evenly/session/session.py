@@ -285,7 +285,7 @@ class Session:
             self._recorder.tell(RunStarted, cluster=self.cluster, plan=plan, **told)
 
     def _between_steps(self) -> None:
-        """Saves if a multiple of the wished steps was just made; between its parts an accumulated step saves nothing."""
+        """Saves if a multiple of the wished steps was just made, once: a step may take several batches."""
         every, step = self._checkpoint_every, self._ledger.step
         if self._folder is not None and isinstance(every, int) and step % every == 0 and step > self._saved_step:
             self.checkpoint()
