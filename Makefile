@@ -33,7 +33,6 @@ bench: $(READY) data ## Run every benchmark in its quick form
 	$(BIN)/python benchmarks/fashion.py --quick
 
 docs: $(READY) ## Build the documentation into site/
-	$(PIP) -e '.[docs]'
 	$(BIN)/zensical build --strict
 
 data: ## Fetch Fashion-MNIST as a system package, where this user may
@@ -48,5 +47,5 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --clear $(VENV) || { \
 		echo "$(PYTHON) cannot make a virtual environment. On Debian: apt-get install python3-venv"; exit 1; }
 	@echo "installing into $(VENV) (about two minutes)"
-	@$(PIP) -e '.[dev,plot]'
+	@$(PIP) -e '.[dev,docs,plot]'
 	@touch $(READY)

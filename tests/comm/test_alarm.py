@@ -174,3 +174,31 @@ def test_closing_an_alarm_ends_its_thread_and_twice_does_no_harm(monkeypatch):
 def test_the_first_line_of_an_error():
     assert first_line(ValueError("one\ntwo")) == "one"
     assert first_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_note_that_is_read_late_is_no_fault_once_the_ranks_have_met(passed):
+    """A rank that waited a while and was then joined must not be taken for one that fell behind."""
+
+    def act(party: Party) -> str:
+        alarm = Alarm(party, sharing=(0, 1))
+        try:
+            if party.rank == 0:
+                alarm.waiting("exchange 1", step=2)
+                party.store.set("noted", "1")
+                party.store.wait(["read"])
+            else:
+                party.store.wait(["noted"])
+                if passed:
+                    alarm.passed("exchange 1")
+                alarm.begun = 1
+                alarm._poll()
+                party.store.set("read", "1")
+            alarm.check()
+            return "fine"
+        except EvenlyError as error:
+            return type(error).__name__
+        finally:
+            alarm.close()
+
+    assert run_ranks(2, act)[1] == ("fine" if passed else "LockstepError")
