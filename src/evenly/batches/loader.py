@@ -111,7 +111,8 @@ class Feed:
         )
 
     def _part(self, start: int, stop: int) -> tuple[int, int]:
-        counts = split(stop - start, self._shares)
+        whole = stop - start == self.global_batch
+        counts = self._shares if whole else split(stop - start, self._shares)
         first = start + sum(counts[: self._rank])
         return first, first + counts[self._rank]
 

@@ -2,12 +2,13 @@
 
 from evenly.comm.alarm import Alarm
 from evenly.comm.groups import Groups, Peers, backend_for, open_group, open_groups
-from evenly.comm.moves import Waiter, all_gather, all_reduce, broadcast, first_line, gather_json
+from evenly.comm.moves import Assembly, Waiter, all_gather, all_reduce, broadcast, first_line, gather_json
 from evenly.comm.party import Party, party_of
 from evenly.comm.slices import Segment, refine, slices
 
 __all__ = [
     "Alarm",
+    "Assembly",
     "Groups",
     "Party",
     "Peers",

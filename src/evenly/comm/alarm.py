@@ -4,7 +4,6 @@ Ranks leave notes in the store they share. A thread of each rank looks for new n
 others asks the alarm instead of sleeping on, and a gradient that will never come is let go.
 """
 
-import atexit
 import json
 import logging
 import socket
@@ -42,15 +41,17 @@ class Note:
 class Alarm:
     """The notes of a party as one rank sees them."""
 
-    def __init__(self, party: Party, *, sharing: tuple[int, ...] = ()) -> None:
+    def __init__(self, party: Party, *, sharing: tuple[int, ...] = (), parent: "Alarm | None" = None) -> None:
         self.party = party
-        self.begun = 0  # steps whose gradients this rank has started to average
+        self.begun = 0  # backwards whose gradients this rank has started to average
+        self._parent = parent  # what rings there rings here too
         self._sharing = sharing
         self._host = socket.gethostname()
         self._seen = 0
         self._waiting: dict[str, set[int]] = {}
         self._posted: set[str] = set()
         self._passed: set[str] = set()
+        self._open_notes: dict[tuple[int, str], Note] = {}  # of ranks that wait where this rank has not been
         self._error: _errors.EvenlyError | None = None
         self._rung = False
         self._futures: dict[int, tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = {}
@@ -60,9 +61,9 @@ class Alarm:
         self._thread = threading.Thread(
             target=_watch, args=(weakref.ref(self), self._stop), name="evenly-alarm", daemon=True
         )
+        weakref.finalize(self, self._stop.set)  # also at exit: a thread inside the store must not outlive Python
         if party.size > 1:
             self._thread.start()
-            atexit.register(self.close)
 
     def ring(self, error: BaseException) -> None:
         """Tells all other ranks that this one failed; only the first call counts, and it never raises."""
@@ -75,8 +76,16 @@ class Alarm:
 
     def check(self) -> None:
         """Raises the error that another rank rang the alarm for, if any."""
+        if self._parent is not None:
+            self._parent.check()
         if self._error is not None:
             raise self._error
+
+    def begin(self) -> None:
+        """Counts a backward; a rank that waits and will never join it is found now."""
+        self.begun += 1
+        for note in list(self._open_notes.values()):
+            self._compare(note)
 
     def fail(self, error: _errors.EvenlyError) -> None:
         """Remembers a failure seen in a background thread, so that the next `check` raises it."""
@@ -103,6 +112,7 @@ class Alarm:
     def passed(self, place: str) -> None:
         """Notes that this rank has met the others at `place`: whoever waited there waits no more."""
         self._passed.add(place)
+        self._open_notes = {key: note for key, note in self._open_notes.items() if note.place != place}
 
     def absent(self, place: str) -> list[int]:
         """Returns the ranks that have not said that they wait at `place`."""
@@ -129,7 +139,6 @@ class Alarm:
         self._stop.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=4 * INTERVAL_S)
-        atexit.unregister(self.close)
 
     def _post(self, note: Note) -> None:
         try:
@@ -147,7 +156,7 @@ class Alarm:
         with self._reading:
             try:
                 count = self.party.store.add("notes", 0)
-                while self._seen < count:
+                while self._seen < count and self.party.store.check([f"note/{self._seen + 1}"]):
                     notes.append(json.loads(self.party.store.get(f"note/{self._seen + 1}")))
                     self._seen += 1
             except RuntimeError as error:
@@ -159,14 +168,16 @@ class Alarm:
             return
         if note.kind == "waiting":
             self._waiting.setdefault(note.place, set()).add(note.rank)
-            here = self.party.rank in note.sharing and note.place not in self._passed
-            if here and self.begun > note.begun:
-                self._out_of_step(note)
+            if self.party.rank in note.sharing and note.place not in self._passed:
+                self._open_notes[note.rank, note.place] = note
+                self._compare(note)
         else:
             kind = getattr(_errors, note.error, _errors.PeerError)
             self.fail(kind(f"rank {note.rank} on {note.host} stopped: {note.text}"))
 
-    def _out_of_step(self, note: Note) -> None:
+    def _compare(self, note: Note) -> None:
+        if self.begun <= note.begun or note.place in self._passed:
+            return
         error = _errors.LockstepError(
             f"rank {self.party.rank} is in its step {note.step + self.begun - note.begun} but rank {note.rank} on "
             f"{note.host} made only {note.step} steps and waits for the exchange: "

@@ -12,13 +12,16 @@ from evenly.comm.party import Party
 from evenly.comm.slices import Segment, refine
 from evenly.spec import Device
 
+MARGIN_S = 30.0  # whoever waits gives up first and says who is missing; the backend only knows that somebody is
+
 
 @dataclass(frozen=True)
 class Peers:
-    """The owners of one segment, one per node, and the group they reduce it in."""
+    """The owners of one segment, one per node, the group they reduce it in, and one for small messages on the CPU."""
 
     segment: Segment
     group: dist.ProcessGroup
+    votes: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Groups:
     world: dist.ProcessGroup
     gradients: dist.ProcessGroup
     node: dist.ProcessGroup
+    node_votes: dist.ProcessGroup
     peers: tuple[Peers, ...]
 
     @property
@@ -43,7 +47,10 @@ class Groups:
 
     def close(self) -> None:
         """Shuts the groups down; a group with works under way lets them go."""
-        for group in (self.world, self.gradients, self.node, *(peers.group for peers in self.peers)):
+        mine = [self.world, self.gradients, self.node, self.node_votes]
+        for group in {
+            id(group): group for group in mine + [g for p in self.peers for g in (p.group, p.votes)]
+        }.values():
             group.shutdown()
 
     @property
@@ -75,19 +82,26 @@ def open_groups(
         chosen = backend or backend_for([devices[rank] for rank in ranks])
         return open_group(party, name, ranks, backend=chosen, timeout_s=timeout_s)
 
-    everybody = range(party.size)
+    def votes(name: str, ranks: Sequence[int], data: dist.ProcessGroup) -> dist.ProcessGroup:
+        on_cpu = backend_for([devices[rank] for rank in ranks]) == "gloo"
+        return data if on_cpu else group(f"{name}votes", ranks, "gloo")
+
+    everybody, own = range(party.size), nodes[index]
+    node = group(f"node{index}", own)
+    peers = []
+    for number, segment in enumerate(refine(nodes)):
+        if party.rank in segment.owners:
+            data = group(f"peers{number}", segment.owners)
+            peers.append(Peers(segment, data, votes(f"peers{number}", segment.owners, data)))
     return Groups(
         party=party,
         nodes=tuple(tuple(ranks) for ranks in nodes),
         index=index,
         world=group("world", everybody, "gloo"),
-        gradients=group("gradients", everybody) if joint_gradients else group(f"gradients{index}", nodes[index]),
-        node=group(f"node{index}", nodes[index]),
-        peers=tuple(
-            Peers(segment, group(f"peers{number}", segment.owners))
-            for number, segment in enumerate(refine(nodes))
-            if party.rank in segment.owners
-        ),
+        gradients=group("gradients", everybody) if joint_gradients else group(f"gradients{index}", own),
+        node=node,
+        node_votes=votes(f"node{index}", own, node),
+        peers=tuple(peers),
     )
 
 
@@ -103,7 +117,7 @@ def open_group(party: Party, name: str, ranks: Sequence[int], *, backend: str, t
     """Returns a process group of `ranks` that torch's registry does not know; only its members call this."""
     store = PrefixStore(name, party.store)
     rank, size = list(ranks).index(party.rank), len(ranks)
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s + MARGIN_S)
     group = dist.ProcessGroup(store, rank, size)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()

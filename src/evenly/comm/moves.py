@@ -13,7 +13,7 @@ import torch.distributed as dist
 from evenly._errors import PeerError
 from evenly.comm.alarm import Alarm
 
-QUIET_S = 2.0  # a wait longer than this is told to the others
+QUIET_S = 2.0  # a longer wait for others to come is told to them
 
 
 class Waiter:
@@ -22,14 +22,17 @@ class Waiter:
     def __init__(self, alarm: Alarm, *, place: str, step: int = 0, timeout_s: float = 600.0) -> None:
         self.alarm, self.place, self.step, self.timeout_s = alarm, place, step, timeout_s
 
-    def wait(self, works: Iterable[dist.Work]) -> None:
-        """Returns when all `works` are done; raises `PeerError` for a rank that failed, left or did not come."""
+    def wait(self, works: Iterable[dist.Work], *, meeting: bool = False) -> None:
+        """Returns when all `works` are done; raises `PeerError` for a rank that failed, left or did not come.
+
+        A `meeting` is a small message that only waits for others to come: who waits long there tells the others.
+        """
         began = time.monotonic()
         for work in works:
             done = threading.Event()
             work.get_future().add_done_callback(partial(_set, done))
             while not done.wait(0.1):
-                self._listen(time.monotonic() - began)
+                self._listen(time.monotonic() - began, meeting=meeting)
             try:
                 work.wait()
             except RuntimeError as error:
@@ -37,17 +40,30 @@ class Waiter:
                 self.alarm.check()
                 raise self._left(error) from error
 
-    def _listen(self, waited_s: float) -> None:
+    def roll_call(self) -> None:
+        """Returns when every rank of the party has come to this place; nothing but the store is needed."""
+        store, size = self.alarm.party.store, self.alarm.party.size
+        keys = [f"roll/{self.place}/{rank}" for rank in range(size)]
+        store.set(keys[self.alarm.party.rank], "1")
+        began, pause_s = time.monotonic(), 0.002
+        while not store.check(keys):
+            self.alarm.check()
+            waited_s = time.monotonic() - began
+            if waited_s > self.timeout_s:
+                raise self._late(waited_s, [rank for rank, key in enumerate(keys) if not store.check([key])])
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+
+    def _listen(self, waited_s: float, *, meeting: bool) -> None:
         self.alarm.check()
-        if waited_s > QUIET_S:
+        if meeting and waited_s > min(QUIET_S, self.timeout_s / 4):
             self.alarm.waiting(self.place, self.step)
         if waited_s > self.timeout_s:
-            error = self._late(waited_s)
+            error = self._late(waited_s, self.alarm.absent(self.place) if meeting else [])
             self.alarm.ring(error)
             raise error
 
-    def _late(self, waited_s: float) -> PeerError:
-        absent = self.alarm.absent(self.place)
+    def _late(self, waited_s: float, absent: list[int]) -> PeerError:
         who = f"ranks {absent} did not arrive" if absent else "all ranks arrived but the transfer did not end"
         return PeerError(
             f"rank {self.alarm.party.rank} waited {waited_s:.0f} s at {self.place} after step {self.step}: {who}. "
@@ -91,12 +107,28 @@ def gather_json(value: Any, group: dist.ProcessGroup, waiter: Waiter) -> list[An
     """Returns every member's `value`, in the members' order; values are what JSON can say."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes, work = all_gather(torch.tensor([text.numel()]), group)
-    waiter.wait([work])
+    waiter.wait([work], meeting=True)
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
     padded[: text.numel()] = text
     rows, work = all_gather(padded, group)
     waiter.wait([work])
     return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes[:, 0], strict=True)]
+
+
+class Assembly:
+    """Meetings of a whole party, one after another, each a place of its own."""
+
+    def __init__(self, alarm: Alarm, group: dist.ProcessGroup, *, timeout_s: float) -> None:
+        self._alarm, self._group, self._timeout_s = alarm, group, timeout_s
+        self._number = 0
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Returns every rank's `value`; `what` says in an error what the ranks met for."""
+        self._number += 1
+        waiter = Waiter(self._alarm, place=f"{what} (meeting {self._number})", timeout_s=self._timeout_s)
+        rows = gather_json(value, self._group, waiter)
+        self._alarm.passed(waiter.place)
+        return rows
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -22,7 +22,7 @@ class Averaging:
         self.samples, self.step = samples, step
         self._group, self._alarm = group, alarm
         self._checks: list[torch.Tensor] = []
-        self._parts: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+        self._parts: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         self._sums: list[torch.futures.Future[Any]] = []
         self._lock = threading.Lock()
         self._awaited = 1  # the message behind the last bucket
@@ -41,13 +41,14 @@ class Averaging:
         if self._group.size() == 1:
             future.set_result(buffer)
             return future
+        summed = buffer.float() if buffer.dtype.itemsize < 4 else buffer  # 16 bits cannot hold samples x gradient
         if self.samples != 0:
-            buffer.mul_(self.samples)
-        self._parts.append((future, buffer))
+            summed.mul_(self.samples)
+        self._parts.append((future, buffer, summed))
         self._alarm.hold(future, buffer)
         with self._lock:
             self._awaited += 1
-        self._start(all_reduce(buffer, self._group))
+        self._start(all_reduce(summed, self._group))
         return future
 
     def close(self, device: torch.device) -> None:
@@ -101,11 +102,10 @@ class Averaging:
             reduced.wait()  # done already: this orders the device's streams
         samples = self._tally[-1].clamp_min(1)
         divisor: torch.Tensor | float = samples if samples.is_cuda else float(samples)
-        for future, buffer in self._parts:
-            if buffer.dtype.itemsize < 4:  # the divisor itself may not fit into 8 bits of mantissa
-                buffer.copy_(buffer.float().div_(divisor))
-            else:
-                buffer.div_(divisor)
+        for future, buffer, summed in self._parts:
+            summed.div_(divisor)
+            if summed is not buffer:
+                buffer.copy_(summed)
             self._alarm.release(future, buffer)
 
     def _lose(self, error: RuntimeError) -> None:

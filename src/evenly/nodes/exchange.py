@@ -40,7 +40,7 @@ def average_in_node(tensors: Sequence[torch.Tensor], quorum: Quorum, groups: Gro
 
 def agree_on_largest(tensors: Sequence[torch.Tensor], quorum: Quorum, groups: Groups, waiter: Waiter) -> None:
     """Replaces each integer tensor by its element-wise maximum over all ranks."""
-    if not tensors:
+    if not sum(tensor.numel() for tensor in tensors):
         return
     flat = Flat(tensors, torch.int64)
     scratch = flat.scratch()

@@ -91,7 +91,7 @@ class NodeGradients:
 
     def _average(self, state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
-            self._alarm.begun += 1
+            self._alarm.begin()
             samples = self._accumulated + self._current
             self._averaging = Averaging(self._group, self._alarm, samples=samples, step=self.step)
         future = self._averaging.add(bucket.buffer())

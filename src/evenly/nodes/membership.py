@@ -17,6 +17,9 @@ class Ballot:
     exchange: int
     samples: float
     layout: int  # hash of what it is about to send
+    backwards: int = 0
+    doubtful: bool = False  # a backward was not finite and no step followed: a GradScaler may have skipped one
+    changed: tuple[bool, ...] = ()  # for each buffer, whether it differs from the last agreed value
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Quorum:
     node: int
     share: float
     peers: tuple[Peers, ...]
+    changed: tuple[bool, ...] = ()  # for each buffer, whether any rank has changed it
 
 
 class Membership(ABC):
@@ -46,41 +50,43 @@ class StaticMembership(Membership):
     def convene(self, ballot: Ballot, waiter: Waiter) -> Quorum:
         """Returns all nodes, each weighted by its samples since the last exchange."""
         groups = self._groups
-        row = torch.tensor([ballot.step, ballot.exchange, ballot.layout, ballot.samples], dtype=torch.float64)
-        device = _device_of(groups)
-        siblings, work = all_gather(row.to(device), groups.node)  # [ranks of the node, 4]
-        waiter.wait([work])
-        siblings = siblings.cpu()
+        stand = [ballot.step, ballot.exchange, ballot.layout, ballot.backwards]
+        row = torch.tensor([*stand, ballot.samples, ballot.doubtful, *ballot.changed], dtype=torch.float64)
+        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 6 + buffers]
+        waiter.wait([work], meeting=True)
         self._require_lockstep(siblings, groups.ranks, "rank")
-        samples = float(siblings[:, 3].sum())
-        row[3] = samples
-        votes = [all_gather(row.to(device), peers.group) for peers in groups.peers]  # each [nodes, 4]
-        waiter.wait([work for _, work in votes])
+        node = siblings.amax(0)
+        node[4] = siblings[:, 4].sum()
+        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 6 + buffers]
+        waiter.wait([work for _, work in votes], meeting=True)
         for rows, _ in votes:
-            self._require_lockstep(rows.cpu(), range(len(groups.nodes)), "node")
+            self._require_lockstep(rows, range(len(groups.nodes)), "node")
+        rows = votes[0][0]
         return Quorum(
-            weights=_fractions(votes[0][0].cpu()[:, 3].tolist()),
+            weights=_fractions(rows[:, 4].tolist()),
             node=groups.index,
-            share=_fractions(siblings[:, 3].tolist())[groups.local_rank],
+            share=_fractions(siblings[:, 4].tolist())[groups.local_rank],
             peers=groups.peers,
+            changed=tuple(bool(value) for value in rows[:, 6:].amax(0)),
         )
 
     def _require_lockstep(self, rows: torch.Tensor, names: "tuple[int, ...] | range", kind: str) -> None:
-        if bool((rows[:, :3] == rows[0, :3]).all()):
+        compared = 4 if bool(rows[:, 5].any()) else 3  # a closure may well run another number of backwards
+        same = (rows[:, :compared] == rows[0, :compared]).all(0)
+        if bool(same.all()):
             return
         stands = ", ".join(
-            f"{kind} {name}: step {int(row[0])}, exchange {int(row[1])}" for name, row in zip(names, rows, strict=True)
+            f"{kind} {name}: step {int(row[0])}, exchange {int(row[1])}, {int(row[3])} backwards"
+            for name, row in zip(names, rows, strict=True)
         )
-        cause = "have unequal numbers of steps" if not bool((rows[:, 0] == rows[0, 0]).all()) else "send other tensors"
+        if bool(rows[:, 5].any()):
+            cause = "do not agree which steps a GradScaler skipped: pass it as scaler="
+        else:
+            cause = "are about to send other tensors" if bool(same[:2].all()) else "have made unequal numbers of steps"
         raise LockstepError(
             f"{kind}s met for an exchange but {cause} ({stands}). "
             "Give every rank the same number of batches and the same calls of step, end_epoch and finish."
         )
-
-
-def _device_of(groups: Groups) -> torch.device:
-    served = groups.node._device_types
-    return torch.device("cpu") if any(device.type == "cpu" for device in served) else served[0]
 
 
 def _fractions(amounts: list[float]) -> tuple[float, ...]:

@@ -10,13 +10,17 @@ from evenly._errors import MismatchError
 from evenly.comm import Waiter, gather_json
 
 
-def describe(model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: str) -> list[str]:
+def describe(model: torch.nn.Module, optimizer: torch.optim.Optimizer, wishes: str) -> list[str]:
     """Returns one line for everything that must be the same on every rank."""
-    lines = [f"settings {settings}", f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}"]
+    lines = [f"settings {wishes}", f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__}"]
     for name, parameter in model.named_parameters():
         use = "trained" if parameter.requires_grad else "frozen"
         lines.append(f"parameter {name!r}: {_form(parameter)}, {use}")
     lines += [f"buffer {name!r}: {_form(buffer)}" for name, buffer in model.named_buffers()]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for place, group in enumerate(optimizer.param_groups):
+        settings = {key: _plain(value) for key, value in sorted(group.items()) if key != "params"}
+        lines.append(f"optimizer group {place}: {settings} for {[names.get(id(p)) for p in group['params']]}")
     return lines
 
 
@@ -41,6 +45,10 @@ def require_same(lines: list[str], group: dist.ProcessGroup, waiter: Waiter) -> 
 def digest(lines: list[str]) -> str:
     """Returns a hash of the lines."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -10,14 +10,19 @@ def trained(model: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def float_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the floating-point buffers that belong to the state of the model, such as BatchNorm's."""
-    return {name: buffer for name, buffer in _kept_buffers(model) if buffer.is_floating_point() or buffer.is_complex()}
+def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the buffers that belong to the state of the model, such as BatchNorm's; masks and caches often do not."""
+    return dict(_kept_buffers(model))
 
 
-def whole_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Returns the integer and boolean buffers that belong to the state of the model, such as counters."""
-    return [b for _, b in _kept_buffers(model) if not (b.is_floating_point() or b.is_complex())]
+def averages(tensor: torch.Tensor) -> bool:
+    """Returns whether a buffer is averaged; counters and flags are agreed on by their maximum."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def difference(buffer: torch.Tensor, agreed: torch.Tensor) -> torch.Tensor:
+    """Returns what was added to a buffer since the ranks agreed on it; what stayed infinite has not changed."""
+    return torch.where(buffer == agreed, torch.zeros_like(buffer), buffer - agreed)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from evenly.nodes.gradients import NodeGradients
 from evenly.nodes.membership import Ballot, Membership, Quorum
 from evenly.nodes.schedule import Schedule
 from evenly.nodes.signature import describe, require_same
-from evenly.nodes.state import float_buffers, optimizer_tensors, trained, whole_buffers
+from evenly.nodes.state import averages, difference, kept_buffers, optimizer_tensors, trained
 from evenly.spec import EveryEpoch, EveryGradient, EverySteps, Exchange
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,9 @@ class Synchronized(torch.nn.Module):
         membership: Membership,
         period: EverySteps | EveryEpoch | EveryGradient,
         exchange: Exchange,
+        alarm: Alarm,
         count: Count | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
@@ -73,25 +75,31 @@ class Synchronized(torch.nn.Module):
         self._closed = False
         self._joint = isinstance(period, EveryGradient)
         self._sharing = tuple(range(groups.party.size)) if self._joint else groups.ranks
-        self._alarm = Alarm(groups.party, sharing=self._sharing)
+        self._scaler = scaler
+        self._alarm = alarm
         try:
             self._agree_at_start(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
             self._gradients = NodeGradients(
                 module, groups.gradients, alarm=self._alarm, find_unused_parameters=find_unused_parameters
             )
-        except BaseException:
+        except BaseException as error:
+            self._alarm.ring(error)
             self._alarm.close()
+            groups.close()
             raise
-        self._agreed = {name: buffer.detach().clone() for name, buffer in float_buffers(module).items()}
+        self._agreed = _copies(kept_buffers(module))
+        self._doubtful = False
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        if scaler is not None:
+            self._watch(scaler)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
         self._alarm.check()
-        self._count_skipped_step()
+        self.settle()
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         if self._closed:
@@ -107,13 +115,13 @@ class Synchronized(torch.nn.Module):
 
     def end_epoch(self) -> None:
         """Tells that a pass over the data is complete; exchanges if the period is an epoch."""
-        self._count_skipped_step()
+        self.settle()
         if self.schedule.due_at_epoch_end():
             self._exchange()
 
     def finish(self) -> None:
         """Makes the last exchange of a run, so that all ranks end with the same model."""
-        self._count_skipped_step()
+        self.settle()
         if self._groups.party.size == 1:
             return
         if self.schedule.since:
@@ -124,10 +132,11 @@ class Synchronized(torch.nn.Module):
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Puts the average over all nodes into the module for evaluation, then gives each node its own state back."""
+        self.settle()
         if not self.schedule.since or self._groups.party.size == 1:
             yield
             return
-        own = [*trained(self.module), *float_buffers(self.module).values(), *whole_buffers(self.module)]
+        own = [*trained(self.module), *kept_buffers(self.module).values()]
         kept = [tensor.detach().clone() for tensor in own]
         self._guarded(self._average_model)
         try:
@@ -164,16 +173,19 @@ class Synchronized(torch.nn.Module):
         at = self.schedule
         at.step, at.since, at.exchanges = (int(progress[name]) for name in ("step", "since", "exchanges"))
         self.samples = float(progress["samples"])
-        fresh = float_buffers(self.module) if agreed is None else agreed
-        self._agreed = {name: buffer.detach().clone() for name, buffer in fresh.items()}
+        self._agreed = _copies(kept_buffers(self.module) if agreed is None else agreed)
 
     @property
     def agreed_buffers(self) -> dict[str, torch.Tensor]:
-        """The floating-point buffers as the last exchange left them."""
+        """The buffers as the last exchange left them."""
         return self._agreed
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._alarm.check()
+        if _closure(args, kwargs) and self._settings.nonfinite == "skip":
+            raise SpecError(
+                "nonfinite='skip' was asked for, but step(closure) cannot be skipped. Use nonfinite='stop'."
+            )
         scaled = hasattr(optimizer, "found_inf")  # a GradScaler leaves the skipping to this optimizer
         averaging = self._gradients.last(now=scaled or self._settings.nonfinite == "skip")
         if not scaled:
@@ -183,7 +195,9 @@ class Synchronized(torch.nn.Module):
         if averaging is not None and (members := averaging.nonfinite_members()):
             self._meet_nonfinite([self._sharing[member] for member in members], averaging.step)
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if _closure(args, kwargs):
+            self._look(self._gradients.last(now=True))
         samples = self._gradients.take_samples()
         self.samples += samples
         self._advance(samples)
@@ -204,15 +218,35 @@ class Synchronized(torch.nn.Module):
         self._alarm.ring(error)
         raise error
 
-    def _count_skipped_step(self) -> None:
-        """Counts a step that a GradScaler left out: gradients that are not finite, and no step after them."""
-        if not self._gradients.pending:
+    def settle(self) -> None:
+        """Counts a step that an unknown GradScaler left out: gradients were not finite, no step followed, and they
+        are gone. Where they are still there the next batch may belong to the same step; the exchange will tell."""
+        if self._scaler is not None or not self._gradients.pending:
             return
         averaging = self._gradients.last(now=True)
         self._gradients.pending = False
         if averaging is not None and averaging.nonfinite_members():
-            self._gradients.take_samples()
-            self._advance(0.0)
+            self._doubtful = True
+            if all(p.grad is None or not bool(p.grad.any()) for p in trained(self.module)):
+                self._skip()
+
+    def _skip(self) -> None:
+        self._gradients.take_samples()
+        self._advance(0.0)
+
+    def _watch(self, scaler: torch.amp.GradScaler) -> None:
+        """Counts the steps that `scaler` leaves out."""
+        plain = scaler.step
+
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = self.schedule.step
+            result = plain(optimizer, *args, **kwargs)
+            if optimizer is self._optimizer and self.schedule.step == before and not self._closed:
+                self._gradients.last(now=True)
+                self._skip()
+            return result
+
+        scaler.step = step  # type: ignore[method-assign]  # on this one scaler, as torch's schedulers do with optimizers
 
     def _advance(self, samples: float) -> None:
         if self.schedule.advance():
@@ -230,32 +264,35 @@ class Synchronized(torch.nn.Module):
             for tell in self.on_exchange:
                 tell(done)
         self.schedule.exchanged()
-        self.samples = 0.0
-        self._agreed = {name: buffer.detach().clone() for name, buffer in float_buffers(self.module).items()}
+        self.samples, self._doubtful = 0.0, False
+        self._agreed = _copies(kept_buffers(self.module))
 
     def _average_all(self, waiter: Waiter) -> tuple[Quorum, int]:
         state = list(optimizer_tensors(self._optimizer).items()) if self._settings.optimizer_state == "average" else []
         return self._average_model(waiter, state)
 
     def _average_model(self, waiter: Waiter, state: list[tuple[str, torch.Tensor]] | None = None) -> tuple[Quorum, int]:
-        buffers = float_buffers(self.module)
-        changes = {name: buffer - self._agreed[name] for name, buffer in buffers.items()}
+        buffers = kept_buffers(self.module)
         tensors = [] if self._joint else [*trained(self.module), *(value for _, value in state or [])]
-        names = [f"{name} {value.numel()}" for name, value in [*(state or []), *changes.items()]]
+        names = [f"{name} {value.numel()}" for name, value in [*(state or []), *buffers.items()]]
         quorum = self._convene([str(sum(t.numel() for t in tensors)), *names], waiter)
-        agree_on_largest(whole_buffers(self.module), quorum, self._groups, waiter)
-        average_in_node(list(changes.values()), quorum, self._groups, waiter)
+        changed = {name: buffers[name] for name, bit in zip(buffers, quorum.changed, strict=True) if bit}
+        counters = {name: buffer.clone() for name, buffer in changed.items() if not averages(buffer)}
+        moves = {name: difference(b, self._agreed[name]) for name, b in changed.items() if averages(b)}
+        agree_on_largest(list(counters.values()), quorum, self._groups, waiter)
+        average_in_node(list(moves.values()), quorum, self._groups, waiter)
         sent_bytes = 0
         if len(quorum.weights) > 1:
-            sent_bytes = average([*tensors, *changes.values()], quorum, self._groups, waiter)
-        for name, buffer in buffers.items():
-            buffer.copy_(self._agreed[name] + changes[name])
+            sent_bytes = average([*tensors, *moves.values()], quorum, self._groups, waiter)
+        for name, buffer in changed.items():
+            buffer.copy_(counters[name] if name in counters else self._agreed[name] + moves[name])
         return quorum, sent_bytes
 
     def _convene(self, layout: list[str], waiter: Waiter) -> Quorum:
         code = int.from_bytes(hashlib.sha256("\n".join(layout).encode()).digest()[:6])  # exact in a float64
-        ballot = Ballot(self.schedule.step, self.schedule.exchanges, self.samples, code)
-        return self._membership.convene(ballot, waiter)
+        changed = (not torch.equal(b, self._agreed[name]) for name, b in kept_buffers(self.module).items())
+        stand = (self.schedule.step, self.schedule.exchanges, self.samples, code, self._alarm.begun)
+        return self._membership.convene(Ballot(*stand, doubtful=self._doubtful, changed=tuple(changed)), waiter)
 
     def _guarded(self, act: Callable[[Waiter], T]) -> T:
         """Returns act's result; an error on this rank is told to the others before it is raised."""
@@ -290,6 +327,15 @@ class Synchronized(torch.nn.Module):
         self._alarm.passed(waiter.place)
 
 
+def _copies(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in buffers.items()}
+
+
+def _closure(args: Any, kwargs: Any) -> bool:
+    """Returns whether `optimizer.step` was given a closure; its first argument is the optimizer."""
+    return any(argument is not None for argument in (*args[1:], kwargs.get("closure")))
+
+
 def leading_dim(*args: Any, **kwargs: Any) -> float:
     """Returns the leading dim of the first tensor among the arguments: the samples of a batch."""
     for value in (*args, *kwargs.values()):
@@ -313,3 +359,10 @@ def _require_own_parameters(module: torch.nn.Module, optimizer: torch.optim.Opti
                 f"the optimizer's group {place} trains tensors of shapes {strangers} that are not parameters of the "
                 "model, so no rank would share them. Put them into the module, or build the optimizer after moving it."
             )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    if idle:
+        raise SpecError(
+            f"the optimizer trains no {', '.join(map(repr, idle[:3]))}{' and others' if len(idle) > 3 else ''}, though "
+            "the model says they are trained. Freeze them by requires_grad_(False), or give all to one optimizer."
+        )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from evenly._errors import SpecError
-from evenly.comm import Party, party_of
+from evenly.comm import Alarm, Party, party_of
 from evenly.launch import find_place, identity, pick_device
 from evenly.nodes import Synchronized, join_nodes
 from evenly.spec import Cluster, EveryEpoch, EveryGradient, EverySteps, Exchange, Node, Plan, period_of
@@ -29,11 +29,11 @@ def discover(
     return survey_party(party_of(group), device, timeout_s=timeout_s)
 
 
-def survey_party(party: Party, device: str | torch.device, *, timeout_s: float) -> Cluster:
+def survey_party(party: Party, device: str | torch.device, *, timeout_s: float, parent: Alarm | None = None) -> Cluster:
     """Returns the cluster that the ranks of `party` form."""
     place = find_place()
     chosen = device if isinstance(device, torch.device) else pick_device(place, device)
-    return survey_cluster(party.chapter("survey"), identity(place), chosen, timeout_s=timeout_s)
+    return survey_cluster(party.chapter("survey"), identity(place), chosen, timeout_s=timeout_s, parent=parent)
 
 
 def synchronize(
@@ -46,6 +46,7 @@ def synchronize(
     optimizer_state: Literal["keep", "average"] = "keep",
     nonfinite: Literal["stop", "skip"] = "stop",
     count: Callable[..., float] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     find_unused_parameters: bool = False,
     timeout_s: float = 600.0,
 ) -> Synchronized:
@@ -66,6 +67,7 @@ def synchronize(
         nonfinite: whether a NaN or infinite gradient stops all ranks or skips that step on the ranks that share it.
         count: a function of the arguments of `forward` that returns the samples of a batch; the leading dim of the
             first tensor if left out.
+        scaler: the GradScaler of the loop, if it has one: steps that it skips then count on all nodes alike.
         find_unused_parameters: as in torch's DDP, for networks that do not use all parameters in every step.
         timeout_s: how long a rank may wait for the others.
 
@@ -87,6 +89,7 @@ def synchronize(
         period=period,
         exchange=exchange,
         count=count,
+        scaler=scaler,
         find_unused_parameters=find_unused_parameters,
     )
 

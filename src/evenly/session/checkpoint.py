@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from evenly._errors import CheckpointError, EvenlyError
+from evenly._errors import CheckpointError
 from evenly.batches import Feed
-from evenly.comm import Party, Waiter, gather_json
+from evenly.comm import Assembly
 from evenly.nodes import Synchronized
 from evenly.session import folder
 from evenly.session.merge import merge
@@ -38,13 +37,11 @@ class Trainee:
 class Checkpoints:
     """The checkpoints of one run in the folder `root`; all ranks call each method together."""
 
-    def __init__(
-        self, root: Path, party: Party, group: dist.ProcessGroup, waiter: Waiter, nodes: list[list[int]]
-    ) -> None:
-        self.root, self.party, self.nodes = root, party, nodes
-        self._group, self._waiter = group, waiter
-        self._node = next(index for index, ranks in enumerate(nodes) if party.rank in ranks)
-        self._leads = nodes[self._node][0] == party.rank
+    def __init__(self, root: Path, assembly: Assembly, *, rank: int, nodes: list[list[int]]) -> None:
+        self.root, self.rank, self.nodes = root, rank, nodes
+        self._assembly = assembly
+        self._node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
+        self._leads = nodes[self._node][0] == rank
 
     def save(self, step: int, trainees: list[Trainee], tracked: dict[str, Any], *, epoch: int, keep: int) -> Path:
         """Writes the run's state as the checkpoint of `step` and returns its folder."""
@@ -65,16 +62,29 @@ class Checkpoints:
         def finish() -> None:
             if owner:
                 folder.seal(partial, self.root / name, manifest)
-                folder.clear_leftovers(self.root, keep=keep)
 
         self._together(finish, f"complete the checkpoint {self.root / name}")
+        self._together(lambda: folder.clear(self.root, keep=keep) if owner else None, f"clear {self.root}")
         return self.root / name
 
     def latest(self) -> Path | None:
         """Returns the newest checkpoint that every rank can see, or None."""
+        self._together(lambda: folder.recover(self.root) if self._leads else None, f"look into {self.root}")
         seen = self._together(lambda: [path.name for path in folder.checkpoints(self.root)], f"look into {self.root}")
         common = set(seen[0]).intersection(*seen[1:])
+        if not common and any(seen):
+            parts = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(seen))
+            raise CheckpointError(
+                f"the ranks have no checkpoint in common in {self.root} ({parts}). "
+                "Bring the missing files back, or start afresh with resume=False."
+            )
         return self.root / max(common) if common else None
+
+    def set_aside(self) -> None:
+        """Moves the checkpoints of an earlier run into a folder of their own: a new run begins here."""
+        at_rank_0 = self.rank == 0
+        self._together(lambda: folder.set_aside(self.root) if at_rank_0 else None, f"clear {self.root}")
+        self._together(lambda: folder.set_aside(self.root) if self._leads else None, f"clear {self.root}")
 
     def load(self, path: Path) -> dict[str, Any]:
         """Returns the state this rank goes on from, read and checked on every rank."""
@@ -86,17 +96,20 @@ class Checkpoints:
         """Makes the folder to write into; returns whether this rank owns it (each file system has one owner)."""
 
         def at_rank_0() -> None:
-            if self.party.rank == 0:
+            if self.rank == 0:
                 partial.mkdir(parents=True)
 
         def elsewhere() -> bool:
-            if self.party.rank and self._leads and not partial.exists():
+            if not (self.rank and self._leads):
+                return self.rank == 0
+            try:
                 partial.mkdir(parents=True)
-                return True
-            return self.party.rank == 0
+            except FileExistsError:  # rank 0's, or that of another node on this file system
+                return False
+            return True
 
         self._together(at_rank_0, f"make the folder {partial}")
-        return bool(self._together(elsewhere, f"make the folder {partial}")[self.party.rank])
+        return bool(self._together(elsewhere, f"make the folder {partial}")[self.rank])
 
     def _write(self, partial: Path, trainees: list[Trainee], tracked: dict[str, Any]) -> dict[str, str]:
         digests: dict[str, str] = {}
@@ -108,14 +121,14 @@ class Checkpoints:
             "tracked": {name: thing.state_dict() for name, thing in tracked.items()},
             "random": _random_state(),
         }
-        return digests | folder.write_part(partial, f"rank-{self.party.rank}", mine)
+        return digests | folder.write_part(partial, f"rank-{self.rank}", mine)
 
     def _read(self, path: Path) -> dict[str, Any]:
         manifest = folder.read_manifest(path)
         files = manifest["files"]
         if manifest["nodes"] == self.nodes:
             node = folder.read_part(path, f"node-{self._node}", files)
-            rank = folder.read_part(path, f"rank-{self.party.rank}", files)
+            rank = folder.read_part(path, f"rank-{self.rank}", files)
         else:
             nodes = [folder.read_part(path, f"node-{index}", files) for index in range(len(manifest["nodes"]))]
             ranks = [folder.read_part(path, f"rank-{r}", files) for r in range(sum(map(len, manifest["nodes"])))]
@@ -127,9 +140,9 @@ class Checkpoints:
         result, error = None, None
         try:
             result = act() if callable(act) else act
-        except (OSError, EvenlyError) as problem:
+        except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
-        rows = gather_json({"result": result, "error": error}, self._group, self._waiter)
+        rows = self._assembly.gather({"result": result, "error": error}, what)
         failed = {rank: row["error"] for rank, row in enumerate(rows) if row["error"]}
         if failed:
             rank, reason = next(iter(failed.items()))
@@ -175,7 +188,7 @@ def _random_state() -> dict[str, Any]:
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if _uses_cuda() else None,
         "python": random.getstate(),
         "numpy": [
             name,
@@ -185,6 +198,10 @@ def _random_state() -> dict[str, Any]:
             float(gauss),
         ],
     }
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch has no annotation here
 
 
 def _parameters(trainee: Trainee) -> dict[str, torch.Tensor]:
@@ -203,7 +220,7 @@ def _local_state(trainee: Trainee) -> dict[str, Any]:
 def _form(module: torch.nn.Module) -> dict[str, str]:
     return {
         name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        for name, tensor in module.named_parameters()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
 
 
@@ -213,6 +230,6 @@ def _require_same_form(saved: dict[str, str] | None, now: dict[str, str], traine
     for name in [*saved, *now]:
         if saved.get(name) != now.get(name):
             raise CheckpointError(
-                f"the checkpoint was saved from another model: parameter {name!r} is {saved.get(name, 'absent')} there "
+                f"the checkpoint was saved from another model: {name!r} is {saved.get(name, 'absent')} there "
                 f"and {now.get(name, 'absent')} here. Build the same model, or start a new run folder."
             )

@@ -78,7 +78,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def clear_leftovers(root: Path, *, keep: int) -> None:
+def recover(root: Path) -> None:
+    """Gives a checkpoint its name back that a run was killed in replacing."""
+    for old in root.glob(".step-*.old"):
+        final = root / old.name.removeprefix(".").removesuffix(".old")
+        if (old / MANIFEST).is_file() and not final.exists():
+            old.rename(final)
+
+
+def set_aside(root: Path) -> None:
+    """Moves all checkpoints in `root` into a new folder `earlier-N` there."""
+    found = checkpoints(root)
+    if found:
+        number = 1 + len(list(root.glob("earlier-*")))
+        aside = root / f"earlier-{number}"
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+
+
+def clear(root: Path, *, keep: int) -> None:
     """Removes folders that a killed run left half written, and all but the last `keep` checkpoints."""
     for path in root.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -18,7 +18,7 @@ def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[
         state["parameters"] = _average([n[name]["parameters"] for n in nodes], weights)
         slots = state["optimizer"]["state"]
         for key in slots:
-            slots[key] |= _average([_floats(n[name]["optimizer"]["state"][key]) for n in nodes], weights)
+            slots[key] |= _average([_floats(n[name]["optimizer"]["state"].get(key, {})) for n in nodes], weights)
         buffers = [_floats(r["trainees"][name]["buffers"]) for r in ranks]
         trainees[name] = {
             "buffers": local["buffers"] | _average(buffers, _fractions(own)),
@@ -30,13 +30,19 @@ def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[
 
 
 def _average(rows: list[Tensors], weights: list[float]) -> Tensors:
-    first = rows[0]
-    if all(torch.equal(row[name], first[name]) for row in rows for name in first):
+    return {name: _mean([row.get(name, value) for row in rows], weights) for name, value in rows[0].items()}
+
+
+def _mean(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+    """Returns the weighted mean; what is the same everywhere, or no float, stays as it is."""
+    first = values[0]
+    if not first.is_floating_point() or all(torch.equal(value, first) for value in values):
         return first
-    return {
-        name: sum((w * row[name] for w, row in zip(weights, rows, strict=True)), torch.zeros_like(value))
-        for name, value in first.items()
-    }
+    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
+    total = sum(
+        (w * value.to(wide) for w, value in zip(weights, values, strict=True)), torch.zeros_like(first, dtype=wide)
+    )
+    return total.to(first.dtype)
 
 
 def _floats(values: dict[str, Any]) -> Tensors:

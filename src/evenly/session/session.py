@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from evenly._errors import SpecError
 from evenly.batches import feed
-from evenly.comm import Alarm, Waiter, gather_json, open_group, party_of
+from evenly.comm import Alarm, Assembly, Waiter, open_group, party_of
 from evenly.launch import Place, find_place, open_world, pick_device
 from evenly.nodes import Synchronized, join_nodes
 from evenly.session.by_hand import regroup, require_fit, survey_party
@@ -38,14 +38,7 @@ LINGER_S = 1.5  # a failing rank 0 keeps the meeting point open so that the othe
 class Session:
     """A run on whatever launched it: torchrun, srun, mpirun, or nothing at all.
 
-    ```python
-    with evenly.Session("runs/first") as session:
-        plan = session.plan(batch_size=64, every=50)
-        model, optimizer, loader = session.prepare(model, optimizer, dataset, plan=plan)
-        for epoch in session.epochs(10):
-            for x, y in loader:
-                ...
-    ```
+    It is a context manager; `plan`, `prepare` and `epochs` follow each other inside.
     """
 
     def __init__(
@@ -100,28 +93,30 @@ class Session:
 
     def _open(self, place: Place) -> None:
         self._closing.enter_context(open_world(place, timeout_s=self._timeout_s))
+        party = party_of()
+        chapter = party.chapter("session")
+        self.rank, self.world_size = party.rank, party.size
+        self._alarm = Alarm(chapter)
+        self._closing.callback(self._alarm.close)
         self.device = pick_device(place, self._device_wish)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        party = party_of()
-        cluster = survey_party(party, self.device, timeout_s=self._timeout_s)
+        cluster = survey_party(party, self.device, timeout_s=self._timeout_s, parent=self._alarm)
         self.cluster = cluster if self._nodes_wish is None else regroup(cluster, self._nodes_wish)
-        self._party = party.chapter("session")
-        self.rank, self.world_size = party.rank, party.size
-        self._alarm = Alarm(self._party)
-        self._closing.callback(self._alarm.close)
-        self._waiter = Waiter(self._alarm, place="the session", timeout_s=self._timeout_s)
-        self._group = open_group(self._party, "world", range(party.size), backend="gloo", timeout_s=self._timeout_s)
-        self._closing.callback(self._group.shutdown)
+        Waiter(self._alarm, place="the session", timeout_s=self._timeout_s).roll_call()
+        group = open_group(chapter, "world", range(party.size), backend="gloo", timeout_s=self._timeout_s)
+        self._assembly = Assembly(self._alarm, group, timeout_s=self._timeout_s)
+        self._closing.callback(group.shutdown)
         self._recorder = Recorder(self._folder, rank=self.rank)
         self._closing.callback(self._recorder.close)
         self._ledger = Ledger(self._recorder)
         if self._folder is not None:
-            self._checkpoints = Checkpoints(
-                self._folder / "checkpoints", self._party, self._group, self._waiter, nodes=self.cluster.rank_lists()
-            )
-            latest = self._checkpoints.latest() if self._resume else None
-            self._restored = self._checkpoints.load(latest) if latest is not None else None
+            root, nodes = self._folder / "checkpoints", self.cluster.rank_lists()
+            self._checkpoints = Checkpoints(root, self._assembly, rank=self.rank, nodes=nodes)
+            if not self._resume:
+                self._checkpoints.set_aside()
+            elif (latest := self._checkpoints.latest()) is not None:
+                self._restored = self._checkpoints.load(latest)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -129,7 +124,7 @@ class Session:
         try:
             if error is None:
                 self.finish()
-                sums = gather_json(self._ledger.sums(), self._group, self._waiter)
+                sums = self._assembly.gather(self._ledger.sums(), "the end of the run")
                 self._ledger.tell_totals(sums, self.cluster.rank_lists())
         except BaseException as problem:
             error = problem
@@ -163,6 +158,7 @@ class Session:
         plan: Plan,
         name: str = "model",
         count: Callable[..., float] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         find_unused_parameters: bool = False,
         **loading: Any,
     ) -> tuple[Synchronized, torch.optim.Optimizer, Any]:
@@ -175,6 +171,7 @@ class Session:
             plan: who does what.
             name: tells the models of one run apart in checkpoints.
             count: a function of the arguments of `forward` that returns the samples of a batch.
+            scaler: the GradScaler of the loop, if it has one.
             find_unused_parameters: as in torch's DDP.
             loading: what `evenly.feed` takes: `shuffle`, `drop_last`, `num_workers`, `collate_fn`, `pin_memory`.
         """
@@ -194,6 +191,8 @@ class Session:
             period=plan.period,
             exchange=plan.exchange,
             count=count or (None if batches is None else lambda *_, **__: batches.samples),
+            scaler=scaler,
+            parent=self._alarm,
             find_unused_parameters=find_unused_parameters,
         )
         trainee = Trainee(name, synchronized, optimizer, batches)
@@ -243,12 +242,11 @@ class Session:
             raise SpecError("a checkpoint was asked for, but the session has no folder. Use Session('runs/name').")
         began = time.monotonic()
         for trainee in self._trainees:
+            trainee.model.settle()
             trainee.model.require_finite()
-        path = self._checkpoints.save(
-            self._ledger.step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep
-        )
-        self._saved_step = self._ledger.step
-        self._recorder.tell(CheckpointSaved, step=self._ledger.step, path=str(path), seconds=time.monotonic() - began)
+        step = self._saved_step = self._ledger.step
+        path = self._checkpoints.save(step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep)
+        self._recorder.tell(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
         return path
 
     def log(self, **values: float | None) -> None:
@@ -265,7 +263,7 @@ class Session:
 
     def sum(self, *numbers: float) -> list[float]:
         """Returns the sums of each number over all ranks."""
-        rows = gather_json([float(number) for number in numbers], self._group, self._waiter)
+        rows = self._assembly.gather([float(number) for number in numbers], "a sum over ranks")
         return [float(sum(column)) for column in zip(*rows, strict=True)]
 
     def _enrol(self, trainee: Trainee, plan: Plan) -> None:
@@ -280,14 +278,16 @@ class Session:
             trainee.model.on_step.append(
                 lambda step, samples: self._ledger.count_step(step, samples, epoch=self._epoch, ranks=self.world_size)
             )
-            name = self._folder.name if self._folder is not None else "run"
+            name = self._folder.name if self._folder else "run"
             told = {"name": name, "settings": self._settings, "resumed_step": self._ledger.step}
             self._recorder.tell(RunStarted, cluster=self.cluster, plan=plan, **told)
 
     def _between_steps(self) -> None:
         """Saves if a multiple of the wished steps was just made, once: a step may take several batches."""
+        for trainee in self._trainees:
+            trainee.model.settle()
         every, step = self._checkpoint_every, self._ledger.step
-        if self._folder is not None and isinstance(every, int) and step % every == 0 and step > self._saved_step:
+        if self._folder and isinstance(every, int) and step % every == 0 and step > self._saved_step:
             self.checkpoint()
 
     def _ring(self, error: BaseException) -> None:

@@ -12,8 +12,9 @@ _PLAIN = (str, int, float, bool, type(None))
 def flatten(value: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Returns `value` as JSON can say it; its tensors are put into `tensors` under names that start with `prefix`."""
     if isinstance(value, torch.Tensor):
-        tensors[prefix] = value.detach().cpu().contiguous().clone()
-        return {"$tensor": prefix}
+        name = f"{prefix}#{len(tensors)}"  # the number keeps keys with dots apart
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"$tensor": name}
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, list | tuple):

@@ -10,15 +10,18 @@ from evenly.launch import Identity
 from evenly.spec import Cluster, Device, Node
 
 
-def survey_cluster(party: Party, identity: Identity, device: torch.device, *, timeout_s: float = 600.0) -> Cluster:
+def survey_cluster(
+    party: Party, identity: Identity, device: torch.device, *, timeout_s: float = 600.0, parent: Alarm | None = None
+) -> Cluster:
     """Returns the cluster that the ranks of `party` form; every rank calls it with its own identity and device.
 
     Ranks are on one node if hostname, boot id, network namespace and the launcher's node id are all the same.
     """
-    alarm = Alarm(party)
+    alarm = Alarm(party, parent=parent)
     try:
-        group = open_group(party, "survey", range(party.size), backend="gloo", timeout_s=timeout_s)
         waiter = Waiter(alarm, place="the survey of the cluster", timeout_s=timeout_s)
+        waiter.roll_call()
+        group = open_group(party, "survey", range(party.size), backend="gloo", timeout_s=timeout_s)
         mine = {"identity": identity.model_dump(), "device": describe_device(device).model_dump()}
         return _build(
             [(Identity(**row["identity"]), Device(**row["device"])) for row in gather_json(mine, group, waiter)]
