@@ -101,7 +101,7 @@ def wait_at(party: Party, timeout_s: float, freed: threading.Barrier, stay_away)
     try:
         if party.rank == party.size - 1:
             stay_away(alarm, freed)
-        waiter.wait([all_reduce(torch.ones(1), group)])
+        waiter.wait([all_reduce(torch.ones(1), group)], meeting=True)
     finally:
         if party.rank < party.size - 1:
             freed.wait(20)
@@ -142,7 +142,7 @@ def test_a_rank_that_leaves_without_a_word_is_noticed(monkeypatch):
         group = open_group(party, "sum", range(2), backend="gloo", timeout_s=20.0)
         try:
             if party.rank == 0:
-                Waiter(alarm, place="the exchange", step=3).wait([all_reduce(torch.ones(1), group)])
+                Waiter(alarm, place="the exchange", step=3).wait([all_reduce(torch.ones(1), group)], meeting=True)
         finally:
             alarm.close()
 

@@ -110,3 +110,40 @@ def _die_while_saving(times: int) -> None:
         return digests
 
     folders.write_part = write_part
+
+
+def fail_early(where: str) -> str:
+    """Fails on rank 1 before it prepares, and returns what the other rank hears and after how long."""
+    rank = int(os.environ["RANK"])
+    began = time.monotonic()
+    try:
+        with evenly.Session(device="cuda:9" if rank and where == "device" else "cpu", timeout_s=60.0) as session:
+            began = time.monotonic()
+            if rank and where == "data":
+                raise FileNotFoundError("no data here")
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            session.prepare(model, optimizer, dataset(), plan=session.plan(batch_size=4))
+            return "nothing was noticed"
+    except (evenly.EvenlyError, FileNotFoundError) as error:
+        return f"{time.monotonic() - began < 15} {type(error).__name__}: {error}"
+
+
+def scale(folder: str) -> list[Any]:
+    """Trains with a GradScaler that skips on one node where a checkpoint by steps is due."""
+    torch.manual_seed(17)
+    with evenly.Session(folder, checkpoint_every=2, timeout_s=30.0, device="cpu") as session:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        plan = session.plan(batch_size=4, every=3)
+        synchronized, _, loader = session.prepare(model, optimizer, dataset(), plan=plan)
+        for _ in session.epochs(1):
+            for number, (x, y) in enumerate(loader, start=1):
+                loss = nn.functional.cross_entropy(synchronized(x), y)
+                bad = session.rank == 1 and number in (2, 3)
+                scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        return [synchronized.schedule.step, digest(*model.parameters())]

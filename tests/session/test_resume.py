@@ -121,3 +121,18 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(tmp_path):
         assert CheckpointError.__name__ in rank.errors
         assert "rank-1.safetensors" in rank.errors
         assert "SHA-256" in rank.errors
+
+
+@pytest.mark.parametrize("where", ["device", "data"])
+def test_a_rank_that_fails_before_it_prepares_is_heard_by_the_others(where):
+    heard, own = run_processes(ragged(1, 1), "tests.session.programs:fail_early", {"where": where})
+    assert heard.startswith("True ")
+    assert "rank 1" in heard
+    assert ("cuda:9" if where == "device" else "no data here") in heard
+    assert "PeerError" not in own
+
+
+def test_a_skipped_step_on_one_node_does_not_part_the_ranks_at_a_checkpoint(tmp_path):
+    first, second = run_processes(ragged(1, 1), "tests.session.programs:scale", {"folder": str(tmp_path)})
+    assert first == second
+    assert first[0] == 7

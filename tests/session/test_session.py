@@ -178,3 +178,13 @@ def test_state_of_any_optimizer_goes_through_json_and_tensors():
     torch.testing.assert_close(back["state"], value["state"])
     with pytest.raises(CheckpointError, match="object"):
         flatten({"thing": object()}, "o", {})
+
+
+def test_starting_afresh_sets_earlier_checkpoints_aside(tmp_path):
+    with evenly.Session(tmp_path, keep=1) as session:
+        loop(session, epochs=2)
+    with evenly.Session(tmp_path, keep=1, resume=False) as session:
+        loop(session, epochs=1)
+    steps = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
+    assert steps == ["step-000000007"]
+    assert len(list((tmp_path / "checkpoints").glob("earlier-1/step-*"))) == 1

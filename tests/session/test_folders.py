@@ -1,0 +1,76 @@
+"""Checkpoint folders through accidents: replaced, set aside, merged, named alike."""
+
+import torch
+
+from evenly.session import folder
+from evenly.session.merge import merge
+from evenly.session.tree import flatten, restore
+
+
+def seal(root, name, value=1):
+    partial = root / f".{name}.abcd"
+    partial.mkdir(parents=True)
+    folder.write_part(partial, "rank-0", {"value": value})
+    folder.seal(partial, root / name, {"files": {}})
+
+
+def names(root):
+    return [path.name for path in folder.checkpoints(root)]
+
+
+def test_a_checkpoint_killed_while_it_was_replaced_is_found_again(tmp_path):
+    seal(tmp_path, "step-000000005")
+    (tmp_path / "step-000000005").rename(tmp_path / ".step-000000005.old")  # as far as a killed replacement gets
+    assert names(tmp_path) == []
+    folder.recover(tmp_path)
+    assert names(tmp_path) == ["step-000000005"]
+
+
+def test_a_checkpoint_can_be_saved_again_at_the_same_step(tmp_path):
+    seal(tmp_path, "step-000000005", 1)
+    seal(tmp_path, "step-000000005", 2)
+    files = {path.name: folder._digest(path) for path in (tmp_path / "step-000000005").iterdir()}
+    assert folder.read_part(tmp_path / "step-000000005", "rank-0", files) == {"value": 2}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_earlier_checkpoints_are_set_aside_and_not_mixed_with_new_ones(tmp_path):
+    for step in (900, 1000):
+        seal(tmp_path, f"step-{step:09d}")
+    folder.set_aside(tmp_path)
+    seal(tmp_path, "step-000000010")
+    folder.clear(tmp_path, keep=1)
+    assert names(tmp_path) == ["step-000000010"]
+    assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == ["step-000000900", "step-000001000"]
+
+
+def test_merging_leaves_alone_what_is_the_same_or_no_float():
+    def node(weight):
+        optimizer = {"state": {0: {"momentum": torch.tensor([weight])}}, "param_groups": []}
+        parameters = {
+            "weight": torch.tensor([weight]),
+            "frozen": torch.tensor([0.1]),
+            "table": torch.tensor([7], dtype=torch.int32),
+        }
+        return {"m": {"parameters": parameters, "optimizer": optimizer}}
+
+    def rank(samples, mean):
+        state = {"buffers": {"mean": torch.tensor([mean])}, "agreed": {}, "feed": None}
+        progress = {"step": 9, "since": 3, "exchanges": 2, "samples": samples}
+        return {"trainees": {"m": {**state, "progress": progress}}, "tracked": {}, "random": {}}
+
+    merged, local = merge([node(1.0), node(4.0)], [rank(10.0, 0.0), rank(10.0, 3.0), rank(40.0, 6.0)], [[0, 1], [2]])
+    parameters = merged["m"]["parameters"]
+    torch.testing.assert_close(parameters["weight"], torch.tensor([3.0]))  # (20 * 1 + 40 * 4) / 60
+    torch.testing.assert_close(merged["m"]["optimizer"]["state"][0]["momentum"], torch.tensor([3.0]))
+    assert torch.equal(parameters["frozen"], torch.tensor([0.1]))
+    assert torch.equal(parameters["table"], torch.tensor([7], dtype=torch.int32))
+    torch.testing.assert_close(local["trainees"]["m"]["buffers"]["mean"], torch.tensor([4.5]))
+    assert local["trainees"]["m"]["progress"]["since"] == 0
+
+
+def test_names_with_dots_do_not_collide():
+    value = {"a.b": torch.tensor([1.0]), "a": {"b": torch.tensor([2.0])}}
+    tensors: dict[str, torch.Tensor] = {}
+    back = restore(flatten(value, "x", tensors), tensors)
+    assert (float(back["a.b"]), float(back["a"]["b"])) == (1.0, 2.0)
