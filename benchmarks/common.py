@@ -43,7 +43,7 @@ def tell(benchmark: str, rows: Sequence[Mapping[str, Any]], claims: Sequence[Cla
         console.print(f"{claim.name}: {claim.value:.4g} ({sign} {claim.bar:g}: {verdict})", soft_wrap=True)
     result = {
         "benchmark": benchmark,
-        "commit": commit(),
+        "commit": COMMIT,
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine(),
         "rows": list(rows),
@@ -90,6 +90,9 @@ def machine() -> dict[str, Any]:
     }
 
 
+COMMIT = commit()  # at the start: the tree may go on while a long measurement runs
+
+
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table()
     for name in rows[0]:
@@ -103,5 +106,5 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
-        return " to ".join(str(item) for item in value)
+        return (" to " if len(value) == 2 else ", ").join(str(item) for item in value)
     return "-" if value is None else str(value)
