@@ -13,14 +13,14 @@ help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(READY) data ## Train on an emulated uneven cluster twice and print one table (a few minutes)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python scripts/demo.py
 
 test: lint data ## Lint and run every test (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -n 2 -m "not lab"
-	$(BIN)/python -m pytest -m lab
+	$(BIN)/python -m pytest -m "not lab"
+	$(BIN)/python -m pytest -n 0 -m lab
 
 fast: $(READY) ## Only the tests that need neither root nor a lab
-	$(BIN)/python -m pytest -n 2 -m "not lab"
+	$(BIN)/python -m pytest -m "not lab"
 
 lint: $(READY) ## Style, types and the floors between rooms
 	$(BIN)/ruff check .

@@ -7,7 +7,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -15,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+from evenly.launch.ports import free_port
 
 PRELOADED = ["torch", "torch._dynamo", "torch.nn.parallel", "evenly.session", "tests.session.programs"]
 
@@ -54,7 +55,7 @@ def start_processes(
     nodes: Sequence[Sequence[int]], target: str, arguments: Mapping[str, Any] | None = None
 ) -> list[Rank]:
     """Starts one process per rank, each calling `target` ("module:function") with `arguments`."""
-    port, world = _free_port(), sum(map(len, nodes))
+    port, world = free_port(), sum(map(len, nodes))
     ranks = []
     for rank in range(world):
         node = next(i for i, members in enumerate(nodes) if rank in members)
@@ -99,9 +100,3 @@ def _run(target: str, arguments: dict[str, Any], environment: dict[str, str], fo
     module, function = target.split(":")
     returned = getattr(importlib.import_module(module), function)(**arguments)
     Path(folder, "result").write_text(json.dumps(returned))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from evenly._errors import LaunchError
 from evenly.launch import Place, find_place, open_world, pick_device
 from evenly.launch.meeting import meet
+from evenly.launch.ports import free_port
 from tests.launch.greetings import greetings
 
 ALONE = find_place({})
@@ -24,12 +25,6 @@ MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).p
 
 def place(rank: int, *, of: int, port: int, host: str = "127.0.0.1") -> Place:
     return find_place({}, rank=rank, world_size=of, local_rank=rank, master_addr=host, master_port=port)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def failure(at: Place, *, timeout_s: float) -> str:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from evenly.launch.ports import free_port
 from evenly.launch.settings import environment, overlay
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -137,7 +137,7 @@ def _check_node(node_rank: int, *, num_nodes: int) -> int:
 
 def _parse_master(master: str | None, *, node_rank: int | None, num_nodes: int) -> tuple[str, int]:
     if master is None and (node_rank is None or num_nodes == 1):
-        return "127.0.0.1", _free_port()
+        return "127.0.0.1", free_port()
     host, _, port = (master or "").rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise typer.BadParameter(
@@ -145,9 +145,3 @@ def _parse_master(master: str | None, *, node_rank: int | None, num_nodes: int) 
             "Write --master HOST:PORT with the host of node 0, the same on every node."
         )
     return host, int(port)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,0 +1,21 @@
+"""A place for ranks to meet on one machine."""
+
+import random
+import socket
+
+from evenly._errors import LaunchError
+
+
+def free_port() -> int:
+    """Returns a port of this machine that nobody uses.
+
+    It lies below the range that the system hands out for connections, so that none of those takes it before it is used.
+    """
+    for port in random.SystemRandom().sample(range(15_000, 30_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise LaunchError("a free port was looked for, and 100 between 15000 and 30000 are taken. Close some programs.")
