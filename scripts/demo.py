@@ -42,17 +42,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for way, every in WAYS.items():
             console.print(f"\n[bold]{way}[/bold]")
-            run = Path(folder) / every
+            run = Path(folder) / ("global" if every == "global" else "node-based")
             command = [sys.executable, "-m", "evenly", "train", "fashion", "--run", str(run), *more]
             for change in [*changes, f"every={every}", "checkpoint_every=none"]:
                 command += ["--set", change]
             (on_lab if reason is None else on_this_machine)(command)
             runs[way] = Run.read(run)
-    console.print(table(runs))
+    console.print("", table(runs))
     if reason is None:
         nodes = load_cluster("demo").nodes
-        shares = ", ".join(str(node.cpu_of(rank)) for node in nodes for rank in range(node.ranks))
-        where = f"2+1 ranks on two emulated nodes, {nodes[0].rate_mbit:g} Mbit/s between them, {shares} of a core each."
+        shares = " + ".join(str(node.cpu_of(rank)) for node in nodes for rank in range(node.ranks))
+        where = f"2+1 ranks on two emulated nodes, {nodes[0].rate_mbit:g} Mbit/s between them, {shares} of a core."
         console.print(where, soft_wrap=True)
     else:
         console.print(f"2+1 ranks on this machine, without a slow link or CPU shares: {reason}", soft_wrap=True)
