@@ -53,7 +53,7 @@ class Alarm:
         self._passed: set[str] = set()
         self._open_notes: dict[tuple[int, str], Note] = {}  # of ranks that wait where this rank has not been
         self._error: _errors.EvenlyError | None = None
-        self._rung = False
+        self._rung = self._deaf = False
         self._futures: dict[int, tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = {}
         self._lock = threading.Lock()
         self._reading = threading.Lock()
@@ -152,15 +152,19 @@ class Alarm:
             self._read(Note(**{**note, "sharing": tuple(note["sharing"])}))
 
     def _fresh(self) -> list[dict[str, Any]]:
-        notes = []
-        with self._reading:
-            try:
-                count = self.party.store.add("notes", 0)
-                while self._seen < count and self.party.store.check([f"note/{self._seen + 1}"]):
-                    notes.append(json.loads(self.party.store.get(f"note/{self._seen + 1}")))
-                    self._seen += 1
-            except RuntimeError as error:
-                logger.debug("the notes could not be read: %s", error)
+        notes: list[dict[str, Any]] = []
+        if self._deaf or not self._reading.acquire(timeout=2 * INTERVAL_S):  # the thread may hang in a dying store
+            return notes
+        try:
+            count = self.party.store.add("notes", 0)
+            while self._seen < count and self.party.store.check([f"note/{self._seen + 1}"]):
+                notes.append(json.loads(self.party.store.get(f"note/{self._seen + 1}")))
+                self._seen += 1
+        except RuntimeError as error:
+            self._deaf = True  # the host of the store is gone: asking again would only fill the log
+            logger.debug("the notes could not be read: %s", error)
+        finally:
+            self._reading.release()
         return notes
 
     def _read(self, note: Note) -> None:
