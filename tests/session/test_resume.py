@@ -63,13 +63,14 @@ def test_nodes_without_a_common_file_system(tmp_path):
     assert [without(r, "made") for r in resumed] == [without(r, "made") for r in shared]
 
 
-@pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_failing_rank_ends_all_at_once(tmp_path, how):
-    crash = {"crash_rank": 2, "crash_step": 5, "how": how, "pause_s": 0.01}
+@pytest.mark.parametrize(("how", "failing"), [("raise", 2), ("kill", 2), ("kill", 0)])
+def test_a_failing_rank_ends_all_at_once(tmp_path, how, failing):
+    """Also rank 0, which hosts the store where the others would read why."""
+    crash = {"crash_rank": failing, "crash_step": 5, "how": how, "pause_s": 0.01}
     arguments = {"folder": str(tmp_path / "run"), "every": 50, "epochs": 200, "checkpoint_every": None, **crash}
     ended = collect(start_processes(ragged(2, 1, 1), TRAIN, arguments), limit_s=40.0)  # the time limit is 60 s
     assert all(rank.code != 0 for rank in ended)
-    for rank in (ended[0], ended[1], ended[3]):
+    for rank in ended[:failing] + ended[failing + 1 :]:
         assert "PeerError" in rank.errors
         if how == "raise":
             assert "rank 2" in rank.errors
