@@ -2,27 +2,38 @@
 
 from evenly.comm.alarm import Alarm
 from evenly.comm.groups import Groups, Peers, backend_for, open_group, open_groups
-from evenly.comm.moves import Assembly, Waiter, all_gather, all_reduce, broadcast, first_line, gather_json
+from evenly.comm.moves import Assembly, Waiter, all_gather, all_reduce, all_to_all, broadcast, first_line, gather_json
 from evenly.comm.party import Party, party_of
+from evenly.comm.shifts import MOVES, Shift
 from evenly.comm.slices import Segment, refine, slices
+from evenly.comm.wire import Pending, Traffic, Wire, count_of, put, take
 
 __all__ = [
+    "MOVES",
     "Alarm",
     "Assembly",
     "Groups",
     "Party",
     "Peers",
+    "Pending",
     "Segment",
+    "Shift",
+    "Traffic",
     "Waiter",
+    "Wire",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "backend_for",
     "broadcast",
+    "count_of",
     "first_line",
     "gather_json",
     "open_group",
     "open_groups",
     "party_of",
+    "put",
     "refine",
     "slices",
+    "take",
 ]

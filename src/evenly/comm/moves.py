@@ -103,6 +103,13 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Te
     return rows, _work(dist.all_gather(list(rows.unbind()), tensor, group=group, async_op=True))
 
 
+def all_to_all(
+    received: torch.Tensor, sent: torch.Tensor, takes: list[int], gives: list[int], group: dist.ProcessGroup
+) -> dist.Work:
+    """Starts sending `gives[r]` elements of a flat tensor to member r and receiving `takes[r]` from it."""
+    return _work(dist.all_to_all_single(received, sent, takes, gives, group=group, async_op=True))
+
+
 def gather_json(value: Any, group: dist.ProcessGroup, waiter: Waiter) -> list[Any]:
     """Returns every member's `value`, in the members' order; values are what JSON can say."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -7,10 +7,33 @@ import zlib
 from pathlib import Path
 
 import torch
+from torch.utils.data import TensorDataset
 
 from evenly._errors import DataError
 
 _TYPES = {8: torch.uint8}
+_CLASSES = 10
+
+
+def load_grey(
+    folder: Path, *, name: str, mean: float, std: float, remedy: str, limit: int | None = None
+) -> tuple[TensorDataset, TensorDataset]:
+    """Returns the training and the test set of the four idx files in `folder`, normalised by `mean` and `std`.
+
+    Args:
+        folder: Where the files are, packed by gzip or not.
+        name: What errors call the data.
+        mean: Of all pixels of the training set, black being 0 and white 1.
+        std: Their standard deviation.
+        remedy: The sentence that says where a missing file can be had.
+        limit: Keeps the first images of the training set.
+    """
+    train, test = (_read_part(folder, part, name=name, remedy=remedy) for part in ("train", "t10k"))
+    kept = ((tensor[:limit] for tensor in train), test)
+    train_set, test_set = (
+        TensorDataset((images[:, None].float() / 255 - mean) / std, labels.long()) for images, labels in kept
+    )
+    return train_set, test_set
 
 
 def read_idx(path: Path) -> torch.Tensor:
@@ -31,6 +54,29 @@ def read_idx(path: Path) -> torch.Tensor:
     if not math.prod(shape):
         raise _unreadable(path, f"it holds nothing: {shape}")
     return torch.frombuffer(bytearray(raw[header:]), dtype=_TYPES[raw[2]]).reshape(shape)
+
+
+def _read_part(folder: Path, part: str, *, name: str, remedy: str) -> tuple[torch.Tensor, torch.Tensor]:
+    images = read_idx(_find(folder, f"{part}-images-idx3-ubyte", name=name, remedy=remedy))
+    labels = read_idx(_find(folder, f"{part}-labels-idx1-ubyte", name=name, remedy=remedy))
+    if images.ndim != 3 or images.shape[1:] != (28, 28) or labels.shape != images.shape[:1]:
+        raise DataError(
+            f"{name} was asked for, but in {folder} the {part} files hold images {list(images.shape)} and labels "
+            f"{list(labels.shape)}, not [n, 28, 28], [n]. Give the folder of {name}."
+        )
+    if int(labels.max()) >= _CLASSES:
+        raise DataError(
+            f"{name} was asked for, but in {folder} the {part} labels go up to {int(labels.max())}, "
+            f"not {_CLASSES - 1}. Give the folder of {name}."
+        )
+    return images, labels
+
+
+def _find(folder: Path, file: str, *, name: str, remedy: str) -> Path:
+    for candidate in (folder / f"{file}.gz", folder / file):
+        if candidate.is_file():
+            return candidate
+    raise DataError(f"{name} was asked for, but there is no {file}(.gz) in {folder}. {remedy}")
 
 
 def _unreadable(path: Path, reason: str) -> DataError:

@@ -1,0 +1,149 @@
+"""Sums, gathers and scattered sums of tensors that ranks hold in unequal parts, with every byte counted."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from evenly.comm.alarm import Alarm
+from evenly.comm.moves import Waiter, all_reduce, all_to_all
+
+Segments = Sequence[tuple[int, int]]
+
+
+@dataclass
+class Traffic:
+    """What all ranks of a wire have sent together: collectives, and bytes as a ring or a direct exchange sends them."""
+
+    messages: int = 0
+    sent_bytes: int = 0
+    by_name: Counter[str] = field(default_factory=Counter)
+
+    def add(self, name: str, sent_bytes: int) -> None:
+        """Counts one collective."""
+        self.messages += 1
+        self.sent_bytes += sent_bytes
+        self.by_name[name] += sent_bytes
+
+    def clear(self) -> None:
+        """Starts counting anew."""
+        self.messages = self.sent_bytes = 0
+        self.by_name.clear()
+
+
+class Pending:
+    """A tensor on its way; `wait` gives it."""
+
+    def __init__(
+        self, finish: Callable[[], torch.Tensor], works: Sequence[dist.Work] = (), waiter: Waiter | None = None
+    ):
+        self._finish, self._works, self._waiter = finish, works, waiter
+
+    def wait(self) -> torch.Tensor:
+        """Returns the tensor once all ranks have sent their part."""
+        if self._waiter is not None and self._works:
+            self._waiter.wait(self._works)
+        return self._finish()
+
+
+class Wire:
+    """The group of ranks that hold the shards of one network, on any mix of devices."""
+
+    def __init__(self, group: dist.ProcessGroup, alarm: Alarm, *, timeout_s: float = 600.0) -> None:
+        self.group = group
+        self.alarm = alarm
+        self.rank, self.size = group.rank(), group.size()
+        self.traffic = Traffic()
+        self._waiter = Waiter(alarm, place="a layer cut over ranks", timeout_s=timeout_s)
+
+    def sum(self, x: torch.Tensor, *, name: str = "sum", largest: bool = False) -> Pending:
+        """Starts the sum (or maximum) over ranks of a tensor that has one shape everywhere; 16-bit ones in float32."""
+        if self.size == 1 or not x.numel():
+            return Pending(lambda: x)
+        if x.dtype.itemsize < 4 and not largest:
+            return self._short_sum(x, name)
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        self.traffic.add(name, 2 * (self.size - 1) * total.nbytes)
+        return Pending(lambda: total, [all_reduce(total, self.group, largest=largest)], self._waiter)
+
+    def gather(self, part: torch.Tensor, dim: int, segments: Sequence[Segments], *, name: str = "gather") -> Pending:
+        """Starts collecting a tensor of which rank r holds the indices `segments[r]` of `dim`."""
+        if self.size == 1:
+            return Pending(lambda: part)
+        counts = [count_of(ranges) for ranges in segments]
+        rest = part.shape[:dim] + part.shape[dim + 1 :]
+        sizes = [count * rest.numel() for count in counts]
+        if not sum(sizes):
+            return Pending(lambda: part)
+        sent = part.detach().reshape(-1).repeat(self.size)
+        received = sent.new_empty(sum(sizes))
+        work = all_to_all(received, sent, sizes, [sizes[self.rank]] * self.size, self.group)
+        self.traffic.add(name, (self.size - 1) * received.nbytes)
+
+        def finish() -> torch.Tensor:
+            whole = part.new_empty(*part.shape[:dim], sum(counts), *part.shape[dim + 1 :])
+            for block, count, ranges in zip(torch.split(received, sizes), counts, segments, strict=True):
+                piece = block.view(*part.shape[:dim], count, *part.shape[dim + 1 :])
+                put(whole, piece, dim, ranges)
+            return whole
+
+        return Pending(finish, [work], self._waiter)
+
+    def scatter_sum(
+        self, summand: torch.Tensor, dim: int, segments: Sequence[Segments], *, name: str = "scatter_sum"
+    ) -> Pending:
+        """Starts the sum over ranks, in rank order, of which rank r keeps the indices `segments[r]` of `dim`."""
+        if self.size == 1 or not summand.numel():
+            return Pending(lambda: take(summand, dim, segments[self.rank]))
+        pieces = [take(summand.detach(), dim, ranges) for ranges in segments]
+        sent = torch.cat([piece.reshape(-1) for piece in pieces])
+        own = pieces[self.rank]
+        received = sent.new_empty(self.size * own.numel())
+        sizes = [piece.numel() for piece in pieces]
+        work = all_to_all(received, sent, [own.numel()] * self.size, sizes, self.group)
+        self.traffic.add(name, (self.size - 1) * sent.nbytes)
+
+        def finish() -> torch.Tensor:
+            rows = received.view(self.size, -1)
+            wide = torch.float32 if rows.dtype.itemsize < 4 else rows.dtype
+            return rows.sum(0, dtype=wide).to(rows.dtype).view(own.shape)
+
+        return Pending(finish, [work], self._waiter)
+
+    def _short_sum(self, x: torch.Tensor, name: str) -> Pending:
+        flat, count = x.detach().reshape(-1), x.numel()
+        edges = [count * rank // self.size for rank in range(self.size + 1)]
+        segments = [((edges[rank], edges[rank + 1]),) for rank in range(self.size)]
+        part = self.scatter_sum(flat, 0, segments, name=name).wait()
+        whole = self.gather(part, 0, segments, name=name)
+        return Pending(lambda: whole.wait().view(x.shape))
+
+    def close(self) -> None:
+        """Shuts the group down."""
+        self.alarm.close()
+        self.group.shutdown()
+
+
+def count_of(ranges: Segments) -> int:
+    """Returns how many indices the ranges hold."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def take(x: torch.Tensor, dim: int, ranges: Segments) -> torch.Tensor:
+    """Returns the indices `ranges` of `dim`, in that order, contiguous."""
+    if len(ranges) == 1:
+        start, stop = ranges[0]
+        return x.narrow(dim, start, stop - start).contiguous()
+    if not ranges:
+        return x.narrow(dim, 0, 0).contiguous()
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+def put(whole: torch.Tensor, piece: torch.Tensor, dim: int, ranges: Segments) -> None:
+    """Writes `piece` to the indices `ranges` of `dim`."""
+    offset = 0
+    for start, stop in ranges:
+        whole.narrow(dim, start, stop - start).copy_(piece.narrow(dim, offset, stop - start))
+        offset += stop - start

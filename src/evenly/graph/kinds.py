@@ -1,0 +1,354 @@
+"""The table that gives every traced operation its kind. A new layer is one row here and one test."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from evenly.spec.graph import Kind
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an operation is: kind, name in the common vocabulary, options."""
+
+    kind: Kind
+    op: str
+    options: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A node with the values it was seen with."""
+
+    node: fx.Node
+    name: str
+    values: dict[str, Any]
+    module: nn.Module | None = None
+
+    def argument(self, position: int, key: str, default: Any = None) -> Any:
+        """Returns an argument as written, with nodes replaced by what they gave."""
+        args, kwargs = self.node.args, self.node.kwargs
+        raw = args[position] if len(args) > position else kwargs.get(key, default)
+        return fx.map_arg(raw, lambda node: self.values[node.name])
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The first tensor given."""
+        value: torch.Tensor = self.values[self.node.all_input_nodes[0].name]
+        return value
+
+    @property
+    def ndim(self) -> int:
+        """The dims of the first tensor."""
+        return self.first.ndim
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+UNARY = _words(
+    """
+    abs acos acosh asin asinh atan atanh ceil celu clamp clip clone contiguous cos cosh detach double elu erf erfc exp
+    expm1 float floor gelu half hardshrink hardsigmoid hardswish hardtanh leaky_relu log log10 log1p log2 log_sigmoid
+    logsigmoid mish nan_to_num neg negative positive reciprocal relu relu6 round rsqrt selu sigmoid sign silu sin sinh
+    softplus softshrink softsign sqrt square tan tanh tanhshrink threshold to trunc type type_as bfloat16 logical_not
+    isnan isinf float_mask ones_like zeros_like full_like ReLU ReLU6 GELU SiLU Sigmoid Tanh ELU CELU SELU LeakyReLU Hardswish
+    Hardsigmoid Hardtanh Softplus Mish LogSigmoid Hardshrink Softshrink Softsign Tanhshrink Threshold Identity
+    """
+)
+LINEAR = _words("neg negative contiguous clone to float double type type_as Identity positive")
+JOINS = _words(
+    """
+    add sub subtract mul multiply div divide true_divide truediv floordiv pow rsub maximum minimum where masked_fill eq
+    ne lt le gt ge and_ or_ logical_and logical_or fmod remainder atan2 lerp addcmul addcdiv mod
+    """
+)
+SPATIAL = _words(
+    """
+    max_pool avg_pool adaptive_avg_pool adaptive_max_pool lp_pool MaxPool AvgPool AdaptiveAvgPool AdaptiveMaxPool LPPool
+    ZeroPad ConstantPad ReflectionPad ReplicationPad CircularPad
+    """
+)
+RANDOM = _words(
+    """
+    rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal poisson rrelu RReLU
+    feature_dropout alpha_dropout AlphaDropout FeatureAlphaDropout feature_alpha_dropout fractional_max_pool2d
+    """
+)
+VIEWS = _words(
+    "view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as reshape_as ravel Flatten Unflatten"
+)
+
+
+def row_of(seen: Seen) -> Row:
+    """Returns the row of the table for one node."""
+    rule = RULES.get(seen.name)
+    if rule is not None:
+        return rule(seen)
+    stem = seen.name.rstrip("123d_").rstrip("123d") if seen.name[-2:] in ("1d", "2d", "3d") else seen.name
+    if stem in SPATIAL:
+        return _spatial(seen, stem)
+    return opaque("it has no rule")
+
+
+def opaque(note: str) -> Row:
+    """Returns the row of an operation that is computed whole."""
+    return Row("opaque", "opaque", note=note)
+
+
+def _positive(dim: int, ndim: int) -> int:
+    return dim % ndim if ndim else 0
+
+
+def _unary(seen: Seen) -> Row:
+    return Row("pointwise", "unary", {"linear": seen.name in LINEAR})
+
+
+def _join(seen: Seen) -> Row:
+    tensors = [node for node in seen.node.all_input_nodes if isinstance(seen.values[node.name], torch.Tensor)]
+    positions = [isinstance(seen.argument(i, ""), torch.Tensor) for i in range(len(seen.node.args))]
+    if len(tensors) == 1 and sum(positions) == 1:
+        scaled = seen.name in ("mul", "multiply") or (seen.name in ("div", "divide", "truediv") and positions[0])
+        return Row("pointwise", "unary", {"linear": scaled})
+    return Row("joining", "join", {"linear": seen.name in ("add", "sub", "subtract") and all(positions)})
+
+
+def _spatial(seen: Seen, stem: str) -> Row:
+    if isinstance(seen.values[seen.node.name], tuple) or (
+        seen.module is not None and getattr(seen.module, "return_indices", 0)
+    ):
+        return opaque("it returns indices")
+    dims = int(seen.name[-2])
+    return Row(
+        "per channel", "spatial", {"first": seen.ndim - dims, "linear": "avg" in stem.lower() or stem == "ZeroPad"}
+    )
+
+
+def _resized(seen: Seen) -> Row:
+    return Row("per channel", "spatial", {"first": 2, "linear": False})
+
+
+def _padded(seen: Seen) -> Row:
+    return Row("per channel", "spatial", {"first": seen.ndim - len(seen.argument(1, "pad")) // 2, "linear": False})
+
+
+def _along(position: int, default: int | None = None) -> Callable[[Seen], Row]:
+    def rule(seen: Seen) -> Row:
+        dim = getattr(seen.module, "dim", None) if seen.module is not None else seen.argument(position, "dim", default)
+        out = seen.values[seen.node.name]
+        if not isinstance(dim, int) or not isinstance(out, torch.Tensor) or out.shape != seen.first.shape:
+            return opaque("it does not say along which dim")
+        return Row("along", "along", {"dim": _positive(dim, seen.ndim)})
+
+    return rule
+
+
+def _conv(seen: Seen) -> Row:
+    transposed = "transpose" in seen.name
+    groups = seen.argument(6, "groups", 1)
+    if seen.ndim != int(seen.name[-2] if seen.name[-1] == "d" else seen.ndim - 2) + 2:
+        return opaque("its input has no batch dim")
+    return Row("mixing", "conv", {"groups": int(groups), "transposed": transposed})
+
+
+def _embedding(seen: Seen) -> Row:
+    if seen.argument(3, "max_norm") is not None or seen.argument(6, "sparse", False):
+        return opaque("max_norm and sparse gradients have no rule")
+    return Row("mixing", "embedding")
+
+
+def _norm(op: str) -> Callable[[Seen], Row]:
+    def rule(seen: Seen) -> Row:
+        if op == "group_norm":
+            return Row("per channel", op, {"groups": int(seen.argument(1, "num_groups"))})
+        shape = seen.argument(1, "normalized_shape")
+        return Row("per channel", op, {"first": seen.ndim - len(tuple(shape))})
+
+    return rule
+
+
+def _batch_norm(seen: Seen) -> Row:
+    if seen.ndim < 2:
+        return opaque("its input has no channel dim")
+    return Row("per channel", "batch_norm")
+
+
+def _instance_norm(seen: Seen) -> Row:
+    expected = int(seen.name[-2]) + 2
+    if seen.ndim != expected:
+        return opaque("its input has no batch dim")
+    return Row("per channel", "instance_norm")
+
+
+def _prelu(seen: Seen) -> Row:
+    return Row("per channel", "prelu")
+
+
+def _dropout(seen: Seen) -> Row:
+    if seen.name in ("dropout", "Dropout"):
+        return Row("pointwise", "dropout", {"dims": []})
+    if seen.ndim < 3:
+        return opaque("channel dropout of a tensor without spatial dims")
+    return Row("pointwise", "dropout", {"dims": list(range(2, seen.ndim))})
+
+
+def _concat(seen: Seen) -> Row:
+    tensors = seen.argument(0, "tensors")
+    if any(tensor.ndim == 1 and not tensor.numel() for tensor in tensors):
+        return opaque("it joins an empty tensor")
+    dim = seen.argument(1, "dim", seen.node.kwargs.get("axis", 0))
+    return Row("joining", "concat", {"dim": _positive(dim, tensors[0].ndim)})
+
+
+def _permute(seen: Seen) -> Row:
+    ndim, name = seen.ndim, seen.name
+    dims = list(range(ndim))
+    if name == "permute":
+        given = seen.argument(1, "dims")
+        chosen = given if isinstance(given, list | tuple) else [seen.argument(i, "") for i in range(1, 1 + ndim)]
+        dims = [_positive(dim, ndim) for dim in chosen]
+    elif name in ("transpose", "swapaxes", "swapdims"):
+        a, b = (_positive(seen.argument(i, f"dim{i - 1}"), ndim) for i in (1, 2))
+        dims[a], dims[b] = dims[b], dims[a]
+    elif ndim > 1:  # t, mT, T of a matrix
+        dims[-1], dims[-2] = dims[-2], dims[-1]
+    return Row("reshaping", "permute", {"dims": dims})
+
+
+def _split(seen: Seen) -> Row:
+    position = 2 if seen.name != "unbind" else 1
+    dim = _positive(seen.argument(position, "dim", 0), seen.ndim)
+    if seen.name == "unbind":
+        return Row("reshaping", "unbind", {"dim": dim})
+    return Row("reshaping", "split", {"dim": dim, "sizes": [part.shape[dim] for part in seen.values[seen.node.name]]})
+
+
+def _item(seen: Seen) -> Row:
+    index = seen.argument(1, "")
+    index = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in [item for item in index if not isinstance(item, torch.Tensor)]:
+        place = index.index(Ellipsis)
+        missing = seen.ndim - sum(item is not None for item in index) + 1
+        index = (*index[:place], *[slice(None)] * missing, *index[place + 1 :])
+    kept: list[int] = []
+    out, cut = 0, []
+    for item in (*index, *[slice(None)] * (seen.ndim - sum(item is not None for item in index))):
+        if item is None:
+            out += 1
+        elif isinstance(item, slice):
+            whole = item in (slice(None), slice(0, None), slice(None, None, 1))
+            kept.append(out if whole else -1)
+            cut += [] if whole else [(len(kept) - 1, item)]
+            out += 1
+        elif isinstance(item, int):
+            kept.append(-1)
+        else:
+            return opaque("it is indexed by a tensor")
+    simple = len(cut) == 1 and len(index) <= seen.ndim and out == seen.ndim and None not in index
+    if simple and cut[0][1].step in (None, 1):
+        dim = cut[0][0]
+        start, stop, _ = cut[0][1].indices(seen.first.shape[dim])
+        return Row("reshaping", "narrow", {"dim": dim, "start": start, "stop": max(start, stop)})
+    return Row("reshaping", "index", {"kept": kept})
+
+
+def _narrow(seen: Seen) -> Row:
+    dim, start, length = (seen.argument(i, key) for i, key in ((1, "dim"), (2, "start"), (3, "length")))
+    return Row("reshaping", "narrow", {"dim": _positive(dim, seen.ndim), "start": start, "stop": start + length})
+
+
+def _select(seen: Seen) -> Row:
+    dim = _positive(seen.argument(1, "dim"), seen.ndim)
+    kept = [d if d < dim else -1 if d == dim else d - 1 for d in range(seen.ndim)]
+    return Row("reshaping", "index", {"kept": kept})
+
+
+def _sum(seen: Seen) -> Row:
+    out = seen.values[seen.node.name]
+    if not isinstance(out, torch.Tensor):
+        return opaque("it also returns indices")
+    dims = seen.argument(1, "dim")
+    chosen = list(range(seen.ndim)) if dims is None else [dims] if isinstance(dims, int) else list(dims)
+    keep = out.ndim == seen.ndim
+    options = {"dims": sorted(_positive(dim, seen.ndim) for dim in chosen), "keep": keep, "name": seen.name}
+    return Row("reshaping", "sum", options)
+
+
+def _repeat(seen: Seen) -> Row:
+    times, dim = seen.argument(1, "repeats"), seen.argument(2, "dim")
+    if not isinstance(times, int) or not isinstance(dim, int):
+        return opaque("unequal repeats have no rule")
+    return Row("reshaping", "repeat", {"dim": _positive(dim, seen.ndim), "times": times})
+
+
+def _shuffled(seen: Seen) -> Row:
+    factor = seen.module.upscale_factor if seen.module is not None else seen.argument(1, "upscale_factor")
+    if seen.ndim != 4:
+        return opaque("its input has no batch dim")
+    return Row("reshaping", "pixel_shuffle", {"units": int(factor) ** 2})
+
+
+def _attention(seen: Seen) -> Row:
+    query, key, value = (seen.argument(i, name) for i, name in enumerate(("query", "key", "value")))
+    if query.ndim < 4 or key.ndim != query.ndim or value.ndim != query.ndim:
+        return opaque("its heads have no dim of their own")
+    return Row("mixing", "attention")
+
+
+def _cross_entropy(seen: Seen) -> Row:
+    target = seen.argument(1, "target")
+    plain = seen.argument(2, "weight") is None and not seen.argument(7, "label_smoothing", 0.0)
+    if target.dtype != torch.long or not plain or seen.ndim < 2:
+        return opaque("class weights, smoothing and soft targets have no rule")
+    return Row("mixing", "cross_entropy")
+
+
+def _matmul(seen: Seen) -> Row:
+    shapes = [seen.values[node.name].ndim for node in seen.node.all_input_nodes]
+    return (
+        Row("mixing", "matmul") if len(shapes) == 2 and min(shapes) >= 2 else opaque("it multiplies vectors or itself")
+    )
+
+
+RULES: dict[str, Callable[[Seen], Row]] = {
+    **dict.fromkeys(UNARY, _unary),
+    **dict.fromkeys(JOINS, _join),
+    **dict.fromkeys(VIEWS, lambda seen: Row("reshaping", "view")),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv),
+    **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"), _batch_norm),
+    **dict.fromkeys(("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"), _instance_norm),
+    **dict.fromkeys(("dropout", "Dropout", "dropout1d", "dropout2d", "dropout3d"), _dropout),
+    **dict.fromkeys(("Dropout1d", "Dropout2d", "Dropout3d"), _dropout),
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "_softmax"), _along(1)),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "Softmin"), _along(1)),
+    **dict.fromkeys(("cumsum", "cumprod"), _along(1)),
+    **dict.fromkeys(("cat", "concat", "concatenate"), _concat),
+    **dict.fromkeys(("permute", "transpose", "swapaxes", "swapdims", "t"), _permute),
+    **dict.fromkeys(("chunk", "split", "tensor_split", "unbind", "split_with_sizes"), _split),
+    **dict.fromkeys(("mean", "sum", "amax", "amin"), _sum),
+    **dict.fromkeys(("interpolate", "upsample", "Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d"), _resized),
+    **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
+    **dict.fromkeys(("pixel_shuffle", "PixelShuffle"), _shuffled),
+    **dict.fromkeys(RANDOM, lambda seen: opaque("it draws random numbers")),
+    "add_bias": lambda seen: Row("per channel", "bias", {"dim": _positive(seen.argument(2, "dim"), seen.ndim)}),
+    "pad": _padded,
+    "linear": lambda seen: Row("mixing", "linear"),
+    "embedding": _embedding,
+    "group_norm": _norm("group_norm"),
+    "layer_norm": _norm("layer_norm"),
+    "rms_norm": _norm("rms_norm"),
+    "prelu": _prelu,
+    "getitem": _item,
+    "narrow": _narrow,
+    "select": _select,
+    "expand": lambda seen: Row("reshaping", "expand"),
+    "repeat_interleave": _repeat,
+    "scaled_dot_product_attention": _attention,
+    "cross_entropy": _cross_entropy,
+}

@@ -1,0 +1,161 @@
+"""A traced graph in plain form: no operation in place, biases apart, every tensor of a tuple with a name of its own."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F  # noqa: N812
+
+from evenly._errors import SpecError
+
+IN_PLACE = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    operator.iand: operator.and_,
+    operator.ior: operator.or_,
+}
+CONVS = {
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.conv_transpose1d,
+    F.conv_transpose2d,
+    F.conv_transpose3d,
+}
+
+
+def add_bias(x: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
+    """Returns x + bias, with the bias along `dim`."""
+    return x + bias.view(-1, *[1] * (x.ndim - 1 - dim % x.ndim))
+
+
+def name_of(node: fx.Node) -> str:
+    """Returns the operation's name: `conv2d`, `add`, `view`; for a module the name of its class."""
+    if node.op == "call_module":
+        owner = node.graph.owning_module
+        return type(owner.get_submodule(str(node.target))).__name__ if owner is not None else str(node.target)
+    if node.op == "call_method":
+        return str(node.target)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[1]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def lower(traced: fx.GraphModule) -> None:
+    """Brings a traced graph into plain form, in place."""
+    graph = traced.graph
+    _share_attributes(traced)
+    _leave_in_place(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        name = name_of(node)
+        if node.target in CONVS or (name.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose"))):
+            _part_bias(node, 2, dim=1)
+        elif name == "linear":
+            _part_bias(node, 2, dim=-1)
+        elif name == "addmm" and len(node.args) == 3 and not node.kwargs:
+            _open_addmm(node)
+        elif name == "glu":
+            _open_glu(node)
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+def _share_attributes(traced: fx.GraphModule) -> None:
+    """Lets tied parameters be one node, and places every parameter right where it is first used."""
+    first: dict[int, fx.Node] = {}
+    for node in list(traced.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = operator.attrgetter(str(node.target))(traced)
+        known = first.setdefault(id(value), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            traced.graph.erase_node(node)
+
+
+def _leave_in_place(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        target: Callable[..., Any] | str | None = None
+        if node.op == "call_function" and node.target in IN_PLACE:
+            target = IN_PLACE[node.target]
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            name = node.target._schema.name.split("::")[1]
+            target = getattr(getattr(torch.ops.aten, name[:-1]), node.target._overloadname) if name[-1] == "_" else None
+        elif node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"):
+            target = str(node.target).removesuffix("_")
+        elif node.op == "call_function" and node.kwargs.get("inplace"):
+            target = node.target
+            node.kwargs = {**node.kwargs, "inplace": False}
+        elif node.op == "call_module" and getattr(_module(node), "inplace", False):
+            target = node.target  # the copy that is called has inplace off
+        if target is None:
+            continue
+        changed = node.args[0]
+        if not isinstance(changed, fx.Node):
+            continue
+        if changed.op == "get_attr":
+            raise SpecError(
+                f"forward changes {changed.target!r} in place, which has no rule for a network whose layers are cut. "
+                "Change it outside of forward, or leave the change out."
+            )
+        node.target = target
+        _later_see(changed, node)
+
+
+def _module(node: fx.Node) -> nn.Module | None:
+    owner = node.graph.owning_module
+    return owner.get_submodule(str(node.target)) if owner is not None else None
+
+
+def _later_see(changed: fx.Node, result: fx.Node) -> None:
+    """Whoever used `changed` after it was changed in place uses the result instead."""
+    seen = False
+    later = set()
+    for node in result.graph.nodes:
+        if seen:
+            later.add(node)
+        seen = seen or node is result
+    for user in list(changed.users):
+        if user in later:
+            user.replace_input_with(changed, result)
+
+
+def _part_bias(node: fx.Node, position: int, *, dim: int) -> None:
+    """Computes without bias, then adds it: a sum over ranks may have to come between."""
+    bias = node.args[position] if len(node.args) > position else node.kwargs.get("bias")
+    if bias is None:
+        return
+    if len(node.args) > position:
+        node.args = (*node.args[:position], None, *node.args[position + 1 :])
+    else:
+        node.kwargs = {**node.kwargs, "bias": None}
+    with node.graph.inserting_after(node):
+        added = node.graph.call_function(add_bias, (node, bias, dim))
+    node.replace_all_uses_with(added, delete_user_cb=lambda user: user is not added)
+    added.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
+
+
+def _open_addmm(node: fx.Node) -> None:
+    bias, x, weight = node.args
+    with node.graph.inserting_before(node):
+        product = node.graph.call_function(torch.matmul, (x, weight))
+        added = node.graph.call_function(operator.add, (product, bias))
+    node.replace_all_uses_with(added)
+    node.graph.erase_node(node)
+
+
+def _open_glu(node: fx.Node) -> None:
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
+    with node.graph.inserting_before(node):
+        halves = node.graph.call_method("chunk", (node.args[0], 2), {"dim": dim})
+        first, second = (node.graph.call_function(operator.getitem, (halves, i)) for i in range(2))
+        gate = node.graph.call_function(torch.sigmoid, (second,))
+        product = node.graph.call_function(operator.mul, (first, gate))
+    node.replace_all_uses_with(product)
+    node.graph.erase_node(node)

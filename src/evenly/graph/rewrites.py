@@ -1,0 +1,127 @@
+"""Modules of torch whose own forward branches on values, written again so that they can be traced."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F  # noqa: N812
+
+
+def multihead(
+    m: nn.MultiheadAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_padding_mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: torch.Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[torch.Tensor, Any]:
+    """Returns the output of multi-head attention; the weights only where they are asked for."""
+    if m.bias_k is not None or m.add_zero_attn:
+        raise NotImplementedError("bias_k and add_zero_attn have no rule")
+    itself = key is query and value is query
+    if not m.batch_first:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # [batch, tokens, channels]
+    if m._qkv_same_embed_dim and itself:
+        q, k, v = F.linear(query, m.in_proj_weight, m.in_proj_bias).chunk(3, dim=-1)
+    else:
+        weights = (
+            m.in_proj_weight.chunk(3, dim=0)
+            if m._qkv_same_embed_dim
+            else (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
+        )
+        biases = m.in_proj_bias.chunk(3, dim=0) if m.in_proj_bias is not None else (None, None, None)
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+    q, k, v = (x.unflatten(-1, (m.num_heads, m.head_dim)).transpose(1, 2) for x in (q, k, v))  # [b, heads, t, d]
+    mask = attention_mask(m, key_padding_mask, attn_mask)
+    dropout = m.dropout if m.training else 0.0
+    if need_weights:
+        scores = (q * m.head_dim**-0.5) @ k.transpose(-2, -1)
+        shares = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+        mixed = F.dropout(shares, m.dropout, training=m.training) @ v if m.dropout else shares @ v
+        weights_out = shares.mean(dim=1) if average_attn_weights else shares
+    else:
+        causal = is_causal and mask is None
+        mixed, weights_out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
+    out = m.out_proj(mixed.transpose(1, 2).flatten(2))
+    return out if m.batch_first else out.transpose(0, 1), weights_out
+
+
+def attention_mask(
+    m: nn.MultiheadAttention, padding: torch.Tensor | None, mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Returns both masks as one float mask that broadcasts to [batch, heads, queries, keys]."""
+    if mask is None and padding is None:
+        return None
+    if mask is not None:
+        mask = float_mask(mask, m.out_proj.weight)
+    if padding is None:
+        return mask
+    wide = float_mask(padding, m.out_proj.weight).unsqueeze(1).unsqueeze(1)  # [b, 1, 1, keys]
+    return wide if mask is None else wide + mask
+
+
+@fx.wrap  # type: ignore[untyped-decorator]  # torch has no annotation here
+def float_mask(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a mask to be added: -inf where a boolean mask is true; other masks as they are."""
+    if mask.dtype is not torch.bool:
+        return mask.to(like.dtype)
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
+
+
+def encoder_layer(
+    m: nn.TransformerEncoderLayer,
+    src: torch.Tensor,
+    src_mask: torch.Tensor | None = None,
+    src_key_padding_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Returns one encoder layer's output, by its slow path."""
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        mixed = m.self_attn(
+            x, x, x, key_padding_mask=src_key_padding_mask, need_weights=False, attn_mask=src_mask, is_causal=is_causal
+        )[0]
+        out: torch.Tensor = m.dropout1(mixed)
+        return out
+
+    def feed(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = m.dropout2(m.linear2(m.dropout(m.activation(m.linear1(x)))))
+        return out
+
+    if m.norm_first:
+        src = src + attend(m.norm1(src))
+        return src + feed(m.norm2(src))
+    src = m.norm1(src + attend(src))
+    done: torch.Tensor = m.norm2(src + feed(src))
+    return done
+
+
+def encoder(
+    m: nn.TransformerEncoder,
+    src: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    src_key_padding_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Returns the output of a stack of encoder layers."""
+    for layer in m.layers:
+        src = layer(src, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
+    return src if m.norm is None else m.norm(src)
+
+
+def gated(m: nn.GLU, x: torch.Tensor) -> torch.Tensor:
+    """Returns the first half of a dim, scaled by the sigmoid of the second."""
+    first, second = x.chunk(2, dim=m.dim)
+    return first * torch.sigmoid(second)
+
+
+REWRITES: dict[type, Callable[..., Any]] = {
+    nn.MultiheadAttention: multihead,
+    nn.TransformerEncoderLayer: encoder_layer,
+    nn.TransformerEncoder: encoder,
+    nn.GLU: gated,
+}

@@ -1,0 +1,61 @@
+"""What every operation gives for the example, without computing: shapes, types, work."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from evenly._errors import SpecError
+
+
+class Shapes(fx.Interpreter):
+    """Runs a graph on tensors without data and keeps what every node gives, in `values` and `flops`."""
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        super().__init__(traced)
+        self.values: dict[str, Any] = {}
+        self.work: dict[str, int] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs one node and keeps its value."""
+        counter = FlopCounterMode(display=False)
+        try:
+            with counter:
+                value = super().run_node(n)
+        except Exception as error:
+            raise SpecError(
+                f"the operation {n.name!r} cannot be followed with tensors that have a shape but no values: "
+                f"{(str(error).splitlines() or [type(error).__name__])[0]}. Shapes must not depend on values; "
+                "and the example must fit the network."
+            ) from error
+        self.values[n.name], self.work[n.name] = value, counter.get_total_flops()
+        return value
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Returns a parameter without its data."""
+        value = super().get_attr(target, args, kwargs)
+        return shape_of(value) if isinstance(value, torch.Tensor) else value
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a module with parameters without data."""
+        module = self.fetch_attr(str(target))
+        return copy.deepcopy(module).to("meta")(*args, **kwargs)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function; devices become the one without data."""
+        return super().call_function(target, args, _without_device(kwargs))
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a method; devices become the one without data."""
+        return super().call_method(target, args, _without_device(kwargs))
+
+
+def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the same shape, type and need of gradient, without data."""
+    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+
+
+def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device("meta")} if kwargs.get("device") is not None else kwargs

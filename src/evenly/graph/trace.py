@@ -1,0 +1,268 @@
+"""nn.Module -> Graph: layers, shapes, work, who feeds whom, what may be cut."""
+
+import inspect
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from evenly._errors import SpecError
+from evenly.graph.kinds import RANDOM, Row, Seen, opaque, row_of
+from evenly.graph.lowering import lower, name_of
+from evenly.graph.shapes import Shapes, shape_of
+from evenly.graph.tracer import is_tensor_list, open_up
+from evenly.spec.graph import Graph, Layer, Tensor
+
+Example = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A network, the fx graph of its operations, and the same as a value."""
+
+    model: nn.Module
+    program: fx.GraphModule
+    graph: Graph
+    arguments: tuple[str, ...]  # of forward, in the order of the program's inputs
+    example: dict[str, tuple[int, ...]]  # shapes of the arguments that are tensors
+    switches: dict[str, dict[str, tuple[Any, Any]]]  # node -> argument -> its values in training and in evaluation
+
+
+def trace(model: nn.Module, example: Example) -> Graph:
+    """Returns the network's operations as a value: shapes, floating-point work, who feeds whom, what may be cut.
+
+    Args:
+        model: the network; it is not changed.
+        example: a batch as forward takes it: a tensor, a tuple of arguments, or a dict of named arguments.
+    """
+    return follow(model, example).graph
+
+
+def follow(model: nn.Module, example: Example) -> Traced:
+    """Returns the traced network, ready to be cut."""
+    given = _arguments(model, example)
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    with _mode(model, training=False):
+        quiet, _ = open_up(model, tensors)
+        lower(quiet)
+    with _mode(model, training=True):
+        program, closed = open_up(model, tensors)
+        lower(program)
+    switches = _switches(program, quiet)
+    _name_tuples(program, tensors)
+    with _mode(model, training=True):
+        shapes = _shapes(program, tensors)
+    layers = _layers(program, shapes, closed)
+    names = tuple(node.target for node in program.graph.nodes if node.op == "placeholder")
+    graph = Graph(model=type(model).__name__, layers=tuple(layers))
+    example_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return Traced(model, program, graph, names, example_shapes, switches)
+
+
+def _arguments(model: nn.Module, example: Example) -> dict[str, Any]:
+    signature = inspect.signature(model.forward)
+    try:
+        if isinstance(example, Mapping):
+            bound = signature.bind(**example)
+        else:
+            bound = signature.bind(*(example if isinstance(example, tuple | list) else (example,)))
+    except TypeError as error:
+        raise SpecError(
+            f"the example does not fit forward{signature} of {type(model).__name__}: {error}. Give a tensor, a tuple "
+            "of arguments, or a dict of named arguments."
+        ) from None
+    given = dict(bound.arguments)
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for n, p in signature.parameters.items() if n in given):
+        raise SpecError(f"forward{signature} of {type(model).__name__} takes *args or **kwargs, which have no rule.")
+    strange = [name for name, value in given.items() if not isinstance(value, torch.Tensor) and value is not None]
+    if strange or not any(isinstance(value, torch.Tensor) for value in given.values()):
+        raise SpecError(
+            f"the example gives {strange or 'no tensor'}; arguments of forward must be tensors or None. "
+            "Put settings into the module instead."
+        )
+    return given
+
+
+@contextmanager
+def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Sets every module's mode for a while."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for name, module in model.named_modules():
+            module.training = modes[name]
+
+
+def _switches(program: fx.GraphModule, quiet: fx.GraphModule) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """Returns the arguments that differ between training and evaluation."""
+    ours, theirs = list(program.graph.nodes), list(quiet.graph.nodes)
+    switches: dict[str, dict[str, tuple[Any, Any]]] = {}
+    if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
+        pairs = zip(ours, theirs, strict=False)
+        spot = next((a.name for a, b in pairs if (a.op, str(a.target)) != (b.op, str(b.target))), ours[-1].name)
+        raise SpecError(
+            f"forward of {type(program).__name__} does other things in training than in evaluation (from {spot!r} on), "
+            "which has no rule. Put the part that differs outside of the network."
+        )
+    for a, b in zip(ours, theirs, strict=True):
+        left, right = _plain(a), _plain(b)
+        changed = {key: (left[key], right[key]) for key in left if left[key] != right.get(key)}
+        if changed:
+            switches[a.name] = changed
+    return switches
+
+
+def _plain(node: fx.Node) -> dict[str, Any]:
+    named = {str(i): value for i, value in enumerate(node.args)} | dict(node.kwargs)
+    return {key: fx.map_arg(value, lambda n: n.name) for key, value in named.items()}
+
+
+def _shapes(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> Shapes:
+    shapes = Shapes(program)
+    order = [node for node in program.graph.nodes if node.op == "placeholder"]
+    shapes.run(*[shape_of(tensors[node.target]) if node.target in tensors else None for node in order])
+    return shapes
+
+
+def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> None:
+    """Gives every tensor of a tuple a node of its own, once."""
+    with _mode(program, training=True):
+        values = _shapes(program, tensors).values
+    graph = program.graph
+    for node in list(graph.nodes):
+        if not is_tensor_list(values.get(node.name)) or node.op == "placeholder":
+            continue
+        items: dict[int, fx.Node] = {}
+        for user in list(node.users):
+            if user.target is operator.getitem and user.args[0] is node and isinstance(user.args[1], int):
+                index = user.args[1] % len(values[node.name])
+                known = items.setdefault(index, user)
+                if known is not user:
+                    user.replace_all_uses_with(known)
+                    graph.erase_node(user)
+        rest = [user for user in node.users if user not in items.values()]
+        if rest:
+            with graph.inserting_after(node):
+                for index in reversed(range(len(values[node.name]))):
+                    if index not in items:
+                        items[index] = graph.call_function(operator.getitem, (node, index))
+            for user in rest:
+                _spell_out(user, node, [items[i] for i in range(len(items))])
+    graph.lint()
+    program.recompile()
+
+
+def _spell_out(user: fx.Node, node: fx.Node, items: list[fx.Node]) -> None:
+    def spelled(value: Any) -> Any:
+        if value is node:
+            return list(items)
+        if isinstance(value, tuple | list):
+            return type(value)(spelled(item) for item in value)
+        return value
+
+    user.args = tuple(spelled(arg) for arg in user.args)
+    user.kwargs = {key: spelled(arg) for key, arg in user.kwargs.items()}
+
+
+def _layers(program: fx.GraphModule, shapes: Shapes, closed: dict[str, str]) -> list[Layer]:
+    layers: list[Layer] = []
+    known: set[str] = set()
+    values = shapes.values
+    for node in program.graph.nodes:
+        value = values[node.name]
+        if node.op == "call_function" and node.target is operator.getitem:
+            if is_tensor_list(values[node.all_input_nodes[0].name]):
+                continue  # named as an output of the node that gives the tuple
+        layer = _layer(program, node, value, shapes, closed)
+        held = [name for name in layer.inputs if name not in values and name not in known]
+        known.update(held)
+        layers += [_held(program, name) for name in held]
+        layers.append(layer)
+    return layers
+
+
+def _held(program: fx.GraphModule, name: str) -> Layer:
+    """Returns the parameter or buffer of a module that is one operation."""
+    tensor = operator.attrgetter(name)(program)
+    op = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+    return Layer(name=name, op=op, kind="source", where=name, outputs=(_tensor(name, tensor),))
+
+
+def _layer(program: fx.GraphModule, node: fx.Node, value: Any, shapes: Shapes, closed: dict[str, str]) -> Layer:
+    inputs = tuple(n.name for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor))
+    outputs = _outputs(node, value)
+    row = _row(program, node, outputs, shapes, closed)
+    stack = node.meta.get("nn_module_stack") or {}
+    where = next(iter(reversed(list(stack))), "")
+    if node.op in ("call_module", "get_attr", "placeholder"):
+        where = str(node.target)
+    module_inputs = _module_inputs(program, node) if node.op == "call_module" and row.op != "opaque" else ()
+    return Layer(
+        name=node.name,
+        op=row.op,
+        kind=row.kind,
+        where=where,
+        inputs=inputs + module_inputs,
+        outputs=outputs,
+        options=row.options,
+        flops=shapes.work.get(node.name, 0),
+        note=row.note,
+    )
+
+
+def _module_inputs(program: fx.GraphModule, node: fx.Node) -> tuple[str, ...]:
+    module = program.get_submodule(str(node.target))
+    state = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return tuple(f"{node.target}.{name}" for name, tensor in state if tensor.ndim)
+
+
+def _outputs(node: fx.Node, value: Any) -> tuple[Tensor, ...]:
+    if isinstance(value, torch.Tensor) and node.op != "output":
+        return (_tensor(node.name, value),)
+    if is_tensor_list(value) and node.op != "output":
+        names = {user.args[1]: user.name for user in node.users if user.target is operator.getitem}
+        return tuple(_tensor(names.get(i, f"{node.name}#{i}"), item) for i, item in enumerate(value))
+    return ()
+
+
+def _tensor(name: str, value: torch.Tensor) -> Tensor:
+    kind = str(value.dtype).removeprefix("torch.")
+    return Tensor(name=name, shape=tuple(value.shape), dtype=kind, has_grad=value.requires_grad)
+
+
+def _row(
+    program: fx.GraphModule, node: fx.Node, outputs: tuple[Tensor, ...], shapes: Shapes, closed: dict[str, str]
+) -> Row:
+    if node.op == "output":
+        return Row("output", "output")
+    if node.op == "placeholder":
+        return Row("source", "input")
+    if node.op == "get_attr":
+        value = operator.attrgetter(str(node.target))(program)
+        return Row("source", "parameter" if isinstance(value, nn.Parameter) else "buffer")
+    name = name_of(node)
+    if name in RANDOM:
+        raise SpecError(
+            f"forward draws random numbers ({name} at {node.name!r}); every rank would draw others. Use dropout, or "
+            "draw them outside and pass them as an input."
+        )
+    tensors = [n for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor)]
+    if not outputs:
+        leaves = pytree.tree_leaves(shapes.values[node.name])
+        held = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        return opaque("nested outputs") if held else Row("source", "number")
+    if not tensors and node.op != "call_module":
+        return Row("source", "constant")
+    if node.op == "call_module" and str(node.target) in closed:
+        return opaque(f"it cannot be traced: {closed[str(node.target)]}")
+    module = program.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if name == "getitem" and not isinstance(shapes.values[node.all_input_nodes[0].name], torch.Tensor):
+        return opaque("a part of a nested output")
+    return row_of(Seen(node, name, shapes.values, module))

@@ -1,0 +1,112 @@
+"""A network as an fx graph of functions: modules with weights are opened, what cannot be traced stays closed."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from evenly._errors import SpecError
+from evenly.graph.rewrites import REWRITES
+
+OPENED = (
+    nn.Linear,
+    nn.modules.conv._ConvNd,
+    nn.Embedding,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.PReLU,
+    nn.MultiheadAttention,
+    nn.GLU,
+    nn.TransformerEncoderLayer,
+    nn.TransformerEncoder,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.Identity,
+)
+
+
+class Tracer(fx.Tracer):
+    """Opens modules whose weights can be cut; modules named in `closed` are single operations."""
+
+    def __init__(self, closed: dict[str, str]) -> None:
+        super().__init__(autowrap_functions=())
+        self.closed = closed
+        self.inside: list[str] = []  # the modules whose forward is being traced
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module is one operation."""
+        if module_qualified_name in self.closed:
+            return True
+        if isinstance(m, OPENED) or type(m) in REWRITES:
+            return False
+        return m.__module__.startswith("torch.") and not isinstance(m, nn.Sequential)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Traces a module, or a version of it that can be traced."""
+        name = self.path_of_module(m)
+        rewrite = next((REWRITES[kind] for kind in type(m).__mro__ if kind in REWRITES), None)
+        if rewrite is not None and name not in self.closed:
+            forward = lambda *a, **k: rewrite(m, *a, **k)  # noqa: E731
+        self.inside.append(name)
+        result = super().call_module(m, forward, args, kwargs)
+        self.inside.pop()  # not after an error: the deepest module is asked for then
+        return result
+
+
+def open_up(model: nn.Module, given: dict[str, Any]) -> tuple[fx.GraphModule, dict[str, str]]:
+    """Returns the traced network and the modules that stayed closed, each with the reason.
+
+    Args:
+        model: the network.
+        given: the arguments of forward that are tensors; all others keep their defaults.
+    """
+    refuse_hooks(model)
+    closed: dict[str, str] = {}
+    signature = inspect.signature(model.forward)
+    fixed = {
+        name: parameter.default
+        for name, parameter in signature.parameters.items()
+        if name not in given and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    while True:
+        tracer = Tracer(closed)
+        try:
+            return fx.GraphModule(model, tracer.trace(model, concrete_args=fixed or None)), closed
+        except Exception as error:
+            if not tracer.inside:
+                raise SpecError(
+                    f"the forward of {type(model).__name__} was to be traced, but it cannot be: {_reason(error)}. "
+                    "Let it depend on shapes only, not on values, or move that part into a module of its own: "
+                    "such a module is computed whole on every rank."
+                ) from error
+            closed[tracer.inside[-1]] = _reason(error)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raises `SpecError` if a module has hooks: they would see parts of tensors."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for name, module in model.named_modules():
+        found = [kind.strip("_").replace("_", " ") for kind in kinds if getattr(module, kind, None)]
+        if found:
+            raise SpecError(
+                f"the module {name or type(model).__name__!r} has {found[0]}, which would see parts of tensors once "
+                "its layers are cut. Remove them before sharding; the parametrizations of torch.nn.utils do work."
+            )
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise SpecError(
+                f"the parameter {name!r} has a gradient hook, which would see a part of the gradient once the "
+                "parameter is cut. Remove it before sharding."
+            )
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def is_tensor_list(value: object) -> bool:
+    """Whether a value is a list or tuple of tensors only."""
+    return isinstance(value, tuple | list) and bool(value) and all(isinstance(item, torch.Tensor) for item in value)

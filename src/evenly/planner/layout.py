@@ -1,0 +1,71 @@
+"""Graph + shares -> Layout: which state every tensor has, so that narrow tensors travel."""
+
+from collections.abc import Mapping, Sequence
+
+from evenly._errors import SpecError
+from evenly.planner.cuts import Cuts
+from evenly.planner.search import Rates, Search
+from evenly.spec.graph import Graph
+from evenly.spec.layout import Choice, Layout, Move, check_shares
+
+
+def lay_out(
+    graph: Graph,
+    shares: Sequence[float],
+    *,
+    layer_shares: Mapping[str, Sequence[float]] | None = None,
+    modes: Mapping[str, Sequence[str]] | None = None,
+    rates: Rates | None = None,
+) -> Layout:
+    """Returns the cheapest layout of a network over ranks with these shares.
+
+    Args:
+        graph: the network.
+        shares: one number for each rank; 0 leaves the rank out.
+        layer_shares: shares of single layers, by module name or the beginning of it; 0 leaves a rank out of that layer.
+        modes: for operations by name, the modes that they may have.
+        rates: what moving costs compared with computing.
+    """
+    numbers = check_shares(shares)
+    members = tuple(rank for rank, share in enumerate(numbers) if share > 0)
+    cuts = Cuts([numbers[rank] for rank in members])
+    own = _own_shares(graph, layer_shares or {}, len(numbers), members)
+    way = Search(graph, cuts, rates or Rates(), modes or {}, own).run()
+    choices: list[Choice] = []
+    moves: list[Move] = []
+    while way.parent is not None:
+        if way.choice is not None:
+            choices.append(way.choice)
+        moves += reversed(way.moves)
+        way = way.parent
+    return Layout(
+        graph=graph.fingerprint,
+        shares=numbers,
+        members=members,
+        cuts=tuple(cuts.table),
+        choices=tuple(reversed(choices)),
+        moves=tuple(reversed(moves)),
+    )
+
+
+def _own_shares(
+    graph: Graph, given: Mapping[str, Sequence[float]], ranks: int, members: tuple[int, ...]
+) -> dict[str, tuple[float, ...]]:
+    """Returns the shares of every tensor whose layer has shares of its own."""
+    checked = {prefix: check_shares(shares, ranks=ranks) for prefix, shares in given.items()}
+    for prefix, shares in checked.items():
+        strangers = [rank for rank, share in enumerate(shares) if share and rank not in members]
+        if strangers or not any(_is_in(layer.where, prefix) for layer in graph.layers):
+            case = f"ranks {strangers} have no share of the network" if strangers else "no module has that name"
+            raise SpecError(f"shares of the layer {prefix!r} were given, but {case}. Correct the name or the shares.")
+    found: dict[str, tuple[float, ...]] = {}
+    for layer in graph.layers:
+        prefixes = [prefix for prefix in checked if layer.kind == "mixing" and _is_in(layer.where, prefix)]
+        own = tuple(checked[max(prefixes, key=len)][rank] for rank in members) if prefixes else None
+        own = own or next((found[name] for name in layer.inputs[:1] if name in found and layer.kind != "mixing"), None)
+        found |= {tensor.name: own for tensor in layer.outputs if own}
+    return found
+
+
+def _is_in(where: str, prefix: str) -> bool:
+    return where == prefix or where.startswith(prefix + ".")

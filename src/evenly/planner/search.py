@@ -1,0 +1,184 @@
+"""The cheapest states for all tensors of a network: a walk along its operations that keeps the best few ways so far.
+
+At every operation the ways differ only in the states of tensors that are still needed. For chains and residual networks
+these are few, and the walk is an exact shortest path; where very many tensors are alive (dense blocks) it is a beam.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from evenly.planner.cuts import Cuts
+from evenly.planner.rules import Option, Scene, State, options_of
+from evenly.planner.wishes import Wishes, channels_of, wishes_of
+from evenly.spec.graph import Graph, Layer, Tensor
+from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, Choice, Move, MoveName, Record
+
+WEIGHTED = {"conv", "linear", "embedding"}  # layers that are to be cut: whole only if nothing else can be done
+FORBIDDEN = 1e18
+POINTWISE = 12  # work of one element of an operation that only moves memory
+BEAM = 48
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What moving costs compared with computing, in floating-point operations of all devices together."""
+
+    flops_per_byte: float = 100.0  # sent by one rank
+    flops_per_message: float = 2e4
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of computing the network up to some operation."""
+
+    cost: float
+    states: Mapping[str, State]
+    parent: "Way | None" = None
+    choice: Choice | None = None
+    moves: tuple[Move, ...] = ()
+
+
+@dataclass
+class Search:
+    """Everything that the walk needs to know."""
+
+    graph: Graph
+    cuts: Cuts
+    rates: Rates
+    allowed: Mapping[str, Sequence[str]]
+    shares: Mapping[str, tuple[float, ...]]  # of tensors whose layer has its own
+    tensors: dict[str, Tensor] = field(init=False)
+    wishes: Wishes = field(init=False)
+    channels: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensors, self.wishes = self.graph.tensors, wishes_of(self.graph)
+        self.channels = channels_of(self.graph)
+        self.size = len(self.cuts.shares)
+        self.slowdown = sum(self.cuts.shares) / min(self.cuts.shares)  # of work that every rank does whole
+
+    def run(self) -> Way:
+        """Returns the cheapest way through the whole network."""
+        last = {name: number for number, layer in enumerate(self.graph.layers) for name in layer.inputs}
+        ways = [Way(0.0, {})]
+        for number, layer in enumerate(self.graph.layers):
+            found: dict[frozenset[tuple[str, State]], Way] = {}
+            for way in ways:
+                for following in self.step(way, layer):
+                    alive = {n: s for n, s in following.states.items() if last.get(n, -1) > number}
+                    kept = Way(following.cost, alive, way, following.choice, following.moves)
+                    key = frozenset(alive.items())
+                    if key not in found or kept.cost < found[key].cost:
+                        found[key] = kept
+            ways = sorted(found.values(), key=lambda w: w.cost)[:BEAM]
+        return ways[0]
+
+    def step(self, way: Way, layer: Layer) -> list[Way]:
+        """Returns every way that goes on with this layer."""
+        if layer.kind == "source":
+            free: State = None if layer.op in ("parameter", "buffer") else frozenset([REPLICATED])
+            made = {tensor.name: free for tensor in layer.outputs}
+            choice = Choice(layer=layer.name, mode="source", gives=(REPLICATED,) * len(layer.outputs))
+            return [Way(way.cost, {**way.states, **made}, choice=choice)]
+        scene = Scene(
+            layer,
+            tuple(self.tensors[name] for name in layer.inputs),
+            tuple(way.states.get(name) for name in layer.inputs),
+            self.cuts,
+            self.wishes,
+            self.channels,
+            self.shares,
+        )
+        options = [option for option in options_of(scene) if self._allows(layer, option)]
+        return [following for option in options if (following := self.take(way, scene, option)) is not None]
+
+    def _allows(self, layer: Layer, option: Option) -> bool:
+        modes = self.allowed.get(layer.name)
+        return modes is None or option.mode in modes
+
+    def take(self, way: Way, scene: Scene, option: Option) -> Way | None:
+        """Returns the way that computes a layer in this mode; None where a tensor cannot be brought to its state."""
+        states, cost = dict(way.states), way.cost + self._work(scene, option)
+        moves: list[Move] = []
+        for tensor, need in zip(scene.inputs, option.needs, strict=True):
+            reached = self.reach(tensor, states.get(tensor.name), need)
+            if reached is None:
+                return None
+            states[tensor.name], steps = reached
+            moves += steps
+        cost += sum(self._price(move) for move in moves)
+        sent = option.sent * 2 * (self.size - 1) * _width(scene)
+        cost += sent / self.size * self.rates.flops_per_byte + option.messages * self.rates.flops_per_message
+        for tensor, record in zip(scene.layer.outputs, option.gives, strict=True):
+            states[tensor.name] = frozenset([record])
+        choice = Choice.model_construct(
+            layer=scene.layer.name,
+            mode=option.mode,
+            needs=option.needs,
+            gives=option.gives,
+            messages=option.messages if self.size > 1 else 0,
+            sent_bytes=sent,
+            note=scene.layer.note,
+        )
+        return Way(cost, states, choice=choice, moves=tuple(moves))
+
+    def reach(self, tensor: Tensor, state: State, need: Record) -> tuple[State, list[Move]] | None:
+        """Returns the states of a tensor once it is brought to `need`, and the moves on the way."""
+        if state is None:  # a parameter that is used for the first time lives as it is needed
+            start = REPLICATED if need == COPIED else need
+            if start == PARTIAL:
+                return None
+            state = frozenset([start])
+        if need in state:
+            return state, []
+        if need == PARTIAL:
+            return None
+        have = {record.state: record for record in sorted(state)}
+        steps: list[Move] = []
+        if need.state == "sharded" and "partial" in have:
+            steps = [self._move(tensor, "reduce_scatter", have["partial"], need)]
+        elif need.state == "sharded":
+            source = have.get("replicated")
+            if source is None:
+                steps = self._gather(tensor, have["sharded"], REPLICATED)
+            steps.append(self._move(tensor, "slice", REPLICATED, need))
+        elif "sharded" in have:
+            steps = self._gather(tensor, have["sharded"], need)
+        else:
+            if "replicated" not in have:
+                steps = [self._move(tensor, "reduce", PARTIAL, REPLICATED)]
+            if need == COPIED:
+                steps.append(self._move(tensor, "copy", REPLICATED, COPIED))
+        return state | {step.after for step in steps}, steps
+
+    def _gather(self, tensor: Tensor, source: Record, need: Record) -> list[Move]:
+        name: MoveName = "gather_for_ranks" if need == COPIED else "gather_for_all"
+        return [self._move(tensor, name, source, need)]
+
+    def _move(self, tensor: Tensor, name: MoveName, before: Record, after: Record) -> Move:
+        once = tensor.size_bytes * (self.size - 1)
+        forward = {"reduce": 2, "reduce_scatter": 1, "gather_for_ranks": 1, "gather_for_all": 1}.get(name, 0)
+        backward = {"copy": 2, "reduce_scatter": 1, "gather_for_ranks": 1, "slice": 1}.get(name, 0)
+        back = backward * once if tensor.has_grad else 0
+        return Move.model_construct(
+            tensor=tensor.name, name=name, before=before, after=after, forward_bytes=forward * once, backward_bytes=back
+        )
+
+    def _price(self, move: Move) -> float:
+        sent = (move.forward_bytes + move.backward_bytes) / self.size
+        messages = (move.forward_bytes > 0) + (move.backward_bytes > 0)
+        return sent * self.rates.flops_per_byte + messages * self.rates.flops_per_message
+
+    def _work(self, scene: Scene, option: Option) -> float:
+        layer = scene.layer
+        if option.is_whole and layer.op in WEIGHTED and len(scene.inputs) > 1:
+            return FORBIDDEN
+        elements = sum(tensor.numel for tensor in layer.outputs)
+        flops = 3.0 * layer.flops + POINTWISE * elements
+        whole = option.is_whole or option.mode == "summand"
+        return flops * self.slowdown if whole else flops
+
+
+def _width(scene: Scene) -> int:
+    """Returns the bytes of one element of what a layer sums inside: at least those of float32."""
+    return max(4, scene.inputs[0].size_bytes // max(1, scene.inputs[0].numel)) if scene.inputs else 0

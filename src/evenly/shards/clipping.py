@@ -1,0 +1,122 @@
+"""Sums over the ranks that hold a network's parts, and gradients clipped by the norm of them all."""
+
+from collections.abc import Iterable
+from functools import reduce
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from evenly._errors import NonFiniteError, SpecError
+from evenly.comm import Pending, Wire
+from evenly.shards.placement import Placement, placement_of
+
+
+class Sums:
+    """Tensors to add up over ranks, in one message for each wire; all ranks add the same shapes in the same order."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._summands: list[torch.Tensor] = []
+        self._wires: list[Wire | None] = []
+
+    def add(self, summand: torch.Tensor, wire: Wire | None) -> int:
+        """Returns the number of the sum that this summand is this rank's part of; without a wire it is all of it."""
+        self._summands.append(summand)
+        self._wires.append(wire)
+        return len(self._wires) - 1
+
+    def totals(self) -> list[torch.Tensor]:
+        """Returns all sums, by number; all ranks of the wires call it together."""
+        totals = list(self._summands)
+        sent: list[tuple[list[int], Pending]] = []
+        for wire in dict.fromkeys(wire for wire in self._wires if wire is not None):
+            numbers = [number for number, other in enumerate(self._wires) if other is wire]
+            device = totals[numbers[0]].device
+            flat = torch.cat([totals[number].reshape(-1).to(device) for number in numbers])
+            sent.append((numbers, wire.sum(flat, name=self._name)))
+        for numbers, pending in sent:
+            pieces = torch.split(pending.wait(), [totals[number].numel() for number in numbers])
+            for number, piece in zip(numbers, pieces, strict=True):
+                totals[number] = piece.view(totals[number].shape).to(totals[number])
+        return totals
+
+
+def squared_norm(x: torch.Tensor, *, dim: int | None = None) -> torch.Tensor:
+    """Returns the sum of squares of `x`, or those along `dim`, in float32 at least; 0 where there is nothing."""
+    norm: torch.Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=dim is not None, dtype=_wide(x))
+    return norm.square_()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Returns the norm of all gradients of the full network, and scales them so that it is at most `max_norm`.
+
+    It is what `torch.nn.utils.clip_grad_norm_` gives on one device. Cut parameters are summed over their wire in one
+    message, replicated ones and those without a placement count once. All ranks call it together, with the same
+    parameters in the same order.
+
+    Args:
+        parameters: local parameters, of any number of wires; those without a gradient are passed over.
+        max_norm: the largest norm that is left as it is.
+        norm_type: p of the p-norm, above 0; `math.inf` for the largest entry.
+        error_if_nonfinite: whether a norm that is NaN or infinite raises `NonFiniteError` and leaves the gradients.
+    """
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    held = [(parameter.grad, placement_of(parameter)) for parameter in given if parameter.grad is not None]
+    if any(placement is not None and placement.is_cut for _, placement in held):
+        total = _norm_over_wires(held, float(norm_type))
+    else:
+        total = get_total_norm([grad for grad, _ in held], norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise NonFiniteError(
+            f"gradients were to be clipped to a norm of {max_norm}, but their norm of order {norm_type} is "
+            f"{total.item()}. Look for what made it so, or give error_if_nonfinite=False to scale by it anyway."
+        )
+    clip_grads_with_norm_(given, max_norm, total)
+    return total
+
+
+def _norm_over_wires(held: list[tuple[torch.Tensor, Placement | None]], p: float) -> torch.Tensor:
+    if not p > 0:
+        raise SpecError(
+            f"norm_type={p} was asked for, but parameters are cut over ranks and only norms of an order above 0 can "
+            "be put together from parts. Give a positive number or math.inf."
+        )
+    cut = dict.fromkeys(placement.wire for _, placement in held if placement is not None and placement.is_cut)
+    counted: dict[Wire | None, list[torch.Tensor]] = {wire: [] for wire in (*cut, None)}
+    for grad, placement in held:
+        if placement is None or placement.wire not in cut:
+            counted[None].append(grad)
+        elif placement.is_cut or placement.wire.rank == 0:  # one rank counts what all hold: one norm to the last bit
+            counted[placement.wire].append(grad)
+    dtype = reduce(torch.promote_types, (grad.dtype for grad, _ in held)).to_real()
+    powers = {wire: _power(held[0][0].device, _wide_of(dtype), p, part) for wire, part in counted.items()}
+    pending = [wire.sum(powers[wire], name="clip", largest=p == torch.inf) for wire in cut]
+    parts = torch.stack([*(one.wait() for one in pending), powers[None]])  # [wires + 1, 1 or 2]
+    if p == torch.inf:
+        largest, is_nan = parts.amax(0)
+        return torch.where(is_nan > 0, torch.nan, largest).to(dtype)
+    return parts.sum().pow(1 / p).to(dtype)
+
+
+def _power(device: torch.device, dtype: torch.dtype, p: float, grads: list[torch.Tensor]) -> torch.Tensor:
+    """Returns [the sum of |g|^p], or [the largest |g|, whether one is NaN]: a maximum over ranks may lose a NaN."""
+    norms = [torch.linalg.vector_norm(grad, p, dtype=_wide(grad)) for grad in grads if grad.numel()]
+    values = torch.stack([torch.zeros((), device=device, dtype=dtype), *(norm.to(device, dtype) for norm in norms)])
+    if p == torch.inf:
+        return torch.stack([values.nan_to_num(0.0, torch.inf).amax(), values.isnan().any().to(dtype)])
+    return values.pow(p).sum(0, keepdim=True)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype | None:
+    return None if x.is_complex() else _wide_of(x.dtype)
+
+
+def _wide_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,145 @@
+"""Where every tensor of a network lives: whole on each rank, cut along a dim, or as summands."""
+
+from itertools import accumulate, pairwise
+from typing import Annotated, Literal, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from evenly._errors import SpecError
+from evenly.spec._value import Value
+
+MoveName = Literal["copy", "reduce", "reduce_scatter", "gather_for_ranks", "gather_for_all", "slice"]
+Segments = tuple[tuple[int, int], ...]
+
+
+class Record(NamedTuple):
+    """The state of a tensor.
+
+    replicated: every rank has all of it, and all of its gradient.
+    copied: every rank has all of it, but of the gradient only the summand that its own work gives.
+    sharded: rank r has the indices `cuts[cut].segments[r]` of dim `dim`.
+    partial: every rank has a summand; all of the gradient.
+    """
+
+    state: Literal["replicated", "copied", "sharded", "partial"]
+    dim: int = 0
+    cut: int = -1
+
+
+REPLICATED, COPIED, PARTIAL = Record("replicated"), Record("copied"), Record("partial")
+
+
+class Cut(Value):
+    """How a dim of `size` indices is dealt out: lists of ranges, one list for each rank.
+
+    A cut of the batch has `rows` > 0, the rows of each sample; it is dealt out anew for every batch.
+    """
+
+    size: int
+    segments: tuple[Segments, ...]
+    rows: int = 0
+
+    def counts(self) -> list[int]:
+        """Returns how many indices each rank has."""
+        return [sum(stop - start for start, stop in part) for part in self.segments]
+
+
+class Choice(Value):
+    """What one layer does: its mode, the states it needs and the states it gives."""
+
+    layer: str
+    mode: str
+    needs: tuple[Record, ...] = ()
+    gives: tuple[Record, ...] = ()
+    messages: int = Field(default=0, description="collectives inside the layer, such as moments of a norm")
+    sent_bytes: int = 0
+    note: str = ""
+
+
+class Move(Value):
+    """A change of a tensor's state, with the bytes that all ranks together send in one step."""
+
+    tensor: str
+    name: MoveName
+    before: Record
+    after: Record
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+
+
+class Layout(Value):
+    """The states of all tensors of one network over the ranks that hold its shards."""
+
+    graph: str = Field(description="fingerprint of the graph it was made for")
+    shares: tuple[Annotated[float, Field(ge=0)], ...]
+    members: tuple[int, ...] = Field(description="the ranks with a share, in order; others are left out")
+    cuts: tuple[Cut, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    moves: tuple[Move, ...] = ()
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        for cut in self.cuts:
+            covered = sorted(segment for part in cut.segments for segment in part)
+            edges = [0, *(stop for _, stop in covered)]
+            if [start for start, _ in covered] != edges[:-1] or edges[-1] != cut.size:
+                raise ValueError(f"a cut of {cut.size} has the ranges {covered}, which do not cover it exactly once")
+            if len(cut.segments) != len(self.members):
+                raise ValueError(f"a cut is for {len(cut.segments)} ranks, but {len(self.members)} have a share")
+        return self
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Bytes that all ranks together send in one step, forward and backward."""
+        inside = sum(choice.sent_bytes for choice in self.choices)
+        return inside + sum(move.forward_bytes + move.backward_bytes for move in self.moves)
+
+    @property
+    def messages(self) -> int:
+        """Collectives in one step, forward and backward."""
+        inside = sum(choice.messages for choice in self.choices)
+        return inside + sum((move.forward_bytes > 0) + (move.backward_bytes > 0) for move in self.moves)
+
+
+def deal(units: int, shares: tuple[float, ...] | list[float]) -> list[int]:
+    """Returns whole numbers in proportion to `shares` that sum to `units`, by largest remainder.
+
+    >>> deal(60, [70, 25, 5]), deal(10, [1, 1, 1]), deal(2, [5, 4, 3])
+    ([42, 15, 3], [4, 3, 3], [1, 1, 0])
+    """
+    total = sum(shares)
+    exact = [units * share / total for share in shares]
+    counts = [int(value) for value in exact]
+    order = sorted(range(len(shares)), key=lambda rank: (counts[rank] - exact[rank], -shares[rank], rank))
+    for rank in order[: units - sum(counts)]:
+        counts[rank] += 1
+    return counts
+
+
+def ranges(counts: list[int]) -> tuple[Segments, ...]:
+    """Returns consecutive ranges of these lengths, one list a rank; an empty list for nothing.
+
+    >>> ranges([2, 0, 1])
+    (((0, 2),), (), ((2, 3),))
+    """
+    edges = pairwise(accumulate([0, *counts]))
+    return tuple(((start, stop),) if stop > start else () for start, stop in edges)
+
+
+def check_shares(shares: object, *, ranks: int | None = None) -> tuple[float, ...]:
+    """Returns the shares as numbers, or raises `SpecError` saying what is wrong with them."""
+    try:
+        numbers = tuple(float(share) for share in shares)  # type: ignore[attr-defined]  # that is what is tried
+    except (TypeError, ValueError):
+        raise SpecError(f"shares={shares!r} was given, but a list of numbers is needed, such as [70, 25, 5].") from None
+    if ranks is not None and len(numbers) != ranks:
+        raise SpecError(
+            f"{len(numbers)} shares {list(numbers)} were given for {ranks} ranks. Give one share for each rank; "
+            "0 leaves a rank out."
+        )
+    bad = [share for share in numbers if not 0 <= share < float("inf")]
+    if bad or not numbers:
+        raise SpecError(f"shares={list(numbers)} holds {bad or 'nothing'}. Shares are finite numbers of at least 0.")
+    if not any(numbers):
+        raise SpecError(f"shares={list(numbers)} leave every rank out. Give at least one rank a share above 0.")
+    return numbers
