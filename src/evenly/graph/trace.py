@@ -177,9 +177,8 @@ def _layers(program: fx.GraphModule, shapes: Shapes, closed: dict[str, str]) -> 
     values = shapes.values
     for node in program.graph.nodes:
         value = values[node.name]
-        if node.op == "call_function" and node.target is operator.getitem:
-            if is_tensor_list(values[node.all_input_nodes[0].name]):
-                continue  # named as an output of the node that gives the tuple
+        if node.target is operator.getitem and is_tensor_list(values[node.all_input_nodes[0].name]):
+            continue  # named as an output of the node that gives the tuple
         layer = _layer(program, node, value, shapes, closed)
         held = [name for name in layer.inputs if name not in values and name not in known]
         known.update(held)
@@ -258,11 +257,11 @@ def _row(
         leaves = pytree.tree_leaves(shapes.values[node.name])
         held = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         return opaque("nested outputs") if held else Row("source", "number")
+    if name == "getitem" and not isinstance(shapes.values[node.all_input_nodes[0].name], torch.Tensor):
+        return opaque("a part of a nested output")
     if not tensors and node.op != "call_module":
         return Row("source", "constant")
     if node.op == "call_module" and str(node.target) in closed:
         return opaque(f"it cannot be traced: {closed[str(node.target)]}")
     module = program.get_submodule(str(node.target)) if node.op == "call_module" else None
-    if name == "getitem" and not isinstance(shapes.values[node.all_input_nodes[0].name], torch.Tensor):
-        return opaque("a part of a nested output")
     return row_of(Seen(node, name, shapes.values, module))

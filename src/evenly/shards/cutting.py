@@ -1,0 +1,85 @@
+"""The tree of modules with only this rank's parts of parameters and buffers; the network given stays as it is."""
+
+import copy
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from evenly.comm import Wire
+from evenly.graph import Traced
+from evenly.shards.placement import Placement, place
+from evenly.spec.layout import COPIED, REPLICATED, Layout, Record
+
+
+def homes(traced: Traced, layout: Layout) -> dict[str, Record]:
+    """Returns the state in which each parameter and buffer lives, by its name in the network."""
+    layers = {layer.name: layer for layer in traced.graph.layers}
+    sources = {layer.name: layer.where for layer in traced.graph.layers if layer.op in ("parameter", "buffer")}
+    found: dict[str, Record] = {}
+    for choice in layout.choices:
+        if layers[choice.layer].kind == "source":
+            continue
+        for name, need in zip(layers[choice.layer].inputs, choice.needs, strict=True):
+            if name in sources:
+                found.setdefault(sources[name], REPLICATED if need == COPIED else need)
+    return found
+
+
+def cut_model(traced: Traced, layout: Layout, wire: Wire) -> nn.Module:
+    """Returns a copy of the network that holds this rank's parts."""
+    records = homes(traced, layout)
+    names = _names(traced.model)
+    known = {id(tensor): record for name, record in records.items() for tensor in [names[name]]}
+
+    def placed(name: str, tensor: torch.Tensor) -> Placement:
+        record = known.get(id(tensor), REPLICATED)
+        if record.state != "sharded":
+            return Placement(name, tensor.shape, wire)
+        return Placement(name, tensor.shape, wire, record.dim, layout.cuts[record.cut].segments)
+
+    return copy_tree(traced.model, placed)
+
+
+def copy_tree(model: nn.Module, placed: Callable[[str, torch.Tensor], Placement]) -> nn.Module:
+    """Returns a copy of a network with every tensor replaced by its part; shared modules and tensors stay shared."""
+    modules: dict[int, nn.Module] = {}
+    tensors: dict[int, torch.Tensor] = {}
+
+    def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in tensors:
+            placement = placed(name, tensor)
+            piece = placement.part(tensor)
+            if isinstance(tensor, nn.Parameter):
+                piece = nn.Parameter(piece, requires_grad=tensor.requires_grad)
+            place(piece, placement)
+            tensors[id(tensor)] = piece
+        return tensors[id(tensor)]
+
+    def copied(module: nn.Module, prefix: str) -> nn.Module:
+        if id(module) in modules:
+            return modules[id(module)]
+        made = modules[id(module)] = copy.copy(module)
+        made.__dict__ = dict(module.__dict__)
+        made._parameters = {
+            name: part(prefix + name, tensor) if tensor is not None else None  # type: ignore[misc]  # a Parameter stays one
+            for name, tensor in module._parameters.items()
+        }
+        made._buffers = {
+            name: part(prefix + name, tensor) if tensor is not None else None
+            for name, tensor in module._buffers.items()
+        }
+        made._modules = {
+            name: copied(child, f"{prefix}{name}.") if child is not None else None
+            for name, child in module._modules.items()
+        }
+        if getattr(made, "inplace", False):
+            made.__dict__["inplace"] = False
+        return made
+
+    return copied(model, "")
+
+
+def _names(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))

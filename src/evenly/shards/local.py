@@ -1,0 +1,209 @@
+"""What one rank does for an operation and mode, where that is not simply the operation itself on its parts."""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from evenly.comm import count_of
+from evenly.shards import ops
+from evenly.shards.chance import drop
+from evenly.shards.site import Pass, Site
+
+Act = Callable[..., Any]  # (now, *args, **kwargs) -> what the operation gives on this rank
+
+
+def act_of(site: Site) -> Act:
+    """Returns what this rank does at one operation."""
+    made = LOCAL.get((site.layer.op, site.choice.mode)) or LOCAL.get((site.layer.op, "*"))
+    if made is not None:
+        return made(site)
+    run = site.run
+    return lambda now, *args, **kwargs: run(*args, **kwargs)
+
+
+def _view(site: Site) -> Act:
+    """Sizes written into the network are full ones; the dim that is cut gets this rank's size."""
+    (given,) = site.choice.gives
+    shapes: dict[Any, tuple[int, ...]] = {}
+    expands = site.layer.op == "expand"
+
+    def act(now: Pass, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        key = (now.samples, x.shape, *args)
+        if key not in shapes:
+            shapes[key] = tuple(site.full_output(now).shape)
+        shape = list(shapes[key])
+        shape[given.dim] = now.count(given)
+        return x.expand(shape) if expands else x.reshape(shape)
+
+    return act
+
+
+def _split(site: Site) -> Act:
+    dim = site.layer.options["dim"]
+    if site.choice.needs[0].dim != dim:
+        return lambda now, *args, **kwargs: site.run(*args, **kwargs)
+    return lambda now, x, *_, **__: torch.split(x, [now.count(record) for record in site.choice.gives], dim)
+
+
+def _narrow(site: Site) -> Act:
+    (need,) = site.choice.needs
+    options = site.layer.options
+    if need.dim != options["dim"]:
+        return lambda now, *args, **kwargs: site.run(*args, **kwargs)
+
+    def act(now: Pass, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        before = count_of([(a, min(b, options["start"])) for a, b in now.own(need) if a < options["start"]])
+        return x.narrow(need.dim, before, now.count(site.choice.gives[0]))
+
+    return act
+
+
+def _sum(site: Site) -> Act:
+    """A summand of a sum or mean along the dim that is cut."""
+    options = site.layer.options
+
+    def act(now: Pass, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        total = x.sum(options["dims"], keepdim=options["keep"])
+        shape = now.full_shape(x, site.choice.needs[0])
+        return total if options["name"] == "sum" else total / prod(shape[dim] for dim in options["dims"])
+
+    return act
+
+
+def _group_conv(site: Site) -> Act:
+    groups = site.layer.options["groups"]
+
+    def act(now: Pass, x: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        here = groups * now.count(site.choice.needs[0]) // now.size(site.choice.needs[0])
+        if len(args) > 4:
+            return site.run(x, weight, *args[:4], here, *args[5:], **kwargs)  # type: ignore[no-any-return]
+        return site.run(x, weight, *args, **{**kwargs, "groups": here})  # type: ignore[no-any-return]
+
+    return act
+
+
+def _group_norm(site: Site) -> Act:
+    def act(now: Pass, x: torch.Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+        need = site.choice.needs[0]
+        if site.choice.mode == "local":
+            return F.group_norm(x, groups * now.count(need) // now.size(need), weight, bias, eps)
+        channels = now.size(need)
+        return ops.group_norm(x, groups, weight, bias, eps, channels=channels, segments=now.own(need), wire=now.wire)
+
+    return act
+
+
+def _layer_norm(site: Site) -> Act:
+    def act(now: Pass, x: torch.Tensor, _: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+        return ops.layer_norm(x, weight, bias, now.size(site.choice.needs[0]), eps, now.wire)
+
+    return act
+
+
+def _rms_norm(site: Site) -> Act:
+    def act(now: Pass, x: torch.Tensor, _: Any, weight: Any = None, eps: float | None = None) -> Any:
+        return ops.rms_norm(x, weight, now.size(site.choice.needs[0]), eps, now.wire)
+
+    return act
+
+
+def _embedding_rows(site: Site) -> Act:
+    need = site.choice.needs[1]
+
+    def act(now: Pass, ids: torch.Tensor, weight: torch.Tensor, padding: int | None = None, *_: Any, **k: Any) -> Any:
+        return ops.embed_rows(ids, weight, now.own(need), now.size(need), k.get("padding_idx", padding))
+
+    return act
+
+
+def _vocabulary(site: Site) -> Act:
+    def act(now: Pass, logits: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return ops.cross_entropy(
+            logits,
+            target,
+            now.own(site.choice.needs[0]),
+            now.wire,
+            ignored=given.get("ignore_index", -100),
+            reduction=given.get("reduction", "mean"),
+        )
+
+    return act
+
+
+def _dropout(site: Site) -> Act:
+    (need,) = site.choice.needs
+    module = site.model.get_submodule(str(site.node.target)) if site.node.op == "call_module" else None
+
+    def act(now: Pass, x: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> torch.Tensor:
+        if isinstance(module, nn.Module):
+            p, training = float(module.p), module.training
+        if not training:
+            return x
+        key = now.dice.key(site.number)
+        shared = site.layer.options["dims"]
+        if need.state != "sharded":
+            return drop(x, p, key, shared=shared)
+        return drop(x, p, key, dim=need.dim, segments=now.own(need), full=now.size(need), shared=shared)
+
+    return act
+
+
+def _attention(site: Site) -> Act:
+    """Torch's own attention, or with dropout one that draws by the place in the full tensor."""
+    need = site.choice.needs[0]
+
+    def act(now: Pass, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        names = ("attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if not given.get("dropout_p"):
+            return F.scaled_dot_product_attention(q, k, v, **given)
+        if given.get("enable_gqa") and q.shape[-3] != k.shape[-3]:
+            k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
+        scores = (q * (given.get("scale") or q.shape[-1] ** -0.5)) @ k.transpose(-2, -1)
+        mask = given.get("attn_mask")
+        if given.get("is_causal"):
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+        key, shares = now.dice.key(site.number), torch.softmax(scores, -1)
+        if need.state != "sharded":
+            return drop(shares, given["dropout_p"], key) @ v
+        own, full = now.own(need), now.size(need)
+        return drop(shares, given["dropout_p"], key, dim=need.dim, segments=own, full=full) @ v
+
+    return act
+
+
+def _instance_norm(site: Site) -> Act:
+    module = site.run
+
+    def act(now: Pass, x: torch.Tensor) -> Any:
+        vars(module)["num_features"] = x.shape[1]
+        return module(x)
+
+    return act
+
+
+LOCAL: dict[tuple[str, str], Callable[[Site], Act]] = {
+    ("view", "local"): _view,
+    ("expand", "local"): _view,
+    ("split", "local"): _split,
+    ("narrow", "local"): _narrow,
+    ("sum", "reduced"): _sum,
+    ("conv", "grouped"): _group_conv,
+    ("group_norm", "local"): _group_norm,
+    ("group_norm", "moments"): _group_norm,
+    ("layer_norm", "moments"): _layer_norm,
+    ("rms_norm", "moments"): _rms_norm,
+    ("instance_norm", "local"): _instance_norm,
+    ("embedding", "rows"): _embedding_rows,
+    ("cross_entropy", "vocabulary"): _vocabulary,
+    ("dropout", "*"): _dropout,
+    ("attention", "*"): _attention,
+}

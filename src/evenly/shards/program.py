@@ -1,0 +1,160 @@
+"""A traced network and its layout as the list of steps that one rank runs."""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from evenly.comm import Shift, Wire
+from evenly.graph import Traced
+from evenly.shards.chance import Dice
+from evenly.shards.local import act_of
+from evenly.shards.site import Pass, Site
+from evenly.spec.graph import Layer
+from evenly.spec.layout import REPLICATED, Choice, Layout, Move, Record
+
+Key = tuple[str, Record | None]  # a tensor in one of its states; None: not a tensor
+
+
+@dataclass
+class Step:
+    """One operation or move: what it reads, and which values nobody needs afterwards."""
+
+    name: str
+    run: Callable[[Pass], None]
+    reads: list[Key]
+    drops: list[Key] = field(default_factory=list)
+
+
+class Program:
+    """The steps of one rank."""
+
+    def __init__(self, traced: Traced, layout: Layout, model: nn.Module, wire: Wire, dice: Dice) -> None:
+        self._traced, self._layout, self._model, self._wire, self._dice = traced, layout, model, wire, dice
+        self._layers = {layer.name: layer for layer in traced.graph.layers}
+        self._choices = {choice.layer: choice for choice in layout.choices}
+        self._moves = {(move.tensor, move.after): move for move in layout.moves}
+        self._paths = {layer.name: layer.where for layer in traced.graph.layers if layer.op in ("parameter", "buffer")}
+        self._known: set[Key] = set()
+        self.steps: list[Step] = []
+        for number, node in enumerate(traced.program.graph.nodes):
+            if node.name in self._layers:
+                self._add(node, self._layers[node.name], number)
+        last = {key: step for step in self.steps for key in step.reads}
+        for key, step in last.items():
+            step.drops.append(key)
+
+    def run(self, arguments: Mapping[str, Any]) -> Any:
+        """Returns what the network's forward returns; this rank does its part of the work."""
+        now = Pass(self._wire, self._dice, self._layout, arguments)
+        for step in self.steps:
+            step.run(now)
+            for key in step.drops:
+                del now.values[key]
+        if self._model.training:
+            self._dice.passes += 1
+        return now.values["output", None]
+
+    def _add(self, node: fx.Node, layer: Layer, number: int) -> None:
+        if node.op == "get_attr":
+            return  # fetched where it is needed
+        if node.op == "placeholder":
+            self._input(node)
+        elif layer.op in ("number", "constant"):
+            self._number(node, layer, number)
+        else:
+            self._operation(node, layer, number)
+
+    def _input(self, node: fx.Node) -> None:
+        key: Key = (node.name, REPLICATED)
+        name = str(node.target)
+
+        def run(now: Pass) -> None:
+            now.values[key] = now.arguments.get(name)
+
+        self._step(node.name, [], [key], run)
+
+    def _site(self, node: fx.Node, layer: Layer, choice: Choice, number: int) -> Site:
+        switches = self._traced.switches.get(node.name, {})
+        return Site(node, layer, choice, number, self._model, self._traced.program, switches)
+
+    def _operation(self, node: fx.Node, layer: Layer, number: int) -> None:
+        site = self._site(node, layer, self._choices[node.name], number)
+        for name, need in site.needs.items():
+            self._ensure(name, need)
+        outputs = [(tensor.name, record) for tensor, record in zip(layer.outputs, site.choice.gives, strict=True)]
+        single: Key | None = (node.name, None) if not outputs else outputs[0] if outputs[0][0] == node.name else None
+        act = act_of(site)
+
+        def run(now: Pass) -> None:
+            if site.is_idle(now):
+                made = site.idle(now)
+            else:
+                args, kwargs = site.arguments(now)
+                made = act(now, *args, **kwargs)
+            if single is not None:
+                now.values[single] = made
+            else:
+                now.values.update(zip(outputs, made, strict=True))
+
+        self._step(node.name, self._reads(node, site.needs), [single] if single else list(outputs), run)
+
+    def _reads(self, node: fx.Node, needs: Mapping[str, Record]) -> list[Key]:
+        return [self._key(n.name, needs) for n in node.all_input_nodes]
+
+    def _key(self, name: str, needs: Mapping[str, Record]) -> Key:
+        return name, needs.get(name)
+
+    def _number(self, node: fx.Node, layer: Layer, number: int) -> None:
+        """Numbers are those of the full network: sizes are asked of tensors with full shapes."""
+        needs = tuple(self._at_hand(name) for name in layer.inputs)
+        choice = Choice(layer=layer.name, mode="source", needs=needs)
+        site = self._site(node, layer, choice, number)
+        for name, need in site.needs.items():
+            self._ensure(name, need)
+        key: Key = (node.name, REPLICATED if layer.outputs else None)
+
+        def run(now: Pass) -> None:
+            args, kwargs = site.arguments(now)
+            plain = layer.op == "constant" or (node.target is getattr and args[1] in ("device", "dtype"))
+            now.values[key] = site.run(*args, **kwargs) if plain else site.full_output(now)
+
+        self._step(node.name, self._reads(node, site.needs), [key], run)
+
+    def _at_hand(self, name: str) -> Record:
+        """Returns a state in which a tensor is known already."""
+        known = sorted(record for known, record in self._known if known == name and record is not None)
+        return known[0] if known else REPLICATED
+
+    def _ensure(self, name: str, need: Record) -> None:
+        """Adds the moves that bring a tensor into the state `need`."""
+        key: Key = (name, need)
+        if key in self._known:
+            return
+        move = self._moves.get((name, need))
+        if move is not None:
+            self._ensure(name, move.before)
+            self._step(f"{name}:{move.name}", [(name, move.before)], [key], self._mover(move))
+        elif name in self._paths:
+            fetch = operator.attrgetter(self._paths[name])
+
+            def run(now: Pass) -> None:
+                now.values[key] = fetch(self._model)
+
+            self._step(name, [], [key], run)
+
+    def _mover(self, move: Move) -> Callable[[Pass], None]:
+        before, after = (move.tensor, move.before), (move.tensor, move.after)
+        cut = move.before if move.before.state == "sharded" else move.after
+
+        def run(now: Pass) -> None:
+            segments = now.segments(cut) if cut.state == "sharded" else ()
+            now.values[after] = Shift(self._wire, move.name, cut.dim, segments)(now.values[before])
+
+        return run
+
+    def _step(self, name: str, reads: list[Key], writes: list[Key], run: Callable[[Pass], None]) -> None:
+        self._known.update(writes)
+        self.steps.append(Step(name, run, reads))
