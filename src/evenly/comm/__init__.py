@@ -4,6 +4,7 @@ from evenly.comm.alarm import Alarm
 from evenly.comm.groups import Groups, Peers, backend_for, open_group, open_groups
 from evenly.comm.moves import Assembly, Waiter, all_gather, all_reduce, all_to_all, broadcast, first_line, gather_json
 from evenly.comm.party import Party, party_of
+from evenly.comm.placement import Placement, place, placement_of
 from evenly.comm.shifts import MOVES, Shift
 from evenly.comm.slices import Segment, refine, slices
 from evenly.comm.wire import Pending, Traffic, Wire, count_of, put, take
@@ -16,6 +17,7 @@ __all__ = [
     "Party",
     "Peers",
     "Pending",
+    "Placement",
     "Segment",
     "Shift",
     "Traffic",
@@ -32,6 +34,8 @@ __all__ = [
     "open_group",
     "open_groups",
     "party_of",
+    "place",
+    "placement_of",
     "put",
     "refine",
     "slices",

@@ -16,6 +16,7 @@ def lay_out(
     layer_shares: Mapping[str, Sequence[float]] | None = None,
     modes: Mapping[str, Sequence[str]] | None = None,
     rates: Rates | None = None,
+    cut_batch: bool = False,
 ) -> Layout:
     """Returns the cheapest layout of a network over ranks with these shares.
 
@@ -25,10 +26,11 @@ def lay_out(
         layer_shares: shares of single layers, by module name or the beginning of it; 0 leaves a rank out of that layer.
         modes: for operations by name, the modes that they may have.
         rates: what moving costs compared with computing.
+        cut_batch: whether layers may also be cut along the batch, where fewer bytes travel then.
     """
     numbers = check_shares(shares)
     members = tuple(rank for rank, share in enumerate(numbers) if share > 0)
-    cuts = Cuts([numbers[rank] for rank in members])
+    cuts = Cuts([numbers[rank] for rank in members], batch=_batch(graph) if cut_batch else 0)
     own = _own_shares(graph, layer_shares or {}, len(numbers), members)
     way = Search(graph, cuts, rates or Rates(), modes or {}, own).run()
     choices: list[Choice] = []
@@ -46,6 +48,12 @@ def lay_out(
         choices=tuple(reversed(choices)),
         moves=tuple(reversed(moves)),
     )
+
+
+def _batch(graph: Graph) -> int:
+    """Returns the samples of the example: the leading size of the first input."""
+    shapes = [layer.outputs[0].shape for layer in graph.layers if layer.op == "input" and layer.outputs]
+    return next((shape[0] for shape in shapes if shape), 0)
 
 
 def _own_shares(

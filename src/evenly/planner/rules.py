@@ -41,6 +41,7 @@ class Scene:
     cuts: Cuts
     wishes: Wishes
     channels: dict[str, int]
+    batches: Mapping[str, Record]  # how tensors would be cut along the batch, where that is allowed
     shares: Mapping[str, tuple[float, ...]]  # of tensors whose layer has its own
 
     def sharded(self, index: int, dim: int, *, batch: bool = False) -> list[Record]:
@@ -53,7 +54,10 @@ class Scene:
 
     def cut_dims(self, index: int) -> list[Record]:
         """Returns the cuts in which input `index` is at hand."""
-        return sorted(r for r in self.states[index] or () if r.state == "sharded")
+        found = sorted(r for r in self.states[index] or () if r.state == "sharded")
+        along = self.batches.get(self.inputs[index].name)
+        whole = along is not None and not found and self.has("replicated", index)
+        return [along] if whole and along is not None and self.layer.kind == "mixing" else found
 
     def own_cut(self, tensor: Tensor, dim: int) -> Record:
         """Returns the cut in which a tensor is made if nothing else decides."""
@@ -173,7 +177,7 @@ def _batch_norm(scene: Scene) -> Iterator[Option]:
         if scene.rows(record) and record.dim == 0:
             channels = scene.inputs[0].shape[1]
             needs = tuple(COPIED if tensor.has_grad else REPLICATED for tensor in scene.inputs[1:])
-            yield Option("moments", (record, *needs), (record,), messages=3, sent=4 * channels + 1)
+            yield Option("moments", (record, *needs), (record,), messages=3, sent=4 * channels)
 
 
 def _instance_norm(scene: Scene) -> Iterator[Option]:

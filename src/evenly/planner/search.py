@@ -54,8 +54,24 @@ class Search:
     def __post_init__(self) -> None:
         self.tensors, self.wishes = self.graph.tensors, wishes_of(self.graph)
         self.channels = channels_of(self.graph)
+        self.batches = self._batches() if self.cuts.batch else {}
         self.size = len(self.cuts.shares)
         self.slowdown = sum(self.cuts.shares) / min(self.cuts.shares)  # of work that every rank does whole
+
+    def _batches(self) -> dict[str, Record]:
+        """Returns how every tensor is cut if the inputs are cut along the batch, as far as that goes through."""
+        found: dict[str, Record] = {}
+        for layer in self.graph.layers:
+            if layer.op == "input" and layer.outputs and layer.outputs[0].shape[:1] == (self.cuts.batch,):
+                found[layer.outputs[0].name] = Record("sharded", 0, self.cuts.of_batch())
+            if not any(name in found for name in layer.inputs):
+                continue
+            states: list[State] = [frozenset([found[n]]) if n in found else None for n in layer.inputs]
+            for option in options_of(self._scene(layer, states, {})):
+                given = [r for r in option.gives if r.state == "sharded" and self.cuts.table[r.cut].rows]
+                if len(given) == len(layer.outputs) and given:
+                    found.update(zip((tensor.name for tensor in layer.outputs), given, strict=True))
+        return found
 
     def run(self) -> Way:
         """Returns the cheapest way through the whole network."""
@@ -80,17 +96,13 @@ class Search:
             made = {tensor.name: free for tensor in layer.outputs}
             choice = Choice(layer=layer.name, mode="source", gives=(REPLICATED,) * len(layer.outputs))
             return [Way(way.cost, {**way.states, **made}, choice=choice)]
-        scene = Scene(
-            layer,
-            tuple(self.tensors[name] for name in layer.inputs),
-            tuple(way.states.get(name) for name in layer.inputs),
-            self.cuts,
-            self.wishes,
-            self.channels,
-            self.shares,
-        )
+        scene = self._scene(layer, [way.states.get(name) for name in layer.inputs], self.batches)
         options = [option for option in options_of(scene) if self._allows(layer, option)]
         return [following for option in options if (following := self.take(way, scene, option)) is not None]
+
+    def _scene(self, layer: Layer, states: Sequence[State], batches: Mapping[str, Record]) -> Scene:
+        inputs = tuple(self.tensors[name] for name in layer.inputs)
+        return Scene(layer, inputs, tuple(states), self.cuts, self.wishes, self.channels, batches, self.shares)
 
     def _allows(self, layer: Layer, option: Option) -> bool:
         modes = self.allowed.get(layer.name)

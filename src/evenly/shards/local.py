@@ -190,6 +190,18 @@ def _instance_norm(site: Site) -> Act:
     return act
 
 
+def _batch_norm(site: Site) -> Act:
+    module = site.run
+    held = [(name, need) for name, need in site.needs.items() if name.endswith((".weight", ".bias"))]
+
+    def act(now: Pass, x: torch.Tensor) -> Any:
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return module(x)
+        return ops.batch_norm(x, module, [now.values[key] for key in held], now.samples, now.wire)
+
+    return act
+
+
 LOCAL: dict[tuple[str, str], Callable[[Site], Act]] = {
     ("view", "local"): _view,
     ("expand", "local"): _view,
@@ -201,6 +213,7 @@ LOCAL: dict[tuple[str, str], Callable[[Site], Act]] = {
     ("group_norm", "moments"): _group_norm,
     ("layer_norm", "moments"): _layer_norm,
     ("rms_norm", "moments"): _rms_norm,
+    ("batch_norm", "moments"): _batch_norm,
     ("instance_norm", "local"): _instance_norm,
     ("embedding", "rows"): _embedding_rows,
     ("cross_entropy", "vocabulary"): _vocabulary,

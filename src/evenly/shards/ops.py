@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
@@ -32,25 +33,28 @@ def hollow(shape: Sequence[int], *inputs: torch.Tensor) -> torch.Tensor:
 
 
 class _Standard(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) over dims of which this rank holds a part."""
+    """(x - mean) / sqrt(variance + eps) over dims of which this rank holds a part; also mean and variance."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, dims: tuple[int, ...], count: int, eps: float, centred: bool, wire: Wire
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = x.float() if x.dtype.itemsize < 4 else x
-        mean = wire.sum(wide.sum(dims, keepdim=True), name="moments").wait() / count if centred else 0.0
+        mean = wide.new_zeros(())
+        if centred:
+            mean = wire.sum(wide.sum(dims, keepdim=True), name="moments").wait() / count
         shifted = wide - mean
         variance = wire.sum((shifted * shifted).sum(dims, keepdim=True), name="moments").wait() / count
         scale = torch.rsqrt(variance + eps)
         ctx.dims, ctx.count, ctx.centred, ctx.wire = dims, count, centred, wire
         standard = shifted * scale
         ctx.save_for_backward(standard, scale)
-        return standard.to(x.dtype)
+        ctx.mark_non_differentiable(mean, variance)
+        return standard.to(x.dtype), mean, variance
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         standard, scale = ctx.saved_tensors
         wide = gradient.to(standard.dtype)
         slope = (wide * standard).sum(ctx.dims, keepdim=True)
@@ -64,8 +68,29 @@ def standardize(
     x: torch.Tensor, dims: Sequence[int], count: int, eps: float, wire: Wire, *, centred: bool = True
 ) -> torch.Tensor:
     """Returns x with mean 0 and variance 1 over `dims`, `count` elements of all ranks together."""
-    result: torch.Tensor = _Standard.apply(x, tuple(dims), count, eps, centred, wire)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    result: torch.Tensor = _Standard.apply(x, tuple(dims), count, eps, centred, wire)[0]  # type: ignore[no-untyped-call]  # torch has no annotation here
     return result
+
+
+def batch_norm(
+    x: torch.Tensor, module: nn.modules.batchnorm._BatchNorm, affine: Sequence[torch.Tensor], samples: int, wire: Wire
+) -> torch.Tensor:
+    """Returns the batch norm of a batch of which this rank holds a part of `samples`; updates running statistics."""
+    weight, bias = affine if affine else (None, None)
+    mean, variance = module.running_mean, module.running_var
+    if not module.training and mean is not None:
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, module.eps)
+    dims = (0, *range(2, x.ndim))
+    count = samples * prod(x.shape[2:])
+    y, now_mean, now_variance = _Standard.apply(x, dims, count, module.eps, True, wire)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    if module.training and mean is not None and variance is not None:
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+        rate = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked or 1)
+        mean.lerp_(now_mean.view(-1).to(mean.dtype), rate)
+        variance.lerp_(now_variance.view(-1).to(variance.dtype) * (count / max(1, count - 1)), rate)
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    return y if weight is None or bias is None else y * weight.view(shape) + bias.view(shape)
 
 
 def layer_norm(

@@ -1,54 +1,12 @@
 """Where a local parameter lies in the full one."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
-from evenly.comm import Wire, take
-from evenly.spec.layout import Segments
+from evenly.comm import Placement, place, placement_of
 
-_MARK = "_evenly_placement"
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Rank r of the wire holds the indices `segments[r]` of `dim` of a tensor of `shape`; with dim None all of it."""
-
-    name: str
-    shape: torch.Size
-    wire: Wire
-    dim: int | None = None
-    segments: tuple[Segments, ...] = ()
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether this rank holds a part only."""
-        return self.dim is not None
-
-    def part(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's own copy of its part of the full tensor."""
-        if self.dim is None:
-            return full.detach().clone()
-        piece = take(full.detach(), self.dim, self.segments[self.wire.rank])
-        return piece.clone() if piece.data_ptr() == full.data_ptr() else piece
-
-    def full(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the full tensor; all ranks of the wire call it together."""
-        if self.dim is None:
-            return part.detach().clone()
-        return self.wire.gather(part.detach(), self.dim, self.segments, name="state").wait()
-
-
-def place(tensor: torch.Tensor, placement: Placement) -> None:
-    """Notes on a parameter or buffer where it lies."""
-    setattr(tensor, _MARK, placement)
-
-
-def placement_of(tensor: torch.Tensor) -> Placement | None:
-    """Returns where a parameter of a sharded network lies; None for any other tensor."""
-    found = getattr(tensor, _MARK, None)
-    return found if isinstance(found, Placement) else None
+__all__ = ["Placement", "place", "placement_of", "placements"]
 
 
 def placements(tensors: Iterable[torch.Tensor]) -> list[Placement]:

@@ -38,6 +38,7 @@ class Program:
         self._moves = {(move.tensor, move.after): move for move in layout.moves}
         self._paths = {layer.name: layer.where for layer in traced.graph.layers if layer.op in ("parameter", "buffer")}
         self._known: set[Key] = set()
+        self.listener: Callable[[str, Record, Any], None] | None = None  # told every tensor as it is made
         self.steps: list[Step] = []
         for number, node in enumerate(traced.program.graph.nodes):
             if node.name in self._layers:
@@ -98,6 +99,9 @@ class Program:
                 now.values[single] = made
             else:
                 now.values.update(zip(outputs, made, strict=True))
+            if self.listener is not None:
+                for name, record in outputs:
+                    self.listener(name, record, now.values[name, record])
 
         self._step(node.name, self._reads(node, site.needs), [single] if single else list(outputs), run)
 
