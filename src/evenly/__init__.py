@@ -18,9 +18,10 @@ if TYPE_CHECKING:
         SpecError,
     )
     from evenly.batches import feed
+    from evenly.graph import trace
     from evenly.reports import report
-    from evenly.session import Session, discover, synchronize
-    from evenly.spec import Cluster, EveryEpoch, EverySteps, Plan, Run
+    from evenly.session import Session, discover, shard, synchronize
+    from evenly.spec import Cluster, EveryEpoch, EverySteps, Graph, Plan, Run
 
 __version__ = "0.1.0"
 
@@ -36,9 +37,10 @@ _ROOMS = {
         "SpecError",
     ],
     "evenly.batches": ["feed"],
+    "evenly.graph": ["trace"],
     "evenly.reports": ["report"],
-    "evenly.session": ["Session", "discover", "synchronize"],
-    "evenly.spec": ["Cluster", "EveryEpoch", "EverySteps", "Plan", "Run"],
+    "evenly.session": ["Session", "discover", "shard", "synchronize"],
+    "evenly.spec": ["Cluster", "EveryEpoch", "EverySteps", "Graph", "Plan", "Run"],
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -49,6 +51,7 @@ __all__ = [
     "EvenlyError",
     "EveryEpoch",
     "EverySteps",
+    "Graph",
     "LaunchError",
     "MismatchError",
     "NonFiniteError",
@@ -60,7 +63,9 @@ __all__ = [
     "discover",
     "feed",
     "report",
+    "shard",
     "synchronize",
+    "trace",
 ]
 
 

@@ -1,5 +1,6 @@
 """The only caller of torch.distributed collectives: ragged groups, waits that name who is missing, the alarm."""
 
+from evenly.comm.agreement import require_same
 from evenly.comm.alarm import Alarm
 from evenly.comm.groups import Groups, Peers, backend_for, open_group, open_groups
 from evenly.comm.moves import Assembly, Waiter, all_gather, all_reduce, all_to_all, broadcast, first_line, gather_json
@@ -38,6 +39,7 @@ __all__ = [
     "placement_of",
     "put",
     "refine",
+    "require_same",
     "slices",
     "take",
 ]

@@ -1,5 +1,6 @@
 """The ranks that work together, and the store they share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -21,6 +22,10 @@ class Party:
         """Returns the same ranks with a fresh part of the store; every rank opens its chapters in the same order."""
         serial = self.store.add(f"chapters/{name}/{self.rank}", 1)
         return Party(self.rank, self.size, PrefixStore(f"{name}/{serial}", self.store))
+
+    def among(self, ranks: Sequence[int], name: str) -> "Party":
+        """Returns the party of some of the ranks, in this order; only they call it."""
+        return Party(list(ranks).index(self.rank), len(ranks), PrefixStore(name, self.store))
 
 
 def party_of(group: dist.ProcessGroup | None = None) -> Party:

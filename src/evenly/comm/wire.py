@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from evenly.comm.alarm import Alarm
-from evenly.comm.moves import Waiter, all_reduce, all_to_all
+from evenly.comm.moves import Waiter, all_reduce, all_to_all, broadcast, gather_json
 
 Segments = Sequence[tuple[int, int]]
 
@@ -111,6 +112,16 @@ class Wire:
             return rows.sum(0, dtype=wide).to(rows.dtype).view(own.shape)
 
         return Pending(finish, [work], self._waiter)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """Returns x as rank `source` has it, written in place on the others."""
+        if self.size > 1 and x.numel():
+            self._waiter.wait([broadcast(x, self.group, source=source)])
+        return x
+
+    def tell(self, value: Any, source: int) -> Any:
+        """Returns what rank `source` says; values are what JSON can say."""
+        return gather_json(value if self.rank == source else None, self.group, self._waiter)[source]
 
     def _short_sum(self, x: torch.Tensor, name: str) -> Pending:
         flat, count = x.detach().reshape(-1), x.numel()

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 import torch
 
 from evenly._errors import NonFiniteError, SpecError
-from evenly.comm import Alarm, Groups, Waiter, broadcast
+from evenly.comm import Alarm, Groups, Waiter, broadcast, require_same
 from evenly.nodes.averaging import Averaging
 from evenly.nodes.exchange import agree_on_largest, average, average_in_node
 from evenly.nodes.flat import Flat
 from evenly.nodes.gradients import NodeGradients
 from evenly.nodes.membership import Ballot, Membership, Quorum
 from evenly.nodes.schedule import Schedule
-from evenly.nodes.signature import describe, require_same
+from evenly.nodes.signature import describe
 from evenly.nodes.state import averages, difference, kept_buffers, optimizer_tensors, trained
 from evenly.spec import EveryEpoch, EveryGradient, EverySteps, Exchange
 

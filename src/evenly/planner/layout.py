@@ -42,6 +42,11 @@ def lay_out(
         way = way.parent
     return Layout(
         graph=graph.fingerprint,
+        inputs=tuple(
+            layer.outputs[0].model_copy(update={"name": layer.where})
+            for layer in graph.layers
+            if layer.op == "input" and layer.outputs
+        ),
         shares=numbers,
         members=members,
         cuts=tuple(cuts.table),

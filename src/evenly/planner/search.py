@@ -126,6 +126,8 @@ class Search:
         choice = Choice.model_construct(
             layer=scene.layer.name,
             mode=option.mode,
+            op=scene.layer.op,
+            where=scene.layer.where,
             needs=option.needs,
             gives=option.gives,
             messages=option.messages if self.size > 1 else 0,

@@ -1,6 +1,6 @@
 """Composes the rooms below: sessions, checkpoints, and the verbs for a loop written by hand."""
 
-from evenly.session.by_hand import discover, synchronize
+from evenly.session.by_hand import discover, shard, synchronize
 from evenly.session.session import Session
 
-__all__ = ["Session", "discover", "synchronize"]
+__all__ = ["Session", "discover", "shard", "synchronize"]

@@ -1,6 +1,6 @@
 """The verbs for a plain torch loop, in any process group that a script has opened."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -8,9 +8,11 @@ import torch.distributed as dist
 
 from evenly._errors import SpecError
 from evenly.comm import Alarm, Party, party_of
+from evenly.graph import Example, follow
 from evenly.launch import find_place, identity, pick_device
 from evenly.nodes import Synchronized, join_nodes
-from evenly.spec import Cluster, EveryEpoch, EveryGradient, EverySteps, Exchange, Node, Plan, period_of
+from evenly.shards import Sharded, example_of, join_shards, shard_model
+from evenly.spec import Cluster, Device, EveryEpoch, EveryGradient, EverySteps, Exchange, Node, Plan, period_of
 from evenly.survey import survey_cluster
 
 
@@ -122,3 +124,65 @@ def require_fit(plan: Plan, cluster: Cluster) -> None:
             f"the plan has the nodes {plan.nodes}, but the session found {cluster.rank_lists()}. "
             "Make the session with nodes=plan.nodes, or make a plan for the nodes found."
         )
+
+
+def shard(
+    model: torch.nn.Module,
+    example: Example | Plan,
+    *,
+    shares: Sequence[float] | None = None,
+    layer_shares: Mapping[str, Sequence[float]] | None = None,
+    cut_batch: bool = False,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float = 600.0,
+) -> Sharded:
+    """Returns the module to call: the layers of `model` cut over the ranks of a group, in unequal shares.
+
+    It computes what `model` computes, outputs, gradients and buffers alike, whatever the shares. All ranks call it with
+    the same network and give it the same batches. Its parameters are plain local tensors under the names that `model`
+    has; make the optimizer over them afterwards. `model` is left as it is.
+
+    Args:
+        model: the network, on the device of this rank; devices may differ. All ranks start with the weights of rank 0.
+        example: a batch as forward takes it (a tensor, a tuple of arguments, or a dict), or a `Plan` with a layout.
+        shares: one number for each rank, of any sum; 0 leaves a rank out. Equal if left out.
+        layer_shares: shares of single layers, by module name or the beginning of it; 0 leaves a rank out of that layer.
+        cut_batch: whether layers may also be cut along the batch, where fewer bytes travel then.
+        group: the ranks that hold the network; torch's default group if left out.
+        timeout_s: how long a rank may wait for the others.
+
+    Example:
+        ```python
+        model = evenly.shard(model, example, shares=[70, 25, 5])
+        print(model.layout.explain())
+        ```
+    """
+    party = party_of(group)
+    device = next(iter(model.parameters()), torch.empty(0)).device
+    if isinstance(example, Plan):
+        replica = example.replica_of(party.rank)
+        if len(example.roles) != party.size or replica is None:
+            case = "nothing is cut" if replica is None else f"it is for {len(example.roles)} ranks"
+            raise SpecError(
+                f"a plan was given to shard a network over {party.size} ranks, but in it {case}. "
+                "Make a plan with a layout for these ranks."
+            )
+        inside = party.among(replica.ranks, f"replica{replica.ranks[0]}")
+        traced = follow(model, example_of(replica.layout))
+        cluster = survey_party(inside, device, timeout_s=timeout_s)
+        return join_shards(traced, replica.layout, party=inside, devices=_devices(cluster), timeout_s=timeout_s)
+    cluster = survey_party(party, device, timeout_s=timeout_s)
+    return shard_model(
+        model,
+        example,
+        party=party,
+        shares=[1.0] * party.size if shares is None else shares,
+        layer_shares=layer_shares,
+        cut_batch=cut_batch,
+        devices=_devices(cluster),
+        timeout_s=timeout_s,
+    )
+
+
+def _devices(cluster: Cluster) -> list[Device]:
+    return [cluster.device_of(rank) for rank in range(cluster.world_size)]

@@ -26,8 +26,10 @@ def homes(traced: Traced, layout: Layout) -> dict[str, Record]:
     return found
 
 
-def cut_model(traced: Traced, layout: Layout, wire: Wire) -> nn.Module:
-    """Returns a copy of the network that holds this rank's parts."""
+def cut_model(
+    traced: Traced, layout: Layout, wire: Wire, *, share: Callable[[torch.Tensor], torch.Tensor]
+) -> nn.Module:
+    """Returns a copy of the network that holds this rank's parts; `share` gives every rank the same full tensor."""
     records = homes(traced, layout)
     names = _names(traced.model)
     known = {id(tensor): record for name, record in records.items() for tensor in [names[name]]}
@@ -38,10 +40,14 @@ def cut_model(traced: Traced, layout: Layout, wire: Wire) -> nn.Module:
             return Placement(name, tensor.shape, wire)
         return Placement(name, tensor.shape, wire, record.dim, layout.cuts[record.cut].segments)
 
-    return copy_tree(traced.model, placed)
+    return copy_tree(traced.model, placed, share)
 
 
-def copy_tree(model: nn.Module, placed: Callable[[str, torch.Tensor], Placement]) -> nn.Module:
+def copy_tree(
+    model: nn.Module,
+    placed: Callable[[str, torch.Tensor], Placement],
+    share: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> nn.Module:
     """Returns a copy of a network with every tensor replaced by its part; shared modules and tensors stay shared."""
     modules: dict[int, nn.Module] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -49,7 +55,7 @@ def copy_tree(model: nn.Module, placed: Callable[[str, torch.Tensor], Placement]
     def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in tensors:
             placement = placed(name, tensor)
-            piece = placement.part(tensor)
+            piece = placement.part(share(tensor.detach().clone()) if share is not None else tensor)
             if isinstance(tensor, nn.Parameter):
                 piece = nn.Parameter(piece, requires_grad=tensor.requires_grad)
             place(piece, placement)

@@ -1,14 +1,20 @@
-"""The verb: a network and shares, or a layout, give the module to call."""
+"""The verb: a network and a layout give the module to call, once all ranks agree that they were given the same."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from evenly._errors import SpecError
-from evenly.comm import Alarm, Party, Wire, open_group
+from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, gather_json, open_group, require_same
 from evenly.graph import Example, Traced, follow
 from evenly.planner import Rates, lay_out
+from evenly.shards.cutting import copy_tree, cut_model
+from evenly.shards.placement import Placement
+from evenly.shards.probe import watch_optimizers
 from evenly.shards.sharded import Sharded
+from evenly.spec import Device
 from evenly.spec.layout import Layout, check_shares
 
 
@@ -19,26 +25,73 @@ def shard_model(
     party: Party,
     shares: Sequence[float],
     layer_shares: Mapping[str, Sequence[float]] | None = None,
+    cut_batch: bool = False,
     rates: Rates | None = None,
+    devices: Sequence[Device] | None = None,
     timeout_s: float = 600.0,
 ) -> Sharded:
     """Returns the module of this rank; all ranks of the party call it with the same network and shares."""
     numbers = check_shares(shares, ranks=party.size)
     traced = follow(model, example)
-    layout = lay_out(traced.graph, numbers, layer_shares=layer_shares, rates=rates)
-    return join_shards(traced, layout, party=party, timeout_s=timeout_s)
+    layout = lay_out(traced.graph, numbers, layer_shares=layer_shares, rates=rates, cut_batch=cut_batch)
+    return join_shards(traced, layout, party=party, devices=devices, timeout_s=timeout_s)
 
 
-def join_shards(traced: Traced, layout: Layout, *, party: Party, timeout_s: float = 600.0) -> Sharded:
-    """Returns the module of this rank, cut as the layout says."""
+def join_shards(
+    traced: Traced,
+    layout: Layout,
+    *,
+    party: Party,
+    devices: Sequence[Device] | None = None,
+    timeout_s: float = 600.0,
+    parent: Alarm | None = None,
+) -> Sharded:
+    """Returns the module of this rank, cut as the layout says; all ranks start with the weights of rank 0."""
     if layout.graph != traced.graph.fingerprint:
         raise SpecError(
             "the layout was made for another network, or for an example of another shape. Make a plan for this one."
         )
+    check_shares(layout.shares, ranks=party.size)
     room = party.chapter("shards")
-    wire = Wire(
-        open_group(room, "shards", layout.members, backend="gloo", timeout_s=timeout_s),
-        Alarm(room),
-        timeout_s=timeout_s,
-    )
-    return Sharded(traced, layout, wire, seed=0)
+    alarm = Alarm(room, parent=parent)
+    waiter = Waiter(alarm, place="the start of a network cut over ranks", timeout_s=timeout_s)
+    waiter.roll_call()
+    everybody = open_group(room, "everybody", range(room.size), backend="gloo", timeout_s=timeout_s)
+    require_same(_settings(traced, layout), everybody, waiter)
+    seed = gather_json(torch.initial_seed() % (1 << 40), everybody, waiter)[layout.members[0]]
+    stage = Wire(everybody, alarm, timeout_s=timeout_s)
+    source = layout.members[0]
+    watch_optimizers()
+    if room.rank not in layout.members:
+        return _left_out(traced, layout, stage, source)
+    backend = backend_for([devices[rank] for rank in layout.members]) if devices else "gloo"
+    group = open_group(room, "shards", layout.members, backend=backend, timeout_s=timeout_s)
+    wire = Wire(group, alarm, timeout_s=timeout_s)
+    local = cut_model(traced, layout, wire, share=lambda tensor: stage.broadcast(tensor, source))
+    return Sharded(traced, layout, wire, local, seed=seed, stage=stage, source=source)
+
+
+def example_of(layout: Layout) -> dict[str, torch.Tensor]:
+    """Returns tensors without data in the shapes of the example that a layout was made with."""
+    kinds = {tensor.name: getattr(torch, tensor.dtype) for tensor in layout.inputs}
+    return {t.name: torch.empty(t.shape, dtype=kinds[t.name], device="meta") for t in layout.inputs}
+
+
+def _left_out(traced: Traced, layout: Layout, stage: Wire, source: int) -> Sharded:
+    """Returns the module of a rank without a share: it holds nothing, and is told the outputs."""
+
+    def nothing(name: str, tensor: torch.Tensor) -> Placement:
+        stage.broadcast(tensor.detach().clone(), source)
+        empty = tuple(() for _ in range(stage.size))
+        return Placement(name, tensor.shape, stage, 0, empty) if tensor.ndim else Placement(name, tensor.shape, stage)
+
+    return Sharded(traced, layout, stage, copy_tree(traced.model, nothing), seed=0, stage=stage, source=source)
+
+
+def _settings(traced: Traced, layout: Layout) -> list[str]:
+    """Returns one line for everything that must be the same on all ranks."""
+    lines = [f"shares {list(layout.shares)}"]
+    for layer in traced.graph.layers:
+        lines.append(f"{layer.kind} {layer.where or layer.name!r}: {layer.model_dump_json()}")
+    lines.append(f"layout {hashlib.sha256(layout.model_dump_json().encode()).hexdigest()[:16]}")
+    return lines

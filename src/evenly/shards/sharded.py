@@ -1,34 +1,51 @@
 """The module to call: a network of which every rank holds its parts of the layers."""
 
 from collections.abc import Mapping
-from inspect import Signature, signature
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from evenly._errors import MismatchError, SpecError
 from evenly.comm import Traffic, Wire
 from evenly.graph import Traced
 from evenly.shards.chance import Dice
-from evenly.shards.cutting import cut_model
+from evenly.shards.ops import hollow
 from evenly.shards.program import Program
 from evenly.spec.layout import Layout
 
 
 class Sharded(nn.Module):
-    """A network whose layers are cut over the ranks of a wire; parameters are plain local tensors under their names."""
+    """A network whose layers are cut over the ranks of a wire; parameters are plain local tensors under their names.
 
-    def __init__(self, traced: Traced, layout: Layout, wire: Wire, *, seed: int) -> None:
+    `stage` joins all ranks, also those without a share, to whom rank `source` tells the outputs.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        layout: Layout,
+        wire: Wire,
+        local: nn.Module,
+        *,
+        seed: int,
+        stage: Wire,
+        source: int,
+    ) -> None:
         super().__init__()
-        local = cut_model(traced, layout, wire)
         self._parameters, self._buffers, self._modules = local._parameters, local._buffers, local._modules
         self.training = local.training
         self.layout, self.wire = layout, wire
         self._dice = Dice(seed)
-        self._signature: Signature = signature(traced.model.forward)
+        self._signature = signature(traced.model.forward)
         self._shapes = traced.example
-        self._program = Program(traced, layout, self, wire, self._dice)
+        self._stage, self._source = stage, source
+        self._has_audience = len(layout.members) < len(layout.shares)
+        self._program: Program | None = None
+        if stage.rank in layout.members:
+            self._program = Program(traced, layout, self, wire, self._dice)
         self._expected = {name: tensor.shape for name, tensor in self.named_parameters()}
 
     @property
@@ -38,13 +55,44 @@ class Sharded(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the network returns for these arguments, on every rank."""
-        bound = self._signature.bind(*args, **kwargs).arguments
-        self._check(bound)
         try:
-            return self._program.run(bound)
+            bound = self._signature.bind(*args, **kwargs).arguments
+            self._check(bound)
+            result = self._program.run(bound) if self._program is not None else None
+            return self._tell(result) if self._has_audience else result
         except Exception as error:
             self.wire.alarm.ring(error)
             raise
+
+    def close(self) -> None:
+        """Ends the connections; the module can still be saved, but not be called."""
+        if self._stage is not self.wire:
+            self._stage.group.shutdown()
+        self.wire.close()
+
+    def _tell(self, result: Any) -> Any:
+        """Returns the outputs, sent to the ranks without a share."""
+        stage, source = self._stage, self._source
+        leaves, form = pytree.tree_flatten(result)
+        shapes = [[list(x.shape), str(x.dtype)] for x in leaves] if stage.rank == source else None
+        text = stage.tell([shapes, pytree.treespec_dumps(form) if stage.rank == source else ""], source)
+        if self._program is not None:
+            if stage.rank == source:
+                for leaf in leaves:
+                    stage.broadcast(leaf.detach().contiguous(), source)
+            else:
+                for leaf in leaves:
+                    stage.broadcast(leaf.detach().clone(memory_format=torch.contiguous_format), source)
+            return result
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        device = parameters[0].device if parameters else torch.device("cpu")
+        told = []
+        for shape, kind in text[0]:
+            received = torch.empty(shape, dtype=getattr(torch, kind.removeprefix("torch.")), device=device)
+            stage.broadcast(received, source)
+            hangs = received.is_floating_point() and torch.is_grad_enabled() and bool(parameters)
+            told.append(received + hollow(shape, *parameters).to(received.dtype) if hangs else received)
+        return pytree.tree_unflatten(told, pytree.treespec_loads(text[1]))
 
     def _check(self, given: Mapping[str, Any]) -> None:
         for name, shape in self._shapes.items():

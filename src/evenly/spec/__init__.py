@@ -1,8 +1,10 @@
 """The nouns. No torch, no clock, no files but JSON text."""
 
 from evenly.spec.cluster import Cluster, Device, Link, Node
+from evenly.spec.graph import Graph, Layer, Tensor
+from evenly.spec.layout import Layout
 from evenly.spec.period import EveryEpoch, EveryGradient, EverySteps, Period, period_of
-from evenly.spec.plan import Exchange, Plan, Role
+from evenly.spec.plan import Exchange, Plan, Replica, Role
 from evenly.spec.run import (
     CheckpointSaved,
     EpochDone,
@@ -27,16 +29,21 @@ __all__ = [
     "EverySteps",
     "Exchange",
     "ExchangeDone",
+    "Graph",
+    "Layer",
+    "Layout",
     "Link",
     "Measured",
     "Node",
     "Period",
     "Plan",
+    "Replica",
     "Role",
     "Run",
     "RunFailed",
     "RunFinished",
     "RunStarted",
     "StepsDone",
+    "Tensor",
     "period_of",
 ]

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from evenly._errors import SpecError
 from evenly.spec._value import Value
+from evenly.spec.graph import Tensor
 
 MoveName = Literal["copy", "reduce", "reduce_scatter", "gather_for_ranks", "gather_for_all", "slice"]
 Segments = tuple[tuple[int, int], ...]
@@ -49,6 +50,8 @@ class Choice(Value):
 
     layer: str
     mode: str
+    op: str = ""
+    where: str = ""
     needs: tuple[Record, ...] = ()
     gives: tuple[Record, ...] = ()
     messages: int = Field(default=0, description="collectives inside the layer, such as moments of a norm")
@@ -71,6 +74,7 @@ class Layout(Value):
     """The states of all tensors of one network over the ranks that hold its shards."""
 
     graph: str = Field(description="fingerprint of the graph it was made for")
+    inputs: tuple[Tensor, ...] = Field(default=(), description="what forward took in the example")
     shares: tuple[Annotated[float, Field(ge=0)], ...]
     members: tuple[int, ...] = Field(description="the ranks with a share, in order; others are left out")
     cuts: tuple[Cut, ...] = ()
@@ -99,6 +103,37 @@ class Layout(Value):
         """Collectives in one step, forward and backward."""
         inside = sum(choice.messages for choice in self.choices)
         return inside + sum((move.forward_bytes > 0) + (move.backward_bytes > 0) for move in self.moves)
+
+    def explain(self) -> str:
+        """Returns in plain words what every rank has of each layer, what is computed whole, and what travels."""
+        share = ", ".join(f"{value:g}" for value in self.shares)
+        head = (
+            f"shares {share}; {self.traffic_bytes / 1e6:.3g} MB in {self.messages} messages a step (all ranks together)"
+        )
+        lines = [head]
+        left_out = [rank for rank, value in enumerate(self.shares) if value == 0]
+        if left_out:
+            lines.append(f"left out: ranks {left_out}; they are told the outputs")
+        for choice in self.choices:
+            if choice.op in ("conv", "linear", "embedding", "attention", "recurrent"):
+                lines.append(
+                    f"  {choice.where or choice.layer:28} {choice.op:10} {choice.mode:12} {self._dealt(choice)}"
+                )
+        notes = [choice for choice in self.choices if choice.note]
+        if notes:
+            lines.append("computed whole on every rank, behind a gather:")
+            lines += [f"  {choice.where or choice.layer:28} {choice.note}" for choice in notes]
+        return "\n".join(lines)
+
+    def _dealt(self, choice: Choice) -> str:
+        cut = next((r for r in (*choice.gives, *choice.needs) if r.state == "sharded"), None)
+        if cut is None:
+            return "whole on every rank"
+        counts = self.cuts[cut.cut].counts()
+        what = "batch" if self.cuts[cut.cut].rows else "inputs" if choice.mode == "reduced" else "outputs"
+        idle = [rank for rank, count in zip(self.members, counts, strict=True) if count == 0]
+        none = f"; nothing for ranks {idle}" if idle else ""
+        return f"{' / '.join(map(str, counts))} of {self.cuts[cut.cut].size} {what}{none}"
 
 
 def deal(units: int, shares: tuple[float, ...] | list[float]) -> list[int]:

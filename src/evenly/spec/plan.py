@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from evenly.spec._value import Document, Value
 from evenly.spec.cluster import Cluster
+from evenly.spec.layout import Layout
 from evenly.spec.period import EveryEpoch, EveryGradient, EverySteps, Period
 
 
@@ -27,6 +28,19 @@ class Exchange(Value):
     nonfinite: Literal["stop", "skip"] = "stop"
 
 
+class Replica(Value):
+    """Ranks that hold one network together, each its parts of the layers."""
+
+    ranks: tuple[int, ...] = Field(min_length=1)
+    layout: Layout
+
+    @model_validator(mode="after")
+    def _one_share_each(self) -> Self:
+        if len(self.layout.shares) != len(self.ranks):
+            raise ValueError(f"the layout has {len(self.layout.shares)} shares for the ranks {list(self.ranks)}")
+        return self
+
+
 class Plan(Document):
     """Who does what, for every rank."""
 
@@ -34,6 +48,7 @@ class Plan(Document):
     roles: tuple[Role, ...] = Field(min_length=1)
     period: Period = Field(default_factory=EveryEpoch)
     exchange: Exchange = Field(default_factory=Exchange)
+    replicas: tuple[Replica, ...] = Field(default=(), description="who holds a network together; none: nothing is cut")
 
     @model_validator(mode="after")
     def _every_rank_has_one_role(self) -> Self:
@@ -43,6 +58,14 @@ class Plan(Document):
         nodes = sorted({role.node for role in self.roles})
         if nodes != list(range(len(nodes))):
             raise ValueError(f"nodes must be numbered 0..{len(nodes) - 1}; the roles name {nodes}")
+        held = sorted(rank for replica in self.replicas for rank in replica.ranks)
+        if held and held != ranks:
+            raise ValueError(f"replicas hold the ranks {held}; each of the ranks {ranks} must stand in one replica")
+        for replica in self.replicas:
+            if len({self.roles[rank].node for rank in replica.ranks}) > 1:
+                raise ValueError(f"the replica of ranks {list(replica.ranks)} reaches over nodes; keep it inside one")
+            if len({self.roles[rank].samples for rank in replica.ranks}) > 1:
+                raise ValueError(f"the ranks {list(replica.ranks)} of a replica see one batch; give them equal samples")
         planned = [role.samples > 0 for role in self.roles]
         if any(planned) and not all(planned):
             idle = [role.rank for role in self.roles if role.samples == 0]
@@ -65,6 +88,10 @@ class Plan(Document):
         ]
         return cls(roles=tuple(roles), period=period or EveryEpoch(), exchange=exchange or Exchange())
 
+    def replica_of(self, rank: int) -> Replica | None:
+        """Returns the replica that a rank belongs to; None where nothing is cut."""
+        return next((replica for replica in self.replicas if rank in replica.ranks), None)
+
     @property
     def nodes(self) -> list[list[int]]:
         """The ranks of each node."""
@@ -77,6 +104,8 @@ class Plan(Document):
         for node, ranks in enumerate(self.nodes):
             parts = [f"rank {rank} ({self.roles[rank].device}){_samples_words(self.roles[rank])}" for rank in ranks]
             lines.append(f"node {node}: " + ", ".join(parts))
+        for replica in self.replicas:
+            lines.append(f"ranks {list(replica.ranks)} hold one network: {replica.layout.explain()}")
         return "\n".join(lines)
 
 
