@@ -44,7 +44,7 @@ class Alarm:
     def __init__(self, party: Party, *, sharing: tuple[int, ...] = (), parent: "Alarm | None" = None) -> None:
         self.party = party
         self.begun = 0  # backwards whose gradients this rank has started to average
-        self._parent = parent  # what rings there rings here too
+        self._parents = [parent] if parent is not None else []  # what rings there rings here too
         self._sharing = sharing
         self._host = socket.gethostname()
         self._seen = 0
@@ -76,10 +76,18 @@ class Alarm:
 
     def check(self) -> None:
         """Raises the error that another rank rang the alarm for, if any."""
-        if self._parent is not None:
-            self._parent.check()
+        for parent in self._parents:
+            parent.check()
         if self._error is not None:
             raise self._error
+
+    def follow(self, parent: "Alarm") -> None:
+        """From now on what rings at `parent` rings here too."""
+        self._parents = [*self._parents, parent]
+
+    def leave(self, parent: "Alarm") -> None:
+        """Ends what `follow` began."""
+        self._parents = [known for known in self._parents if known is not parent]
 
     def begin(self) -> None:
         """Counts a backward; a rank that waits and will never join it is found now."""

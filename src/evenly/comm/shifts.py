@@ -77,4 +77,5 @@ class _Shifted(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.shift.backward(gradient).wait(), None
+        with ctx.shift.wire.telling():
+            return ctx.shift.backward(gradient).wait(), None

@@ -1,7 +1,8 @@
 """Sums, gathers and scattered sums of tensors that ranks hold in unequal parts, with every byte counted."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +59,15 @@ class Wire:
         self.rank, self.size = group.rank(), group.size()
         self.traffic = Traffic()
         self._waiter = Waiter(alarm, place="a layer cut over ranks", timeout_s=timeout_s)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tells the other ranks of an error inside, so that they do not wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            self.alarm.ring(error)
+            raise
 
     def sum(self, x: torch.Tensor, *, name: str = "sum", largest: bool = False) -> Pending:
         """Starts the sum (or maximum) over ranks of a tensor that has one shape everywhere; 16-bit ones in float32."""

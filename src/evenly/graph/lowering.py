@@ -56,6 +56,7 @@ def lower(traced: fx.GraphModule) -> None:
         name = name_of(node)
         if node.target in CONVS or (name.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose"))):
             _part_bias(node, 2, dim=1)
+            _subsample(traced, node)
         elif name == "linear":
             _part_bias(node, 2, dim=-1)
         elif name == "addmm" and len(node.args) == 3 and not node.kwargs:
@@ -139,6 +140,25 @@ def _part_bias(node: fx.Node, position: int, *, dim: int) -> None:
         added = node.graph.call_function(add_bias, (node, bias, dim))
     node.replace_all_uses_with(added, delete_user_cb=lambda user: user is not added)
     added.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
+
+
+def _subsample(traced: fx.GraphModule, node: fx.Node) -> None:
+    """A strided convolution with a kernel of one pixel drops pixels first: fewer have to travel."""
+    x, weight = node.args[:2]
+    strides = node.args[3] if len(node.args) > 3 else 1
+    padding = node.args[4] if len(node.args) > 4 else 0
+    if not (isinstance(weight, fx.Node) and weight.op == "get_attr") or "transpose" in name_of(node):
+        return
+    kernel = operator.attrgetter(str(weight.target))(traced).shape[2:]
+    steps = tuple(strides) if isinstance(strides, tuple | list) else (strides,) * len(kernel)
+    pads = tuple(padding) if isinstance(padding, tuple | list) else (padding,) * len(kernel)
+    if any(size != 1 for size in kernel) or any(pads) or all(step == 1 for step in steps):
+        return
+    with node.graph.inserting_before(node):
+        whole = (slice(None), slice(None), *(slice(None, None, step) for step in steps))
+        fewer = node.graph.call_function(operator.getitem, (x, whole))
+    fewer.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
+    node.args = (fewer, weight, node.args[2], (1,) * len(kernel), *node.args[4:])
 
 
 def _open_addmm(node: fx.Node) -> None:

@@ -1,6 +1,8 @@
 """A network as an fx graph of functions: modules with weights are opened, what cannot be traced stays closed."""
 
+import copy
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -31,10 +33,18 @@ OPENED = (
 class Tracer(fx.Tracer):
     """Opens modules whose weights can be cut; modules named in `closed` are single operations."""
 
-    def __init__(self, closed: dict[str, str]) -> None:
+    def __init__(self, closed: dict[str, str], given: dict[str, torch.Tensor]) -> None:
         super().__init__(autowrap_functions=())
         self.closed = closed
         self.inside: list[str] = []  # the modules whose forward is being traced
+        self._guesses = [Guess(self, given, more) for more in (0, 1)]
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Decides a branch that depends on sizes other than the batch."""
+        first, second = (guess.value(obj.node) for guess in self._guesses)
+        if isinstance(first, torch.Tensor) or bool(first) != bool(second):
+            super().to_bool(obj)
+        return bool(first)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one operation."""
@@ -56,6 +66,40 @@ class Tracer(fx.Tracer):
         return result
 
 
+class Guess:
+    """What nodes of a graph in the making give for the example, with some more samples."""
+
+    def __init__(self, tracer: Tracer, given: dict[str, torch.Tensor], more: int) -> None:
+        self._tracer = tracer
+        self._known: dict[fx.Node, Any] = {}
+        self._given = {
+            name: torch.empty(tensor.shape[0] + more, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
+            for name, tensor in given.items()
+            if tensor.ndim
+        }
+
+    def value(self, node: fx.Node) -> Any:
+        """Returns what a node gives, without data."""
+        if node not in self._known:
+            self._known[node] = self._compute(node)
+        return self._known[node]
+
+    def _compute(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self._given.get(str(node.target))
+        root = self._tracer.root
+        if node.op == "get_attr":
+            return torch.empty_like(operator.attrgetter(str(node.target))(root), device="meta")
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)
+        if node.op == "call_module":
+            return copy.deepcopy(root.get_submodule(str(node.target))).to("meta")(*args, **kwargs)
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function it is a function
+
+
 def open_up(model: nn.Module, given: dict[str, Any]) -> tuple[fx.GraphModule, dict[str, str]]:
     """Returns the traced network and the modules that stayed closed, each with the reason.
 
@@ -72,7 +116,7 @@ def open_up(model: nn.Module, given: dict[str, Any]) -> tuple[fx.GraphModule, di
         if name not in given and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
     while True:
-        tracer = Tracer(closed)
+        tracer = Tracer(closed, given)
         try:
             return fx.GraphModule(model, tracer.trace(model, concrete_args=fixed or None)), closed
         except Exception as error:

@@ -1,6 +1,6 @@
 """What one rank does for an operation and mode, where that is not simply the operation itself on its parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -8,10 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from evenly.comm import count_of
+from evenly.comm import Shift, Wire, count_of
+from evenly.graph import name_of
 from evenly.shards import ops
 from evenly.shards.chance import drop
+from evenly.shards.mixing import layer_options, mixed
 from evenly.shards.site import Pass, Site
+from evenly.spec.layout import Move, Record, Segments
 
 Act = Callable[..., Any]  # (now, *args, **kwargs) -> what the operation gives on this rank
 
@@ -23,6 +26,35 @@ def act_of(site: Site) -> Act:
         return made(site)
     run = site.run
     return lambda now, *args, **kwargs: run(*args, **kwargs)
+
+
+def layer_of(site: Site, entry: Move | None, wire: Wire) -> Callable[[Pass, Mapping[str, Record], Any], Any]:
+    """Returns what this rank does at a convolution or linear layer, with its bias and the move of its input."""
+    name = name_of(site.node)
+    plain = act_of(site)
+    cut = None
+    if entry is not None:
+        cut = entry.before if entry.before.state == "sharded" else entry.after
+
+    def act(now: Pass, reads: Mapping[str, Record], bias: torch.Tensor | None) -> Any:
+        args, kwargs = site.switched(lambda n: now.values[n.name, reads.get(n.name)])
+        x, weight, rest = args[0], args[1] if len(args) > 1 else kwargs["weight"], args[3:]
+        if site.is_idle(now):
+            entered = Shift(wire, entry.name, cut.dim, _segments(now, cut))(x) if entry and cut else x
+            return site.idle(now, [entered, weight] if bias is None else [entered, weight, bias], reads)
+        options = layer_options(name, rest, kwargs) if entry is not None else None
+        if entry is not None and cut is not None and options is not None:
+            return mixed(Shift(wire, entry.name, cut.dim, _segments(now, cut)), name, x, weight, bias, options)
+        if entry is not None and cut is not None:
+            x = Shift(wire, entry.name, cut.dim, _segments(now, cut))(x)
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("weight", "bias", "input")}
+        return plain(now, x, weight, bias, *rest, **kwargs)
+
+    return act
+
+
+def _segments(now: Pass, record: Record) -> tuple[Segments, ...]:
+    return now.segments(record) if record.state == "sharded" else ()
 
 
 def _view(site: Site) -> Act:

@@ -10,7 +10,8 @@ from torch import fx, nn
 from evenly.comm import Shift, Wire
 from evenly.graph import Traced
 from evenly.shards.chance import Dice
-from evenly.shards.local import act_of
+from evenly.shards.fusing import biases, entries
+from evenly.shards.local import act_of, layer_of
 from evenly.shards.site import Pass, Site
 from evenly.spec.graph import Layer
 from evenly.spec.layout import REPLICATED, Choice, Layout, Move, Record
@@ -37,6 +38,9 @@ class Program:
         self._choices = {choice.layer: choice for choice in layout.choices}
         self._moves = {(move.tensor, move.after): move for move in layout.moves}
         self._paths = {layer.name: layer.where for layer in traced.graph.layers if layer.op in ("parameter", "buffer")}
+        self._biases, self._entries = biases(traced, layout), entries(traced, layout)
+        self._bias_done = {bias: layer for layer, bias in self._biases.items()}
+        self._nodes = {node.name: node for node in traced.program.graph.nodes}
         self._known: set[Key] = set()
         self.listener: Callable[[str, Record, Any], None] | None = None  # told every tensor as it is made
         self.steps: list[Step] = []
@@ -65,6 +69,10 @@ class Program:
             self._input(node)
         elif layer.op in ("number", "constant"):
             self._number(node, layer, number)
+        elif node.name in self._bias_done:
+            self._alias(node, layer)
+        elif layer.op in ("conv", "linear"):
+            self._layer(node, layer, number)
         else:
             self._operation(node, layer, number)
 
@@ -99,11 +107,51 @@ class Program:
                 now.values[single] = made
             else:
                 now.values.update(zip(outputs, made, strict=True))
-            if self.listener is not None:
-                for name, record in outputs:
-                    self.listener(name, record, now.values[name, record])
+            self._tell(now, list(outputs))
 
         self._step(node.name, self._reads(node, site.needs), [single] if single else list(outputs), run)
+
+    def _alias(self, node: fx.Node, layer: Layer) -> None:
+        """The bias was added by the layer itself."""
+        choice = self._choices[node.name]
+        before, after = (layer.inputs[0], choice.needs[0]), (node.name, choice.gives[0])
+
+        def run(now: Pass) -> None:
+            now.values[after] = now.values[before]
+            self._tell(now, [after])
+
+        self._step(node.name, [before], [after], run)
+
+    def _layer(self, node: fx.Node, layer: Layer, number: int) -> None:
+        """A convolution or linear layer, with its bias and the move of its input where these belong to it alone."""
+        site = self._site(node, layer, self._choices[node.name], number)
+        entry = self._entries.get(node.name)
+        adder = self._biases.get(node.name)
+        reads = dict(site.needs)
+        if entry is not None:
+            reads[entry.tensor] = entry.before
+        bias: Key | None = None
+        if adder is not None:
+            bias = (self._layers[adder].inputs[1], self._choices[adder].needs[1])
+        for name, need in (*reads.items(), *([bias] if bias else [])):
+            if need is not None:
+                self._ensure(name, need)
+        out: Key = (node.name, site.choice.gives[0])
+        act = layer_of(site, entry, self._wire)
+
+        def run(now: Pass) -> None:
+            added = now.values[bias] if bias is not None else None
+            now.values[out] = act(now, reads, added)
+            if adder is None:
+                self._tell(now, [out])
+
+        self._step(node.name, [*self._reads(node, reads), *([bias] if bias else [])], [out], run)
+
+    def _tell(self, now: Pass, made: list[Key]) -> None:
+        if self.listener is not None:
+            for name, record in made:
+                if record is not None:
+                    self.listener(name, record, now.values[name, record])
 
     def _reads(self, node: fx.Node, needs: Mapping[str, Record]) -> list[Key]:
         return [self._key(n.name, needs) for n in node.all_input_nodes]

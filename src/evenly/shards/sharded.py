@@ -55,14 +55,11 @@ class Sharded(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the network returns for these arguments, on every rank."""
-        try:
+        with self.wire.telling():
             bound = self._signature.bind(*args, **kwargs).arguments
             self._check(bound)
             result = self._program.run(bound) if self._program is not None else None
             return self._tell(result) if self._has_audience else result
-        except Exception as error:
-            self.wire.alarm.ring(error)
-            raise
 
     def close(self) -> None:
         """Ends the connections; the module can still be saved, but not be called."""

@@ -113,13 +113,17 @@ class Site:
         cut = [record for record in (*self.choice.needs, *self.choice.gives) if record.state == "sharded"]
         return any(now.count(record) == 0 for record in cut)
 
-    def idle(self, now: Pass) -> Any:
+    def idle(
+        self, now: Pass, inputs: list[torch.Tensor] | None = None, reads: Mapping[str, Record] | None = None
+    ) -> Any:
         """Returns what a rank without a part gives: nothing of a cut tensor, zeros as a summand."""
-        shape = list(self.full_output(now).shape)
+        shape = list(self.full_output(now, reads).shape)
         (given,) = self.choice.gives
         if given.state == "sharded":
             shape[given.dim] = now.count(given)
-        inputs = [now.values[n.name, self.needs[n.name]] for n in self.node.all_input_nodes if n.name in self.needs]
+        if inputs is None:
+            read = [n.name for n in self.node.all_input_nodes if n.name in self.needs]
+            inputs = [now.values[name, self.needs[name]] for name in read]
         if self.node.op == "call_module":
             module = self.model.get_submodule(str(self.node.target))
             inputs += list(module.parameters())
@@ -128,11 +132,10 @@ class Site:
         floats = [x for x in inputs if x.is_floating_point()]
         return hollow(shape, *floats)
 
-    def full_output(self, now: Pass) -> Any:
+    def full_output(self, now: Pass, reads: Mapping[str, Record] | None = None) -> Any:
         """Returns what the whole operation would give, without data."""
-        args, kwargs = self.switched(
-            lambda n: now.unfilled(now.values[n.name, self.needs.get(n.name)], self.needs.get(n.name))
-        )
+        states = self.needs if reads is None else reads
+        args, kwargs = self.switched(lambda n: now.unfilled(now.values[n.name, states.get(n.name)], states.get(n.name)))
         if self.layer.op in ("batch_norm", "instance_norm"):
             return args[0]
         return _callable(self.node, self.original)(*args, **kwargs)
