@@ -157,11 +157,12 @@ def worker(name: str, batch: int, rounds: int, shares: Sequence[float]) -> None:
 
 def resnet_worker() -> None:
     """Counts one step of ResNet-50, plain alternation and ours."""
+    from tests.zoo import Bottleneck, ResNet
+
     from evenly.comm import party_of
     from evenly.graph import follow
     from evenly.planner import lay_out
     from evenly.shards import join_shards
-    from tests.zoo import Bottleneck, ResNet
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

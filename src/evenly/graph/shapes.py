@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from evenly._errors import SpecError
@@ -41,7 +41,7 @@ class Shapes(fx.Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Runs a module with parameters without data."""
         module = self.fetch_attr(str(target))
-        return copy.deepcopy(module).to("meta")(*args, **kwargs)
+        return call_hollow(module, *args, **kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function; devices become the one without data."""
@@ -55,6 +55,14 @@ class Shapes(fx.Interpreter):
 def shape_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor of the same shape, type and need of gradient, without data."""
     return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+
+
+def call_hollow(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Returns what a module gives for tensors without data; the module stays as it is."""
+    if isinstance(module, nn.modules.batchnorm._NormBase) and args:  # counts batches by value
+        needs = args[0].requires_grad or any(p.requires_grad for p in module.parameters())
+        return torch.empty_like(args[0]).requires_grad_(needs).clone()
+    return copy.deepcopy(module).to("meta")(*args, **kwargs)
 
 
 def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:

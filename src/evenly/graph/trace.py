@@ -226,7 +226,8 @@ def _outputs(node: fx.Node, value: Any) -> tuple[Tensor, ...]:
     if isinstance(value, torch.Tensor) and node.op != "output":
         return (_tensor(node.name, value),)
     if is_tensor_list(value) and node.op != "output":
-        names = {user.args[1]: user.name for user in node.users if user.target is operator.getitem}
+        items = [user for user in node.users if user.target is operator.getitem]
+        names = {int(user.args[1]) % len(value): user.name for user in items if isinstance(user.args[1], int)}
         return tuple(_tensor(names.get(i, f"{node.name}#{i}"), item) for i, item in enumerate(value))
     return ()
 

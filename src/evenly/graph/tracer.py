@@ -1,6 +1,5 @@
 """A network as an fx graph of functions: modules with weights are opened, what cannot be traced stays closed."""
 
-import copy
 import inspect
 import operator
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from torch import fx, nn
 
 from evenly._errors import SpecError
 from evenly.graph.rewrites import REWRITES
+from evenly.graph.shapes import call_hollow
 
 OPENED = (
     nn.Linear,
@@ -92,7 +92,7 @@ class Guess:
             return torch.empty_like(operator.attrgetter(str(node.target))(root), device="meta")
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)
         if node.op == "call_module":
-            return copy.deepcopy(root.get_submodule(str(node.target))).to("meta")(*args, **kwargs)
+            return call_hollow(root.get_submodule(str(node.target)), *args, **kwargs)
         if "device" in kwargs:
             kwargs["device"] = "meta"
         if node.op == "call_method":

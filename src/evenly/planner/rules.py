@@ -177,7 +177,7 @@ def _batch_norm(scene: Scene) -> Iterator[Option]:
         if scene.rows(record) and record.dim == 0:
             channels = scene.inputs[0].shape[1]
             needs = tuple(COPIED if tensor.has_grad else REPLICATED for tensor in scene.inputs[1:])
-            yield Option("moments", (record, *needs), (record,), messages=3, sent=4 * channels)
+            yield Option("moments", (record, *needs), (record,), *_moments(scene, channels))
 
 
 def _instance_norm(scene: Scene) -> Iterator[Option]:
@@ -192,9 +192,16 @@ def _group_norm(scene: Scene) -> Iterator[Option]:
             continue
         own = Record("sharded", 0, record.cut)
         whole_groups = scene.cuts.scaled(record.cut, 1, x.shape[1] // groups) is not None
-        mode, messages = ("local", 0) if whole_groups else ("moments", 3)
-        sent = 0 if whole_groups else 4 * x.shape[0] * groups
-        yield Option(mode, _others(scene, [record], own), (record,), messages=messages, sent=sent)
+        inside = (0, 0) if whole_groups else _moments(scene, x.shape[0] * groups)
+        yield Option("local" if whole_groups else "moments", _others(scene, [record], own), (record,), *inside)
+
+
+def _moments(scene: Scene, rows: int, *, centred: bool = True) -> tuple[int, int]:
+    """Returns the messages and elements of a mean and a variance of `rows` rows, and of their gradients."""
+    forward = 2 if centred else 1
+    if not scene.inputs[0].has_grad:
+        return forward, forward * rows
+    return forward + 1, 2 * forward * rows
 
 
 def _layer_norm(scene: Scene) -> Iterator[Option]:
@@ -202,12 +209,11 @@ def _layer_norm(scene: Scene) -> Iterator[Option]:
     yield from _bystander(scene, range(first, len(x.shape)))
     if first != len(x.shape) - 1:
         return
-    rows = x.numel // x.shape[-1]
-    messages, sent = (3, 4 * rows) if scene.layer.op == "layer_norm" else (2, 2 * rows)
+    inside = _moments(scene, x.numel // x.shape[-1], centred=scene.layer.op == "layer_norm")
     for record in scene.sharded(0, first):
         if not scene.rows(record):
             own = Record("sharded", 0, record.cut)
-            yield Option("moments", _others(scene, [record], own), (record,), messages=messages, sent=sent)
+            yield Option("moments", _others(scene, [record], own), (record,), *inside)
 
 
 def _spatial(scene: Scene) -> Iterator[Option]:

@@ -1,6 +1,5 @@
 """The tree of modules with only this rank's parts of parameters and buffers; the network given stays as it is."""
 
-import copy
 from collections.abc import Callable, Mapping
 
 import torch
@@ -65,7 +64,7 @@ def copy_tree(
     def copied(module: nn.Module, prefix: str) -> nn.Module:
         if id(module) in modules:
             return modules[id(module)]
-        made = modules[id(module)] = copy.copy(module)
+        made = modules[id(module)] = object.__new__(type(module))
         made.__dict__ = dict(module.__dict__)
         made._parameters = {
             name: part(prefix + name, tensor) if tensor is not None else None  # type: ignore[misc]  # a Parameter stays one

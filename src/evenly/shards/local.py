@@ -12,7 +12,7 @@ from evenly.comm import Shift, Wire, count_of
 from evenly.graph import name_of
 from evenly.shards import ops
 from evenly.shards.chance import drop
-from evenly.shards.mixing import layer_options, mixed
+from evenly.shards.mixing import layer_options, lowered, mixed
 from evenly.shards.site import Pass, Site
 from evenly.spec.layout import Move, Record, Segments
 
@@ -40,13 +40,13 @@ def layer_of(site: Site, entry: Move | None, wire: Wire) -> Callable[[Pass, Mapp
         args, kwargs = site.switched(lambda n: now.values[n.name, reads.get(n.name)])
         x, weight, rest = args[0], args[1] if len(args) > 1 else kwargs["weight"], args[3:]
         if site.is_idle(now):
-            entered = Shift(wire, entry.name, cut.dim, _segments(now, cut))(x) if entry and cut else x
+            entered = Shift(wire, entry.name, cut.dim, _segments(now, cut))(lowered(x)) if entry and cut else x
             return site.idle(now, [entered, weight] if bias is None else [entered, weight, bias], reads)
         options = layer_options(name, rest, kwargs) if entry is not None else None
         if entry is not None and cut is not None and options is not None:
             return mixed(Shift(wire, entry.name, cut.dim, _segments(now, cut)), name, x, weight, bias, options)
         if entry is not None and cut is not None:
-            x = Shift(wire, entry.name, cut.dim, _segments(now, cut))(x)
+            x = Shift(wire, entry.name, cut.dim, _segments(now, cut))(lowered(x))
         kwargs = {key: value for key, value in kwargs.items() if key not in ("weight", "bias", "input")}
         return plain(now, x, weight, bias, *rest, **kwargs)
 

@@ -26,12 +26,16 @@ def mixed(
     options: Mapping[str, Any],
 ) -> torch.Tensor:
     """Returns the layer `name` (conv2d, linear, ...) of the moved input, differentiable."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        lower = torch.get_autocast_dtype(kind)
-        x, weight, bias = x.to(lower), weight.to(lower), bias if bias is None else bias.to(lower)
+    x, weight, bias = lowered(x), lowered(weight), bias if bias is None else lowered(bias)
     y: torch.Tensor = _Mixed.apply(x, weight, bias, shift, name, options)  # type: ignore[no-untyped-call]  # torch has no annotation here
     return y
+
+
+def lowered(x: torch.Tensor) -> torch.Tensor:
+    """Returns x in the type of autocast, if that is on: devices disagree about many results' types, wires cannot."""
+    if not torch.is_autocast_enabled(x.device.type) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def layer_options(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

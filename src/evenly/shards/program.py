@@ -12,6 +12,7 @@ from evenly.graph import Traced
 from evenly.shards.chance import Dice
 from evenly.shards.fusing import biases, entries
 from evenly.shards.local import act_of, layer_of
+from evenly.shards.mixing import lowered
 from evenly.shards.site import Pass, Site
 from evenly.spec.graph import Layer
 from evenly.spec.layout import REPLICATED, Choice, Layout, Move, Record
@@ -201,9 +202,12 @@ class Program:
         before, after = (move.tensor, move.before), (move.tensor, move.after)
         cut = move.before if move.before.state == "sharded" else move.after
 
+        is_state = move.tensor in self._paths
+
         def run(now: Pass) -> None:
+            x = now.values[before] if is_state else lowered(now.values[before])
             segments = now.segments(cut) if cut.state == "sharded" else ()
-            now.values[after] = Shift(self._wire, move.name, cut.dim, segments)(now.values[before])
+            now.values[after] = Shift(self._wire, move.name, cut.dim, segments)(x)
 
         return run
 

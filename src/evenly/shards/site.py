@@ -61,7 +61,8 @@ class Pass:
         """Returns a tensor of the full shape without data; other values as they are."""
         if not isinstance(x, torch.Tensor):
             return x
-        return torch.empty(self.full_shape(x, record), dtype=x.dtype, device="meta")
+        kind = torch.float32 if x.is_floating_point() else x.dtype  # types may differ under autocast
+        return torch.empty(self.full_shape(x, record), dtype=kind, device="meta")
 
 
 @dataclass
@@ -127,7 +128,8 @@ class Site:
         if self.node.op == "call_module":
             module = self.model.get_submodule(str(self.node.target))
             inputs += list(module.parameters())
-            if module.training and isinstance(counter := getattr(module, "num_batches_tracked", None), torch.Tensor):
+            counter = getattr(module, "num_batches_tracked", None)
+            if self.layer.op == "batch_norm" and module.training and isinstance(counter, torch.Tensor):
                 counter.add_(1)
         floats = [x for x in inputs if x.is_floating_point()]
         return hollow(shape, *floats)

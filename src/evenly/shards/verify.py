@@ -1,0 +1,329 @@
+"""Whether a cut network computes what the uncut one does: outputs, gradients, buffers, parameters after a step."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.utils import _pytree as pytree
+
+from evenly._errors import MismatchError, SpecError
+from evenly.graph import Example
+from evenly.shards.gaps import Gaps, noise_of
+from evenly.shards.placement import placement_of
+from evenly.shards.program import Program
+from evenly.shards.sharded import Sharded
+from evenly.shards.trail import Loss, chances, first_difference
+
+RTOL = {8: 1e-9, 4: 1e-4}  # by bytes of a number; 2e-2 for shorter ones
+LR = 1e-2
+SWITCHES = ("training", "p", "dropout")  # what is changed of modules
+
+Build = Callable[[list[nn.Parameter]], Optimizer]
+Found = dict[str, dict[str, float]]  # kind -> name -> difference
+
+
+@dataclass(frozen=True)
+class Row:
+    """The worst difference of one kind of tensor, and the name of the tensor."""
+
+    what: str
+    count: int
+    worst: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found: whether all is the same, the worst relative difference, the first layer that differs."""
+
+    ok: bool
+    worst: float
+    rtol: float
+    layer: str | None
+    rows: tuple[Row, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        """The report as a small table."""
+        verdict = "the same as" if self.ok else "not the same as"
+        first = "" if self.layer is None else f" first at {self.layer!r},"
+        head = f"the cut network is {verdict} the uncut one:{first} worst difference {self.worst:.1e}"
+        table = [f"  {row.what:10} {row.count:5} tensors {row.worst:9.1e}  {row.where}".rstrip() for row in self.rows]
+        return [f"{head}, limit {self.rtol:.1e}", *table, *(f"  {note}" for note in self.notes)]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def verify(
+    model: nn.Module,
+    sharded: Sharded,
+    example: Example,
+    *,
+    loss: Loss | None = None,
+    optimizer: Build | None = None,
+    rtol: float | None = None,
+) -> Report:
+    """Returns whether a cut network is the uncut one: outputs, every gradient and buffer, parameters after a step.
+
+    Both run in training mode with dropout off. All ranks call it together and get the same report; both networks stay
+    as they were, and so do their gradients and torch's random numbers.
+
+    Args:
+        model: the uncut network with the same weights; a copy of it is used.
+        sharded: the cut one.
+        example: a batch as forward takes it: a tensor, a tuple of arguments, or a dict of named arguments.
+        loss: gives a number for the outputs; by default a weighted sum of all of them.
+        optimizer: makes the optimizer of the step from a list of parameters; by default plain SGD.
+        rtol: the largest relative difference that is none; by default 1e-9 for float64, 1e-4 for float32, 2e-2 for
+            shorter numbers.
+    """
+    report = None
+    if sharded._program is not None:
+        with sharded.wire.telling():
+            trial = _Trial(model, sharded, sharded._program, example, loss or _weighted_sum, optimizer, rtol)
+            report = trial.report()
+    if report is not None and not sharded._has_audience:
+        return report
+    told = sharded._stage.tell(None if report is None else asdict(report), sharded._source)
+    return Report(**{**told, "rows": tuple(Row(**row) for row in told["rows"]), "notes": tuple(told["notes"])})
+
+
+class _Trial:
+    """One comparison."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sharded: Sharded,
+        program: Program,
+        example: Example,
+        loss: Loss,
+        optimizer: Build | None,
+        rtol: float | None,
+    ) -> None:
+        _require_same_form(model, sharded)
+        self._model, self._sharded, self._program = model, sharded, program
+        self._loss, self._optimizer = loss, optimizer
+        self._device = _device(sharded)
+        bound = _bound(sharded, example)
+        self._arguments = _moved(bound, _device(model)), _moved(bound, self._device)
+        floats = [x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
+        self._eps = max((torch.finfo(x.dtype).eps for x in floats), default=2.0**-52)
+        shortest = min((x.dtype.itemsize for x in floats), default=8)
+        self._rtol = RTOL.get(shortest, 2e-2) if rtol is None else rtol
+        self._traced = program._traced
+        self._owners, always = chances(self._traced)
+        if always:
+            raise SpecError(
+                f"a network was to be verified whose dropout at {always[0]!r} is on in every mode, so that two runs "
+                "never agree. Let it follow the module's mode (training=self.training), or build it with p=0."
+            )
+
+    def report(self) -> Report:
+        """Returns what was found."""
+        with self._left_as_it_was():
+            found = self._compare()
+        rows = tuple(_row(what, gaps) for what, gaps in found.items())
+        worst = max((row.worst for row in rows), default=0.0)
+        layer = None if worst <= self._rtol else self._layer(found)
+        return Report(worst <= self._rtol, worst, self._rtol, layer, rows, tuple(self._notes(worst <= self._rtol)))
+
+    def _compare(self) -> Found:
+        plain, sharded = self._plain(), self._sharded
+        found = {"state": self._settled(self._state(plain))}
+        _switch(sharded, self._owners)
+        outputs = self._gaps()
+        truth, mine = self._run(plain, self._arguments[0]), self._run(sharded, self._arguments[1])
+        names = ["output"] if len(truth) == 1 else [f"output {number}" for number in range(len(truth))]
+        for name, a, b in zip(names, mine, truth, strict=True):
+            outputs.add(name, torch.as_tensor(a), torch.as_tensor(b))
+        found["outputs"] = self._settled(outputs)
+        grads = {name: _grad(parameter) for name, parameter in plain.named_parameters()}
+        gradients, own = self._gaps(), dict(sharded.named_parameters())
+        for name, grad in grads.items():
+            gradients.add(name, _full(own[name], _grad(own[name])), grad)
+        found["gradients"] = self._settled(gradients)
+        found["buffers"] = self._settled(self._buffers(plain))
+        found["parameters"] = self._settled(self._step(plain, grads))
+        return found
+
+    def _plain(self) -> nn.Module:
+        """Returns a copy of the uncut network, ready to run."""
+        plain = copy.deepcopy(self._model)
+        plain.zero_grad()
+        _switch(plain, self._owners)
+        return plain
+
+    def _state(self, plain: nn.Module) -> Gaps:
+        gaps, own = self._gaps(), _named(self._sharded)
+        for name, tensor in _named(plain).items():
+            gaps.add(name, _full(own[name], own[name]), tensor)
+        return gaps
+
+    def _run(self, network: nn.Module, arguments: Mapping[str, Any]) -> list[Any]:
+        """Returns the outputs after a forward and a backward."""
+        torch.manual_seed(0)  # for what draws in spite of all
+        with torch.enable_grad():
+            outputs = self._program.run(arguments) if network is self._sharded else network(**arguments)
+            total = self._loss(outputs)
+            if total is not None and total.requires_grad:
+                total.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor | float | int)]
+
+    def _buffers(self, plain: nn.Module) -> Gaps:
+        gaps, own = self._gaps(), dict(self._sharded.named_buffers())
+        for name, buffer in plain.named_buffers():
+            gaps.add(name, _full(own[name], own[name]), buffer)
+        return gaps
+
+    def _step(self, plain: nn.Module, grads: Mapping[str, torch.Tensor]) -> Gaps:
+        """Compares parameters after a step; an optimizer may blow up rounding noise, so where a gradient is only that,
+        elements are left out.
+        """
+        noise = noise_of(list(grads.values()), self._eps) if self._optimizer is not None else -1.0
+        for network in (plain, self._sharded):
+            parameters = list(network.parameters())
+            step = SGD(parameters, lr=LR) if self._optimizer is None else self._optimizer(parameters)
+            step.step()
+        gaps, own = self._gaps(), dict(self._sharded.named_parameters())
+        for name, parameter in plain.named_parameters():
+            mine = _full(own[name], own[name]).to(parameter.device)
+            gaps.add(name, torch.where(grads[name].abs() <= noise, parameter.detach(), mine), parameter)
+        return gaps
+
+    def _layer(self, found: Found) -> str | None:
+        """Returns the layer that differs first."""
+
+        def bad(what: str) -> list[str]:
+            return [name for name, gap in found[what].items() if not gap <= self._rtol]
+
+        layer = None
+        if not bad("state"):
+            with self._left_as_it_was():
+                _switch(self._sharded, self._owners)
+                layer = first_difference(
+                    self._traced, self._plain(), self._sharded, self._arguments, self._loss, self._gaps, self._rtol
+                )
+        # backward goes from the last layer to the first
+        names = [*bad("state"), *reversed(bad("gradients")), *bad("buffers"), *bad("parameters")]
+        return layer or next((name.rpartition(".")[0] or name for name in names), None)
+
+    @contextmanager
+    def _left_as_it_was(self) -> Iterator[None]:
+        """Puts everything back at the end: tensors, gradients, modes, dropout, random numbers."""
+        sharded = self._sharded
+        tensors = {tensor: tensor.detach().clone() for tensor in (*sharded.parameters(), *sharded.buffers())}
+        grads = [(parameter, parameter.grad) for parameter in sharded.parameters()]
+        for parameter in sharded.parameters():
+            parameter.grad = None
+        settings = [(module, {k: v for k, v in vars(module).items() if k in SWITCHES}) for module in sharded.modules()]
+        passes = sharded._dice.passes
+        devices = {device for device in (self._device, _device(self._model)) if device.type == "cuda"}
+        try:
+            with torch.random.fork_rng(devices=list(devices)):
+                yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in tensors.items():
+                    tensor.copy_(value)
+            for parameter, grad in grads:
+                parameter.grad = grad
+            for module, values in settings:
+                vars(module).update(values)
+            sharded._dice.passes = passes
+
+    def _gaps(self) -> Gaps:
+        return Gaps(self._rtol, self._eps)
+
+    def _settled(self, gaps: Gaps) -> dict[str, float]:
+        return gaps.settle(self._sharded.wire, self._device)
+
+    def _notes(self, ok: bool) -> Iterator[str]:
+        if self._owners:
+            paths = [repr(path or "the network itself") for path in sorted(self._owners)]
+            names = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+            yield f"dropout functions were switched off by the evaluation mode of {names}"
+        if not ok and self._eps > torch.finfo(torch.float64).eps:
+            yield "short numbers alone can differ as much, at the bends of a network: be sure with float64 copies"
+
+
+def _row(what: str, gaps: Mapping[str, float]) -> Row:
+    where = max(gaps, key=lambda name: gaps[name], default="")
+    worst = gaps.get(where, 0.0)
+    return Row(what, len(gaps), worst, where if worst else "")
+
+
+def _weighted_sum(outputs: Any) -> torch.Tensor | None:
+    """Returns the sum of all outputs, each element with a weight of its own; None if there is no gradient to take."""
+    leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    total: torch.Tensor | None = None
+    for leaf in leaves:
+        wide = leaf.float() if leaf.dtype.itemsize < 4 else leaf
+        weights = torch.cos(torch.arange(leaf.numel(), device=leaf.device, dtype=torch.float32)).view(leaf.shape)
+        part = (wide * weights).sum()
+        part = part.abs() if part.is_complex() else part
+        total = part if total is None else total + part
+    return total
+
+
+def _switch(network: nn.Module, owners: set[str]) -> None:
+    """Puts a network into training mode, without dropout."""
+    network.train()
+    for module in network.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        if isinstance(module, nn.RNNBase):
+            module.dropout = 0.0
+    for path in owners:
+        network.get_submodule(path).training = False
+
+
+def _require_same_form(model: nn.Module, sharded: Sharded) -> None:
+    mine = {name: tuple(_shape(tensor)) for name, tensor in _named(sharded).items()}
+    truth = {name: tuple(tensor.shape) for name, tensor in _named(model).items()}
+    for name in (*truth, *mine):
+        if mine.get(name) != truth.get(name):
+            raise MismatchError(
+                f"a cut network was to be compared with an uncut one, but {name!r} is {mine.get(name, 'absent')} in "
+                f"the cut one and {truth.get(name, 'absent')} in the other. Give the network that was cut."
+            )
+
+
+def _shape(tensor: torch.Tensor) -> torch.Size:
+    placement = placement_of(tensor)
+    return tensor.shape if placement is None else placement.shape
+
+
+def _full(owner: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Returns the full tensor of which `value` is a part as `owner` is; all ranks call it together."""
+    placement = placement_of(owner)
+    return value if placement is None else placement.full(value)
+
+
+def _grad(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _named(network: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(network.named_parameters()), **dict(network.named_buffers())}
+
+
+def _bound(sharded: Sharded, example: Example) -> dict[str, Any]:
+    if isinstance(example, Mapping):
+        return dict(sharded._signature.bind(**example).arguments)
+    return dict(sharded._signature.bind(*(example if isinstance(example, tuple | list) else (example,))).arguments)
+
+
+def _moved(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: x.detach().to(device) if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
+
+
+def _device(network: nn.Module) -> torch.device:
+    return next((x.device for x in (*network.parameters(), *network.buffers())), torch.device("cpu"))

@@ -1,0 +1,116 @@
+"""What the GPU tests of sharding run on every rank, in processes of their own; ranks may sit on unlike devices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import evenly
+from evenly.shards import Sharded, placement_of
+from tests.shards.grammar import sample
+from tests.zoo import ZOO
+
+
+def compare(devices: Sequence[str], shares: Sequence[float], cases: Sequence[Any], precision: str) -> list[list[Any]]:
+    """Returns for each case how far the sharded network is from the truth in float64, beside the plain network."""
+    dist.init_process_group("gloo")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    device = torch.device(devices[dist.get_rank()])
+    rows = []
+    for case in cases:
+        model, example = _case(case)
+        truth = _train(model, example, "double", torch.device("cpu"))
+        plain = _train(model, example, precision, torch.device(devices[0]))
+        local = tuple(x.to(device, torch.float32 if x.is_floating_point() else x.dtype) for x in example)
+        sharded = evenly.shard(_copy(model).float().to(device), local, shares=shares, cut_batch=bool(len(rows) % 2))
+        ours = _train(sharded, example, precision, device)
+        sharded.close()
+        rows.append([str(case), _distance(ours, truth), _distance(plain, truth)])
+    dist.destroy_process_group()
+    return rows
+
+
+def _case(case: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    if isinstance(case, int):
+        torch.manual_seed(case)
+        made = sample(case, 3)
+        return made.model, made.example
+    torch.manual_seed(0)
+    return ZOO[case].build(), ZOO[case].example()
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    import copy
+
+    return copy.deepcopy(model)
+
+
+def _train(model: nn.Module, example: Sequence[Tensor], precision: str, device: torch.device) -> list[Tensor]:
+    """Returns outputs, gradients and buffers of one step and the parameters after it, as float64 on the CPU."""
+    kind = torch.float64 if precision == "double" else torch.float32
+    if not isinstance(model, Sharded):
+        model = _copy(model).to(device, kind)
+    batch = [x.to(device, kind if x.is_floating_point() else x.dtype) for x in example]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.01, momentum=0.9) if trained else None
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        outputs = [x for x in pytree.tree_leaves(model(*batch)) if isinstance(x, Tensor)]
+        loss = sum(
+            (x.float() if precision == "bf16" else x).mul(_ramp(x)).sum() for x in outputs if x.is_floating_point()
+        )
+    if loss.requires_grad:
+        loss.backward()
+    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    if optimizer is not None:
+        optimizer.step()
+    named = [*model.parameters(), *model.buffers()]
+    found = [_whole(p, g) for p, g in zip(model.parameters(), gradients, strict=True)]
+    return [x.detach().double().cpu() for x in [*outputs, *found, *(_whole(x, x.detach()) for x in named)]]
+
+
+def _ramp(x: Tensor) -> Tensor:
+    kind = x.dtype if x.dtype.itemsize >= 4 else torch.float32
+    return (
+        torch.linspace(-1, 1, x.numel(), dtype=kind, device=x.device).view(x.shape) / x.shape[0]
+        if x.ndim
+        else x * 0 + 1
+    )
+
+
+def _whole(parameter: Tensor, value: Tensor) -> Tensor:
+    placement = placement_of(parameter)
+    return value if placement is None else placement.full(value)
+
+
+def _distance(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """Returns the largest difference, each relative to the size of its tensor, or of the network's for tiny ones."""
+    floor = 1e-3 * max(float(x.abs().max()) for x in truth if x.numel())
+    pairs = zip(found, truth, strict=True)
+    return max(float((a - b).abs().max()) / max(float(b.abs().max()), floor) for a, b in pairs if b.numel())
+
+
+def overhead(batch: int, rounds: int) -> dict[str, float]:
+    """Returns the median step of a plain network and of the same network sharded over a group of one."""
+    import statistics
+    import time
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = ZOO["resnet50"].build().float().cuda()
+    x = torch.randn(batch, 3, 64, 64, device="cuda")
+    sharded = evenly.shard(model, x, shares=[1])
+    seconds: dict[str, list[float]] = {"plain": [], "sharded": []}
+    for _ in range(rounds):
+        for name, module in (("plain", model), ("sharded", sharded)):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(5):
+                module(x).sum().backward()
+            torch.cuda.synchronize()
+            seconds[name].append((time.perf_counter() - began) / 5)
+    sharded.close()
+    dist.destroy_process_group()
+    return {name: statistics.median(values[2:]) for name, values in seconds.items()}

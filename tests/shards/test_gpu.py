@@ -1,0 +1,35 @@
+"""Sharded networks on CUDA: several ranks on one device, and a CPU rank among them, over gloo."""
+
+import pytest
+
+from tests.processes import run_processes
+from tests.ranks import ragged
+
+pytestmark = pytest.mark.gpu
+
+COMPARE = "tests.shards.gpu_programs:compare"
+GROUPS = {"cuda+cuda": (["cuda", "cuda"], [2, 1]), "cuda+cuda+cpu": (["cuda", "cuda", "cpu"], [70, 25, 5])}
+NETWORKS = ["vgg16_bn", "resnet18", "resnext50", "mobilenet_v2", "unet", "vit_small_module", "gpt2_loss", "lstm"]
+
+
+def run(group: str, cases: list, precision: str) -> list[list]:
+    devices, shares = GROUPS[group]
+    arguments = {"devices": devices, "shares": shares, "cases": cases, "precision": precision}
+    return run_processes(ragged(len(devices)), COMPARE, arguments, limit_s=110)
+
+
+@pytest.mark.parametrize("precision", ["float", "bf16"])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("cases", [NETWORKS[:4], NETWORKS[4:], list(range(20)), list(range(20, 40))], ids=str)
+def test_sharded_networks_are_as_close_to_the_truth_as_plain_ones(group, cases, precision):
+    least = {"float": 1e-4, "bf16": 0.05}[precision]
+    for rank, rows in enumerate(run(group, cases, precision)):
+        for case, ours, plain in rows:
+            assert ours <= max(least, 10 * plain), f"case {case} on rank {rank}: {ours:.2e}, plain {plain:.2e}"
+
+
+def test_a_group_of_one_costs_nothing():
+    (seconds,) = run_processes(
+        ragged(1), "tests.shards.gpu_programs:overhead", {"batch": 64, "rounds": 12}, limit_s=110
+    )
+    assert seconds["sharded"] <= 1.01 * seconds["plain"], seconds
