@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from evenly.graph import trace
     from evenly.reports import report
     from evenly.session import Session, discover, shard, synchronize
+    from evenly.shards import verify
     from evenly.spec import Cluster, EveryEpoch, EverySteps, Graph, Plan, Run
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ _ROOMS = {
     "evenly.graph": ["trace"],
     "evenly.reports": ["report"],
     "evenly.session": ["Session", "discover", "shard", "synchronize"],
+    "evenly.shards": ["verify"],
     "evenly.spec": ["Cluster", "EveryEpoch", "EverySteps", "Graph", "Plan", "Run"],
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
@@ -66,6 +68,7 @@ __all__ = [
     "shard",
     "synchronize",
     "trace",
+    "verify",
 ]
 
 

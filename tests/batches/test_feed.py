@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from evenly import DataError, LaunchError, feed
-from evenly.batches import Feed, split
-from evenly.spec import Plan, Role
+from evenly.batches import Feed
+from evenly.spec import Plan, Role, deal
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -161,7 +161,7 @@ def test_drop_last_drops_the_same_after_a_resume():
 
 @given(st.integers(0, 10_000), st.lists(st.integers(1, 100), min_size=1, max_size=8))
 def test_split_is_whole_in_proportion_and_loses_nothing(amount, shares):
-    parts = split(amount, shares)
+    parts = deal(amount, shares)
     assert sum(parts) == amount
     assert all(abs(part - amount * share / sum(shares)) < 1 for part, share in zip(parts, shares, strict=True))
 

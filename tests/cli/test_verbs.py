@@ -124,7 +124,7 @@ def test_report_as_json_is_one_object_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("train", "cooking"), "evenly: there is no recipe 'cooking'. Choose one of: fashion."),
+        (("train", "cooking"), "evenly: there is no recipe 'cooking'. Choose one of: fashion, cifar, mnist."),
         (("train", "fashion", "--set", "epochs"), "evenly: --set 'epochs' was given"),
         (("train", "fashion", "--data", "/nowhere"), "evenly: Fashion-MNIST was asked for"),
         (("report", "/nowhere"), "evenly: cannot read a run from /nowhere"),

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 Optimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 Batch = dict[str, Tensor] | tuple[Tensor, ...]
 SGD: Optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
-FLOOR = 1e-3  # of the network's largest gradient or parameter: below it, a tensor's own size is no measure
+FLOOR = 1e-2  # of the network's largest gradient or parameter: below it, a tensor's own size is no measure
 
 
 @dataclass

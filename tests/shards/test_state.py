@@ -32,8 +32,20 @@ THREE, TWO = [70, 25, 5], [1, 3]
 single_process = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
+class Tail(nn.Module):
+    """Adds a buffer that is saved, and multiplies by one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("hidden", torch.ones(10), persistent=False)
+        self.register_buffer("offset", torch.linspace(0, 1, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.offset) * self.hidden
+
+
 class Small(nn.Module):
-    """Convolutions with batch norm and dropout, a tied pair of linears, buffers that are saved and one that is not."""
+    """Convolutions with batch norm and dropout, a tied pair of linears, a scale, and a tail with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,19 +56,20 @@ class Small(nn.Module):
         self.up, self.down = nn.Linear(9, 10), nn.Linear(9, 10)
         self.down.weight = self.up.weight
         self.scale = nn.Parameter(torch.ones(()))
-        self.register_buffer("offset", torch.linspace(0, 1, 10))
-        self.register_buffer("hidden", torch.ones(10), persistent=False)
+        self.tail = Tail()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner(torch.relu(self.norm(self.conv(x))))
         x = self.dropout(x).mean((2, 3))
-        return (self.up(x) * self.scale + torch.tanh(self.down(x)) + self.offset) * self.hidden
+        return self.tail(self.up(x) * self.scale + torch.tanh(self.down(x)))
 
 
 def draw(name: str) -> tuple[nn.Module, list[tuple[torch.Tensor, ...]]]:
     """Returns a network and four batches, the same for every call."""
     with LOCK:
         torch.manual_seed(7)
+        if name == "tail":
+            return Tail().double(), [(torch.randn(4, 10, dtype=torch.float64),)]
         if name.startswith("small"):
             model = Small().double()
             model.dropout.p = 0.3 if name == "small_dropout" else 0.0
@@ -203,6 +216,15 @@ def test_rank_0_alone_can_have_the_state_and_tied_tensors_stay_one() -> None:
     assert state["model"]._metadata.keys() == truth._metadata.keys()
     assert all(torch.equal(state["model"][key], value) for key, value in truth.items())
     assert state["model"]["up.weight"] is state["model"]["down.weight"]
+
+
+def test_buffers_of_the_network_itself_that_are_not_saved_are_left_out() -> None:
+    def act(party: Party) -> list[str]:
+        with cut(party, "tail", TWO) as (model, _):
+            load_full_state_dict(model, draw("tail")[0].state_dict())
+            return list(full_state_dict(model)["model"])
+
+    assert run_ranks(2, act) == [["offset"]] * 2
 
 
 def test_a_network_on_one_rank_gets_copies() -> None:

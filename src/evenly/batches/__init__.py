@@ -1,5 +1,5 @@
 """Dataset + Plan -> loader of unequal batches."""
 
-from evenly.batches.loader import Feed, feed, split
+from evenly.batches.loader import Feed, feed
 
-__all__ = ["Feed", "feed", "split"]
+__all__ = ["Feed", "feed"]

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from evenly._errors import DataError
 from evenly.comm import party_of
-from evenly.spec import Plan
+from evenly.spec import Plan, deal
 
 
 class Feed:
@@ -112,7 +112,7 @@ class Feed:
 
     def _part(self, start: int, stop: int) -> tuple[int, int]:
         whole = stop - start == self.global_batch
-        counts = self._shares if whole else split(stop - start, self._shares)
+        counts = self._shares if whole else deal(stop - start, self._shares)
         first = start + sum(counts[: self._rank])
         return first, first + counts[self._rank]
 
@@ -129,10 +129,13 @@ def feed(dataset: Dataset[Any], plan: Plan, *, rank: int | None = None, **loadin
         rank: this rank; that of the open process group if left out.
         loading: `seed`, `shuffle`, `drop_last`, `num_workers`, `collate_fn`, `pin_memory`, `device` (of the batches).
     """
-    shares = [role.samples for role in plan.roles]
+    own = party_of().rank if rank is None else rank
+    takers = [replica.ranks[0] for replica in plan.replicas] or range(len(plan.roles))  # a replica sees one batch
+    place = next((i for i, replica in enumerate(plan.replicas) if own in replica.ranks), own)
+    shares = [plan.roles[taker].samples for taker in takers]
     if not all(shares):
         raise DataError("feed was given a plan without samples per rank. Make it with a batch_size, or set them.")
-    return Feed(dataset, rank=party_of().rank if rank is None else rank, samples=shares, **loading)
+    return Feed(dataset, rank=place, samples=shares, **loading)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -146,20 +149,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
-
-
-def split(amount: int, shares: Sequence[int]) -> list[int]:
-    """Returns whole numbers that sum to `amount`, in proportion to `shares`: largest remainders get what is left.
-
-    >>> split(10, [70, 25, 5])
-    [7, 3, 0]
-    """
-    total = sum(shares)
-    counts = [amount * share // total for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda i: (-(amount * shares[i] % total), i))
-    for index in by_remainder[: amount - sum(counts)]:
-        counts[index] += 1
-    return counts
 
 
 def _size_of(dataset: Dataset[Any], *, ranks: int) -> int:

@@ -1,13 +1,22 @@
 """`evenly train`: a published recipe on whatever launched it."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from evenly._errors import SpecError
 
-RECIPES = {"fashion": "a small ResNet on Fashion-MNIST"}
+if TYPE_CHECKING:
+    from evenly.recipes.config import RecipeConfig
+
+RECIPES = {
+    "fashion": "a small ResNet on Fashion-MNIST",
+    "cifar": "the published 8-convolution net on CIFAR-10, its layers cut in --shares",
+    "mnist": "the published convolution net on MNIST, its layers cut in --shares",
+}
 
 
 def train(
@@ -15,6 +24,10 @@ def train(
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     change: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
+    ] = None,
+    shares: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="cifar, mnist: how much of every layer each rank of a node gets."),
     ] = None,
     folder: Annotated[
         Path | None, typer.Option("--run", help="Run folder: run.jsonl and checkpoints. A run found there goes on.")
@@ -26,22 +39,34 @@ def train(
     """Train a recipe. Start it once per rank: by torchrun, srun, mpirun, `evenly launch`, `evenly lab run`, or alone.
 
     Examples: `evenly train fashion --set every=50 --set epochs=2 --run runs/first`;
-    `evenly launch --nodes 2,1 -m evenly train fashion --set every=global`.
+    `evenly launch --nodes 2,1 -m evenly train fashion --set every=global`;
+    `evenly launch --nodes 3 -m evenly train cifar --shares 70,25,5 --data data/cifar10`.
     """
     if recipe not in RECIPES:
         raise SpecError(f"there is no recipe {recipe!r}. Choose one of: {', '.join(RECIPES)}.")
-    from evenly.recipes.fashion import FashionConfig, train_fashion
-
+    kind, run = _recipe(recipe)
+    if shares is not None and "shares" not in kind.model_fields:
+        raise SpecError(f"--shares was given, but the recipe {recipe!r} does not cut layers. Use cifar or mnist.")
+    changes = [*(change or []), *([f"shares=[{shares}]"] if shares is not None else [])]
     if settings:
-        for name, field in FashionConfig.model_fields.items():
+        for name, field in kind.model_fields.items():
             print(f"{name} = {field.default}" + (f"  ({field.description})" if field.description else ""))
         return
     from evenly.cli.console import Watcher
 
     watcher = Watcher()
     try:
-        train_fashion(
-            FashionConfig.build(config, change or []), folder=folder, data=data, resume=not fresh, listener=watcher
-        )
+        run(kind.build(config, changes), folder=folder, data=data, resume=not fresh, listener=watcher)
     finally:
         watcher.close()
+
+
+def _recipe(name: str) -> tuple[type["RecipeConfig"], Callable[..., float]]:
+    """Returns the settings and the training of a recipe."""
+    if name == "fashion":
+        from evenly.recipes.fashion import FashionConfig, train_fashion
+
+        return FashionConfig, train_fashion
+    from evenly.recipes.shares import SharesConfig, train_shares
+
+    return SharesConfig, partial(train_shares, case=name)

@@ -2,7 +2,7 @@
 
 from evenly.comm.agreement import require_same
 from evenly.comm.alarm import Alarm
-from evenly.comm.groups import Groups, Peers, backend_for, open_group, open_groups
+from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups
 from evenly.comm.moves import Assembly, Waiter, all_gather, all_reduce, all_to_all, broadcast, first_line, gather_json
 from evenly.comm.party import Party, party_of
 from evenly.comm.placement import Placement, place, placement_of
@@ -29,6 +29,7 @@ __all__ = [
     "all_to_all",
     "backend_for",
     "broadcast",
+    "close_groups",
     "count_of",
     "first_line",
     "gather_json",

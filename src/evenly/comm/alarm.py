@@ -74,6 +74,11 @@ class Alarm:
         text = str(error) if isinstance(error, _errors.EvenlyError) else f"{type(error).__name__}: {error}"
         self._post(Note("failed", self.party.rank, self._host, text, error=kind))
 
+    @property
+    def has_rung(self) -> bool:
+        """Whether this rank or another one has failed."""
+        return self._rung or self._error is not None
+
     def check(self) -> None:
         """Raises the error that another rank rang the alarm for, if any."""
         for parent in self._parents:

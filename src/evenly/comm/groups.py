@@ -1,6 +1,7 @@
 """Process groups for ragged nodes: the node, the peers across nodes, everybody."""
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -45,13 +46,10 @@ class Groups:
         """The ranks of this rank's node."""
         return self.nodes[self.index]
 
-    def close(self) -> None:
-        """Shuts the groups down; a group with works under way lets them go."""
+    def close(self, *, failed: bool = False) -> None:
+        """Shuts the groups down; where a rank has `failed`, works may be under way."""
         mine = [self.world, self.gradients, self.node, self.node_votes]
-        for group in {
-            id(group): group for group in mine + [g for p in self.peers for g in (p.group, p.votes)]
-        }.values():
-            group.shutdown()
+        close_groups(mine + [g for p in self.peers for g in (p.group, p.votes)], failed=failed)
 
     @property
     def local_rank(self) -> int:
@@ -103,6 +101,18 @@ def open_groups(
         node_votes=votes(f"node{index}", own, node),
         peers=tuple(peers),
     )
+
+
+def close_groups(groups: Iterable[dist.ProcessGroup], *, failed: bool = False) -> None:
+    """Shuts groups down; where a rank has `failed` they are also kept for the life of the process.
+
+    Gloo cannot end a work that waits for another rank, and freeing its group waits for it: at the end of a process
+    that would be as long as the timeout.
+    """
+    for group in {id(group): group for group in groups}.values():
+        group.shutdown()
+        if failed:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def backend_for(devices: Sequence[Device]) -> str:

@@ -30,7 +30,8 @@ class Placement:
         if self.dim is None:
             return full.detach().clone()
         piece = take(full.detach(), self.dim, self.segments[self.wire.rank])
-        return piece.clone() if piece.data_ptr() == full.data_ptr() else piece
+        shared = piece.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+        return piece.clone() if shared else piece  # a view would keep the whole tensor alive
 
     def full(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the full tensor; all ranks of the wire call it together."""

@@ -120,7 +120,7 @@ def _join(seen: Seen) -> Row:
 
 def _spatial(seen: Seen, stem: str) -> Row:
     if isinstance(seen.values[seen.node.name], tuple) or (
-        seen.module is not None and getattr(seen.module, "return_indices", 0)
+        seen.module is not None and bool(getattr(seen.module, "return_indices", False))
     ):
         return opaque("it returns indices")
     dims = int(seen.name[-2])
@@ -287,7 +287,7 @@ def _repeat(seen: Seen) -> Row:
 
 
 def _shuffled(seen: Seen) -> Row:
-    factor = seen.module.upscale_factor if seen.module is not None else seen.argument(1, "upscale_factor")
+    factor = seen.argument(1, "upscale_factor") if seen.module is None else vars(seen.module)["upscale_factor"]
     if seen.ndim != 4:
         return opaque("its input has no batch dim")
     return Row("reshaping", "pixel_shuffle", {"units": int(factor) ** 2})

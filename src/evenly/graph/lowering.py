@@ -18,6 +18,9 @@ IN_PLACE = {
     operator.iand: operator.and_,
     operator.ior: operator.or_,
 }
+VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel", "Flatten"}
+VIEWS |= {"Unflatten", "permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "chunk", "split", "tensor_split"}
+VIEWS |= {"unbind", "narrow", "select", "getitem", "expand", "expand_as", "detach", "contiguous", "Identity", "to"}
 CONVS = {
     F.conv1d,
     F.conv2d,
@@ -63,6 +66,8 @@ def lower(traced: fx.GraphModule) -> None:
             _open_addmm(node)
         elif name == "glu":
             _open_glu(node)
+        elif node.target is getattr and node.args[1] == "mT":
+            _open_transpose(node)
     graph.eliminate_dead_code()
     graph.lint()
 
@@ -106,7 +111,39 @@ def _leave_in_place(graph: fx.Graph) -> None:
                 "Change it outside of forward, or leave the change out."
             )
         node.target = target
-        _later_see(changed, node)
+        if not _is_number(changed):
+            _refuse_views(changed, node)
+            _later_see(changed, node)
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a value is made of sizes: those are not changed in place by `+=`."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim", "numel", "__len__")
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim")
+    made_of = node.all_input_nodes
+    return node.op == "call_function" and bool(made_of) and all(_is_number(n) for n in made_of)
+
+
+def _refuse_views(changed: fx.Node, node: fx.Node) -> None:
+    """Raises `SpecError` where another tensor shares memory with the one that is changed, and is used afterwards."""
+    order = {n: place for place, n in enumerate(node.graph.nodes)}
+    family, todo = {changed}, [changed]
+    while todo:
+        here = todo.pop()
+        near = [
+            n for n in here.users if name_of(n) in VIEWS and n.all_input_nodes[0] is here and order[n] < order[node]
+        ]
+        near += here.all_input_nodes[:1] if name_of(here) in VIEWS else []
+        todo += [n for n in near if n not in family]
+        family |= set(near)
+    late = [n for n in family - {changed} for user in n.users if order[user] > order[node]]
+    if late:
+        raise SpecError(
+            f"forward changes {changed.name!r} in place, which shares memory with {late[0].name!r} that is used later. "
+            "Write the change as a new tensor, such as x = x + 1 instead of x += 1."
+        )
 
 
 def _module(node: fx.Node) -> nn.Module | None:
@@ -167,6 +204,13 @@ def _open_addmm(node: fx.Node) -> None:
         product = node.graph.call_function(torch.matmul, (x, weight))
         added = node.graph.call_function(operator.add, (product, bias))
     node.replace_all_uses_with(added)
+    node.graph.erase_node(node)
+
+
+def _open_transpose(node: fx.Node) -> None:
+    with node.graph.inserting_before(node):
+        turned = node.graph.call_method("transpose", (node.args[0], -2, -1))
+    node.replace_all_uses_with(turned)
     node.graph.erase_node(node)
 
 

@@ -35,7 +35,7 @@ def multihead(
         )
         biases = m.in_proj_bias.chunk(3, dim=0) if m.in_proj_bias is not None else (None, None, None)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-    q, k, v = (x.unflatten(-1, (m.num_heads, m.head_dim)).transpose(1, 2) for x in (q, k, v))  # [b, heads, t, d]
+    q, k, v = (torch.unflatten(x, -1, (m.num_heads, m.head_dim)).transpose(1, 2) for x in (q, k, v))  # [b, heads, t, d]
     mask = attention_mask(m, key_padding_mask, attn_mask)
     dropout = m.dropout if m.training else 0.0
     if need_weights:
@@ -64,7 +64,7 @@ def attention_mask(
     return wide if mask is None else wide + mask
 
 
-@fx.wrap  # type: ignore[untyped-decorator]  # torch has no annotation here
+@fx.wrap
 def float_mask(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns a mask to be added: -inf where a boolean mask is true; other masks as they are."""
     if mask.dtype is not torch.bool:

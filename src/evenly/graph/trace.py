@@ -143,6 +143,7 @@ def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> N
         for user in list(node.users):
             if user.target is operator.getitem and user.args[0] is node and isinstance(user.args[1], int):
                 index = user.args[1] % len(values[node.name])
+                user.args = (node, index)  # not counted from the end
                 known = items.setdefault(index, user)
                 if known is not user:
                     user.replace_all_uses_with(known)

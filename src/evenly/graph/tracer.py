@@ -30,6 +30,18 @@ OPENED = (
 )
 
 
+class Value(fx.Proxy):
+    """A value while it is traced; fx would read `x += 1` as `x = x + 1`, which another name of x does not see."""
+
+
+def _in_place(act: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: self.tracer.create_proxy("call_function", act, (self, other), {})
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "iand", "ior"):
+    setattr(Value, f"__{_name}__", _in_place(getattr(operator, _name)))
+
+
 class Tracer(fx.Tracer):
     """Opens modules whose weights can be cut; modules named in `closed` are single operations."""
 
@@ -45,6 +57,10 @@ class Tracer(fx.Tracer):
         if isinstance(first, torch.Tensor) or bool(first) != bool(second):
             super().to_bool(obj)
         return bool(first)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Returns the value that a node stands for while it is traced."""
+        return Value(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one operation."""

@@ -32,7 +32,7 @@ def average_in_node(tensors: Sequence[torch.Tensor], quorum: Quorum, groups: Gro
     for flat in flats(tensors):
         scratch = flat.scratch()
         flat.pack(0, flat.total, scratch)
-        scratch.mul_(quorum.share)
+        scratch.mul_(quorum.shares[groups.local_rank])
         if len(groups.ranks) > 1:
             waiter.wait([all_reduce(scratch, groups.node)])
         flat.unpack(scratch)

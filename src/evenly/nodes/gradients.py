@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenly.comm import Alarm
 from evenly.nodes.averaging import Averaging
+from evenly.nodes.sharing import Gradients
 
 
-class NodeGradients:
+@final
+class NodeGradients(Gradients):
     """Averages the gradients of `module` over `group` at every backward, weighted by the samples of each rank.
 
     With b_r samples on rank r, whose loss is a mean, the result is sum_r b_r g_r / sum_r b_r: the gradient of the mean
@@ -24,8 +26,6 @@ class NodeGradients:
     def __init__(
         self, module: torch.nn.Module, group: dist.ProcessGroup, *, alarm: Alarm, find_unused_parameters: bool = False
     ) -> None:
-        self.step = 1  # the step that the next backward belongs to
-        self.pending = False  # a backward was averaged and no step has used it yet
         self._group, self._alarm = group, alarm
         self._accumulated = self._current = self._averaged = 0.0
         self._latest: Averaging | None = None
@@ -88,6 +88,9 @@ class NodeGradients:
         latest.fetch()
         earlier, self._earlier = self._earlier, latest
         return earlier
+
+    def close(self) -> None:
+        """DDP goes with the object."""
 
     def _average(self, state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:

@@ -1,10 +1,20 @@
 """Module + optimizer + who is where -> the synchronized module."""
 
-import torch
+from collections.abc import Sequence
+from functools import partial
 
-from evenly.comm import Alarm, Party, Waiter, open_groups
+import torch
+import torch.distributed as dist
+
+from evenly._errors import SpecError
+from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, open_group, open_groups
+from evenly.nodes.cut import CutSharing
 from evenly.nodes.membership import StaticMembership
+from evenly.nodes.replicas import wire_of
+from evenly.nodes.sharing import Sharing
+from evenly.nodes.state import StatePlacement
 from evenly.nodes.synchronized import Count, Synchronized
+from evenly.nodes.whole import WholeSharing
 from evenly.spec import Cluster, EveryEpoch, EveryGradient, EverySteps, Exchange
 
 
@@ -20,18 +30,21 @@ def join_nodes(
     scaler: torch.amp.GradScaler | None = None,
     parent: Alarm | None = None,
     find_unused_parameters: bool = False,
+    state_placement: StatePlacement | None = None,
 ) -> Synchronized:
     """Returns `module` kept in step with the ranks of `party`; every rank calls it together.
 
-    What rings the `parent` alarm rings here too.
+    What rings the `parent` alarm rings here too. Of networks cut over ranks `state_placement` says how an entry of the
+    optimizer's state is cut; without it, those of the parameter's shape are cut as the parameter is.
     """
     exchange = exchange or Exchange()
     joint = isinstance(period, EveryGradient)
     chapter = party.chapter("synchronize")
     own = cluster.nodes[cluster.node_of(party.rank)].ranks
+    wire = _wire(module, party)
     alarm = Alarm(chapter, sharing=tuple(range(party.size)) if joint else own, parent=parent)
     try:
-        Waiter(alarm, place="synchronize", timeout_s=exchange.timeout_s).roll_call()
+        is_cut = _gather_all(chapter, alarm, is_cut=wire is not None, timeout_s=exchange.timeout_s)
         groups = open_groups(
             chapter,
             cluster.rank_lists(),
@@ -43,11 +56,18 @@ def join_nodes(
         alarm.ring(error)
         alarm.close()
         raise
+    sharing: Sharing = WholeSharing(groups, alarm)
+    if is_cut:
+        opened = partial(_open, chapter, cluster, exchange.timeout_s)
+        sharing = CutSharing(
+            groups, alarm, wire=wire, joint=joint, open_group=opened, settings=exchange, state_placement=state_placement
+        )
     return Synchronized(
         module,
         optimizer,
         groups=groups,
         membership=StaticMembership(groups),
+        sharing=sharing,
         period=period,
         exchange=exchange,
         alarm=alarm,
@@ -55,3 +75,25 @@ def join_nodes(
         scaler=scaler,
         find_unused_parameters=find_unused_parameters,
     )
+
+
+def _wire(module: torch.nn.Module, party: Party) -> Wire | None:
+    wire = wire_of(module)
+    if wire is not None and wire.alarm.party.size > party.size:
+        raise SpecError(
+            f"a network cut over {wire.alarm.party.size} ranks was to be synchronized in a group of {party.size}. "
+            "Give a group with all ranks that hold a part."
+        )
+    return wire
+
+
+def _gather_all(party: Party, alarm: Alarm, *, is_cut: bool, timeout_s: float) -> bool:
+    """Returns, when all ranks have come, whether any of them has a network that is cut."""
+    party.store.add("cut", int(is_cut))
+    Waiter(alarm, place="synchronize", timeout_s=timeout_s).roll_call()
+    return party.size > 1 and party.store.add("cut", 0) > 0
+
+
+def _open(party: Party, cluster: Cluster, timeout_s: float, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    backend = backend_for([cluster.device_of(rank) for rank in ranks])
+    return open_group(party, name, ranks, backend=backend, timeout_s=timeout_s)

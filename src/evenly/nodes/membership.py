@@ -24,11 +24,11 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Quorum:
-    """Who takes part: weights by node (they sum to 1), this rank's weight in its node, and the groups to reduce in."""
+    """Who takes part: weights by node and by rank of the node (each sum to 1), and the groups to reduce in."""
 
     weights: tuple[float, ...]
     node: int
-    share: float
+    shares: tuple[float, ...]
     peers: tuple[Peers, ...]
     changed: tuple[bool, ...] = ()  # for each buffer, whether any rank has changed it
 
@@ -65,7 +65,7 @@ class StaticMembership(Membership):
         return Quorum(
             weights=_fractions(rows[:, 4].tolist()),
             node=groups.index,
-            share=_fractions(siblings[:, 4].tolist())[groups.local_rank],
+            shares=_fractions(siblings[:, 4].tolist()),
             peers=groups.peers,
             changed=tuple(bool(value) for value in rows[:, 6:].amax(0)),
         )

@@ -2,6 +2,8 @@
 
 import torch
 
+from evenly.nodes.replicas import full_shape
+
 
 def describe(model: torch.nn.Module, optimizer: torch.optim.Optimizer, wishes: str) -> list[str]:
     """Returns one line for everything that must be the same on every rank."""
@@ -22,4 +24,4 @@ def _plain(value: object) -> object:
 
 
 def _form(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(full_shape(tensor))}"

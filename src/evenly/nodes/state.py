@@ -1,13 +1,23 @@
 """What an exchange carries besides parameters: buffers, and optimizer state where it is to be averaged."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from evenly.comm import Placement, placement_of
 
-def trained(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Returns the parameters that training changes, each once, in the model's order."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+StatePlacement = Callable[[torch.optim.Optimizer, torch.Tensor, str, Any], Placement | None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that is averaged: a parameter, or a part of the optimizer's state that lies as the parameter does."""
+
+    home: str  # the parameter's name
+    label: str
+    tensor: torch.Tensor
 
 
 def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -25,14 +35,36 @@ def difference(buffer: torch.Tensor, agreed: torch.Tensor) -> torch.Tensor:
     return torch.where(buffer == agreed, torch.zeros_like(buffer), buffer - agreed)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Returns the optimizer's tensors that have the shape of their parameter (momenta), named alike on all ranks."""
-    found = {}
+def trained_entries(model: torch.nn.Module) -> list[Entry]:
+    """Returns the parameters that training changes, each once, in the model's order."""
+    return [Entry(name, name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def state_entries(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, placed: StatePlacement | None = None
+) -> list[Entry]:
+    """Returns the optimizer's tensors that have the shape of their parameter (momenta), named alike on all ranks.
+
+    Of a parameter that is cut over ranks `placed` says which of them lie as it does.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = []
     for place, parameter in enumerate(_parameters(optimizer)):
         for slot, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
-                found[f"{place}.{slot}"] = value
+            if _lies_alike(optimizer, parameter, str(slot), value, placed):
+                found.append(Entry(names[id(parameter)], f"{place}.{slot}", value))
     return found
+
+
+def _lies_alike(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, slot: str, value: Any, placed: StatePlacement | None
+) -> bool:
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.shape != parameter.shape:
+        return False
+    placement = placement_of(parameter)
+    if placement is None:
+        return True
+    return slot != "step" if placed is None else placed(optimizer, parameter, slot, value) == placement
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ Reference: Moreno-Alvarez, Paoletti, Cavallaro, Haut, TNNLS 2023, 10.1109/TNNLS.
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,15 +15,12 @@ from typing import Any, TypeVar
 import torch
 
 from evenly._errors import NonFiniteError, SpecError
-from evenly.comm import Alarm, Groups, Waiter, broadcast, require_same
-from evenly.nodes.averaging import Averaging
-from evenly.nodes.exchange import agree_on_largest, average, average_in_node
-from evenly.nodes.flat import Flat
-from evenly.nodes.gradients import NodeGradients
+from evenly.comm import Alarm, Groups, Waiter, require_same
 from evenly.nodes.membership import Ballot, Membership, Quorum
 from evenly.nodes.schedule import Schedule
+from evenly.nodes.sharing import Sharing, Verdict
 from evenly.nodes.signature import describe
-from evenly.nodes.state import averages, difference, kept_buffers, optimizer_tensors, trained
+from evenly.nodes.state import Entry, averages, difference, kept_buffers, trained_entries
 from evenly.spec import EveryEpoch, EveryGradient, EverySteps, Exchange
 
 logger = logging.getLogger(__name__)
@@ -56,6 +53,7 @@ class Synchronized(torch.nn.Module):
         *,
         groups: Groups,
         membership: Membership,
+        sharing: Sharing,
         period: EverySteps | EveryEpoch | EveryGradient,
         exchange: Exchange,
         alarm: Alarm,
@@ -69,23 +67,23 @@ class Synchronized(torch.nn.Module):
         self.samples = 0.0  # used since the last exchange, on this rank
         self.on_exchange: list[Callable[[Exchanged], None]] = []
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
-        self._optimizer, self._groups, self._membership, self._settings = optimizer, groups, membership, exchange
+        self._optimizer, self._settings = optimizer, exchange
+        self._groups, self._membership, self._sharing = groups, membership, sharing
         self._count = count or leading_dim
         self._meetings = 0  # with other nodes, of any kind
         self._closed = False
         self._joint = isinstance(period, EveryGradient)
-        self._sharing = tuple(range(groups.party.size)) if self._joint else groups.ranks
+        self._partners = tuple(range(groups.party.size)) if self._joint else groups.ranks
         self._scaler = scaler
         self._alarm = alarm
         try:
             self._agree_at_start(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
-            self._gradients = NodeGradients(
-                module, groups.gradients, alarm=self._alarm, find_unused_parameters=find_unused_parameters
-            )
+            self._gradients = sharing.gradients(module, find_unused_parameters=find_unused_parameters)
         except BaseException as error:
             self._alarm.ring(error)
             self._alarm.close()
-            groups.close()
+            sharing.close()
+            groups.close(failed=True)
             raise
         self._agreed = _copies(kept_buffers(module))
         self._doubtful = False
@@ -136,7 +134,7 @@ class Synchronized(torch.nn.Module):
         if not self.schedule.since or self._groups.party.size == 1:
             yield
             return
-        own = [*trained(self.module), *kept_buffers(self.module).values()]
+        own = [*(entry.tensor for entry in trained_entries(self.module)), *kept_buffers(self.module).values()]
         kept = [tensor.detach().clone() for tensor in own]
         self._guarded(self._average_model)
         try:
@@ -151,8 +149,10 @@ class Synchronized(torch.nn.Module):
         self._closed = True
         for hook in self._hooks:
             hook.remove()
+        self._gradients.close()
         self._alarm.close()
-        self._groups.close()
+        self._sharing.close()
+        self._groups.close(failed=self._alarm.has_rung)
 
     def require_finite(self) -> None:
         """Raises `NonFiniteError` for the last step where its gradients were not finite and nobody has looked yet."""
@@ -165,11 +165,13 @@ class Synchronized(torch.nn.Module):
 
     def progress(self) -> dict[str, float]:
         """Returns where this rank stands: what a checkpoint needs to go on inside a period."""
+        self._sharing.require_resumable()
         at = self.schedule
         return {"step": at.step, "since": at.since, "exchanges": at.exchanges, "samples": self.samples}
 
     def resume(self, progress: dict[str, float], agreed: dict[str, torch.Tensor] | None = None) -> None:
         """Goes on from `progress`; `agreed` are the buffers of the last exchange."""
+        self._sharing.require_resumable()
         at = self.schedule
         at.step, at.since, at.exchanges = (int(progress[name]) for name in ("step", "since", "exchanges"))
         self.samples = float(progress["samples"])
@@ -187,13 +189,13 @@ class Synchronized(torch.nn.Module):
                 "nonfinite='skip' was asked for, but step(closure) cannot be skipped. Use nonfinite='stop'."
             )
         scaled = hasattr(optimizer, "found_inf")  # a GradScaler leaves the skipping to this optimizer
-        averaging = self._gradients.last(now=scaled or self._settings.nonfinite == "skip")
+        verdict = self._gradients.last(now=scaled or self._settings.nonfinite == "skip")
         if not scaled:
-            self._look(averaging)
+            self._look(verdict)
 
-    def _look(self, averaging: Averaging | None) -> None:
-        if averaging is not None and (members := averaging.nonfinite_members()):
-            self._meet_nonfinite([self._sharing[member] for member in members], averaging.step)
+    def _look(self, verdict: Verdict | None) -> None:
+        if verdict is not None and (members := verdict.nonfinite_members()):
+            self._meet_nonfinite([self._partners[member] for member in members], verdict.step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _closure(args, kwargs):
@@ -223,11 +225,12 @@ class Synchronized(torch.nn.Module):
         are gone. Where they are still there the next batch may belong to the same step; the exchange will tell."""
         if self._scaler is not None or not self._gradients.pending:
             return
-        averaging = self._gradients.last(now=True)
+        verdict = self._gradients.last(now=True)
         self._gradients.pending = False
-        if averaging is not None and averaging.nonfinite_members():
+        if verdict is not None and verdict.nonfinite_members():
             self._doubtful = True
-            if all(p.grad is None or not bool(p.grad.any()) for p in trained(self.module)):
+            gradients = [p.grad for p in self.module.parameters() if p.requires_grad]
+            if all(gradient is None or not bool(gradient.any()) for gradient in gradients):
                 self._skip()
 
     def _skip(self) -> None:
@@ -268,22 +271,21 @@ class Synchronized(torch.nn.Module):
         self._agreed = _copies(kept_buffers(self.module))
 
     def _average_all(self, waiter: Waiter) -> tuple[Quorum, int]:
-        state = list(optimizer_tensors(self._optimizer).items()) if self._settings.optimizer_state == "average" else []
-        return self._average_model(waiter, state)
+        average_state = self._settings.optimizer_state == "average"
+        return self._average_model(waiter, self._sharing.state(self.module, self._optimizer) if average_state else [])
 
-    def _average_model(self, waiter: Waiter, state: list[tuple[str, torch.Tensor]] | None = None) -> tuple[Quorum, int]:
+    def _average_model(self, waiter: Waiter, state: Sequence[Entry] = ()) -> tuple[Quorum, int]:
         buffers = kept_buffers(self.module)
-        tensors = [] if self._joint else [*trained(self.module), *(value for _, value in state or [])]
-        names = [f"{name} {value.numel()}" for name, value in [*(state or []), *buffers.items()]]
-        quorum = self._convene([str(sum(t.numel() for t in tensors)), *names], waiter)
+        entries = [] if self._joint else [*trained_entries(self.module), *state]
+        named = [*((entry.home, entry.tensor) for entry in entries), *buffers.items()]
+        labels = [*(entry.label for entry in entries), *buffers]
+        sizes = self._sharing.sizes(named)
+        quorum = self._convene([f"{label} {size}" for label, size in zip(labels, sizes, strict=True)], waiter)
         changed = {name: buffers[name] for name, bit in zip(buffers, quorum.changed, strict=True) if bit}
         counters = {name: buffer.clone() for name, buffer in changed.items() if not averages(buffer)}
         moves = {name: difference(b, self._agreed[name]) for name, b in changed.items() if averages(b)}
-        agree_on_largest(list(counters.values()), quorum, self._groups, waiter)
-        average_in_node(list(moves.values()), quorum, self._groups, waiter)
-        sent_bytes = 0
-        if len(quorum.weights) > 1:
-            sent_bytes = average([*tensors, *moves.values()], quorum, self._groups, waiter)
+        self._sharing.agree_on_largest(counters, quorum, waiter)
+        sent_bytes = self._sharing.average(entries, moves, quorum, waiter)
         for name, buffer in changed.items():
             buffer.copy_(counters[name] if name in counters else self._agreed[name] + moves[name])
         return quorum, sent_bytes
@@ -316,14 +318,8 @@ class Synchronized(torch.nn.Module):
             return
         waiter = Waiter(self._alarm, place="the start of synchronize", timeout_s=self._settings.timeout_s)
         require_same(describe(self.module, self._optimizer, settings), self._groups.world, waiter)
-        tensors = [*self.module.parameters(), *self.module.buffers()]
         with torch.no_grad():
-            for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-                flat = Flat([tensor for tensor in tensors if tensor.dtype == dtype], dtype.to_real())
-                scratch = flat.scratch()
-                flat.pack(0, flat.total, scratch)
-                waiter.wait([broadcast(scratch, self._groups.world, source=0)])
-                flat.unpack(scratch)
+            self._sharing.level(self.module, waiter)
         self._alarm.passed(waiter.place)
 
 

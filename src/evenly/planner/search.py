@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evenly.planner.cuts import Cuts
-from evenly.planner.rules import Option, Scene, State, options_of
+from evenly.planner.rules import options_of
+from evenly.planner.scene import Option, Scene, State
 from evenly.planner.wishes import Wishes, channels_of, wishes_of
 from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, Choice, Move, MoveName, Record
@@ -113,6 +114,10 @@ class Search:
         states, cost = dict(way.states), way.cost + self._work(scene, option)
         moves: list[Move] = []
         for tensor, need in zip(scene.inputs, option.needs, strict=True):
+            state = states.get(tensor.name)
+            held = "." in tensor.name and state is not None  # of a module that is called: it lives in one way, for good
+            if held and state is not None and need not in state and not (need == COPIED and REPLICATED in state):
+                return None
             reached = self.reach(tensor, states.get(tensor.name), need)
             if reached is None:
                 return None

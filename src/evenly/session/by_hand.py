@@ -12,7 +12,8 @@ from evenly.graph import Example, follow
 from evenly.launch import find_place, identity, pick_device
 from evenly.nodes import Synchronized, join_nodes
 from evenly.shards import Sharded, example_of, join_shards, shard_model
-from evenly.spec import Cluster, Device, EveryEpoch, EveryGradient, EverySteps, Exchange, Node, Plan, period_of
+from evenly.shards.optim import state_placement
+from evenly.spec import Cluster, Device, Every, Exchange, Node, Plan, period_of
 from evenly.survey import survey_cluster
 
 
@@ -42,7 +43,7 @@ def synchronize(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    every: EverySteps | EveryEpoch | EveryGradient | int | str = "epoch",
+    every: Every = "epoch",
     nodes: Sequence[Sequence[int]] | None = None,
     group: dist.ProcessGroup | None = None,
     optimizer_state: Literal["keep", "average"] = "keep",
@@ -59,7 +60,8 @@ def synchronize(
     gradients and exchanges are weighted by the samples of each batch.
 
     Args:
-        model: the network, on the device it trains on. All ranks start with the weights of rank 0.
+        model: the network, on the device it trains on, or what `shard` made of it: then gradients are averaged over the
+            replicas of a node, and each replica may be cut in its own way. All ranks start with the weights of rank 0.
         optimizer: any torch optimizer over the parameters of `model`.
         every: the period K': a number of steps, `EverySteps(k, warmup=w)`, `"epoch"`, or `"global"` for the baseline in
             which all ranks average gradients at every step.
@@ -93,6 +95,7 @@ def synchronize(
         count=count,
         scaler=scaler,
         find_unused_parameters=find_unused_parameters,
+        state_placement=state_placement,
     )
 
 

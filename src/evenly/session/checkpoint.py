@@ -7,7 +7,6 @@ another one it starts from the average that the next exchange would have made.
 import logging
 import random
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,12 @@ import numpy as np
 import torch
 
 from evenly._errors import CheckpointError
-from evenly.batches import Feed
 from evenly.comm import Assembly
-from evenly.nodes import Synchronized
 from evenly.session import folder
+from evenly.session.full import Trainee, full_shape, full_state, part_of, put_state
 from evenly.session.merge import merge
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Trainee:
-    """What trains together: a synchronized module, its optimizer, its batches."""
-
-    name: str
-    model: Synchronized
-    optimizer: torch.optim.Optimizer
-    feed: Feed | None
 
 
 class Checkpoints:
@@ -113,11 +101,12 @@ class Checkpoints:
 
     def _write(self, partial: Path, trainees: list[Trainee], tracked: dict[str, Any]) -> dict[str, str]:
         digests: dict[str, str] = {}
+        full = {t.name: full_state(t) for t in trainees}  # ranks that hold a network together meet here
         if self._leads:
-            value = {t.name: {"parameters": _parameters(t), "optimizer": t.optimizer.state_dict()} for t in trainees}
+            value = {name: {key: state[key] for key in ("parameters", "optimizer")} for name, state in full.items()}
             digests |= folder.write_part(partial, f"node-{self._node}", value)
         mine = {
-            "trainees": {t.name: _local_state(t) for t in trainees},
+            "trainees": {t.name: _local_state(t, full[t.name]) for t in trainees},
             "tracked": {name: thing.state_dict() for name, thing in tracked.items()},
             "random": _random_state(),
         }
@@ -155,17 +144,12 @@ def apply(state: dict[str, Any], trainee: Trainee) -> None:
     saved = state["manifest"]["models"].get(trainee.name)
     _require_same_form(saved, _form(trainee.model.module), trainee.name)
     node, rank = state["node"][trainee.name], state["rank"]["trainees"][trainee.name]
-    with torch.no_grad():
-        for name, parameter in trainee.model.module.named_parameters():
-            parameter.copy_(node["parameters"][name])
-        for name, buffer in trainee.model.module.named_buffers():
-            if name in rank["buffers"]:
-                buffer.copy_(rank["buffers"][name])
-    trainee.optimizer.load_state_dict(node["optimizer"])
+    put_state(trainee, node, rank)
     device = next(trainee.model.module.parameters()).device
-    agreed = rank["agreed"]
+    agreed, buffers = rank["agreed"], dict(trainee.model.module.named_buffers())
     trainee.model.resume(
-        rank["progress"], None if agreed is None else {name: value.to(device) for name, value in agreed.items()}
+        rank["progress"],
+        None if agreed is None else {name: part_of(buffers[name], value.to(device)) for name, value in agreed.items()},
     )
     if trainee.feed is not None:
         trainee.feed.resume(rank["feed"])
@@ -204,14 +188,10 @@ def _uses_cuda() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch has no annotation here
 
 
-def _parameters(trainee: Trainee) -> dict[str, torch.Tensor]:
-    return dict(trainee.model.module.named_parameters())
-
-
-def _local_state(trainee: Trainee) -> dict[str, Any]:
+def _local_state(trainee: Trainee, full: dict[str, Any]) -> dict[str, Any]:
     return {
-        "buffers": dict(trainee.model.module.named_buffers()),
-        "agreed": dict(trainee.model.agreed_buffers),
+        "buffers": full["buffers"],
+        "agreed": full["agreed"],
         "progress": trainee.model.progress(),
         "feed": trainee.feed.state() if trainee.feed is not None else None,
     }
@@ -219,7 +199,7 @@ def _local_state(trainee: Trainee) -> dict[str, Any]:
 
 def _form(module: torch.nn.Module) -> dict[str, str]:
     return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(full_shape(tensor))}"
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
 

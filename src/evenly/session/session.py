@@ -13,24 +13,16 @@ from torch.utils.data import Dataset
 from evenly._errors import SpecError
 from evenly.batches import feed
 from evenly.comm import Alarm, Assembly, Waiter, open_group, party_of
+from evenly.graph import Example
 from evenly.launch import Place, find_place, open_world, pick_device
 from evenly.nodes import Synchronized, join_nodes
 from evenly.session.by_hand import regroup, require_fit, survey_party
-from evenly.session.checkpoint import Checkpoints, Trainee, apply, restore_random_state
+from evenly.session.checkpoint import Checkpoints, apply, restore_random_state
+from evenly.session.full import Trainee
 from evenly.session.ledger import Ledger
 from evenly.session.recorder import Recorder
-from evenly.spec import (
-    CheckpointSaved,
-    EpochDone,
-    EveryEpoch,
-    EveryGradient,
-    EverySteps,
-    Exchange,
-    Measured,
-    Plan,
-    RunStarted,
-    period_of,
-)
+from evenly.session.sharding import plan_replicas, shard_for
+from evenly.spec import CheckpointSaved, EpochDone, Every, Exchange, Measured, Plan, RunStarted, period_of
 
 LINGER_S = 1.5  # a failing rank 0 keeps the meeting point open so that the others learn why
 
@@ -137,17 +129,27 @@ class Session:
 
     def plan(
         self,
+        model: torch.nn.Module | None = None,
+        example: Example | None = None,
         *,
         batch_size: int,
-        every: EverySteps | EveryEpoch | EveryGradient | int | str = "epoch",
+        shares: Sequence[float] | None = None,
+        cut_batch: bool = False,
+        every: Every = "epoch",
         optimizer_state: Literal["keep", "average"] = "keep",
         nonfinite: Literal["stop", "skip"] = "stop",
     ) -> Plan:
-        """Returns the plan in which every rank takes `batch_size` samples a step and nodes exchange `every` period."""
+        """Returns the plan in which every rank takes `batch_size` samples a step and nodes exchange `every` period.
+
+        With `shares` the layers of `model` are cut over as many ranks of a node (see `evenly.shard`), which take the
+        samples together; `example` is a batch for it.
+        """
         if batch_size < 1:
             raise SpecError(f"batch_size={batch_size} was asked for; a rank takes at least 1 sample a step.")
         exchange = Exchange(optimizer_state=optimizer_state, nonfinite=nonfinite, timeout_s=self._timeout_s)
-        return Plan.even(self.cluster, batch_size=batch_size, period=period_of(every), exchange=exchange)
+        plan = Plan.even(self.cluster, batch_size=batch_size, period=period_of(every), exchange=exchange)
+        replicas = plan_replicas(model, example, self.cluster, shares, cut_batch=cut_batch)
+        return Plan(**{**dict(plan), "replicas": replicas})
 
     def prepare(
         self,
@@ -179,13 +181,13 @@ class Session:
         if any(trainee.name == name for trainee in self._trainees):
             raise SpecError(f"a model named {name!r} is prepared already. Give each model of a run its own name=.")
         model.to(self.device)
+        part = shard_for(model, optimizer, plan, self.cluster, timeout_s=self._timeout_s, parent=self._alarm)
         batches = None
         if dataset is not None:
             batches = feed(dataset, plan, rank=self.rank, device=self.device, **{"seed": self._seed, **loading})
             batches.between.append(self._between_steps)
         synchronized = join_nodes(
-            model,
-            optimizer,
+            *(part, optimizer),
             party=party_of(),
             cluster=self.cluster,
             period=plan.period,

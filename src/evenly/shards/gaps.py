@@ -5,45 +5,39 @@ import torch
 from evenly.comm import Wire
 
 NOISE = 100  # roundings of the largest number of a kind that count as none
+SLACK = 4  # times the uncut network's own distance from exact numbers that count as none
 
 
 class Gaps:
     """Differences of tensors of one kind, by name; all ranks add the same names in the same order.
 
-    A difference is the largest of a tensor, divided by the tensor's largest number. What is small beside the largest
-    number of all tensors is divided by a share of that instead: a gradient that is 0 but for rounding is no difference.
+    A difference is the largest of a tensor, divided by the tensor's largest number. Rounding is no difference: what is
+    small beside the largest number of all tensors is divided by a share of that instead (a gradient may be 0 but for
+    rounding), and what short numbers do to the uncut network alone is let pass, where exact numbers are known.
     """
 
     def __init__(self, rtol: float, eps: float) -> None:
-        self._floor = min(1.0, NOISE * eps / rtol) if rtol else 1.0
+        self._rtol = max(rtol, 1e-300)
+        self._floor = min(1.0, NOISE * eps / self._rtol)
         self._names: list[str] = []
-        self._gaps: list[torch.Tensor] = []  # scalars
-        self._peaks: list[torch.Tensor] = []  # scalars; NaN for whole numbers, which must be the same
+        self._rows: list[torch.Tensor] = []  # [gap, peak, noise]; the peak of whole numbers is NaN
 
-    def add(self, name: str, mine: torch.Tensor, truth: torch.Tensor) -> None:
-        """Compares one tensor with the true one."""
+    def add(self, name: str, mine: torch.Tensor, truth: torch.Tensor, exact: torch.Tensor | None = None) -> None:
+        """Compares one tensor with the true one; `exact` is the true one in longer numbers."""
+        whole = not (truth.is_floating_point() or truth.is_complex())
+        peak = _largest(torch.where(truth.isfinite(), truth, 0).abs()) if not whole else torch.tensor(torch.nan)
+        noise = _gap(truth, exact) if exact is not None else torch.tensor(0.0)
         self._names.append(name)
-        a, b = mine.detach().to(truth.device), truth.detach()
-        if a.shape != b.shape:
-            self._gaps.append(torch.tensor(torch.inf, dtype=torch.float64))
-            self._peaks.append(torch.tensor(torch.nan, dtype=torch.float64))
-            return
-        is_float = b.is_floating_point() or b.is_complex()
-        same = (a == b) | (a.isnan() & b.isnan())  # also of infinite numbers
-        a, b = (x if x.is_complex() else x.double() for x in (a, b))
-        gap = torch.where(same, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
-        peak = torch.where(b.isfinite(), b.abs(), 0.0)
-        self._gaps.append(_largest(gap))
-        self._peaks.append(_largest(peak) if is_float else torch.tensor(torch.nan, dtype=torch.float64))
+        self._rows.append(torch.stack([x.detach().cpu().double() for x in (_gap(mine, truth), peak, noise)]))
 
     def settle(self, wire: Wire, device: torch.device) -> dict[str, float]:
         """Returns the differences by name, each the largest of all ranks."""
         if not self._names:
             return {}
-        gaps = torch.stack([gap.cpu() for gap in self._gaps])
-        peaks = torch.stack([peak.cpu() for peak in self._peaks])
-        sizes = torch.maximum(peaks.nan_to_num(0.0), self._floor * peaks.nan_to_num(0.0).max())
-        ratios = torch.where(peaks.isnan(), 1.0, gaps / sizes)
+        gaps, peaks, noises = torch.stack(self._rows).unbind(1)
+        known = peaks.nan_to_num(0.0)
+        sizes = torch.maximum(torch.maximum(known, self._floor * known.max()), SLACK / self._rtol * noises)
+        ratios = torch.where(peaks.isnan(), (noises == 0).double(), gaps / sizes)
         ratios = torch.where(gaps == 0, 0.0, torch.where(gaps.isinf(), torch.inf, ratios))
         worst = wire.sum(ratios.to(device), name="verify", largest=True).wait().tolist()
         return dict(zip(self._names, worst, strict=True))
@@ -54,5 +48,16 @@ def noise_of(tensors: list[torch.Tensor], eps: float) -> float:
     return NOISE * eps * max((_largest(tensor.detach().abs()).item() for tensor in tensors), default=0.0)
 
 
+def _gap(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Returns the largest difference; infinite for other shapes, and where only one number is none."""
+    if one.shape != other.shape:
+        return torch.tensor(torch.inf)
+    a, b = one.detach().to(other.device), other.detach()
+    kind = torch.complex128 if b.is_complex() else torch.float64
+    a, b = a.to(kind), b.to(kind)
+    same = (a == b) | (a.isnan() & b.isnan())  # also of infinite numbers
+    return _largest(torch.where(same, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf))
+
+
 def _largest(x: torch.Tensor) -> torch.Tensor:
-    return x.max().double() if x.numel() else torch.zeros((), dtype=torch.float64)
+    return x.max() if x.numel() else torch.zeros(())

@@ -173,8 +173,8 @@ def _dropout(site: Site) -> Act:
     module = site.model.get_submodule(str(site.node.target)) if site.node.op == "call_module" else None
 
     def act(now: Pass, x: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> torch.Tensor:
-        if isinstance(module, nn.Module):
-            p, training = float(module.p), module.training
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            p, training = module.p, module.training
         if not training:
             return x
         key = now.dice.key(site.number)

@@ -82,6 +82,7 @@ def batch_norm(
         return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, module.eps)
     dims = (0, *range(2, x.ndim))
     count = samples * prod(x.shape[2:])
+    y: torch.Tensor
     y, now_mean, now_variance = _Standard.apply(x, dims, count, module.eps, True, wire)  # type: ignore[no-untyped-call]  # torch has no annotation here
     if module.training and mean is not None and variance is not None:
         if module.num_batches_tracked is not None:
@@ -158,10 +159,10 @@ def group_norm(
     held = [c // each for start, stop in segments for c in range(start, stop)]
     member = torch.zeros(groups, len(held), dtype=x.dtype, device=x.device)
     member[held, range(len(held))] = 1
-    flat = x.reshape(*x.shape[:2], -1) if x.numel() else x.new_zeros(x.shape[0], x.shape[1], 1)
+    flat = x.reshape(x.shape[0], x.shape[1], prod(x.shape[2:]))
     count = each * prod(x.shape[2:])
     y: torch.Tensor = _GroupStandard.apply(flat, member, count, eps, wire)  # type: ignore[no-untyped-call]  # torch has no annotation here
-    y = y.view(x.shape) if x.numel() else y.sum() * 0 + x
+    y = y.view(x.shape)
     shape = (1, -1, *[1] * (x.ndim - 2))
     y = y if weight is None else y * weight.view(shape)
     return y if bias is None else y + bias.view(shape)

@@ -1,8 +1,8 @@
 """The module to call: a network of which every rank holds its parts of the layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from evenly.comm import Traffic, Wire
 from evenly.graph import Traced
 from evenly.shards.chance import Dice
 from evenly.shards.ops import hollow
+from evenly.shards.placement import place, placement_of
 from evenly.shards.program import Program
 from evenly.spec.layout import Layout
 
@@ -36,6 +37,7 @@ class Sharded(nn.Module):
     ) -> None:
         super().__init__()
         self._parameters, self._buffers, self._modules = local._parameters, local._buffers, local._modules
+        self._non_persistent_buffers_set = local._non_persistent_buffers_set
         self.training = local.training
         self.layout, self.wire = layout, wire
         self._dice = Dice(seed)
@@ -65,6 +67,20 @@ class Sharded(nn.Module):
             self._check(bound)
             result = self._program.run(bound) if self._program is not None else None
             return self._tell(result) if self._has_audience else result
+
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
+        """Moves or casts the parts; they stay parts of the same tensors."""
+        named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        known = {name: placement_of(tensor) for name, tensor in named}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no annotation here
+        for name, tensor in (
+            *self.named_parameters(remove_duplicate=False),
+            *self.named_buffers(remove_duplicate=False),
+        ):
+            found = known[name]
+            if found is not None:
+                place(tensor, found)
+        return self
 
     def close(self) -> None:
         """Ends the connections; the module can still be saved, but not be called."""

@@ -11,11 +11,10 @@ from torch import fx, nn
 from evenly.graph import Traced, name_of
 from evenly.graph.tracer import is_tensor_list
 from evenly.shards.gaps import Gaps
+from evenly.shards.program import Program
 from evenly.shards.sharded import Sharded
 from evenly.shards.site import Pass
 from evenly.spec.layout import Record
-
-Loss = Callable[[Any], torch.Tensor | None]
 
 
 def chances(traced: Traced) -> tuple[set[str], list[str]]:
@@ -49,47 +48,14 @@ def _probability(node: fx.Node, name: str) -> Any:
     return given(1, "p", 0.5) if "dropout" in name and given(2, "training", True) else 0.0
 
 
-def first_difference(
-    traced: Traced,
-    plain: nn.Module,
-    sharded: Sharded,
-    arguments: tuple[Mapping[str, Any], Mapping[str, Any]],
-    loss: Loss,
-    gaps: Callable[[], Gaps],
-    rtol: float,
-) -> str | None:
-    """Returns the layer whose output differs first, or else the one whose output's gradient does on the way back.
-
-    Args:
-        traced: the network's operations.
-        plain: an uncut network that may be changed.
-        sharded: the cut one.
-        arguments: those of forward, where the uncut network is and where the cut one is.
-        loss: of the outputs.
-        gaps: makes an empty comparison.
-        rtol: the largest difference that is none.
-    """
-    for module in plain.modules():
-        if getattr(module, "inplace", False):
-            vars(module)["inplace"] = False  # a tensor that is changed later could not be compared
-    truth = _Recorder(plain, traced)
-    _backward(loss(truth.run(*[arguments[0].get(name) for name in truth.inputs])))
-    trace = _Trace(sharded, truth.values, arguments[1], gaps())
-    _backward(loss(trace.run()))
-    device = next((x.device for x in sharded.parameters()), torch.device("cpu"))
-    where = {tensor.name: layer.where or layer.name for layer in traced.graph.layers for tensor in layer.outputs}
-    for found in (trace.gaps, trace.gradients(truth.gradients, gaps())):
-        for name, gap in found.settle(sharded.wire, device).items():
-            if not gap <= rtol:
-                return where.get(name, name)
-    return None
-
-
-class _Recorder(fx.Interpreter):
-    """Runs the traced operations of an uncut network and keeps all tensors and their gradients."""
+class Recorder(fx.Interpreter):
+    """Runs the traced operations of an uncut network, which may be changed, and keeps all tensors and gradients."""
 
     def __init__(self, plain: nn.Module, traced: Traced) -> None:
         super().__init__(plain, graph=traced.program.graph)
+        for module in plain.modules():
+            if getattr(module, "inplace", False):
+                vars(module)["inplace"] = False  # a tensor that is changed later could not be compared
         self._traced = traced
         self.inputs = [str(node.target) for node in traced.program.graph.nodes if node.op == "placeholder"]
         self.values: dict[str, torch.Tensor] = {}
@@ -128,42 +94,56 @@ class _Recorder(fx.Interpreter):
         return args, kwargs
 
 
-class _Trace:
-    """Runs a cut network and compares every tensor as it is made."""
+class Trace:
+    """Runs a cut network and compares every tensor as it is made; all ranks call each method together.
 
-    def __init__(
-        self, sharded: Sharded, truth: Mapping[str, torch.Tensor], arguments: Mapping[str, Any], gaps: Gaps
-    ) -> None:
-        self._sharded, self._truth, self._arguments, self.gaps = sharded, truth, arguments, gaps
-        self._now = Pass(sharded.wire, sharded._dice, sharded.layout, arguments)
+    Args:
+        sharded: the network.
+        program: its steps.
+        truth: the tensors of the uncut one.
+        exact: the same in longer numbers, if that is not what they are.
+    """
+
+    def __init__(self, sharded: Sharded, program: Program, truth: Recorder, exact: Recorder | None) -> None:
+        self._sharded, self._program, self._truth, self._exact = sharded, program, truth, exact
         self._made: dict[str, tuple[Record, torch.Tensor]] = {}  # in forward order; without their history
         self._grads: dict[str, torch.Tensor] = {}
 
-    def run(self) -> Any:
-        """Returns the outputs."""
-        program = self._sharded._program
-        if program is None:
-            return None
-        program.listener = self._hear
-        try:
-            return program.run(self._arguments)
-        finally:
-            program.listener = None
+    def run(self, arguments: Mapping[str, Any], gaps: Gaps) -> Any:
+        """Returns the outputs, and adds all tensors to `gaps`."""
+        self._now = Pass(self._sharded.wire, self._sharded._dice, self._sharded.layout, arguments)
+        known, exact = self._truth.values, self._exact.values if self._exact is not None else {}
 
-    def gradients(self, truth: Mapping[str, torch.Tensor], gaps: Gaps) -> Gaps:
-        """Compares the gradients of all tensors, the last one first."""
+        def hear(name: str, record: Record, value: Any) -> None:
+            if name in known and isinstance(value, torch.Tensor):
+                self._made[name] = record, value.detach()
+                _keep_gradient(value, name, self._grads)
+                gaps.add(name, self._whole(value.detach(), record, summed="partial"), known[name], exact.get(name))
+
+        self._program.listener = hear
+        try:
+            return self._program.run(arguments)
+        finally:
+            self._program.listener = None
+
+    def gradients(self, gaps: Gaps) -> Gaps:
+        """Adds the gradients of all tensors to `gaps`, the last one first."""
+        known, exact = self._truth.gradients, self._exact.gradients if self._exact is not None else {}
         for name, (record, value) in reversed(self._made.items()):
-            if name in truth:
+            if name in known:
                 grad = self._grads.get(name, torch.zeros_like(value))
-                gaps.add(name, self._whole(grad, record, summed="copied"), truth[name])
+                gaps.add(name, self._whole(grad, record, summed="copied"), known[name], exact.get(name))
         return gaps
 
-    def _hear(self, name: str, record: Record, value: Any) -> None:
-        if name not in self._truth or not isinstance(value, torch.Tensor):
-            return
-        self._made[name] = record, value.detach()
-        _keep_gradient(value, name, self._grads)
-        self.gaps.add(name, self._whole(value.detach(), record, summed="partial"), self._truth[name])
+    def first(self, compared: list[Gaps], settled: Callable[[Gaps], dict[str, float]], rtol: float) -> str | None:
+        """Returns the layer whose output, or then whose output's gradient, is the first to differ."""
+        layers = self._program._traced.graph.layers
+        where = {tensor.name: layer.where or layer.name for layer in layers for tensor in layer.outputs}
+        for gaps in compared:
+            for name, gap in settled(gaps).items():
+                if not gap <= rtol:
+                    return where[name]
+        return None
 
     def _whole(self, value: torch.Tensor, record: Record, *, summed: str) -> torch.Tensor:
         wire = self._sharded.wire
@@ -177,6 +157,7 @@ def _keep_gradient(tensor: torch.Tensor, name: str, kept: dict[str, torch.Tensor
         tensor.register_hook(partial(kept.__setitem__, name))  # type: ignore[no-untyped-call]  # torch has no annotation here
 
 
-def _backward(loss: torch.Tensor | None) -> None:
+def backward(loss: torch.Tensor | None) -> None:
+    """Computes gradients, if there are any to compute."""
     if loss is not None and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here

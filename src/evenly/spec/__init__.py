@@ -2,8 +2,8 @@
 
 from evenly.spec.cluster import Cluster, Device, Link, Node
 from evenly.spec.graph import Graph, Layer, Tensor
-from evenly.spec.layout import Layout
-from evenly.spec.period import EveryEpoch, EveryGradient, EverySteps, Period, period_of
+from evenly.spec.layout import Layout, deal
+from evenly.spec.period import Every, EveryEpoch, EveryGradient, EverySteps, Period, period_of
 from evenly.spec.plan import Exchange, Plan, Replica, Role
 from evenly.spec.run import (
     CheckpointSaved,
@@ -24,6 +24,7 @@ __all__ = [
     "Device",
     "EpochDone",
     "Event",
+    "Every",
     "EveryEpoch",
     "EveryGradient",
     "EverySteps",
@@ -45,5 +46,6 @@ __all__ = [
     "RunStarted",
     "StepsDone",
     "Tensor",
+    "deal",
     "period_of",
 ]

@@ -1,5 +1,7 @@
 """Where every tensor of a network lives: whole on each rank, cut along a dim, or as summands."""
 
+from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -136,16 +138,16 @@ class Layout(Value):
         return f"{' / '.join(map(str, counts))} of {self.cuts[cut.cut].size} {what}{none}"
 
 
-def deal(units: int, shares: tuple[float, ...] | list[float]) -> list[int]:
+def deal(units: int, shares: Sequence[float]) -> list[int]:
     """Returns whole numbers in proportion to `shares` that sum to `units`, by largest remainder.
 
     >>> deal(60, [70, 25, 5]), deal(10, [1, 1, 1]), deal(2, [5, 4, 3])
     ([42, 15, 3], [4, 3, 3], [1, 1, 0])
     """
-    total = sum(shares)
-    exact = [units * share / total for share in shares]
+    whole = [Fraction(share) for share in shares]
+    exact = [units * share / sum(whole) for share in whole]
     counts = [int(value) for value in exact]
-    order = sorted(range(len(shares)), key=lambda rank: (counts[rank] - exact[rank], -shares[rank], rank))
+    order = sorted(range(len(counts)), key=lambda rank: (counts[rank] - exact[rank], rank))
     for rank in order[: units - sum(counts)]:
         counts[rank] += 1
     return counts

@@ -43,8 +43,10 @@ class EveryGradient(Value):
 
 Period = Annotated[EverySteps | EveryEpoch | EveryGradient, Field(discriminator="kind")]
 
+Every = EverySteps | EveryEpoch | EveryGradient | int | str  # what `period_of` understands
 
-def period_of(wish: "EverySteps | EveryEpoch | EveryGradient | int | str") -> EverySteps | EveryEpoch | EveryGradient:
+
+def period_of(wish: Every) -> EverySteps | EveryEpoch | EveryGradient:
     """Returns the period that `wish` means: a period, a number of steps, `"epoch"` or `"global"`.
 
     >>> period_of(8), period_of("epoch")

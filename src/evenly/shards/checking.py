@@ -17,14 +17,16 @@ from evenly.shards.gaps import Gaps, noise_of
 from evenly.shards.placement import placement_of
 from evenly.shards.program import Program
 from evenly.shards.sharded import Sharded
-from evenly.shards.trail import Loss, chances, first_difference
+from evenly.shards.trail import Recorder, Trace, backward, chances
 
 RTOL = {8: 1e-9, 4: 1e-4}  # by bytes of a number; 2e-2 for shorter ones
 LR = 1e-2
 SWITCHES = ("training", "p", "dropout")  # what is changed of modules
 
+Loss = Callable[[Any], torch.Tensor | None]
 Build = Callable[[list[nn.Parameter]], Optimizer]
 Found = dict[str, dict[str, float]]  # kind -> name -> difference
+Played = dict[str, dict[str, torch.Tensor]]  # kind -> name -> tensor
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ class _Trial:
         floats = [x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
         self._eps = max((torch.finfo(x.dtype).eps for x in floats), default=2.0**-52)
         shortest = min((x.dtype.itemsize for x in floats), default=8)
+        self._is_short = shortest < 8
         self._rtol = RTOL.get(shortest, 2e-2) if rtol is None else rtol
         self._traced = program._traced
         self._owners, always = chances(self._traced)
@@ -136,22 +139,23 @@ class _Trial:
         return Report(worst <= self._rtol, worst, self._rtol, layer, rows, tuple(self._notes(worst <= self._rtol)))
 
     def _compare(self) -> Found:
-        plain, sharded = self._plain(), self._sharded
-        found = {"state": self._settled(self._state(plain))}
-        _switch(sharded, self._owners)
-        outputs = self._gaps()
-        truth, mine = self._run(plain, self._arguments[0]), self._run(sharded, self._arguments[1])
-        names = ["output"] if len(truth) == 1 else [f"output {number}" for number in range(len(truth))]
-        for name, a, b in zip(names, mine, truth, strict=True):
-            outputs.add(name, torch.as_tensor(a), torch.as_tensor(b))
-        found["outputs"] = self._settled(outputs)
-        grads = {name: _grad(parameter) for name, parameter in plain.named_parameters()}
-        gradients, own = self._gaps(), dict(sharded.named_parameters())
-        for name, grad in grads.items():
-            gradients.add(name, _full(own[name], _grad(own[name])), grad)
-        found["gradients"] = self._settled(gradients)
-        found["buffers"] = self._settled(self._buffers(plain))
-        found["parameters"] = self._settled(self._step(plain, grads))
+        plain, own = self._plain(), _named(self._sharded)
+        gaps = self._gaps()
+        for name, tensor in _named(plain).items():
+            gaps.add(name, _full(own[name], own[name]), tensor)
+        found = {"state": self._settled(gaps)}
+        truth, exact = self._play(plain, self._arguments[0]), self._play_exact()
+        _switch(self._sharded, self._owners)
+        mine = self._play(self._sharded, self._arguments[1])
+        noise = noise_of(list(truth["gradients"].values()), self._eps)
+        for what, tensors in truth.items():
+            gaps = self._gaps()
+            for name, tensor in tensors.items():
+                value = mine[what][name] if what == "outputs" else _full(own[name], mine[what][name])
+                if what == "parameters" and self._optimizer is not None:  # it may blow up a gradient that is only noise
+                    value = torch.where(truth["gradients"][name].abs() <= noise, tensor, value.to(tensor.device))
+                gaps.add(name, value, tensor, exact[what].get(name) if exact else None)
+            found[what] = self._settled(gaps)
         return found
 
     def _plain(self) -> nn.Module:
@@ -161,42 +165,34 @@ class _Trial:
         _switch(plain, self._owners)
         return plain
 
-    def _state(self, plain: nn.Module) -> Gaps:
-        gaps, own = self._gaps(), _named(self._sharded)
-        for name, tensor in _named(plain).items():
-            gaps.add(name, _full(own[name], own[name]), tensor)
-        return gaps
+    def _play_exact(self) -> Played | None:
+        """Returns what the uncut network makes in float64; None if it has that already, or cannot."""
+        if not self._is_short:
+            return None
+        try:
+            return self._play(self._plain().double(), _lengthened(self._arguments[0]))
+        except (RuntimeError, TypeError, ValueError):  # a network may insist on its type
+            self._is_short = False
+            return None
 
-    def _run(self, network: nn.Module, arguments: Mapping[str, Any]) -> list[Any]:
-        """Returns the outputs after a forward and a backward."""
+    def _play(self, network: nn.Module, arguments: Mapping[str, Any]) -> Played:
+        """Returns the outputs, the gradients, the buffers and the parameters after a step."""
         torch.manual_seed(0)  # for what draws in spite of all
         with torch.enable_grad():
             outputs = self._program.run(arguments) if network is self._sharded else network(**arguments)
-            total = self._loss(outputs)
-            if total is not None and total.requires_grad:
-                total.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
-        return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor | float | int)]
-
-    def _buffers(self, plain: nn.Module) -> Gaps:
-        gaps, own = self._gaps(), dict(self._sharded.named_buffers())
-        for name, buffer in plain.named_buffers():
-            gaps.add(name, _full(own[name], own[name]), buffer)
-        return gaps
-
-    def _step(self, plain: nn.Module, grads: Mapping[str, torch.Tensor]) -> Gaps:
-        """Compares parameters after a step; an optimizer may blow up rounding noise, so where a gradient is only that,
-        elements are left out.
-        """
-        noise = noise_of(list(grads.values()), self._eps) if self._optimizer is not None else -1.0
-        for network in (plain, self._sharded):
-            parameters = list(network.parameters())
-            step = SGD(parameters, lr=LR) if self._optimizer is None else self._optimizer(parameters)
-            step.step()
-        gaps, own = self._gaps(), dict(self._sharded.named_parameters())
-        for name, parameter in plain.named_parameters():
-            mine = _full(own[name], own[name]).to(parameter.device)
-            gaps.add(name, torch.where(grads[name].abs() <= noise, parameter.detach(), mine), parameter)
-        return gaps
+            backward(self._loss(outputs))
+        leaves = [torch.as_tensor(x) for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor | float | int)]
+        parameters = dict(network.named_parameters())
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+        buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
+        build = self._optimizer or _sgd
+        build(list(parameters.values())).step()
+        return {
+            "outputs": {"output" if len(leaves) == 1 else f"output {i}": x.detach() for i, x in enumerate(leaves)},
+            "gradients": grads,
+            "buffers": buffers,
+            "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
+        }
 
     def _layer(self, found: Found) -> str | None:
         """Returns the layer that differs first."""
@@ -208,12 +204,22 @@ class _Trial:
         if not bad("state"):
             with self._left_as_it_was():
                 _switch(self._sharded, self._owners)
-                layer = first_difference(
-                    self._traced, self._plain(), self._sharded, self._arguments, self._loss, self._gaps, self._rtol
+                truth = self._record(self._plain(), self._arguments[0])
+                exact = (
+                    self._record(self._plain().double(), _lengthened(self._arguments[0])) if self._is_short else None
                 )
+                trace = Trace(self._sharded, self._program, truth, exact)
+                backward(self._loss(trace.run(self._arguments[1], forward := self._gaps())))
+                layer = trace.first([forward, trace.gradients(self._gaps())], self._settled, self._rtol)
         # backward goes from the last layer to the first
         names = [*bad("state"), *reversed(bad("gradients")), *bad("buffers"), *bad("parameters")]
         return layer or next((name.rpartition(".")[0] or name for name in names), None)
+
+    def _record(self, plain: nn.Module, arguments: Mapping[str, Any]) -> Recorder:
+        """Returns all tensors of the uncut network, with their gradients."""
+        recorder = Recorder(plain, self._traced)
+        backward(self._loss(recorder.run(*[arguments.get(name) for name in recorder.inputs])))
+        return recorder
 
     @contextmanager
     def _left_as_it_was(self) -> Iterator[None]:
@@ -250,8 +256,10 @@ class _Trial:
             paths = [repr(path or "the network itself") for path in sorted(self._owners)]
             names = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
             yield f"dropout functions were switched off by the evaluation mode of {names}"
-        if not ok and self._eps > torch.finfo(torch.float64).eps:
-            yield "short numbers alone can differ as much, at the bends of a network: be sure with float64 copies"
+        if self._eps > torch.finfo(torch.float64).eps and not self._is_short:
+            yield "what rounding does alone is not known: the uncut network does not run in float64"
+        elif not ok and self._is_short:
+            yield "where a network has bends, short numbers may be the cause: be sure with copies in float64"
 
 
 def _row(what: str, gaps: Mapping[str, float]) -> Row:
@@ -307,8 +315,13 @@ def _full(owner: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return value if placement is None else placement.full(value)
 
 
-def _grad(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+def _sgd(parameters: list[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=LR)
+
+
+def _lengthened(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments in float64."""
+    return {k: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for k, x in arguments.items()}
 
 
 def _named(network: nn.Module) -> dict[str, torch.Tensor]:

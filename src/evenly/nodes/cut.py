@@ -1,0 +1,143 @@
+"""Networks cut over the ranks of replicas, each in its own way: what is averaged meets in global coordinates."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import final
+
+import torch
+
+from evenly._errors import CheckpointError
+from evenly.comm import Alarm, Groups, Waiter, Wire
+from evenly.nodes.cut_gradients import ReplicaGradients
+from evenly.nodes.meeting import Items, Meeting, Open
+from evenly.nodes.membership import Quorum
+from evenly.nodes.replicas import Replica, Shape, find_replicas, full_shapes, named_tensors
+from evenly.nodes.sharing import Sharing
+from evenly.nodes.state import Entry, StatePlacement, state_entries
+from evenly.spec import Exchange
+
+
+@final
+class CutSharing(Sharing):
+    """Groups of ranks hold the network together; a node has one such replica or several."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        alarm: Alarm,
+        *,
+        wire: Wire | None,
+        joint: bool,
+        open_group: Open,
+        settings: Exchange,
+        state_placement: StatePlacement | None,
+    ) -> None:
+        self._groups, self._alarm, self._wire, self._joint = groups, alarm, wire, joint
+        self._open, self._settings, self._state_placement = open_group, settings, state_placement
+        self._meetings: list[Meeting] = []
+        if wire is not None:
+            wire.alarm.follow(alarm)  # who waits in a layer hears what the other nodes say
+
+    def level(self, module: torch.nn.Module, waiter: Waiter) -> None:
+        """Learns how all replicas are cut, and takes over the state of rank 0's replica."""
+        rank = self._groups.party.rank
+        self._nodes = find_replicas(module, self._groups, waiter)
+        self._shapes = full_shapes(module)
+        own = self._nodes[self._groups.index]
+        self._replica = next(replica for replica in own if rank in replica.everybody)
+        trained = {name: self._shapes[name] for name, _ in module.named_parameters()}
+        everywhere = [replica for node in self._nodes for replica in node]
+        self._sharing = tuple(everywhere) if self._joint else own
+        shared = [[replica] for replica in self._sharing]
+        self._gradients = self._meet("gradients", shared, trained, spreads=len(shared) > 1)
+        self._inside = self._meet("inside", [[replica] for replica in own], self._shapes, spreads=False)
+        self._across = self._meet("across", self._nodes, self._shapes, spreads=True)
+        items = [(name, tensor.detach().clone()) for name, tensor in named_tensors(module).items()]
+        self._inside.reduce(items, waiter, weight=float(self._replica is own[0]), kind="copy")
+        self._across.reduce(items, waiter, weight=float(0 in self._groups.ranks), kind="copy")
+        self._across.spread(items, waiter)
+        for (_, value), tensor in zip(items, named_tensors(module).values(), strict=True):
+            tensor.copy_(value)
+
+    def gradients(self, module: torch.nn.Module, *, find_unused_parameters: bool) -> ReplicaGradients:
+        """Returns what averages over the replicas of the node."""
+        return ReplicaGradients(
+            module,
+            self._gradients,
+            self._groups.gradients,
+            ranks=tuple(range(self._groups.party.size)) if self._joint else self._groups.ranks,
+            replicas=self._sharing,
+            alarm=self._alarm,
+            timeout_s=self._settings.timeout_s,
+        )
+
+    def state(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Entry]:
+        """Returns what lies as its parameter does."""
+        return state_entries(module, optimizer, self._state_placement)
+
+    def sizes(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[int]:
+        """Returns the elements of the full tensors."""
+        return [prod(self._shapes[name]) for name, _ in named]
+
+    def average(
+        self, entries: Sequence[Entry], moves: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter
+    ) -> int:
+        """Averages moves over the replicas of the node, then all of it across nodes, in global coordinates."""
+        if len(self._nodes) == len(self._nodes[0]) == 1:
+            return 0
+        scratch = [(name, _travelling(move)) for name, move in moves.items()]
+        self._inside.reduce(scratch, waiter, weight=self._share(quorum))
+        scratch += [(entry.home, _travelling(entry.tensor)) for entry in entries]
+        sent_bytes = self._across.reduce(scratch, waiter, weight=quorum.weights[quorum.node])
+        self._across.spread(scratch, waiter)
+        self._apply(scratch, [*moves.values(), *(entry.tensor for entry in entries)])
+        return sent_bytes
+
+    def agree_on_largest(self, counters: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter) -> None:
+        """Takes the maximum over the replicas of the node, then across nodes."""
+        scratch = [(name, counter.long()) for name, counter in counters.items()]
+        self._inside.reduce(scratch, waiter, kind="max")
+        self._across.reduce(scratch, waiter, kind="max")
+        self._across.spread(scratch, waiter)
+        self._apply(scratch, list(counters.values()))
+
+    def require_resumable(self) -> None:
+        """A checkpoint would hold the parts of one rank only."""
+        raise CheckpointError(
+            "a checkpoint of a synchronized run was asked for, but its network is cut over ranks, and saving the parts "
+            "of all ranks is not built yet. Save the full network yourself after finish()."
+        )
+
+    def close(self) -> None:
+        """Shuts the groups of all meetings down."""
+        if self._wire is not None:
+            self._wire.alarm.leave(self._alarm)
+        for meeting in self._meetings:
+            meeting.close(failed=self._alarm.has_rung)
+
+    def _meet(
+        self, name: str, sides: Sequence[Sequence[Replica]], shapes: Mapping[str, Shape], *, spreads: bool
+    ) -> Meeting:
+        rank = self._groups.party.rank
+        meeting = Meeting(name, sides, shapes, rank=rank, open_group=self._open, spreads=spreads)
+        self._meetings.append(meeting)
+        return meeting
+
+    def _share(self, quorum: Quorum) -> float:
+        """Returns the part of the node's samples that this rank's replica had; its first rank answers for them."""
+        of_rank = dict(zip(self._groups.ranks, quorum.shares, strict=True))
+        own = self._nodes[self._groups.index]
+        total = sum(of_rank[replica.ranks[0]] for replica in own)
+        return of_rank[self._replica.ranks[0]] / total
+
+    @staticmethod
+    def _apply(scratch: Items, tensors: Sequence[torch.Tensor]) -> None:
+        for (_, value), tensor in zip(scratch, tensors, strict=True):
+            target = tensor.detach()
+            target.copy_(torch.view_as_complex(value) if target.is_complex() else value)
+
+
+def _travelling(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy as it travels: float64 as it is, all other floats as float32, complex numbers as pairs."""
+    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return real.to(torch.float64 if real.dtype == torch.float64 else torch.float32, copy=True)

@@ -1,0 +1,78 @@
+"""The state of what trains in full tensors, whether its network is cut over ranks or not."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evenly._errors import CheckpointError
+from evenly.batches import Feed
+from evenly.nodes import Synchronized
+from evenly.shards import Sharded, full_state_dict, load_full_state_dict, placement_of
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """What trains together: a synchronized module, its optimizer, its batches."""
+
+    name: str
+    model: Synchronized
+    optimizer: torch.optim.Optimizer
+    feed: Feed | None
+
+
+def full_state(trainee: Trainee) -> dict[str, Any]:
+    """Returns parameters, optimizer state, buffers and the buffers of the last exchange, all in full tensors."""
+    module, agreed = trainee.model.module, dict(trainee.model.agreed_buffers)
+    if not isinstance(module, Sharded):
+        state = {"parameters": dict(module.named_parameters()), "optimizer": trainee.optimizer.state_dict()}
+        return {**state, "buffers": dict(module.named_buffers()), "agreed": agreed}
+    full = full_state_dict(module, trainee.optimizer, device="cpu")
+    if not full:
+        raise CheckpointError(
+            "a checkpoint was asked for, but this rank has no share of the network and cannot keep its state. "
+            "Leave the rank out of the run, or give it a share."
+        )
+    buffers = dict(module.named_buffers())
+    names = {name for name, _ in module.named_parameters()}
+    return {
+        "parameters": {name: value for name, value in full["model"].items() if name in names},
+        "optimizer": {**full["optimizer"], "dropout": full["dropout"], "class": full["optimizer_class"]},
+        "buffers": {name: value for name, value in full["model"].items() if name in buffers},
+        "agreed": {name: _whole(buffers[name], value) for name, value in agreed.items()},
+    }
+
+
+def put_state(trainee: Trainee, node: dict[str, Any], rank: dict[str, Any]) -> None:
+    """Puts a state in full tensors into the network and its optimizer."""
+    module, optimizer = trainee.model.module, dict(node["optimizer"])
+    dropout, kind = optimizer.pop("dropout", None), optimizer.pop("class", type(trainee.optimizer).__name__)
+    if isinstance(module, Sharded):
+        model = {**node["parameters"], **rank["buffers"]}
+        state = {"model": model, "optimizer": optimizer, "optimizer_class": kind, "dropout": dropout}
+        load_full_state_dict(module, state, trainee.optimizer, strict=False)
+        return
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(node["parameters"][name])
+        for name, buffer in module.named_buffers():
+            if name in rank["buffers"]:
+                buffer.copy_(rank["buffers"][name])
+    trainee.optimizer.load_state_dict(optimizer)
+
+
+def part_of(owner: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a full tensor, cut like its owner."""
+    placement = placement_of(owner)
+    return full if placement is None else placement.part(full)
+
+
+def full_shape(tensor: torch.Tensor) -> torch.Size:
+    """Returns the shape of the full tensor of which this is a part."""
+    placement = placement_of(tensor)
+    return tensor.shape if placement is None else placement.shape
+
+
+def _whole(owner: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    placement = placement_of(owner)
+    return part if placement is None else placement.full(part)

@@ -1,0 +1,83 @@
+"""Networks cut over the ranks of a node, inside a session: plans for them, and optimizers that follow."""
+
+from collections.abc import Sequence
+
+import torch
+
+from evenly._errors import SpecError
+from evenly.comm import Alarm, party_of
+from evenly.graph import Example, follow, trace
+from evenly.planner import lay_out
+from evenly.shards import Sharded, example_of, join_shards
+from evenly.spec import Cluster, Plan, Replica
+
+
+def plan_replicas(
+    model: torch.nn.Module | None,
+    example: Example | None,
+    cluster: Cluster,
+    shares: Sequence[float] | None,
+    *,
+    cut_batch: bool = False,
+) -> tuple[Replica, ...]:
+    """Returns the replicas of every node: as many ranks each as there are shares, one after another; none without."""
+    if shares is None:
+        return ()
+    if model is None or example is None:
+        raise SpecError("shares were given without a network. Give the model and an example too: plan(model, example).")
+    layout = lay_out(trace(model, example), shares, cut_batch=cut_batch)
+    replicas = []
+    for node in cluster.nodes:
+        if len(node.ranks) % len(shares):
+            raise SpecError(
+                f"{len(shares)} shares {list(shares)} were given, but node {node.name!r} has {len(node.ranks)} ranks, "
+                "which is not a multiple. Give one share for each rank that holds a part of the network."
+            )
+        for start in range(0, len(node.ranks), len(shares)):
+            replicas.append(Replica(ranks=node.ranks[start : start + len(shares)], layout=layout))
+    return tuple(replicas)
+
+
+def shard_for(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    timeout_s: float,
+    parent: Alarm | None = None,
+) -> torch.nn.Module:
+    """Returns this rank's part of the network if the plan cuts it, with the optimizer led over; else the network."""
+    party = party_of()
+    replica = plan.replica_of(party.rank)
+    if replica is None:
+        return model
+    sharded = join_shards(
+        follow(model, example_of(replica.layout)),
+        replica.layout,
+        party=party.among(replica.ranks, f"replica{replica.ranks[0]}"),
+        devices=[cluster.device_of(rank) for rank in replica.ranks],
+        timeout_s=timeout_s,
+        parent=parent,
+    )
+    lead_over(optimizer, model, sharded)
+    return sharded
+
+
+def lead_over(optimizer: torch.optim.Optimizer, model: torch.nn.Module, sharded: Sharded) -> None:
+    """Lets an optimizer that was made for `model` train the parts of `sharded` instead."""
+    if optimizer.state:
+        raise SpecError(
+            "the optimizer has made steps already, but the network is cut only now. Prepare it first, or load its "
+            "state afterwards with evenly.shards.load_full_state_dict."
+        )
+    parts = dict(sharded.named_parameters())
+    known = {id(parameter): parts[name] for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in known]
+        if strangers:
+            raise SpecError(
+                f"the optimizer has a parameter of shape {strangers[0]} that is not the network's. "
+                "Make the optimizer over the parameters of the network that is prepared."
+            )
+        group["params"] = [known[id(parameter)] for parameter in group["params"]]

@@ -1,0 +1,105 @@
+"""Tensors held in different cuts are averaged where they meet, each element once."""
+
+import pytest
+import torch
+
+from evenly.comm import Alarm, Waiter, open_group
+from evenly.nodes.meeting import Meeting
+from evenly.nodes.replicas import Form, Replica
+from tests.ranks import run_ranks
+
+SHAPES = {"rows": (7, 4), "mixed": (5, 6, 3), "whole": (4, 9), "number": (), "thin": (1, 5), "empty": (0, 3)}
+FIRST = Replica(
+    (0, 1, 2),
+    {
+        "rows": Form(0, (((5, 7), (0, 1)), (), ((1, 5),))),
+        "mixed": Form(1, (((0, 2),), ((2, 3), (4, 6)), ((3, 4),))),
+        "whole": Form(),
+        "number": Form(),
+        "thin": Form(0, ((), ((0, 1),), ())),
+        "empty": Form(0, ((), (), ())),
+    },
+)
+SECOND = Replica(
+    (3, 4),
+    {
+        "rows": Form(1, (((0, 3),), ((3, 4),))),
+        "mixed": Form(0, (((3, 5),), ((0, 3),))),
+        "whole": Form(1, (((0, 4), (8, 9)), ((4, 8),))),
+        "number": Form(),
+        "thin": Form(),
+        "empty": Form(),
+    },
+)
+THIRD = Replica((5,), dict.fromkeys(SHAPES, Form()))
+MEETINGS = {
+    "two replicas": [[FIRST], [SECOND]],
+    "three replicas": [[SECOND], [FIRST], [THIRD]],
+    "two nodes": [[FIRST, THIRD], [SECOND]],
+    "one node": [[FIRST, SECOND, THIRD]],
+}
+
+
+def part(full, form, place):
+    if form.dim is None:
+        return full.clone()
+    pieces = [full.narrow(form.dim, a, b - a) for a, b in form.segments[place]]
+    return torch.cat([full.narrow(form.dim, 0, 0), *pieces], form.dim)
+
+
+def values(side, dtype=torch.float64):
+    g = torch.Generator().manual_seed(side)
+    return {
+        name: torch.randn(shape, generator=g, dtype=torch.float64).mul(50).to(dtype) for name, shape in SHAPES.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["sum", "max", "copy"])
+@pytest.mark.parametrize("name", MEETINGS)
+def test_every_rank_ends_with_its_part_of_the_result(name, kind):
+    sides = MEETINGS[name]
+    ranks = sorted(rank for side in sides for replica in side for rank in replica.ranks)
+    weights = [0.0] * len(sides) if kind == "copy" else [0.25, 0.5, 2.0][: len(sides)]
+    weights[-1 if kind == "copy" else 0] = 1.0
+    dtypes = [torch.int64] if kind == "max" else [torch.float64, torch.float32]
+
+    def act(party):
+        rank, alarm = ranks[party.rank], Alarm(party)
+        own = next(k for k, side in enumerate(sides) if any(rank in replica.ranks for replica in side))
+        replica = next(replica for replica in sides[own] if rank in replica.ranks)
+        opened = lambda key, circle: open_group(  # noqa: E731
+            party, key, [ranks.index(r) for r in circle], backend="gloo", timeout_s=20
+        )
+        meeting = Meeting("m", sides, SHAPES, rank=rank, open_group=opened)
+        items = [
+            (name, part(full, replica.forms[name], replica.ranks.index(rank)))
+            for dtype in dtypes
+            for name, full in values(own, dtype).items()
+        ]
+        waiter = Waiter(alarm, place="here", timeout_s=20)
+        sent = meeting.reduce(items, waiter, weight=weights[own], kind=kind)
+        meeting.spread(items, waiter)
+        meeting.close()
+        alarm.close()
+        return own, replica, replica.ranks.index(rank), items, sent
+
+    results = run_ranks(len(ranks), act)
+    sent = [0] * len(sides)
+    for own, replica, place, items, sent_bytes in results:
+        sent[own] += sent_bytes
+        names = iter(items)
+        for dtype in dtypes:
+            held = [values(side, dtype) for side in range(len(sides))]
+            for name in SHAPES:
+                every = [full[name] for full in held]
+                if kind == "max":
+                    wanted = torch.stack(every).amax(0)
+                else:
+                    wanted = sum(w * x for w, x in zip(weights, every, strict=True)) if len(sides) > 1 else every[0]
+                got_name, got = next(names)
+                assert got_name == name
+                assert torch.equal(got, part(wanted, replica.forms[name], place)) or kind == "sum"
+                torch.testing.assert_close(got, part(wanted, replica.forms[name], place))
+    once = sum(t.nbytes for dtype in dtypes for t in values(0, dtype).values())
+    if len(sides) == 2:
+        assert sent == [once, once]
