@@ -6,7 +6,6 @@ from typing import final
 
 import torch
 
-from evenly._errors import CheckpointError
 from evenly.comm import Alarm, Groups, Waiter, Wire
 from evenly.nodes.cut_gradients import ReplicaGradients
 from evenly.nodes.meeting import Items, Meeting, Open
@@ -100,13 +99,6 @@ class CutSharing(Sharing):
         self._across.reduce(scratch, waiter, kind="max")
         self._across.spread(scratch, waiter)
         self._apply(scratch, list(counters.values()))
-
-    def require_resumable(self) -> None:
-        """A checkpoint would hold the parts of one rank only."""
-        raise CheckpointError(
-            "a checkpoint of a synchronized run was asked for, but its network is cut over ranks, and saving the parts "
-            "of all ranks is not built yet. Save the full network yourself after finish()."
-        )
 
     def close(self) -> None:
         """Shuts the groups of all meetings down."""

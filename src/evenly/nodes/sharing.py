@@ -84,9 +84,5 @@ class Sharing(ABC):
         """Replaces integer buffers by their maximum over all ranks."""
 
     @abstractmethod
-    def require_resumable(self) -> None:
-        """Raises `CheckpointError` where a run cannot be saved and resumed."""
-
-    @abstractmethod
     def close(self) -> None:
         """Shuts down what it has opened."""

@@ -165,13 +165,11 @@ class Synchronized(torch.nn.Module):
 
     def progress(self) -> dict[str, float]:
         """Returns where this rank stands: what a checkpoint needs to go on inside a period."""
-        self._sharing.require_resumable()
         at = self.schedule
         return {"step": at.step, "since": at.since, "exchanges": at.exchanges, "samples": self.samples}
 
     def resume(self, progress: dict[str, float], agreed: dict[str, torch.Tensor] | None = None) -> None:
         """Goes on from `progress`; `agreed` are the buffers of the last exchange."""
-        self._sharing.require_resumable()
         at = self.schedule
         at.step, at.since, at.exchanges = (int(progress[name]) for name in ("step", "since", "exchanges"))
         self.samples = float(progress["samples"])

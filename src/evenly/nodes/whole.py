@@ -58,8 +58,5 @@ class WholeSharing(Sharing):
         """Takes the maximum inside the node, then across nodes."""
         exchange.agree_on_largest(list(counters.values()), quorum, self._groups, waiter)
 
-    def require_resumable(self) -> None:
-        """A run with whole networks can be resumed."""
-
     def close(self) -> None:
         """The groups are closed by whoever opened them."""

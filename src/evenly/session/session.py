@@ -141,8 +141,7 @@ class Session:
     ) -> Plan:
         """Returns the plan in which every rank takes `batch_size` samples a step and nodes exchange `every` period.
 
-        With `shares` the layers of `model` are cut over as many ranks of a node (see `evenly.shard`), which take the
-        samples together; `example` is a batch for it.
+        With `shares` the layers of `model` are cut over as many ranks of a node, which take one batch like `example`.
         """
         if batch_size < 1:
             raise SpecError(f"batch_size={batch_size} was asked for; a rank takes at least 1 sample a step.")
@@ -187,7 +186,8 @@ class Session:
             batches = feed(dataset, plan, rank=self.rank, device=self.device, **{"seed": self._seed, **loading})
             batches.between.append(self._between_steps)
         synchronized = join_nodes(
-            *(part, optimizer),
+            part,
+            optimizer,
             party=party_of(),
             cluster=self.cluster,
             period=plan.period,

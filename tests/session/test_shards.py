@@ -1,0 +1,42 @@
+"""Sessions with a network cut over ranks: it trains as on one device, and resumes, also with other shares."""
+
+import pytest
+import torch
+
+from tests.processes import collect, run_processes, start_processes
+from tests.ranks import ragged
+
+TRAIN = "tests.session.shard_programs:train"
+
+
+def parameters(result):
+    return [torch.tensor(values, dtype=torch.float64) for values in result["parameters"]]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The parameters of a plain run on one rank."""
+    return parameters(run_processes(ragged(1), TRAIN, {"shares": None})[0])
+
+
+@pytest.mark.parametrize(("shares", "cut_batch"), [([70, 25, 5], False), ([1, 2], True)])
+def test_a_cut_network_trains_as_on_one_device(alone, shares, cut_batch):
+    for result in run_processes(ragged(len(shares)), TRAIN, {"shares": shares, "cut_batch": cut_batch}):
+        torch.testing.assert_close(parameters(result), alone, rtol=1e-9, atol=1e-11)
+        assert "hold one network" in result["explained"]
+
+
+def test_a_run_that_crashed_resumes_bit_for_bit_and_with_other_shares(alone, tmp_path):
+    common = {"shares": [2, 1], "folder": str(tmp_path / "run")}
+    whole = run_processes(ragged(2), TRAIN, {"shares": [2, 1]})[0]
+    crashed = collect(start_processes(ragged(2), TRAIN, {**common, "crash_at": 5}))
+    assert [rank.code for rank in crashed] == [7, 7]
+    again = run_processes(ragged(2), TRAIN, {**common, "keep": True})
+    assert again[0]["first_step"] > 0
+    assert again[0]["parameters"] == whole["parameters"]
+
+    other = {"shares": [1, 3, 2], "folder": str(tmp_path / "other")}
+    collect(start_processes(ragged(2), TRAIN, {**common, "folder": other["folder"], "crash_at": 5}))
+    for result in run_processes(ragged(3), TRAIN, other):
+        assert result["first_step"] > 0
+        torch.testing.assert_close(parameters(result), alone, rtol=1e-9, atol=1e-11)
