@@ -20,6 +20,12 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     feed: Feed | None
 
+    def close(self) -> None:
+        """Ends the connections of the module."""
+        self.model.close()
+        if isinstance(self.model.module, Sharded):
+            self.model.module.close()
+
 
 def full_state(trainee: Trainee) -> dict[str, Any]:
     """Returns parameters, optimizer state, buffers and the buffers of the last exchange, all in full tensors."""

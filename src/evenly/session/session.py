@@ -64,8 +64,7 @@ class Session:
         self._seed, self._keep, self._resume, self._timeout_s = seed, max(keep, 1), resume, timeout_s
         if isinstance(checkpoint_every, int) and checkpoint_every < 1:
             raise SpecError(f"checkpoint_every={checkpoint_every} was asked for. Give 1 or more, 'epoch' or None.")
-        self._checkpoint_every = checkpoint_every
-        self._place = place
+        self._checkpoint_every, self._place = checkpoint_every, place
         self._alarm: Alarm | None = None
         self._trainees: list[Trainee] = []
         self._tracked: dict[str, Any] = {}
@@ -271,7 +270,7 @@ class Session:
     def _enrol(self, trainee: Trainee, plan: Plan) -> None:
         first = not self._trainees
         self._trainees.append(trainee)
-        self._closing.callback(trainee.model.close)
+        self._closing.callback(trainee.close)
         trainee.model.on_exchange.append(self._ledger.count_exchange)
         if trainee.feed is not None:
             trainee.feed.on_end.append(trainee.model.end_epoch)

@@ -7,12 +7,14 @@ from evenly.shards.drift import DriftMonitor
 from evenly.shards.join import example_of, join_shards, shard_model
 from evenly.shards.optim import Adafactor, Lamb
 from evenly.shards.placement import Placement, placement_of
+from evenly.shards.scaling import GradScaler
 from evenly.shards.sharded import Sharded
 from evenly.shards.state import full_state_dict, load_full_state_dict
 
 __all__ = [
     "Adafactor",
     "DriftMonitor",
+    "GradScaler",
     "Lamb",
     "Placement",
     "Report",

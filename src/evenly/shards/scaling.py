@@ -1,0 +1,24 @@
+"""A GradScaler for cut networks: one rank's infinite gradient makes all ranks skip the step."""
+
+from typing import Any
+
+import torch
+
+from evenly.comm import Wire
+from evenly.shards.placement import placements
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's GradScaler, with the flag for infinite gradients shared over the ranks that hold the parameters."""
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Any]:
+        flags: dict[torch.device, Any] = super()._unscale_grads_(optimizer, *args, **kwargs)
+        found = placements(p for group in optimizer.param_groups for p in group["params"])
+        wires: dict[int, Wire] = {id(placement.wire): placement.wire for placement in found}
+        if not wires or not flags:
+            return flags
+        device = next(iter(flags))
+        worst = torch.stack([flag.to(device).float() for flag in flags.values()]).amax(0)
+        for wire in wires.values():
+            worst = wire.sum(worst, name="scaler", largest=True).wait()
+        return {place: worst.to(flag) for place, flag in flags.items()}
