@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from evenly.comm.alarm import Alarm
+from evenly.comm.groups import close_groups
 from evenly.comm.moves import Waiter, all_reduce, all_to_all, broadcast, gather_json
 
 Segments = Sequence[tuple[int, int]]
@@ -144,7 +145,7 @@ class Wire:
     def close(self) -> None:
         """Shuts the group down."""
         self.alarm.close()
-        self.group.shutdown()
+        close_groups([self.group], failed=self.alarm.has_rung)
 
 
 def count_of(ranges: Segments) -> int:

@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from evenly.graph.shapes import Shapes, shape_of
 from evenly.graph.tracer import is_tensor_list, open_up
 from evenly.spec.graph import Graph, Layer, Tensor
 
+Switches = dict[str, dict[str, tuple[Any, Any]]]  # node -> argument -> its values in training and in evaluation
+_TRACING = threading.Lock()  # fx patches torch's modules for the whole process while it traces
 Example = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
@@ -30,7 +33,7 @@ class Traced:
     graph: Graph
     arguments: tuple[str, ...]  # of forward, in the order of the program's inputs
     example: dict[str, tuple[int, ...]]  # shapes of the arguments that are tensors
-    switches: dict[str, dict[str, tuple[Any, Any]]]  # node -> argument -> its values in training and in evaluation
+    switches: Switches
 
 
 def trace(model: nn.Module, example: Example) -> Graph:
@@ -46,6 +49,11 @@ def trace(model: nn.Module, example: Example) -> Graph:
 def follow(model: nn.Module, example: Example) -> Traced:
     """Returns the traced network, ready to be cut."""
     given = _arguments(model, example)
+    with _TRACING:
+        return _follow(model, given)
+
+
+def _follow(model: nn.Module, given: dict[str, Any]) -> Traced:
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     with _mode(model, training=False):
         quiet, _ = open_up(model, tensors)
@@ -53,7 +61,7 @@ def follow(model: nn.Module, example: Example) -> Traced:
     with _mode(model, training=True):
         program, closed = open_up(model, tensors)
         lower(program)
-    switches = _switches(program, quiet)
+    switches = _switches(model, program, quiet)
     _name_tuples(program, tensors)
     with _mode(model, training=True):
         shapes = _shapes(program, tensors)
@@ -100,15 +108,17 @@ def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = modes[name]
 
 
-def _switches(program: fx.GraphModule, quiet: fx.GraphModule) -> dict[str, dict[str, tuple[Any, Any]]]:
+def _switches(
+    model: nn.Module, program: fx.GraphModule, quiet: fx.GraphModule
+) -> dict[str, dict[str, tuple[Any, Any]]]:
     """Returns the arguments that differ between training and evaluation."""
     ours, theirs = list(program.graph.nodes), list(quiet.graph.nodes)
-    switches: dict[str, dict[str, tuple[Any, Any]]] = {}
+    switches: Switches = {}
     if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
         pairs = zip(ours, theirs, strict=False)
         spot = next((a.name for a, b in pairs if (a.op, str(a.target)) != (b.op, str(b.target))), ours[-1].name)
         raise SpecError(
-            f"forward of {type(program).__name__} does other things in training than in evaluation (from {spot!r} on), "
+            f"forward of {type(model).__name__} does other things in training than in evaluation (from {spot!r} on), "
             "which has no rule. Put the part that differs outside of the network."
         )
     for a, b in zip(ours, theirs, strict=True):

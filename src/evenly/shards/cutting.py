@@ -5,14 +5,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from evenly._errors import SpecError
 from evenly.comm import Wire
 from evenly.graph import Traced
 from evenly.shards.placement import Placement, place
 from evenly.spec.layout import COPIED, REPLICATED, Layout, Record
 
 
-def homes(traced: Traced, layout: Layout) -> dict[str, Record]:
-    """Returns the state in which each parameter and buffer lives, by its name in the network."""
+def homes(traced: Traced, layout: Layout) -> list[tuple[str, Record]]:
+    """Returns the state in which each parameter and buffer lives, with its name in the network."""
     layers = {layer.name: layer for layer in traced.graph.layers}
     sources = {layer.name: layer.where for layer in traced.graph.layers if layer.op in ("parameter", "buffer")}
     found: dict[str, Record] = {}
@@ -21,8 +22,8 @@ def homes(traced: Traced, layout: Layout) -> dict[str, Record]:
             continue
         for name, need in zip(layers[choice.layer].inputs, choice.needs, strict=True):
             if name in sources:
-                found.setdefault(sources[name], REPLICATED if need == COPIED else need)
-    return found
+                found.setdefault(name, REPLICATED if need == COPIED else need)
+    return [(sources[name], record) for name, record in found.items()]
 
 
 def cut_model(
@@ -31,7 +32,14 @@ def cut_model(
     """Returns a copy of the network that holds this rank's parts; `share` gives every rank the same full tensor."""
     records = homes(traced, layout)
     names = _names(traced.model)
-    known = {id(tensor): record for name, record in records.items() for tensor in [names[name]]}
+    known: dict[int, Record] = {}
+    for name, record in records:
+        if known.setdefault(id(names[name]), record) != record:
+            tied = sorted(other for other in names if names[other] is names[name])
+            raise SpecError(
+                f"the weights {tied} are one tensor, but the layers that use it are cut in ways that do not agree. "
+                "Untie them before sharding."
+            )
 
     def placed(name: str, tensor: torch.Tensor) -> Placement:
         record = known.get(id(tensor), REPLICATED)

@@ -54,6 +54,17 @@ def join_shards(
     check_shares(layout.shares, ranks=party.size)
     room = party.chapter("shards")
     alarm = Alarm(room, parent=parent)
+    try:
+        return _join(traced, layout, room, alarm, devices, timeout_s)
+    except BaseException as error:
+        alarm.ring(error)
+        alarm.close()
+        raise
+
+
+def _join(
+    traced: Traced, layout: Layout, room: Party, alarm: Alarm, devices: Sequence[Device] | None, timeout_s: float
+) -> Sharded:
     waiter = Waiter(alarm, place="the start of a network cut over ranks", timeout_s=timeout_s)
     waiter.roll_call()
     everybody = open_group(room, "everybody", range(room.size), backend="gloo", timeout_s=timeout_s)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from evenly._errors import MismatchError, SpecError
-from evenly.comm import Traffic, Wire
+from evenly.comm import Traffic, Wire, close_groups
 from evenly.graph import Traced
 from evenly.shards.chance import Dice
 from evenly.shards.ops import hollow
@@ -85,7 +85,7 @@ class Sharded(nn.Module):
     def close(self) -> None:
         """Ends the connections; the module can still be saved, but not be called."""
         if self._stage is not self.wire:
-            self._stage.group.shutdown()
+            close_groups([self._stage.group], failed=self.wire.alarm.has_rung)
         self.wire.close()
 
     def _tell(self, result: Any) -> Any:
