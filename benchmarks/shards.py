@@ -3,9 +3,10 @@
 Everything runs in one go on the lab: three devices of one node with CPU quotas, in turns, a step each, round after
 round; figures are medians over rounds. The published net is run at 70/25/5 of a core, a wide net at 50/30/20.
 "Published" deals the filters out by the published rounding and alternates partitioned and reduced layers, with a
-replicated tensor after every pair; "even" does the same with equal shares. "Ours" is `evenly.shard(..., cut_batch=True)`,
-"without the slowest" the same with the last share at 0. "Alone" is the fastest device with the whole network, "ideal"
-that work divided by the summed speed. Bytes and messages are counted in every collective and compared with the plan.
+replicated tensor after every pair; "even" does the same with equal shares. "Ours" is `evenly.shard` with
+`cut_batch=True`, "without the slowest" the same with the last share at 0. "Alone" is the fastest device with the whole
+network, "ideal" that work divided by the summed speed. Bytes and messages are counted in every collective and compared
+with the plan. The peer tensor_parallel (see peer_tensor_parallel.py) has the time of all devices in one process.
 """
 
 import argparse
@@ -205,6 +206,20 @@ def on_lab(cpu: Sequence[float] | None, *arguments: str) -> dict:
     return json.loads(result.stdout[0].strip().splitlines()[-1])
 
 
+def peer(name: str, batch: int, rounds: int, shares: Sequence[float]) -> list[float] | None:
+    """Returns the seconds a step of tensor_parallel, which needs an environment of its own; None where it is not."""
+    from evenly.lab import Lab, LabCluster, LabNode
+
+    python = Path(__file__).resolve().parents[1] / ".peers" / "tensor_parallel" / "bin" / "python"
+    script = Path(__file__).resolve().parent / "peer_tensor_parallel.py"
+    if not python.exists():
+        return None
+    with Lab(LabCluster(nodes=(LabNode(name="box", ranks=1, cpu=sum(shares) / 100),))) as lab:
+        result = lab.run([str(python), str(script), name, str(batch), str(rounds)], output="capture", timeout_s=600)
+    result.check()
+    return json.loads(result.stdout[0].strip().splitlines()[-1])["seconds"]
+
+
 def rows_of(network: str, told: dict, batch: int, shares: Sequence[float]) -> list[dict]:
     times = {key: 1e3 * median(values) for key, values in told["seconds"].items()}
     alone = times["alone"]
@@ -225,6 +240,11 @@ def rows_of(network: str, told: dict, batch: int, shares: Sequence[float]) -> li
                 "mb_on_the_wire": seen["wire"] / 1e6 if seen else None,
             }
         )
+    if told.get("peer"):
+        step = 1e3 * median(told["peer"])
+        rows.append({**dict.fromkeys(rows[0]), "network": rows[0]["network"], "way": "tensor_parallel, one process",
+                     "ms_per_step": step, "samples_per_s": 1e3 * batch / step, "speedup_over_alone": alone / step,
+                     "spread_ms": spread([1e3 * s for s in told["peer"]])})  # fmt: skip
     ideal = alone * max(shares) / sum(shares)
     rows.append({**dict.fromkeys(rows[0]), "network": rows[0]["network"], "way": "ideal", "ms_per_step": ideal,
                  "samples_per_s": 1e3 * batch / ideal, "speedup_over_alone": alone / ideal})  # fmt: skip
@@ -251,6 +271,8 @@ def main() -> None:
         name: on_lab([s / 100 for s in shares], "--worker", name, str(size), str(rounds), ",".join(map(str, shares)))
         for name, (size, shares) in cases.items()
     }
+    for name, (size, shares) in cases.items():
+        told[name]["peer"] = peer(name, size, rounds, shares)
     resnet = on_lab(None, "--resnet")
     report(told, resnet, cases, save=arguments.save)
 

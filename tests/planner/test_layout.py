@@ -18,7 +18,7 @@ from evenly._errors import SpecError
 from evenly.graph import trace
 from evenly.planner import Rates, lay_out
 from evenly.planner.cuts import Cuts
-from evenly.planner.search import BEAM, Search, Way
+from evenly.planner.search import Search, Way
 from evenly.spec.graph import Graph
 from evenly.spec.layout import Layout
 from tests import zoo
@@ -207,40 +207,39 @@ def test_the_same_network_gets_the_same_layout_and_both_can_be_told_as_text(seed
 def test_processes_with_other_hashes_find_the_same_layout() -> None:
     code = f"import sys; sys.path.insert(0, '.'); from {__name__} import digest; print(digest())"
     root = Path(__file__).parents[2]
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=root, env={"PYTHONHASHSEED": number}, capture_output=True, timeout=60
-        ).stdout
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=root, env={"PYTHONHASHSEED": number}, stdout=subprocess.PIPE)
         for number in ("1", "2")
-    }
-    assert found == {f"{digest()}\n".encode()}
+    ]
+    assert [one.communicate(timeout=60)[0] for one in started] == [f"{digest()}\n".encode()] * 2
 
 
 def digest() -> str:
     """Returns a short text that differs if any of a few layouts differs."""
     said = hashlib.sha256()
-    for seed in range(12):
-        model, example, _ = sample(seed, 4)
-        for rates in (Rates(), Rates(0.0, 0.0)):
-            said.update(lay_out(trace(model, example), SHARES, rates=rates).model_dump_json().encode())
+    for seed in range(8):
+        model, example, _ = sample(seed, 3)
+        said.update(lay_out(trace(model, example), SHARES, rates=Rates(0.0, 0.0)).model_dump_json().encode())
     return said.hexdigest()
 
 
-def cheapest(search: Search) -> float:
-    """Returns the cost of the cheapest of all ways, each tried."""
+def costs(search: Search, most: int) -> list[float]:
+    """Returns what every way through the network costs; nothing if there are more than `most`."""
     ways = [Way(0.0, {})]
     for layer in search.graph.layers:
         ways = [following for way in ways for following in search.step(way, layer)]
-        if len(ways) > 40_000:
-            pytest.skip("too many ways to try them all")
-    return min(way.cost for way in ways)
+        if len(ways) > most:
+            return []
+    return [way.cost for way in ways]
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_no_way_is_cheaper_than_the_one_found(seed: int) -> None:
-    model, example, _ = sample(seed, 2)
-    graph = trace(model, example)
-    rates = [Rates(), Rates(1.0, 1.0), Rates(0.01, 1e5), Rates(0.0, 0.0)][seed % 4]
-    search = Search(graph, Cuts([5.0, 2.0]), rates, {}, {})
-    assert search.run().cost == pytest.approx(cheapest(search), rel=1e-12)
-    assert BEAM >= 16
+@pytest.mark.parametrize("rates", [Rates(), Rates(1.0, 1.0), Rates(0.01, 1e5), Rates(0.0, 0.0)], ids=str)
+def test_no_way_is_cheaper_than_the_one_found(rates: Rates) -> None:
+    tried = 0
+    for seed in range(30):
+        model, example, _ = sample(seed, 2 + seed % 2)
+        search = Search(trace(model, example), Cuts([5.0, 2.0]), rates, {}, {})
+        if found := costs(search, 1000):
+            assert search.run().cost == pytest.approx(min(found), rel=1e-12), model
+            tried += len(found) > 20
+    assert tried >= 5

@@ -22,8 +22,8 @@ def train(
     """Returns the full parameters at the end; `crash_at` ends the process after that step."""
     torch.manual_seed(3)
     model = nn.Sequential(
-        nn.Conv2d(2, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.0), nn.Conv2d(8, 6, 3, padding=1),
-        nn.ReLU(), nn.Flatten(), nn.Linear(6 * 16, 5),
+        nn.Conv2d(2, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.0),
+        nn.Conv2d(8, 6, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 16, 5),
     ).double()  # fmt: skip
     dataset = TensorDataset(torch.randn(40, 2, 4, 4, dtype=torch.float64), torch.randint(5, (40,)))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

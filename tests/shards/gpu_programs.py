@@ -92,6 +92,23 @@ def _distance(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     return max(float((a - b).abs().max()) / max(float(b.abs().max()), floor) for a, b in pairs if b.numel())
 
 
+def check(devices: Sequence[str], shares: Sequence[float], cases: Sequence[Any]) -> list[list[Any]]:
+    """Returns what `evenly.verify` says of each case."""
+    dist.init_process_group("gloo")
+    device = torch.device(devices[dist.get_rank()])
+    told = []
+    for case in cases:
+        model, example = _case(case)
+        model = model.float().to(device)
+        local = tuple(x.to(device, torch.float32 if x.is_floating_point() else x.dtype) for x in example)
+        sharded = evenly.shard(model, local, shares=shares)
+        report = evenly.verify(model, sharded, local)
+        told.append([report.ok, str(report)])
+        sharded.close()
+    dist.destroy_process_group()
+    return told
+
+
 def overhead(batch: int, rounds: int) -> dict[str, float]:
     """Returns the median step of a plain network and of the same network sharded over a group of one."""
     import statistics

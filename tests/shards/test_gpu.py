@@ -33,3 +33,10 @@ def test_a_group_of_one_costs_nothing():
         ragged(1), "tests.shards.gpu_programs:overhead", {"batch": 64, "rounds": 12}, limit_s=110
     )
     assert seconds["sharded"] <= 1.01 * seconds["plain"], seconds
+
+
+def test_verify_finds_no_difference_on_unlike_devices():
+    arguments = {"devices": ["cuda", "cuda", "cpu"], "shares": [70, 25, 5], "cases": ["resnet18", "gpt2_loss"]}
+    for reports in run_processes(ragged(3), "tests.shards.gpu_programs:check", arguments, limit_s=110):
+        for ok, text in reports:
+            assert ok, text

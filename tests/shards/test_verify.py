@@ -320,19 +320,3 @@ def test_a_rank_without_a_share_is_told_the_report() -> None:
 
     assert agreed(run_ranks(3, act, 0.0)).ok
     assert agreed(run_ranks(3, act, 0.1)).layer == "second"
-
-
-@pytest.mark.gpu
-def test_networks_on_a_gpu_are_the_same() -> None:
-    def act(party: Party) -> Report:
-        with LOCK:
-            model, example = draw("small")
-            model, example = model.cuda(), example.cuda()
-            traced = follow(model, example)
-        sharded = join_shards(traced, lay_out(traced.graph, [3, 1]), party=party, timeout_s=30)
-        report = verify(model, sharded, example)
-        sharded.close()
-        return report
-
-    report = agreed(run_ranks(2, act))
-    assert report.ok, str(report)

@@ -1,0 +1,312 @@
+"""What a network looks like as a value, and what is refused with its name rather than cut wrongly."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from evenly._errors import SpecError
+from evenly.graph import follow, trace
+from evenly.spec.graph import Graph, Layer
+from tests.shards.compare import compare
+from tests.zoo import ZOO
+
+IMAGE = torch.randn(4, 2, 6, 6, dtype=torch.float64)
+
+
+class Net(nn.Module):
+    """A convolution, then what is given."""
+
+    def __init__(self, act: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.act = act
+        self.conv = nn.Conv2d(2, 6, 3, padding=1)
+        self.register_buffer("count", torch.zeros(6, 1, 1))
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.act(self, self.conv(x))
+
+
+def net(act: Callable[..., Any], **parts: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(act, **parts).double()
+
+
+def layer_of(graph: Graph, op: str) -> Layer:
+    return next(layer for layer in graph.layers if layer.op == op)
+
+
+def test_a_graph_says_what_feeds_whom_and_what_it_costs() -> None:
+    graph = trace(nn.Sequential(nn.Linear(3, 5), nn.ReLU()), torch.randn(7, 3))
+    x, weight, bias, linear, added, relu, output = graph.layers
+    assert [layer.kind for layer in (x, weight, bias, output)] == ["source", "source", "source", "output"]
+    assert (linear.kind, linear.where, linear.inputs) == ("mixing", "0", (x.name, weight.name))
+    assert (added.op, added.inputs) == ("bias", (linear.name, bias.name))
+    assert (relu.kind, relu.inputs) == ("pointwise", (added.name,))
+    assert linear.flops == 2 * 7 * 3 * 5
+    assert linear.outputs[0].shape == (7, 5)
+    assert (x.outputs[0].has_grad, linear.outputs[0].has_grad) == (False, True)
+
+
+def test_a_frozen_beginning_needs_no_gradients() -> None:
+    model = nn.Sequential(nn.Linear(3, 5).requires_grad_(False), nn.ReLU(), nn.Linear(5, 2))
+    tensors = trace(model, torch.randn(7, 3)).tensors
+    assert [tensors[name].has_grad for name in ("linear", "linear_1")] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "gpt2_separate_tied", "nanogpt", "shufflenet_v2", "lstm"])
+def test_tracing_leaves_the_network_as_it_is(name: str) -> None:
+    model, example = ZOO[name].build(), ZOO[name].example()
+    model.eval()
+    next(model.children()).train()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    graph = trace(model, example)
+    assert trace(model, example) == graph
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    assert Graph.from_json(graph.to_json()).fingerprint == graph.fingerprint
+
+
+def test_another_batch_is_another_graph() -> None:
+    model = nn.Linear(3, 2)
+    assert trace(model, torch.randn(4, 3)).fingerprint != trace(model, torch.randn(5, 3)).fingerprint
+
+
+def test_an_example_is_a_tensor_a_tuple_a_list_or_named_arguments() -> None:
+    model = nn.Bilinear(3, 4, 2)
+    a, b = torch.randn(5, 3), torch.randn(5, 4)
+    graphs = [trace(model, example) for example in ((a, b), [a, b], {"input2": b, "input1": a})]
+    assert graphs[0] == graphs[1] == graphs[2]
+    assert trace(nn.Linear(3, 2), a) == trace(nn.Linear(3, 2), (a,)) == trace(nn.Linear(3, 2), {"input": a})
+
+
+class Settings(nn.Module):
+    def forward(self, x: Tensor, mode: str = "a", mask: Tensor | None = None) -> Tensor:
+        return x if mask is None else x * mask
+
+
+class Many(nn.Module):
+    def forward(self, *args: Tensor) -> Tensor:
+        return args[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "said"),
+    [
+        (nn.Linear(3, 2), (torch.randn(4, 3), torch.randn(4)), r"does not fit forward.*Linear"),
+        (nn.Linear(3, 2), {"wrong": torch.randn(4, 3)}, r"does not fit forward.*Linear"),
+        (nn.Linear(3, 2), (), r"does not fit forward.*Linear"),
+        (Settings(), (torch.randn(4, 3), "b"), r"gives \['mode'\]; arguments of forward must be tensors"),
+        (Settings(), (None,), "no tensor"),
+        (Many(), (torch.randn(4, 3),), r"\*args"),
+        (nn.Linear(3, 2), torch.randn(4, 5), "the example must fit the network"),
+    ],
+)
+def test_an_example_that_does_not_fit_is_refused(model: nn.Module, example: Any, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        trace(model, example)
+
+
+def test_arguments_that_are_not_given_keep_their_defaults() -> None:
+    x = torch.randn(4, 3)
+    assert [layer.op for layer in trace(Settings(), x).layers] == ["input", "output"]
+    assert [layer.op for layer in trace(Settings(), {"x": x, "mask": x}).layers] == ["input", "input", "join", "output"]
+    assert trace(Settings(), (x, "a", x)[:1]) == trace(Settings(), {"x": x, "mask": None})
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    graph = trace(model, torch.randn(4, 3))
+    first, second = (layer for layer in graph.layers if layer.op == "linear")
+    assert first.inputs[1] == second.inputs[1]
+
+
+def test_hooks_are_refused_by_name() -> None:
+    def refused(change: Callable[[nn.Module], Any], said: str) -> None:
+        model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+        change(model)
+        with pytest.raises(SpecError, match=said):
+            trace(model, torch.randn(4, 3))
+
+    refused(lambda m: m[0].register_forward_hook(lambda *_: None), "'0' has forward hooks")
+    refused(lambda m: m[1].register_forward_pre_hook(lambda *_: None), "'1' has forward pre hooks")
+    refused(lambda m: m[1].register_full_backward_hook(lambda *_: None), "'1' has backward hooks")
+    refused(lambda m: m.register_full_backward_pre_hook(lambda *_: None), "'Sequential' has backward pre hooks")
+    refused(lambda m: m[0].weight.register_hook(lambda g: g), r"'0\.weight' has a gradient hook")
+    refused(lambda m: m[0].bias.register_post_accumulate_grad_hook(lambda p: None), r"'0\.bias' has a gradient hook")
+
+
+def counted(self: Net, x: Tensor) -> Tensor:
+    self.count += 1
+    return x * self.count
+
+
+@pytest.mark.parametrize("act", [counted, lambda self, x: x * self.count.add_(1)])
+def test_a_buffer_that_forward_changes_is_refused_by_name(act: Callable[..., Any]) -> None:
+    with pytest.raises(SpecError, match=r"changes 'count' in place"):
+        trace(net(act), IMAGE)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda _, x: x + torch.randn_like(x),
+        lambda _, x: x * torch.bernoulli(x.sigmoid()),
+        lambda _, x: x + torch.rand(x.shape),
+        lambda _, x: F.rrelu(x, training=True),
+        lambda _, x: F.alpha_dropout(x, 0.5, training=True),
+        lambda _, x: x.clone().normal_(),
+        lambda _, x: x + torch.empty_like(x).uniform_(),
+    ],
+)
+def test_random_numbers_are_refused(act: Callable[..., Any]) -> None:
+    with pytest.raises(SpecError, match="random numbers"):
+        trace(net(act), IMAGE)
+
+
+def on_values(self: Net, x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def test_a_forward_that_branches_on_values_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"forward of Net .* cannot be.*control flow.*module of its own"):
+        trace(net(on_values), IMAGE)
+
+
+def test_a_module_that_branches_on_values_is_computed_whole_and_named() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return on_values(None, x)  # type: ignore[arg-type]
+
+    build = lambda: nn.Sequential(nn.Conv2d(2, 6, 1), nn.ReLU(), Branch(), nn.Conv2d(6, 4, 1)).double()  # noqa: E731
+    graph = trace(build(), IMAGE)
+    closed = layer_of(graph, "opaque")
+    assert closed.where == "2"
+    assert "control flow" in closed.note
+    assert "control flow" in graph.explain()
+    compare(build, IMAGE, [2, 1])
+
+
+def test_a_forward_may_branch_on_sizes_but_not_on_the_batch() -> None:
+    def on_width(self: Net, x: Tensor) -> Tensor:
+        assert x.shape[-1] > 2, "too narrow"
+        return x * 2 if x.size(1) == 6 and x.ndim == 4 else x
+
+    compare(lambda: net(on_width), IMAGE, [2, 1])
+    with pytest.raises(SpecError, match="control flow"):
+        trace(net(lambda _, x: x * 2 if x.shape[0] > 3 else x), IMAGE)
+
+
+def test_a_forward_that_does_other_things_in_training_is_refused() -> None:
+    def other(self: Net, x: Tensor) -> Tensor:
+        return x.relu() if self.training else x
+
+    with pytest.raises(SpecError, match="other things in training than in evaluation"):
+        trace(net(other), IMAGE)
+
+
+def test_dropout_is_off_in_evaluation() -> None:
+    model = net(lambda self, x: F.dropout(x, 0.3, training=self.training))
+    assert follow(model, IMAGE).switches == {"dropout": {"training": (True, False)}}
+
+
+IN_PLACE: dict[str, Callable[..., Any]] = {}
+
+
+def in_place(act: Callable[..., Any]) -> Callable[..., Any]:
+    IN_PLACE[act.__name__] = act
+    return act
+
+
+@in_place
+def another_name_sees_it(_: Net, x: Tensor) -> Tensor:
+    y = x
+    x += 1
+    return x * y
+
+
+@in_place
+def a_method_changes_it(_: Net, x: Tensor) -> Tensor:
+    x.mul_(2).clamp_(min=-1)
+    return x.relu_() + x
+
+
+@in_place
+def a_function_changes_it(_: Net, x: Tensor) -> Tensor:
+    y = F.relu(x, inplace=True)
+    return x * 2 + y
+
+
+@in_place
+def a_function_with_an_underscore_changes_it(_: Net, x: Tensor) -> Tensor:
+    F.leaky_relu_(x, 0.2)
+    torch.relu_(x)
+    return x + 1
+
+
+@in_place
+def a_module_changes_it(self: Net, x: Tensor) -> Tensor:
+    y = self.act_in_place(x)
+    return x + y
+
+
+@in_place
+def a_view_changes_it(_: Net, x: Tensor) -> Tensor:
+    y = x[:, :2]
+    y += 1
+    return x
+
+
+@in_place
+def a_view_sees_it(_: Net, x: Tensor) -> Tensor:
+    y = x.view(x.shape[0], -1)
+    x *= 2
+    return y
+
+
+@in_place
+def a_chunk_changes_it(_: Net, x: Tensor) -> Tensor:
+    a, _b = x.chunk(2, 1)
+    a.relu_()
+    return x
+
+
+@in_place
+def a_part_is_assigned(_: Net, x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, 0] = 0
+    return x
+
+
+@in_place
+def values_are_copied_into_it(_: Net, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y.copy_(x)
+    return y + x
+
+
+@in_place
+def sizes_are_numbers(_: Net, x: Tensor) -> Tensor:
+    n = x.shape[1]
+    m = n
+    n += 1
+    return x * n + m
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_change_in_place_is_followed_or_refused(name: str) -> None:
+    """Never is it lost in silence."""
+    build = lambda: net(IN_PLACE[name], act_in_place=nn.ReLU(inplace=True))  # noqa: E731
+    try:
+        trace(build(), IMAGE)
+    except SpecError as error:
+        assert name in ("a_view_changes_it", "a_view_sees_it", "a_chunk_changes_it", "a_part_is_assigned"), error
+        return
+    compare(build, IMAGE, [2, 1])
