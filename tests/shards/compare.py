@@ -74,9 +74,7 @@ def compare(
     return layout
 
 
-def _together(
-    party: Party, traced: Traced, layout: Layout, batches: Sequence[Batch], optimizer: Optimizer
-) -> History:
+def _together(party: Party, traced: Traced, layout: Layout, batches: Sequence[Batch], optimizer: Optimizer) -> History:
     model = join_shards(traced, layout, party=party, timeout_s=60.0)
     counts = partial(_require_prediction, model) if party.rank in layout.members else None
     try:
@@ -143,12 +141,12 @@ def _require_prediction(model: Sharded) -> None:
 def _require_equal(found: History, truth: History, who: str, tolerance: float, *, holds_state: bool) -> None:
     assert len(found.outputs) == len(truth.outputs)
     for step, (ours, theirs) in enumerate(zip(found.outputs, truth.outputs, strict=True)):
-        names = [f"output {number} of step {step}" for number in range(len(theirs))]
-        _require_close(dict(zip(names, ours, strict=True)), dict(zip(names, theirs, strict=True)), who, tolerance)
+        outputs = [{f"output {i} of step {step}": x for i, x in enumerate(given)} for given in (ours, theirs)]
+        _require_close(*outputs, who, tolerance)
     if not holds_state:
         return
-    names = [f"gradient of input {number}" for number in range(len(truth.inputs))]
-    _require_close(dict(zip(names, found.inputs, strict=True)), dict(zip(names, truth.inputs)), who, tolerance)
+    inputs = [{f"gradient of input {i}": x for i, x in enumerate(history.inputs)} for history in (found, truth)]
+    _require_close(*inputs, who, tolerance)
     _require_close(found.gradients, truth.gradients, f"{who}gradient of ", tolerance)
     _require_close(found.state, truth.state, f"{who}after the last step, ", tolerance)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evenly._errors import SpecError
 from evenly.comm.alarm import Alarm
 from evenly.comm.groups import close_groups
 from evenly.comm.moves import Waiter, all_reduce, all_to_all, broadcast, gather_json
@@ -126,6 +127,8 @@ class Wire:
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """Returns x as rank `source` has it, written in place on the others."""
+        if not x.is_contiguous():
+            raise SpecError("a tensor that is not contiguous was to be broadcast; ranks would read it in other orders.")
         if self.size > 1 and x.numel():
             self._waiter.wait([broadcast(x, self.group, source=source)])
         return x
@@ -140,6 +143,7 @@ class Wire:
         segments = [((edges[rank], edges[rank + 1]),) for rank in range(self.size)]
         part = self.scatter_sum(flat, 0, segments, name=name).wait()
         whole = self.gather(part, 0, segments, name=name)
+        self.traffic.messages -= 1  # the two count as one, as any sum
         return Pending(lambda: whole.wait().view(x.shape))
 
     def close(self) -> None:

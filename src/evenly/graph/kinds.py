@@ -106,16 +106,22 @@ def _positive(dim: int, ndim: int) -> int:
 
 
 def _unary(seen: Seen) -> Row:
-    return Row("pointwise", "unary", {"linear": seen.name in LINEAR})
+    tensors = [node for node in seen.node.all_input_nodes if isinstance(seen.values[node.name], torch.Tensor)]
+    if len(tensors) > 1:
+        return Row("joining", "join", {"linear": False})
+    out = seen.values[seen.node.name]  # a sum of whole numbers is not the whole number of a sum
+    return Row("pointwise", "unary", {"linear": seen.name in LINEAR and (out.is_floating_point() or out.is_complex())})
 
 
 def _join(seen: Seen) -> Row:
     tensors = [node for node in seen.node.all_input_nodes if isinstance(seen.values[node.name], torch.Tensor)]
     positions = [isinstance(seen.argument(i, ""), torch.Tensor) for i in range(len(seen.node.args))]
     if len(tensors) == 1 and sum(positions) == 1:
-        scaled = seen.name in ("mul", "multiply") or (seen.name in ("div", "divide", "truediv") and positions[0])
+        plain = positions[0] and seen.node.kwargs.get("rounding_mode") is None
+        scaled = seen.name in ("mul", "multiply") or (seen.name in ("div", "divide", "truediv") and plain)
         return Row("pointwise", "unary", {"linear": scaled})
-    return Row("joining", "join", {"linear": seen.name in ("add", "sub", "subtract") and all(positions)})
+    both = len(positions) > 1 and all(positions)
+    return Row("joining", "join", {"linear": seen.name in ("add", "sub", "subtract") and both})
 
 
 def _spatial(seen: Seen, stem: str) -> Row:
@@ -157,8 +163,9 @@ def _conv(seen: Seen) -> Row:
 
 
 def _embedding(seen: Seen) -> Row:
-    if seen.argument(3, "max_norm") is not None or seen.argument(6, "sparse", False):
-        return opaque("max_norm and sparse gradients have no rule")
+    strange = seen.argument(5, "scale_grad_by_freq", False) or seen.argument(6, "sparse", False)
+    if seen.argument(3, "max_norm") is not None or strange:
+        return opaque("max_norm, scale_grad_by_freq and sparse gradients have no rule")
     return Row("mixing", "embedding")
 
 

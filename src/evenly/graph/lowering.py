@@ -48,6 +48,14 @@ def name_of(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+def path_of(node: fx.Node) -> str:
+    """Returns the module in whose forward a node stands."""
+    stack = node.meta.get("nn_module_stack") or {}
+    key, value = next(iter(reversed(list(stack.items()))), ("", ""))
+    path = value[0] if isinstance(value, tuple) else key
+    return str(path)
+
+
 def lower(traced: fx.GraphModule) -> None:
     """Brings a traced graph into plain form, in place."""
     graph = traced.graph

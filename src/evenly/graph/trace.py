@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
 from evenly.graph.kinds import RANDOM, Row, Seen, opaque, row_of
-from evenly.graph.lowering import lower, name_of
+from evenly.graph.lowering import lower, name_of, path_of
 from evenly.graph.shapes import Shapes, shape_of
 from evenly.graph.tracer import is_tensor_list, open_up
 from evenly.spec.graph import Graph, Layer, Tensor
@@ -209,8 +209,7 @@ def _layer(program: fx.GraphModule, node: fx.Node, value: Any, shapes: Shapes, c
     inputs = tuple(n.name for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor))
     outputs = _outputs(node, value)
     row = _row(program, node, outputs, shapes, closed)
-    stack = node.meta.get("nn_module_stack") or {}
-    where = next(iter(reversed(list(stack))), "")
+    where = path_of(node)
     if node.op in ("call_module", "get_attr", "placeholder"):
         where = str(node.target)
     module_inputs = _module_inputs(program, node) if node.op == "call_module" and row.op != "opaque" else ()

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from evenly._errors import SpecError
+from evenly.graph.exported import exported
 from evenly.graph.rewrites import REWRITES
 from evenly.graph.shapes import call_hollow
 
@@ -137,12 +138,19 @@ def open_up(model: nn.Module, given: dict[str, Any]) -> tuple[fx.GraphModule, di
             return fx.GraphModule(model, tracer.trace(model, concrete_args=fixed or None)), closed
         except Exception as error:
             if not tracer.inside:
-                raise SpecError(
-                    f"the forward of {type(model).__name__} was to be traced, but it cannot be: {_reason(error)}. "
-                    "Let it depend on shapes only, not on values, or move that part into a module of its own: "
-                    "such a module is computed whole on every rank."
-                ) from error
+                return _by_export(model, given, error), closed
             closed[tracer.inside[-1]] = _reason(error)
+
+
+def _by_export(model: nn.Module, given: dict[str, torch.Tensor], first: Exception) -> fx.GraphModule:
+    try:
+        return exported(model, given)
+    except Exception as second:
+        raise SpecError(
+            f"the forward of {type(model).__name__} was to be traced, but it cannot be: {_reason(first)}; nor by "
+            f"torch.export: {_reason(second)}. Let it depend on shapes only, not on values, or move that part into a "
+            "module of its own: such a module is computed whole on every rank."
+        ) from first
 
 
 def refuse_hooks(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ def join(scene: Scene) -> Iterator[Option]:
         for record in scene.cut_dims(index) + scene.spread(index):
             dim = record.dim + len(out.shape) - len(tensor.shape)
             made = Record("sharded", dim, record.cut)
-            if out.shape[dim] == tensor.shape[record.dim] and made not in seen:
+            if dim >= 0 and out.shape[dim] == tensor.shape[record.dim] and made not in seen:
                 seen.add(made)
                 yield Option("local", _aligned(scene, made), (made,))
     same = all(tensor.shape == out.shape for tensor in scene.inputs)
@@ -44,7 +44,7 @@ def concat(scene: Scene) -> Iterator[Option]:
         joined = scene.cuts.joined([record.cut for record in needs])
         if joined is not None:
             yield Option("local", tuple(needs), (Record("sharded", dim, joined),))
-    for record in {r for i in range(count) for r in scene.cut_dims(i) if r.dim != dim}:
+    for record in sorted({r for i in range(count) for r in scene.cut_dims(i) if r.dim != dim}):
         yield Option("local", (record,) * count, (record,))
     if all(scene.has("partial", i) for i in range(count)):
         yield Option("summand", (PARTIAL,) * count, (PARTIAL,))

@@ -29,6 +29,9 @@ def lay_out(
         cut_batch: whether layers may also be cut along the batch, where fewer bytes travel then.
     """
     numbers = check_shares(shares)
+    strange = set(modes or {}) - {layer.name for layer in graph.layers}
+    if strange:
+        raise SpecError(f"modes were given for {sorted(strange)}, which are no operations of the network.")
     members = tuple(rank for rank, share in enumerate(numbers) if share > 0)
     cuts = Cuts([numbers[rank] for rank in members], batch=_batch(graph) if cut_batch else 0)
     own = _own_shares(graph, layer_shares or {}, len(numbers), members)

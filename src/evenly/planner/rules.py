@@ -100,7 +100,8 @@ def _batch_norm(scene: Scene) -> Iterator[Option]:
     for record in scene.cut_dims(0):
         if scene.rows(record) and record.dim == 0:
             channels = scene.inputs[0].shape[1]
-            needs = tuple(COPIED if tensor.has_grad else REPLICATED for tensor in scene.inputs[1:])
+            kept = ("running_mean", "running_var")
+            needs = tuple(REPLICATED if t.name.endswith(kept) else COPIED for t in scene.inputs[1:])
             yield Option("moments", (record, *needs), (record,), *_moments(scene, channels))
 
 

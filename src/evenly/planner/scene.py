@@ -42,7 +42,7 @@ class Scene:
 
     def sharded(self, index: int, dim: int, *, batch: bool = False) -> list[Record]:
         """Returns the cuts along `dim` in which input `index` is at hand, and the one it could be brought to."""
-        found = [r for r in self.states[index] or () if r.state == "sharded" and r.dim == dim]
+        found = sorted(r for r in self.states[index] or () if r.state == "sharded" and r.dim == dim)
         if batch or any(self.cuts.table[r.cut].rows for r in found):
             return found
         canonical = self.own_cut(self.inputs[index], dim)

@@ -7,6 +7,7 @@ these are few, and the walk is an exact shortest path; where very many tensors a
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from evenly._errors import SpecError
 from evenly.planner.cuts import Cuts
 from evenly.planner.rules import options_of
 from evenly.planner.scene import Option, Scene, State
@@ -87,6 +88,11 @@ class Search:
                     key = frozenset(alive.items())
                     if key not in found or kept.cost < found[key].cost:
                         found[key] = kept
+            if not found:
+                raise SpecError(
+                    f"the operation {layer.name!r} ({layer.where or layer.op}) was to run as "
+                    f"{list(self.allowed.get(layer.name, []))}, which its inputs do not allow. Allow it other modes."
+                )
             ways = sorted(found.values(), key=lambda w: w.cost)[:BEAM]
         return ways[0]
 

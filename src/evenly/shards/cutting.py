@@ -62,7 +62,9 @@ def copy_tree(
     def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in tensors:
             placement = placed(name, tensor)
-            piece = placement.part(share(tensor.detach().clone()) if share is not None else tensor)
+            piece = placement.part(
+                share(tensor.detach().clone(memory_format=torch.contiguous_format)) if share is not None else tensor
+            )
             if isinstance(tensor, nn.Parameter):
                 piece = nn.Parameter(piece, requires_grad=tensor.requires_grad)
             place(piece, placement)

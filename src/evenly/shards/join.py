@@ -74,7 +74,8 @@ def _join(
     source = layout.members[0]
     watch_optimizers()
     if room.rank not in layout.members:
-        return _left_out(traced, layout, stage, source)
+        alone = open_group(room, f"alone{room.rank}", [room.rank], backend="gloo", timeout_s=timeout_s)
+        return _left_out(traced, layout, Wire(alone, alarm, timeout_s=timeout_s), stage, source)
     backend = backend_for([devices[rank] for rank in layout.members]) if devices else "gloo"
     group = open_group(room, "shards", layout.members, backend=backend, timeout_s=timeout_s)
     wire = Wire(group, alarm, timeout_s=timeout_s)
@@ -88,15 +89,14 @@ def example_of(layout: Layout) -> dict[str, torch.Tensor]:
     return {t.name: torch.empty(t.shape, dtype=kinds[t.name], device="meta") for t in layout.inputs}
 
 
-def _left_out(traced: Traced, layout: Layout, stage: Wire, source: int) -> Sharded:
-    """Returns the module of a rank without a share: it holds nothing, and is told the outputs."""
+def _left_out(traced: Traced, layout: Layout, alone: Wire, stage: Wire, source: int) -> Sharded:
+    """Returns the module of a rank without a share: it holds nothing, over a wire of its own, and is told the outputs."""
 
     def nothing(name: str, tensor: torch.Tensor) -> Placement:
-        stage.broadcast(tensor.detach().clone(), source)
-        empty = tuple(() for _ in range(stage.size))
-        return Placement(name, tensor.shape, stage, 0, empty) if tensor.ndim else Placement(name, tensor.shape, stage)
+        stage.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), source)
+        return Placement(name, tensor.shape, alone, 0, ((),)) if tensor.ndim else Placement(name, tensor.shape, alone)
 
-    return Sharded(traced, layout, stage, copy_tree(traced.model, nothing), seed=0, stage=stage, source=source)
+    return Sharded(traced, layout, alone, copy_tree(traced.model, nothing), seed=0, stage=stage, source=source)
 
 
 def _settings(traced: Traced, layout: Layout) -> list[str]:

@@ -64,7 +64,7 @@ def _view(site: Site) -> Act:
     expands = site.layer.op == "expand"
 
     def act(now: Pass, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        key = (now.samples, x.shape, *args)
+        key = (now.samples, x.shape, *(a.shape if isinstance(a, torch.Tensor) else a for a in args))
         if key not in shapes:
             shapes[key] = tuple(site.full_output(now).shape)
         shape = list(shapes[key])
@@ -119,7 +119,9 @@ def _group_conv(site: Site) -> Act:
 
 
 def _group_norm(site: Site) -> Act:
-    def act(now: Pass, x: torch.Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    def act(
+        now: Pass, x: torch.Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+    ) -> Any:
         need = site.choice.needs[0]
         if site.choice.mode == "local":
             return F.group_norm(x, groups * now.count(need) // now.size(need), weight, bias, eps)
@@ -130,7 +132,9 @@ def _group_norm(site: Site) -> Act:
 
 
 def _layer_norm(site: Site) -> Act:
-    def act(now: Pass, x: torch.Tensor, _: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    def act(
+        now: Pass, x: torch.Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+    ) -> Any:
         return ops.layer_norm(x, weight, bias, now.size(site.choice.needs[0]), eps, now.wire)
 
     return act
@@ -161,6 +165,7 @@ def _vocabulary(site: Site) -> Act:
             target,
             now.own(site.choice.needs[0]),
             now.wire,
+            size=now.size(site.choice.needs[0]),
             ignored=given.get("ignore_index", -100),
             reduction=given.get("reduction", "mean"),
         )
@@ -203,7 +208,7 @@ def _attention(site: Site) -> Act:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-        key, shares = now.dice.key(site.number), torch.softmax(scores, -1)
+        key, shares = now.dice.key(site.number), torch.ops.aten._safe_softmax(scores, -1)
         if need.state != "sharded":
             return drop(shares, given["dropout_p"], key) @ v
         own, full = now.own(need), now.size(need)

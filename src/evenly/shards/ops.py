@@ -177,6 +177,7 @@ def embed_rows(
     for start, stop in segments:
         places[start:stop] = torch.arange(offset, offset + stop - start, device=ids.device)
         offset += stop - start
+    torch._assert_async((ids >= 0).all())
     local = places[ids]
     if not weight.shape[0]:
         return hollow((*ids.shape, weight.shape[1]), weight)
@@ -190,7 +191,7 @@ class _VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, segments: Segments, ignored: int, wire: Wire
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, segments: Segments, size: int, ignored: int, wire: Wire
     ) -> torch.Tensor:
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
         rows = wide.movedim(1, -1)  # [n, ..., classes here]
@@ -210,6 +211,7 @@ class _VocabularyLoss(torch.autograd.Function):
             own = torch.where(place >= 0, picked, own)
         total, chosen = wire.sum(torch.stack([exps.sum(-1), own]), name="vocabulary").wait()
         counted = target != ignored
+        torch._assert_async((((target >= 0) & (target < size)) | ~counted).all())
         ctx.save_for_backward(exps, total, place, counted)
         ctx.kind = logits.dtype
         return torch.where(counted, total.log() - chosen, torch.zeros_like(total))
@@ -223,14 +225,21 @@ class _VocabularyLoss(torch.autograd.Function):
             one = (place >= 0).to(back.dtype).unsqueeze(-1)
             back = back.scatter_add(-1, place.clamp_min(0).unsqueeze(-1), -one)
         back = back * torch.where(counted, gradient, torch.zeros_like(gradient)).unsqueeze(-1)
-        return back.movedim(-1, 1).to(ctx.kind), None, None, None, None
+        return back.movedim(-1, 1).to(ctx.kind), None, None, None, None, None
 
 
 def cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, segments: Segments, wire: Wire, *, ignored: int, reduction: str
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    segments: Segments,
+    wire: Wire,
+    *,
+    size: int,
+    ignored: int,
+    reduction: str,
 ) -> torch.Tensor:
     """Returns the cross-entropy of logits whose classes (dim 1) are cut over ranks, with two small messages."""
-    each: torch.Tensor = _VocabularyLoss.apply(logits, target, segments, ignored, wire)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    each: torch.Tensor = _VocabularyLoss.apply(logits, target, segments, size, ignored, wire)  # type: ignore[no-untyped-call]  # torch has no annotation here
     if reduction == "none":
         return each
     return each.sum() if reduction == "sum" else each.sum() / (target != ignored).sum()

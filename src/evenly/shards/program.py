@@ -5,11 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx, nn
 
+from evenly._errors import SpecError
 from evenly.comm import Shift, Wire
 from evenly.graph import Traced
 from evenly.shards.chance import Dice
+from evenly.shards.cutting import homes
 from evenly.shards.fusing import biases, entries
 from evenly.shards.local import act_of, layer_of
 from evenly.shards.mixing import lowered
@@ -42,6 +45,8 @@ class Program:
         self._biases, self._entries = biases(traced, layout), entries(traced, layout)
         self._bias_done = {bias: layer for layer, bias in self._biases.items()}
         self._nodes = {node.name: node for node in traced.program.graph.nodes}
+        self._draws = any(choice.op in ("dropout", "attention") for choice in layout.choices)
+        self._homes = dict(homes(traced, layout))
         self._known: set[Key] = set()
         self.listener: Callable[[str, Record, Any], None] | None = None  # told every tensor as it is made
         self.steps: list[Step] = []
@@ -54,6 +59,11 @@ class Program:
 
     def run(self, arguments: Mapping[str, Any]) -> Any:
         """Returns what the network's forward returns; this rank does its part of the work."""
+        if self._draws and self._model.training and torch._C._current_graph_task_id() != -1:
+            raise SpecError(
+                "forward was called during backward, as torch.utils.checkpoint does, but the network has dropout, whose "
+                "masks would not be drawn again. Call the sharded network without checkpoint."
+            )
         now = Pass(self._wire, self._dice, self._layout, arguments)
         for step in self.steps:
             step.run(now)
@@ -179,7 +189,7 @@ class Program:
     def _at_hand(self, name: str) -> Record:
         """Returns a state in which a tensor is known already."""
         known = sorted(record for known, record in self._known if known == name and record is not None)
-        return known[0] if known else REPLICATED
+        return known[0] if known else self._homes.get(self._paths.get(name, ""), REPLICATED)
 
     def _ensure(self, name: str, need: Record) -> None:
         """Adds the moves that bring a tensor into the state `need`."""

@@ -1,6 +1,8 @@
 """The module to call: a network of which every rank holds its parts of the layers."""
 
+import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from inspect import signature
 from typing import Any, Self
 
@@ -47,7 +49,7 @@ class Sharded(nn.Module):
         self._has_audience = len(layout.members) < len(layout.shares)
         self._program: Program | None = None
         if stage.rank in layout.members:
-            self._program = Program(traced, layout, self, wire, self._dice)
+            self._program = Program(_without_data(traced), layout, self, wire, self._dice)
         draws = any(choice.op in ("dropout", "attention") for choice in layout.choices)
         self._plain = [local] if wire.size == 1 and not draws and not self._has_audience else []  # no child of this one
         self._expected = {name: tensor.shape for name, tensor in self.named_parameters()}
@@ -65,6 +67,12 @@ class Sharded(nn.Module):
         with self.wire.telling():
             bound = self._signature.bind(*args, **kwargs).arguments
             self._check(bound)
+            asks = any(isinstance(value, torch.Tensor) and value.requires_grad for value in bound.values())
+            if self._program is None and asks and torch.is_grad_enabled():
+                raise SpecError(
+                    "an input requires a gradient, but this rank has no share of the network and cannot give one. "
+                    "Give the rank a share, or leave it out of the group."
+                )
             result = self._program.run(bound) if self._program is not None else None
             return self._tell(result) if self._has_audience else result
 
@@ -134,6 +142,16 @@ class Sharded(nn.Module):
                 f"the parameter {changed!r} was {_said(self._expected.get(changed))} when the network was sharded, and "
                 f"now is {_said(now.get(changed))}. Change the network first, then shard it."
             )
+
+
+def _without_data(traced: Traced) -> Traced:
+    """Returns the same with parameters that have no data: only their shapes are asked for."""
+    memo: dict[int, Any] = {}
+    for tensor in (*traced.model.parameters(), *traced.model.buffers()):
+        hollowed = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(hollowed, requires_grad=tensor.requires_grad) if is_parameter else hollowed
+    return replace(traced, model=nn.Module(), program=copy.deepcopy(traced.program, memo))
 
 
 def _said(shape: torch.Size | None) -> str:

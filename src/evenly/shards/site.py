@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from evenly.comm import Wire, count_of
+from evenly.graph import path_of
 from evenly.shards.chance import Dice
 from evenly.shards.ops import hollow
 from evenly.spec.graph import Layer
@@ -85,8 +86,7 @@ class Site:
     @cached_property
     def owner(self) -> nn.Module:
         """The module in whose forward the operation stands."""
-        stack = self.node.meta.get("nn_module_stack") or {}
-        path = next(iter(reversed(list(stack))), "")
+        path = path_of(self.node)
         return self.model.get_submodule(path) if path else self.model
 
     @cached_property
