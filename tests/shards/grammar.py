@@ -16,7 +16,7 @@ from tests.shards.parts import Draw, Shape, activation
 
 MOST_ELEMENTS = 400  # of one sample
 BATCH = 4
-NOISE, MOST_AMPLIFIED = 1e-10, 1e3
+NOISE, MOST_AMPLIFIED = 1e-10, 300
 
 
 class Sample(NamedTuple):

@@ -89,7 +89,7 @@ class Wire:
         rest = part.shape[:dim] + part.shape[dim + 1 :]
         sizes = [count * rest.numel() for count in counts]
         if not sum(sizes):
-            return Pending(lambda: part)
+            return Pending(lambda: part.new_empty(*part.shape[:dim], sum(counts), *part.shape[dim + 1 :]))
         sent = part.detach().reshape(-1).repeat(self.size)
         received = sent.new_empty(sum(sizes))
         work = all_to_all(received, sent, sizes, [sizes[self.rank]] * self.size, self.group)
@@ -130,7 +130,7 @@ class Wire:
         if not x.is_contiguous():
             raise SpecError("a tensor that is not contiguous was to be broadcast; ranks would read it in other orders.")
         if self.size > 1 and x.numel():
-            self._waiter.wait([broadcast(x, self.group, source=source)])
+            self._waiter.wait([broadcast(x.view(-1).view(torch.uint8), self.group, source=source)])
         return x
 
     def tell(self, value: Any, source: int) -> Any:

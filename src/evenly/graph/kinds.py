@@ -90,7 +90,7 @@ def row_of(seen: Seen) -> Row:
     rule = RULES.get(seen.name)
     if rule is not None:
         return rule(seen)
-    stem = seen.name.rstrip("123d_").rstrip("123d") if seen.name[-2:] in ("1d", "2d", "3d") else seen.name
+    stem = seen.name[:-2].rstrip("_") if seen.name[-2:] in ("1d", "2d", "3d") else seen.name
     if stem in SPATIAL:
         return _spatial(seen, stem)
     return opaque("it has no rule")
@@ -266,7 +266,9 @@ def _item(seen: Seen) -> Row:
 
 def _narrow(seen: Seen) -> Row:
     dim, start, length = (seen.argument(i, key) for i, key in ((1, "dim"), (2, "start"), (3, "length")))
-    return Row("reshaping", "narrow", {"dim": _positive(dim, seen.ndim), "start": start, "stop": start + length})
+    dim = _positive(dim, seen.ndim)
+    start = start % max(1, seen.first.shape[dim])
+    return Row("reshaping", "narrow", {"dim": dim, "start": start, "stop": start + length})
 
 
 def _select(seen: Seen) -> Row:

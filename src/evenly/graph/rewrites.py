@@ -36,7 +36,7 @@ def multihead(
         biases = m.in_proj_bias.chunk(3, dim=0) if m.in_proj_bias is not None else (None, None, None)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
     q, k, v = (torch.unflatten(x, -1, (m.num_heads, m.head_dim)).transpose(1, 2) for x in (q, k, v))  # [b, heads, t, d]
-    mask = attention_mask(m, key_padding_mask, attn_mask)
+    mask = attention_mask(q.dtype, key_padding_mask, attn_mask)
     dropout = m.dropout if m.training else 0.0
     if need_weights:
         scores = (q * m.head_dim**-0.5) @ k.transpose(-2, -1)
@@ -50,26 +50,24 @@ def multihead(
     return out if m.batch_first else out.transpose(0, 1), weights_out
 
 
-def attention_mask(
-    m: nn.MultiheadAttention, padding: torch.Tensor | None, mask: torch.Tensor | None
-) -> torch.Tensor | None:
+def attention_mask(kind: torch.dtype, padding: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:
     """Returns both masks as one float mask that broadcasts to [batch, heads, queries, keys]."""
     if mask is None and padding is None:
         return None
     if mask is not None:
-        mask = float_mask(mask, m.out_proj.weight)
+        mask = float_mask(mask, kind)
     if padding is None:
         return mask
-    wide = float_mask(padding, m.out_proj.weight).unsqueeze(1).unsqueeze(1)  # [b, 1, 1, keys]
+    wide = float_mask(padding, kind).unsqueeze(1).unsqueeze(1)  # [b, 1, 1, keys]
     return wide if mask is None else wide + mask
 
 
 @fx.wrap
-def float_mask(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def float_mask(mask: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     """Returns a mask to be added: -inf where a boolean mask is true; other masks as they are."""
     if mask.dtype is not torch.bool:
-        return mask.to(like.dtype)
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
+        return mask.to(kind)
+    return torch.zeros_like(mask, dtype=kind).masked_fill(mask, float("-inf"))
 
 
 def encoder_layer(

@@ -124,6 +124,14 @@ def _switches(
     for a, b in zip(ours, theirs, strict=True):
         left, right = _plain(a), _plain(b)
         changed = {key: (left[key], right[key]) for key in left if left[key] != right.get(key)}
+        names = {node.name for node in (*ours, *theirs)}
+        if any(
+            leaf in names for pair in changed.values() for leaf in pytree.tree_leaves(pair) if isinstance(leaf, str)
+        ):
+            raise SpecError(
+                f"forward of {type(model).__name__} takes other tensors in training than in evaluation (at {a.name!r}), "
+                "which has no rule. Put the part that differs outside of the network."
+            )
         if changed:
             switches[a.name] = changed
     return switches
@@ -256,6 +264,12 @@ def _row(
         return Row("source", "input")
     if node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(program)
+        known = {id(tensor) for tensor in (*program.parameters(), *program.buffers())}
+        if id(value) not in known:
+            raise SpecError(
+                f"{node.target!r} is a tensor of the network that is neither a parameter nor a buffer. "
+                "Use register_buffer."
+            )
         return Row("source", "parameter" if isinstance(value, nn.Parameter) else "buffer")
     name = name_of(node)
     if name in RANDOM:

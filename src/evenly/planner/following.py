@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from evenly.planner.cuts import matched
 from evenly.planner.scene import Option, Scene, others
 from evenly.planner.wishes import kept_dims
 from evenly.spec.layout import COPIED, PARTIAL, Record
@@ -53,7 +54,10 @@ def concat(scene: Scene) -> Iterator[Option]:
 def view(scene: Scene) -> Iterator[Option]:
     """The cut follows its dim into the new shape where it can."""
     x, out = scene.inputs[0], scene.layer.outputs[0]
+    groups = matched(x.shape, out.shape) or []
     for record in scene.cut_dims(0):
+        if record.dim > 0 and any(0 in group and record.dim in group for group, _ in groups):
+            continue  # joined with the batch, whose size may change
         found = scene.cuts.viewed(x.shape, out.shape, record.dim, record.cut)
         if found is not None:
             yield Option("local", others(scene, [record], COPIED), (Record("sharded", *found),))

@@ -33,6 +33,8 @@ def lay_out(
     if strange:
         raise SpecError(f"modes were given for {sorted(strange)}, which are no operations of the network.")
     members = tuple(rank for rank, share in enumerate(numbers) if share > 0)
+    if cut_batch and _batch(graph) < 2:
+        raise SpecError("cut_batch=True was asked for, but the example has fewer than 2 samples. Give a larger one.")
     cuts = Cuts([numbers[rank] for rank in members], batch=_batch(graph) if cut_batch else 0)
     own = _own_shares(graph, layer_shares or {}, len(numbers), members)
     way = Search(graph, cuts, rates or Rates(), modes or {}, own).run()

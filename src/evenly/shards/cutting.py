@@ -62,11 +62,11 @@ def copy_tree(
     def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in tensors:
             placement = placed(name, tensor)
-            piece = placement.part(
-                share(tensor.detach().clone(memory_format=torch.contiguous_format)) if share is not None else tensor
-            )
+            full = tensor.detach().clone(memory_format=torch.contiguous_format) if share is not None else tensor
+            piece = placement.part(share(full) if share is not None else full)
             if isinstance(tensor, nn.Parameter):
                 piece = nn.Parameter(piece, requires_grad=tensor.requires_grad)
+            vars(piece).update(vars(tensor))  # marks that users put on parameters
             place(piece, placement)
             tensors[id(tensor)] = piece
         return tensors[id(tensor)]

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import count
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from evenly.shards.probe import watch_optimizers
 from evenly.shards.sharded import Sharded
 from evenly.spec import Device
 from evenly.spec.layout import Layout, check_shares
+
+_COUNT = count()
 
 
 def shard_model(
@@ -69,7 +72,8 @@ def _join(
     waiter.roll_call()
     everybody = open_group(room, "everybody", range(room.size), backend="gloo", timeout_s=timeout_s)
     require_same(_settings(traced, layout), everybody, waiter)
-    seed = gather_json(torch.initial_seed() % (1 << 40), everybody, waiter)[layout.members[0]]
+    own = torch.initial_seed() % (1 << 40) + 7_919 * next(_COUNT)  # networks of one program draw other masks
+    seed = gather_json(own, everybody, waiter)[layout.members[0]]
     stage = Wire(everybody, alarm, timeout_s=timeout_s)
     source = layout.members[0]
     watch_optimizers()
@@ -86,11 +90,12 @@ def _join(
 def example_of(layout: Layout) -> dict[str, torch.Tensor]:
     """Returns tensors without data in the shapes of the example that a layout was made with."""
     kinds = {tensor.name: getattr(torch, tensor.dtype) for tensor in layout.inputs}
-    return {t.name: torch.empty(t.shape, dtype=kinds[t.name], device="meta") for t in layout.inputs}
+    made = {t.name: torch.empty(t.shape, dtype=kinds[t.name], device="meta") for t in layout.inputs}
+    return {t.name: made[t.name].requires_grad_(t.has_grad) for t in layout.inputs}
 
 
 def _left_out(traced: Traced, layout: Layout, alone: Wire, stage: Wire, source: int) -> Sharded:
-    """Returns the module of a rank without a share: it holds nothing, over a wire of its own, and is told the outputs."""
+    """Returns the module of a rank without a share: it holds nothing, on a wire of its own, and is told the outputs."""
 
     def nothing(name: str, tensor: torch.Tensor) -> Placement:
         stage.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), source)
@@ -104,5 +109,7 @@ def _settings(traced: Traced, layout: Layout) -> list[str]:
     lines = [f"shares {list(layout.shares)}"]
     for layer in traced.graph.layers:
         lines.append(f"{layer.kind} {layer.where or layer.name!r}: {layer.model_dump_json()}")
+    lines += [f"module {name!r}: {module.extra_repr()}" for name, module in traced.model.named_modules()]
+    lines.append(f"program {hashlib.sha256(traced.program.code.encode()).hexdigest()[:16]}")
     lines.append(f"layout {hashlib.sha256(layout.model_dump_json().encode()).hexdigest()[:16]}")
     return lines

@@ -98,8 +98,8 @@ def _sum(site: Site) -> Act:
     """A summand of a sum or mean along the dim that is cut."""
     options = site.layer.options
 
-    def act(now: Pass, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        total = x.sum(options["dims"], keepdim=options["keep"])
+    def act(now: Pass, x: torch.Tensor, *_: Any, **given: Any) -> torch.Tensor:
+        total = x.sum(options["dims"], keepdim=options["keep"], dtype=given.get("dtype"))
         shape = now.full_shape(x, site.choice.needs[0])
         return total if options["name"] == "sum" else total / prod(shape[dim] for dim in options["dims"])
 

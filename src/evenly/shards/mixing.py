@@ -89,10 +89,10 @@ Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 def _linear(
     ctx: Any, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: tuple[bool, bool, bool]
 ) -> Gradients:
-    rows = gradient.flatten(0, -2)
+    rows, inputs = (t.flatten(0, -2) if t.ndim > 1 else t[None] for t in (gradient, x))
     return (
         gradient @ weight if wanted[0] else None,
-        rows.T @ x.flatten(0, -2) if wanted[1] else None,
+        rows.T @ inputs if wanted[1] else None,
         rows.sum(0) if wanted[2] else None,
     )
 

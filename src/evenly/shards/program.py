@@ -61,8 +61,8 @@ class Program:
         """Returns what the network's forward returns; this rank does its part of the work."""
         if self._draws and self._model.training and torch._C._current_graph_task_id() != -1:
             raise SpecError(
-                "forward was called during backward, as torch.utils.checkpoint does, but the network has dropout, whose "
-                "masks would not be drawn again. Call the sharded network without checkpoint."
+                "forward was called during backward, as torch.utils.checkpoint does, but the network has dropout, "
+                "whose masks would not be drawn again. Call the sharded network without checkpoint."
             )
         now = Pass(self._wire, self._dice, self._layout, arguments)
         for step in self.steps:

@@ -38,6 +38,11 @@ class Sharded(nn.Module):
         source: int,
     ) -> None:
         super().__init__()
+        taken = [name for name, _ in local.named_children() if hasattr(Sharded, name) or name in ("layout", "wire")]
+        if taken:
+            raise SpecError(
+                f"a part of the network is called {taken[0]!r}, which a cut network needs itself. Rename it."
+            )
         self._parameters, self._buffers, self._modules = local._parameters, local._buffers, local._modules
         self._non_persistent_buffers_set = local._non_persistent_buffers_set
         self.training = local.training
@@ -90,6 +95,13 @@ class Sharded(nn.Module):
                 place(tensor, found)
         return self
 
+    def __deepcopy__(self, memo: Any) -> "Sharded":
+        """A cut network has connections and cannot be copied."""
+        raise SpecError(
+            "a network cut over ranks was to be copied, but it has connections to other ranks. Copy its state: "
+            "evenly.shards.full_state_dict."
+        )
+
     def close(self) -> None:
         """Ends the connections; the module can still be saved, but not be called."""
         if self._stage is not self.wire:
@@ -99,8 +111,9 @@ class Sharded(nn.Module):
     def _tell(self, result: Any) -> Any:
         """Returns the outputs, sent to the ranks without a share."""
         stage, source = self._stage, self._source
-        leaves, form = pytree.tree_flatten(result)
-        shapes = [[list(x.shape), str(x.dtype)] for x in leaves] if stage.rank == source else None
+        flat, form = pytree.tree_flatten(result)
+        leaves = [x for x in flat if isinstance(x, torch.Tensor)]
+        shapes = [[list(x.shape), str(x.dtype)] if isinstance(x, torch.Tensor) else x for x in flat]
         text = stage.tell([shapes, pytree.treespec_dumps(form) if stage.rank == source else ""], source)
         if self._program is not None:
             if stage.rank == source:
@@ -112,8 +125,12 @@ class Sharded(nn.Module):
             return result
         parameters = [p for p in self.parameters() if p.requires_grad]
         device = parameters[0].device if parameters else torch.device("cpu")
-        told = []
-        for shape, kind in text[0]:
+        told: list[Any] = []
+        for entry in text[0]:
+            if not isinstance(entry, list):
+                told.append(entry)
+                continue
+            shape, kind = entry
             received = torch.empty(shape, dtype=getattr(torch, kind.removeprefix("torch.")), device=device)
             stage.broadcast(received, source)
             hangs = received.is_floating_point() and torch.is_grad_enabled() and bool(parameters)
