@@ -125,11 +125,9 @@ def _switches(
         left, right = _plain(a), _plain(b)
         changed = {key: (left[key], right[key]) for key in left if left[key] != right.get(key)}
         names = {node.name for node in (*ours, *theirs)}
-        if any(
-            leaf in names for pair in changed.values() for leaf in pytree.tree_leaves(pair) if isinstance(leaf, str)
-        ):
+        if any(isinstance(leaf, str) and leaf in names for leaf in pytree.tree_leaves(changed)):
             raise SpecError(
-                f"forward of {type(model).__name__} takes other tensors in training than in evaluation (at {a.name!r}), "
+                f"forward of {type(model).__name__} takes other tensors in training than in evaluation, at {a.name!r}, "
                 "which has no rule. Put the part that differs outside of the network."
             )
         if changed:

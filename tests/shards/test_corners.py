@@ -1,0 +1,141 @@
+"""Corners where a cut network could part from the whole one without a word."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from evenly import SpecError, trace
+from evenly.comm import Party
+from evenly.graph import follow
+from evenly.planner import lay_out
+from evenly.shards import Lamb, clip_grad_norm_, full_state_dict, join_shards, shard_model
+from tests.ranks import run_ranks
+from tests.shards.compare import compare
+
+
+class Net(nn.Module):
+    def __init__(self, act) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self, x)
+
+
+EXAMPLE = torch.linspace(-3, 3, 24, dtype=torch.float64).view(4, 6)
+ACTS = {
+    "sizes of a weight before its first use": lambda m, x: F.linear(
+        m.first(x) * m.second.weight.shape[1] ** -0.5, m.second.weight, m.second.bias
+    ),
+    "whole numbers of a sum": lambda m, x: F.linear(m.first(x), m.second.weight).to(torch.int32).double() * x.mean(),
+    "floor of a sum": lambda m, x: torch.div(F.linear(m.first(x), m.second.weight), 0.3, rounding_mode="floor"),
+    "a number added by name": lambda m, x: torch.add(input=F.linear(m.first(x), m.second.weight), other=3.0),
+    "type as another tensor": lambda m, x: m.second(m.first(x).type_as(x)),
+    "negative start": lambda m, x: m.second(m.first(x).repeat(1, 2).narrow(1, -8, 8)),
+    "one token": lambda m, x: m.second(torch.relu(m.first(x[0]))) + x.sum(),
+}
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_is_the_same_as_on_one_device(name):
+    compare(lambda: Net(ACTS[name]).double(), EXAMPLE, [3, 2, 1], smaller=False)
+
+
+def test_ranks_may_hold_their_weights_in_other_memory_formats():
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+    models = [build(), build().to(memory_format=torch.channels_last)]
+
+    def act(party: Party) -> dict[str, Tensor]:
+        sharded = shard_model(models[party.rank], torch.ones(2, 3, 8, 8), party=party, shares=[2, 1])
+        state = full_state_dict(sharded)["model"]
+        sharded.close()
+        return state
+
+    for state in run_ranks(2, act):
+        for name, value in models[0].state_dict().items():
+            assert torch.equal(state[name], value), name
+
+
+def test_a_rank_without_a_share_clips_and_steps_with_the_others():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+    def act(party: Party) -> float:
+        sharded = shard_model(model, EXAMPLE, party=party, shares=[2, 0, 1])
+        optimizer = Lamb(sharded.parameters(), lr=0.01)
+        sharded(EXAMPLE).square().sum().backward()
+        norm = clip_grad_norm_(sharded.parameters(), 0.1)
+        optimizer.step()
+        sharded.close()
+        return float(norm)
+
+    norms = run_ranks(3, act)
+    model(EXAMPLE).square().sum().backward()
+    assert norms[0] == norms[2] == pytest.approx(float(nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+
+
+def test_the_uncut_network_is_not_kept():
+    def act(party: Party) -> bool:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+        traced = follow(model, torch.ones(2, 6))
+        sharded = join_shards(traced, lay_out(traced.graph, [2, 1]), party=party, timeout_s=30)
+        seen = weakref.ref(model[0].weight)
+        del model, traced
+        gc.collect()
+        sharded(torch.ones(2, 6)).sum().backward()
+        sharded.close()
+        return seen() is None
+
+    assert any(run_ranks(2, act))  # fx itself remembers the network it traced last
+
+
+def test_checkpointing_a_network_with_dropout_is_refused():
+    from torch.utils.checkpoint import checkpoint
+
+    def act(party: Party) -> str:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        sharded = shard_model(model, torch.ones(2, 6), party=party, shares=[2, 1])
+        with pytest.raises(SpecError) as caught:
+            checkpoint(sharded, torch.ones(2, 6, requires_grad=True), use_reentrant=False).sum().backward()
+        sharded.close()
+        return str(caught.value)
+
+    assert all("checkpoint" in told for told in run_ranks(2, act))
+
+
+def test_dropout_does_not_depend_on_the_split():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(3, 8, 1), nn.Dropout(0.3), nn.Conv1d(8, 6, 1), nn.Dropout1d(0.4), nn.Flatten())
+    example = torch.randn(4, 3, 5)
+    outputs = []
+    for shares in ([1], [2, 1], [1, 3, 1]):
+
+        def act(party: Party, shares=shares) -> Tensor:
+            sharded = shard_model(model, example, party=party, shares=shares)
+            sharded._dice.seed = 5
+            out = sharded(example).detach()
+            sharded.close()
+            return out
+
+        outputs += run_ranks(len(shares), act)
+    for out in outputs[1:]:
+        torch.testing.assert_close(out, outputs[0])
+    assert 0.2 < float((outputs[0] == 0).float().mean()) < 0.6
+
+
+def test_networks_that_take_other_tensors_in_training_are_refused():
+    class Other(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.first(x), self.first(x * 2)
+            return (a if self.training else b) * 2 + a + b
+
+    with pytest.raises(SpecError, match="in training"):
+        trace(Other(None).double(), EXAMPLE)
