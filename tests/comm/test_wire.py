@@ -35,6 +35,7 @@ def wired(party: Party) -> Iterator[Wire]:
     wire = Wire(open_group(party, "w", range(party.size), backend="gloo", timeout_s=20), Alarm(party), timeout_s=20)
     try:
         yield wire
+        wire.sum(torch.zeros(1)).wait()  # whoever is still connecting needs the others
     except BaseException as error:
         wire.alarm.ring(error)
         raise
