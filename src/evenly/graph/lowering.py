@@ -21,6 +21,7 @@ IN_PLACE = {
 VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel", "Flatten"}
 VIEWS |= {"Unflatten", "permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "chunk", "split", "tensor_split"}
 VIEWS |= {"unbind", "narrow", "select", "getitem", "expand", "expand_as", "detach", "contiguous", "Identity", "to"}
+DRAWS = {"normal", "uniform", "exponential", "bernoulli", "random", "cauchy", "geometric", "log_normal"}
 CONVS = {
     F.conv1d,
     F.conv2d,
@@ -101,6 +102,8 @@ def _leave_in_place(graph: fx.Graph) -> None:
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             name = node.target._schema.name.split("::")[1]
             target = getattr(getattr(torch.ops.aten, name[:-1]), node.target._overloadname) if name[-1] == "_" else None
+        elif node.op == "call_function" and name_of(node).endswith("_") and name_of(node)[0] != "_":
+            target = getattr(F, name_of(node)[:-1], None) or getattr(torch, name_of(node)[:-1])
         elif node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"):
             target = str(node.target).removesuffix("_")
         elif node.op == "call_function" and node.kwargs.get("inplace"):
@@ -113,6 +116,11 @@ def _leave_in_place(graph: fx.Graph) -> None:
         changed = node.args[0]
         if not isinstance(changed, fx.Node):
             continue
+        if name_of(node).rstrip("_") in DRAWS:
+            raise SpecError(
+                f"forward draws random numbers ({name_of(node)} at {node.name!r}); every rank would draw others. Use "
+                "dropout, or draw them outside and pass them as an input."
+            )
         if changed.op == "get_attr":
             raise SpecError(
                 f"forward changes {changed.target!r} in place, which has no rule for a network whose layers are cut. "

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from evenly._errors import SpecError
@@ -22,7 +23,7 @@ class Shapes(fx.Interpreter):
         """Runs one node and keeps its value."""
         counter = FlopCounterMode(display=False)
         try:
-            with counter:
+            with counter, torch.device("meta"):
                 value = super().run_node(n)
         except Exception as error:
             raise SpecError(
@@ -62,7 +63,17 @@ def call_hollow(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if isinstance(module, nn.modules.batchnorm._NormBase) and args:  # counts batches by value
         needs = args[0].requires_grad or any(p.requires_grad for p in module.parameters())
         return torch.empty_like(args[0]).requires_grad_(needs).clone()
-    return copy.deepcopy(module).to("meta")(*args, **kwargs)
+    try:
+        return copy.deepcopy(module).to("meta").forward(*args, **kwargs)
+    except RuntimeError:  # it looks at values: any will do
+        with torch.device("cpu"):
+            given = pytree.tree_map_only(
+                torch.Tensor,
+                lambda x: torch.zeros_like(x, device="cpu").requires_grad_(x.requires_grad),
+                (args, kwargs),
+            )
+            made = copy.deepcopy(module).to("cpu").forward(*given[0], **given[1])
+        return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), made)
 
 
 def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -262,6 +262,8 @@ def _row(
         return Row("source", "input")
     if node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(program)
+        if str(node.target).startswith("_tensor_constant"):  # made in forward
+            return Row("source", "constant")
         known = {id(tensor) for tensor in (*program.parameters(), *program.buffers())}
         if id(value) not in known:
             raise SpecError(

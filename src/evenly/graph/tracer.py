@@ -2,7 +2,8 @@
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,17 @@ OPENED = (
 class Value(fx.Proxy):
     """A value while it is traced; fx would read `x += 1` as `x = x + 1`, which another name of x does not see."""
 
+    def __index__(self) -> int:
+        """Returns a size that does not depend on the batch, where Python wants a number: range(n), torch.ones(n)."""
+        number: int = self.tracer.number(self)  # type: ignore[attr-defined]  # our tracer
+        return number
+
+    __int__ = __index__
+
+    def __float__(self) -> float:
+        """Returns a size as a number."""
+        return float(self.tracer.number(self))  # type: ignore[attr-defined]  # our tracer
+
 
 def _in_place(act: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, other: self.tracer.create_proxy("call_function", act, (self, other), {})
@@ -46,22 +58,43 @@ for _name in ("iadd", "isub", "imul", "itruediv", "iand", "ior"):
 class Tracer(fx.Tracer):
     """Opens modules whose weights can be cut; modules named in `closed` are single operations."""
 
+    proxy_buffer_attributes = True  # buffers are followed like parameters, not read once and for all
+
     def __init__(self, closed: dict[str, str], given: dict[str, torch.Tensor]) -> None:
         super().__init__(autowrap_functions=())
         self.closed = closed
         self.inside: list[str] = []  # the modules whose forward is being traced
-        self._guesses = [Guess(self, given, more) for more in (0, 1)]
+        self._guesses = [Guess(self, given, times, more) for times, more in ((1, 0), (1, 1), (0, 1), (64, 0))]
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decides a branch that depends on sizes other than the batch."""
-        first, second = (guess.value(obj.node) for guess in self._guesses)
-        if isinstance(first, torch.Tensor) or bool(first) != bool(second):
+        first, *others = (guess.value(obj.node) for guess in self._guesses)
+        if isinstance(first, torch.Tensor) or any(bool(first) != bool(other) for other in others):
             super().to_bool(obj)
         return bool(first)
+
+    def number(self, obj: fx.Proxy) -> int:
+        """Returns a size that is the same for all batches."""
+        first, *others = (guess.value(obj.node) for guess in self._guesses)
+        if not isinstance(first, int | float) or any(first != other for other in others):
+            raise fx.proxy.TraceError("a number is needed, but this one depends on values or on the batch")
+        return first  # type: ignore[return-value]  # a size, or computed from sizes
+
+    def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
+        """Returns the items of a tuple whose length does not depend on the batch."""
+        first, *others = (guess.value(obj.node) for guess in self._guesses)
+        if isinstance(first, tuple | list) and all(len(first) == len(other) for other in others):
+            return iter([obj[index] for index in range(len(first))])  # type: ignore[index]  # a proxy takes any index
+        return super().iter(obj)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Returns the value that a node stands for while it is traced."""
         return Value(node, self)
+
+    def _proxy_placeholder(self, name: str, concrete_args: Any, sig: Any, fn_for_analysis: Any) -> Any:
+        if concrete_args is not None and name in concrete_args:
+            return concrete_args[name]  # fx would also add an assertion that nobody gives another value
+        return super()._proxy_placeholder(name, concrete_args, sig, fn_for_analysis)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one operation."""
@@ -84,13 +117,13 @@ class Tracer(fx.Tracer):
 
 
 class Guess:
-    """What nodes of a graph in the making give for the example, with some more samples."""
+    """What nodes of a graph in the making give for the example with another number of samples."""
 
-    def __init__(self, tracer: Tracer, given: dict[str, torch.Tensor], more: int) -> None:
+    def __init__(self, tracer: Tracer, given: dict[str, torch.Tensor], times: int, more: int) -> None:
         self._tracer = tracer
         self._known: dict[fx.Node, Any] = {}
         self._given = {
-            name: torch.empty(tensor.shape[0] + more, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
+            name: torch.empty(tensor.shape[0] * times + more, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
             for name, tensor in given.items()
             if tensor.ndim
         }
@@ -105,13 +138,20 @@ class Guess:
         if node.op == "placeholder":
             return self._given.get(str(node.target))
         root = self._tracer.root
-        if node.op == "get_attr":
-            return torch.empty_like(operator.attrgetter(str(node.target))(root), device="meta")
+        if node.op == "get_attr":  # by name: while fx traces, asking a module for a parameter gives what is traced
+            named = dict(root.named_parameters(remove_duplicate=False)) | dict(
+                root.named_buffers(remove_duplicate=False)
+            )
+            held = named.get(str(node.target), root.__dict__.get(str(node.target)))
+            return held if held is None else torch.empty_like(held, device="meta")
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)
+        kwargs = {**kwargs, "device": "meta"} if "device" in kwargs else dict(kwargs)
+        with torch.device("meta"):
+            return self._run(node, root, args, kwargs)
+
+    def _run(self, node: fx.Node, root: nn.Module, args: Any, kwargs: Any) -> Any:
         if node.op == "call_module":
             return call_hollow(root.get_submodule(str(node.target)), *args, **kwargs)
-        if "device" in kwargs:
-            kwargs["device"] = "meta"
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function it is a function
@@ -135,11 +175,15 @@ def open_up(model: nn.Module, given: dict[str, Any]) -> tuple[fx.GraphModule, di
     while True:
         tracer = Tracer(closed, given)
         try:
-            return fx.GraphModule(model, tracer.trace(model, concrete_args=fixed or None)), closed
+            return _forgetting(model, partial(_traced, model, tracer, fixed)), closed
         except Exception as error:
             if not tracer.inside:
                 return _by_export(model, given, error), closed
             closed[tracer.inside[-1]] = _reason(error)
+
+
+def _traced(model: nn.Module, tracer: Tracer, fixed: dict[str, Any]) -> fx.GraphModule:
+    return fx.GraphModule(model, tracer.trace(model, concrete_args=fixed or None))
 
 
 def _by_export(model: nn.Module, given: dict[str, torch.Tensor], first: Exception) -> fx.GraphModule:
@@ -151,6 +195,15 @@ def _by_export(model: nn.Module, given: dict[str, torch.Tensor], first: Exceptio
             f"torch.export: {_reason(second)}. Let it depend on shapes only, not on values, or move that part into a "
             "module of its own: such a module is computed whole on every rank."
         ) from first
+
+
+def _forgetting(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.GraphModule:
+    """Returns what is made, and takes away the constants of forward that fx leaves behind in the network."""
+    try:
+        return make()
+    finally:
+        for name in [name for name in vars(model) if name.startswith("_tensor_constant")]:
+            delattr(model, name)
 
 
 def refuse_hooks(model: nn.Module) -> None:

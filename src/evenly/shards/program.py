@@ -41,7 +41,11 @@ class Program:
         self._layers = {layer.name: layer for layer in traced.graph.layers}
         self._choices = {choice.layer: choice for choice in layout.choices}
         self._moves = {(move.tensor, move.after): move for move in layout.moves}
-        self._paths = {layer.name: layer.where for layer in traced.graph.layers if layer.op in ("parameter", "buffer")}
+        self._paths = {
+            layer.name: layer.where
+            for layer in traced.graph.layers
+            if layer.op in ("parameter", "buffer") or layer.where.startswith("_tensor_constant")
+        }
         self._biases, self._entries = biases(traced, layout), entries(traced, layout)
         self._bias_done = {bias: layer for layer, bias in self._biases.items()}
         self._nodes = {node.name: node for node in traced.program.graph.nodes}
@@ -202,9 +206,10 @@ class Program:
             self._step(f"{name}:{move.name}", [(name, move.before)], [key], self._mover(move))
         elif name in self._paths:
             fetch = operator.attrgetter(self._paths[name])
+            owner = self._traced.program if self._layers[name].op == "constant" else self._model
 
             def run(now: Pass) -> None:
-                now.values[key] = fetch(self._model)
+                now.values[key] = fetch(owner)
 
             self._step(name, [], [key], run)
 
