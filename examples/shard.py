@@ -1,4 +1,4 @@
-"""One network over unequal devices: torchrun --nproc-per-node 3 examples/shard.py
+"""One network over unequal devices: torchrun --nproc-per-node 3 examples/shard.py.
 
 Every rank takes its part of each layer, in shares of 70, 25 and 5; all see the same batches.
 """
