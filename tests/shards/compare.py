@@ -67,7 +67,7 @@ def compare(
     layout = lay_out(traced.graph, shares, rates=rates, layer_shares=layer_shares, cut_batch=cut_batch)
     full = _batch(example)
     batches = [full] * (steps - 1) + [_smaller(full) if smaller else full]
-    results = run_ranks(len(shares), _together, traced, layout, batches, optimizer)
+    results = run_ranks(len(shares), _together, traced, layout, batches, optimizer, limit_s=200.0)
     truth = _train(model, batches, optimizer, whole=lambda _, tensor: tensor.detach().clone())
     for rank, found in enumerate(results):
         _require_equal(found, truth, f"rank {rank}: ", tolerance, holds_state=rank in layout.members)
@@ -75,7 +75,7 @@ def compare(
 
 
 def _together(party: Party, traced: Traced, layout: Layout, batches: Sequence[Batch], optimizer: Optimizer) -> History:
-    model = join_shards(traced, layout, party=party, timeout_s=60.0)
+    model = join_shards(traced, layout, party=party, timeout_s=150.0)
     counts = partial(_require_prediction, model) if party.rank in layout.members else None
     try:
         return _train(model, batches, optimizer, whole=_whole, counts=counts)
