@@ -2,9 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
+from evenly import SpecError
+from evenly.comm import Party
+from evenly.session.sharding import require_scaler
+from evenly.shards import GradScaler, shard_model
 from tests.processes import collect, run_processes, start_processes
-from tests.ranks import ragged
+from tests.ranks import ragged, run_ranks
 
 TRAIN = "tests.session.shard_programs:train"
 
@@ -40,3 +45,15 @@ def test_a_run_that_crashed_resumes_bit_for_bit_and_with_other_shares(alone, tmp
     for result in run_processes(ragged(3), TRAIN, other):
         assert result["first_step"] > 0
         torch.testing.assert_close(parameters(result), alone, rtol=1e-9, atol=1e-11)
+
+
+def test_a_scaler_that_looks_at_one_rank_only_is_refused():
+    def act(party: Party) -> None:
+        sharded = shard_model(nn.Linear(4, 4), torch.ones(2, 4), party=party, shares=[3, 1])
+        require_scaler(sharded, GradScaler("cpu"))
+        require_scaler(sharded, None)
+        with pytest.raises(SpecError, match=r"Use evenly\.shards\.GradScaler"):
+            require_scaler(sharded, torch.amp.GradScaler("cpu"))
+        sharded.close()
+
+    run_ranks(2, act)

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from evenly import SpecError, trace
 from evenly.comm import Party
 from evenly.graph import follow
-from evenly.planner import lay_out
+from evenly.planner import Rates, lay_out
 from evenly.shards import Lamb, clip_grad_norm_, full_state_dict, join_shards, shard_model
 from tests.ranks import run_ranks
 from tests.shards.compare import compare
@@ -139,3 +139,72 @@ def test_networks_that_take_other_tensors_in_training_are_refused():
 
     with pytest.raises(SpecError, match="in training"):
         trace(Other(None).double(), EXAMPLE)
+
+
+def test_two_networks_of_one_program_drop_other_elements():
+    model, example = nn.Sequential(nn.Conv1d(3, 8, 1), nn.Dropout(0.5)), torch.ones(4, 3, 5)
+
+    def act(party: Party) -> list[Tensor]:
+        networks = [shard_model(model, example, party=party, shares=[2, 1]) for _ in range(2)]
+        outputs = [network(example).detach() for network in networks]
+        for network in networks:
+            network.close()
+        return outputs
+
+    for one, other in run_ranks(2, act):
+        assert not torch.equal(one == 0, other == 0)
+
+
+class ByKeyword(nn.Module):
+    """Gives tensors to functions by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Embedding(7, 12), nn.Linear(12, 36), nn.Linear(12, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = nn.functional.embedding(input=ids, weight=self.embed.weight)
+        joined = nn.functional.linear(input=x, weight=self.qkv.weight, bias=self.qkv.bias)
+        q, k, v = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in joined.chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(query=q, key=k, value=v)
+        y = torch.add(input=y.transpose(1, 2).flatten(2), other=x)
+        z = torch.cat(tensors=[nn.functional.gelu(input=y), y], dim=-1)
+        return self.out(nn.functional.layer_norm(input=z[..., :12], normalized_shape=(12,)))
+
+
+def test_tensors_may_be_given_by_keyword():
+    torch.manual_seed(0)
+    model, ids = ByKeyword().double(), torch.arange(6).view(2, 3)
+    truth = model(ids)
+
+    def act(party: Party) -> Tensor:
+        sharded = shard_model(model, ids, party=party, shares=[2, 1], rates=Rates(0.0, 0.0))
+        out = sharded(ids)
+        out.sum().backward()
+        sharded.close()
+        return out.detach()
+
+    for out in run_ranks(2, act):
+        torch.testing.assert_close(out, truth, rtol=1e-10, atol=1e-10)
+
+
+def test_a_frozen_weight_keeps_no_gathered_input():
+    torch.manual_seed(0)
+    model, example = (
+        nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), nn.Conv1d(8, 6, 3), nn.Flatten()),
+        torch.randn(4, 3, 9),
+    )
+    model[2].weight.requires_grad_(False)
+    kept: list[int] = []
+
+    def act(party: Party) -> None:
+        sharded = shard_model(model, example, party=party, shares=[1, 1])
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (kept.append(t.untyped_storage().nbytes()), t)[1], lambda t: t
+        ):
+            out = sharded(example)
+        out.sum().backward()
+        sharded.close()
+
+    run_ranks(2, act)
+    assert max(kept) < 4 * 8 * 9 * 4  # the input of the frozen layer is that large

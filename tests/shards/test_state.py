@@ -18,8 +18,8 @@ from evenly._errors import CheckpointError, MismatchError
 from evenly.comm import Party
 from evenly.graph import follow
 from evenly.planner import lay_out
+from evenly.session import load_dcp, save_dcp
 from evenly.shards import Adafactor, Sharded, join_shards
-from evenly.shards.dcp import load_dcp, save_dcp
 from evenly.shards.state import full_state_dict, load_full_state_dict
 from tests.ranks import RankError, run_ranks
 from tests.zoo import ZOO

@@ -5,7 +5,7 @@ from evenly.comm.alarm import Alarm
 from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups
 from evenly.comm.moves import Assembly, Waiter, all_gather, all_reduce, all_to_all, broadcast, first_line, gather_json
 from evenly.comm.party import Party, party_of
-from evenly.comm.placement import Placement, place, placement_of
+from evenly.comm.placement import Placement, full_shape, place, placement_of
 from evenly.comm.shifts import MOVES, Shift
 from evenly.comm.slices import Segment, refine, slices
 from evenly.comm.wire import Pending, Traffic, Wire, count_of, put, take
@@ -32,6 +32,7 @@ __all__ = [
     "close_groups",
     "count_of",
     "first_line",
+    "full_shape",
     "gather_json",
     "open_group",
     "open_groups",

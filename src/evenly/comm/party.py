@@ -17,11 +17,12 @@ class Party:
     rank: int
     size: int
     store: Store
+    serial: int = 0  # of the chapter: how many of its name were opened, this one included
 
     def chapter(self, name: str) -> "Party":
         """Returns the same ranks with a fresh part of the store; every rank opens its chapters in the same order."""
         serial = self.store.add(f"chapters/{name}/{self.rank}", 1)
-        return Party(self.rank, self.size, PrefixStore(f"{name}/{serial}", self.store))
+        return Party(self.rank, self.size, PrefixStore(f"{name}/{serial}", self.store), serial)
 
     def among(self, ranks: Sequence[int], name: str) -> "Party":
         """Returns the party of some of the ranks, in this order; only they call it."""

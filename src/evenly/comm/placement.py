@@ -45,6 +45,12 @@ def place(tensor: torch.Tensor, placement: Placement) -> None:
     setattr(tensor, _MARK, placement)
 
 
+def full_shape(tensor: torch.Tensor) -> torch.Size:
+    """Returns the shape of the tensor of which a parameter or buffer is a part."""
+    placement = placement_of(tensor)
+    return tensor.shape if placement is None else placement.shape
+
+
 def placement_of(tensor: torch.Tensor) -> Placement | None:
     """Returns where a parameter of a sharded network lies; None for any other tensor."""
     found = getattr(tensor, _MARK, None)

@@ -30,6 +30,11 @@ CONVS = {
     F.conv_transpose2d,
     F.conv_transpose3d,
 }
+LEADING: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("conv1d", "conv2d", "conv3d", "conv_transpose", "linear", "embedding"), ("input", "weight")),
+    (("scaled_dot_product_attention",), ("query", "key", "value")),
+    (("cat", "concat", "stack"), ("tensors", "dim")),
+)
 
 
 def add_bias(x: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
@@ -66,6 +71,7 @@ def lower(traced: fx.GraphModule) -> None:
         if node.op != "call_function":
             continue
         name = name_of(node)
+        _place_arguments(node, name)
         if node.target in CONVS or (name.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose"))):
             _part_bias(node, 2, dim=1)
             _subsample(traced, node)
@@ -79,6 +85,15 @@ def lower(traced: fx.GraphModule) -> None:
             _open_transpose(node)
     graph.eliminate_dead_code()
     graph.lint()
+
+
+def _place_arguments(node: fx.Node, name: str) -> None:
+    """Lets tensors that were given by keyword (`F.linear(input=x, weight=w)`) stand where the tables look for them."""
+    names = next((order for kinds, order in LEADING if name.startswith(kinds)), ("input", "other"))
+    args, kwargs = list(node.args), dict(node.kwargs)
+    while len(args) < len(names) and names[len(args)] in kwargs:
+        args.append(kwargs.pop(names[len(args)]))
+    node.args, node.kwargs = tuple(args), kwargs
 
 
 def _share_attributes(traced: fx.GraphModule) -> None:

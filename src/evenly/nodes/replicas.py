@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from evenly._errors import MismatchError, SpecError
-from evenly.comm import Groups, Party, Placement, Waiter, Wire, gather_json, placement_of
+from evenly.comm import Groups, Party, Placement, Waiter, Wire, full_shape, gather_json, placement_of
 from evenly.spec.layout import Segments
 
 Shape = tuple[int, ...]
@@ -54,13 +54,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def full_shapes(module: torch.nn.Module) -> dict[str, Shape]:
     """Returns the shape that each parameter and buffer has on one device."""
-    return {name: full_shape(tensor) for name, tensor in named_tensors(module).items()}
-
-
-def full_shape(tensor: torch.Tensor) -> Shape:
-    """Returns the shape of the tensor of which a parameter or buffer is a part."""
-    placement = placement_of(tensor)
-    return tuple(tensor.shape if placement is None else placement.shape)
+    return {name: tuple(full_shape(tensor)) for name, tensor in named_tensors(module).items()}
 
 
 def find_replicas(module: torch.nn.Module, groups: Groups, waiter: Waiter) -> tuple[tuple[Replica, ...], ...]:

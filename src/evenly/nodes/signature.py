@@ -2,7 +2,7 @@
 
 import torch
 
-from evenly.nodes.replicas import full_shape
+from evenly.comm import full_shape
 
 
 def describe(model: torch.nn.Module, optimizer: torch.optim.Optimizer, wishes: str) -> list[str]:

@@ -11,6 +11,7 @@ from evenly.comm import Alarm, Party, party_of
 from evenly.graph import Example, follow
 from evenly.launch import find_place, identity, pick_device
 from evenly.nodes import Synchronized, join_nodes
+from evenly.session.sharding import require_scaler
 from evenly.shards import Sharded, example_of, join_shards, shard_model
 from evenly.shards.optim import state_placement
 from evenly.spec import Cluster, Device, Every, Exchange, Node, Plan, period_of
@@ -80,6 +81,7 @@ def synchronize(
         model = evenly.synchronize(model, optimizer, every=50)
         ```
     """
+    require_scaler(model, scaler)
     period = period_of(every)
     exchange = Exchange(optimizer_state=optimizer_state, nonfinite=nonfinite, timeout_s=timeout_s)
     party = party_of(group)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from evenly._errors import CheckpointError
-from evenly.comm import Assembly
+from evenly.comm import Assembly, full_shape
 from evenly.session import folder
-from evenly.session.full import Trainee, full_shape, full_state, part_of, put_state
+from evenly.session.full import Trainee, full_state, part_of, put_state
 from evenly.session.merge import merge
 
 logger = logging.getLogger(__name__)

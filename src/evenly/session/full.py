@@ -73,12 +73,6 @@ def part_of(owner: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     return full if placement is None else placement.part(full)
 
 
-def full_shape(tensor: torch.Tensor) -> torch.Size:
-    """Returns the shape of the full tensor of which this is a part."""
-    placement = placement_of(tensor)
-    return tensor.shape if placement is None else placement.shape
-
-
 def _whole(owner: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     placement = placement_of(owner)
     return part if placement is None else placement.full(part)

@@ -179,7 +179,7 @@ class Session:
         if any(trainee.name == name for trainee in self._trainees):
             raise SpecError(f"a model named {name!r} is prepared already. Give each model of a run its own name=.")
         model.to(self.device)
-        part = shard_for(model, optimizer, plan, self.cluster, timeout_s=self._timeout_s, parent=self._alarm)
+        part = shard_for(model, optimizer, plan, self.cluster, scaler, timeout_s=self._timeout_s, parent=self._alarm)
         batches = None
         if dataset is not None:
             batches = feed(dataset, plan, rank=self.rank, device=self.device, **{"seed": self._seed, **loading})

@@ -8,7 +8,7 @@ from evenly._errors import SpecError
 from evenly.comm import Alarm, party_of
 from evenly.graph import Example, follow, trace
 from evenly.planner import lay_out
-from evenly.shards import Sharded, example_of, join_shards
+from evenly.shards import GradScaler, Sharded, example_of, join_shards
 from evenly.spec import Cluster, Plan, Replica
 
 
@@ -43,6 +43,7 @@ def shard_for(
     optimizer: torch.optim.Optimizer,
     plan: Plan,
     cluster: Cluster,
+    scaler: torch.amp.GradScaler | None = None,
     *,
     timeout_s: float,
     parent: Alarm | None = None,
@@ -60,8 +61,18 @@ def shard_for(
         timeout_s=timeout_s,
         parent=parent,
     )
+    require_scaler(sharded, scaler)
     lead_over(optimizer, model, sharded)
     return sharded
+
+
+def require_scaler(model: torch.nn.Module, scaler: torch.amp.GradScaler | None) -> None:
+    """Raises `SpecError` if one rank alone would decide to skip a step of a network that is cut over ranks."""
+    if isinstance(model, Sharded) and scaler is not None and not isinstance(scaler, GradScaler):
+        raise SpecError(
+            "torch's GradScaler was given for a network that is cut over ranks; it looks at one rank's part of the "
+            "gradients and would skip steps on that rank alone. Use evenly.shards.GradScaler, with the same arguments."
+        )
 
 
 def lead_over(optimizer: torch.optim.Optimizer, model: torch.nn.Module, sharded: Sharded) -> None:

@@ -2,7 +2,6 @@
 
 from evenly.shards.checking import Report, verify
 from evenly.shards.clipping import clip_grad_norm_
-from evenly.shards.dcp import load_dcp, save_dcp
 from evenly.shards.drift import DriftMonitor
 from evenly.shards.join import example_of, join_shards, shard_model
 from evenly.shards.optim import Adafactor, Lamb
@@ -23,10 +22,8 @@ __all__ = [
     "example_of",
     "full_state_dict",
     "join_shards",
-    "load_dcp",
     "load_full_state_dict",
     "placement_of",
-    "save_dcp",
     "shard_model",
     "verify",
 ]

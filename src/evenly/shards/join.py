@@ -69,7 +69,7 @@ def _join(
     waiter.roll_call()
     everybody = open_group(room, "everybody", range(room.size), backend="gloo", timeout_s=timeout_s)
     require_same(_settings(traced, layout), everybody, waiter)
-    seed = gather_json(torch.initial_seed() % (1 << 40), everybody, waiter)[layout.members[0]]
+    seed = gather_json(torch.initial_seed() % (1 << 40) + room.serial, everybody, waiter)[layout.members[0]]
     stage = Wire(everybody, alarm, timeout_s=timeout_s)
     source = layout.members[0]
     watch_optimizers()

@@ -59,7 +59,9 @@ class _Mixed(torch.autograd.Function):
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         entered = shift.forward(x).wait()
-        ctx.save_for_backward(entered, weight)
+        # A frozen weight needs no input in backward but its shape.
+        kept = entered if ctx.needs_input_grad[1] else entered.new_empty(1).expand(entered.shape)
+        ctx.save_for_backward(kept, weight)
         ctx.shift, ctx.name, ctx.options, ctx.has_bias = shift, name, options, bias is not None
         with torch.autocast(x.device.type, enabled=False):
             run: Callable[..., torch.Tensor] = getattr(F, name)

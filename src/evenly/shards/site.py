@@ -66,6 +66,15 @@ class Pass:
         return torch.empty(self.full_shape(x, record), dtype=kind, device="meta")
 
 
+def switch(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], switches: Mapping[str, tuple[Any, Any]], owner: nn.Module
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns arguments with those that training and evaluation set apart as the owner's mode has them."""
+    chosen = {key: pair[not owner.training] for key, pair in switches.items()}
+    args = tuple(chosen.get(str(i), value) for i, value in enumerate(args))
+    return args, {key: chosen.get(key, value) for key, value in kwargs.items()}
+
+
 @dataclass
 class Site:
     """One operation of the network on this rank."""
@@ -101,11 +110,7 @@ class Site:
     def switched(self, fetch: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments as `fetch` gives them."""
         args, kwargs = fx.map_arg((self.node.args, dict(self.node.kwargs)), fetch)
-        if self.switches:
-            chosen = {key: pair[not self.owner.training] for key, pair in self.switches.items()}
-            args = tuple(chosen.get(str(i), value) for i, value in enumerate(args))
-            kwargs = {key: chosen.get(key, value) for key, value in kwargs.items()}
-        return args, kwargs
+        return switch(args, kwargs, self.switches, self.owner) if self.switches else (args, kwargs)
 
     def is_idle(self, now: Pass) -> bool:
         """Whether this rank has no part in the operation."""

@@ -13,7 +13,7 @@ from evenly.graph.tracer import is_tensor_list
 from evenly.shards.gaps import Gaps
 from evenly.shards.program import Program
 from evenly.shards.sharded import Sharded
-from evenly.shards.site import Pass
+from evenly.shards.site import Pass, switch
 from evenly.spec.layout import Record
 
 
@@ -85,13 +85,10 @@ class Recorder(fx.Interpreter):
         """Returns a node's arguments, as the mode of its module has them."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         switches = self._traced.switches.get(n.name)
-        if switches:
-            path = owner_of(n)
-            owner = self.module.get_submodule(path) if path else self.module
-            chosen = {key: pair[not owner.training] for key, pair in switches.items()}
-            args = tuple(chosen.get(str(i), value) for i, value in enumerate(args))
-            kwargs = {key: chosen.get(key, value) for key, value in kwargs.items()}
-        return args, kwargs
+        if not switches:
+            return args, kwargs
+        path = owner_of(n)
+        return switch(args, kwargs, switches, self.module.get_submodule(path) if path else self.module)
 
 
 class Trace:
