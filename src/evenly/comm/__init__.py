@@ -3,7 +3,18 @@
 from evenly.comm.agreement import require_same
 from evenly.comm.alarm import Alarm
 from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups
-from evenly.comm.moves import Assembly, Waiter, all_gather, all_reduce, all_to_all, broadcast, first_line, gather_json
+from evenly.comm.moves import (
+    Assembly,
+    Waiter,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    first_line,
+    gather_json,
+    receive,
+    send,
+)
 from evenly.comm.party import Party, party_of
 from evenly.comm.placement import Placement, full_shape, place, placement_of
 from evenly.comm.shifts import MOVES, Shift
@@ -40,8 +51,10 @@ __all__ = [
     "place",
     "placement_of",
     "put",
+    "receive",
     "refine",
     "require_same",
+    "send",
     "slices",
     "take",
 ]

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,17 +21,21 @@ class Waiter:
 
     def __init__(self, alarm: Alarm, *, place: str, step: int = 0, timeout_s: float = 600.0) -> None:
         self.alarm, self.place, self.step, self.timeout_s = alarm, place, step, timeout_s
+        self.on_quiet: Callable[[], None] | None = None  # called once in a wait that is not short
 
     def wait(self, works: Iterable[dist.Work], *, meeting: bool = False) -> None:
         """Returns when all `works` are done; raises `PeerError` for a rank that failed, left or did not come.
 
         A `meeting` is a small message that only waits for others to come: who waits long there tells the others.
         """
-        began = time.monotonic()
+        began, told = time.monotonic(), self.on_quiet is None
         for work in works:
             done = threading.Event()
             work.get_future().add_done_callback(partial(_set, done))
             while not done.wait(0.1):
+                if not told and self.on_quiet is not None and time.monotonic() - began > 1.0:
+                    told = True
+                    self.on_quiet()
                 self._listen(time.monotonic() - began, meeting=meeting)
             try:
                 work.wait()
@@ -42,9 +46,13 @@ class Waiter:
 
     def roll_call(self) -> None:
         """Returns when every rank of the party has come to this place; nothing but the store is needed."""
-        store, size = self.alarm.party.store, self.alarm.party.size
-        keys = [f"roll/{self.place}/{rank}" for rank in range(size)]
-        store.set(keys[self.alarm.party.rank], "1")
+        keys = [f"roll/{self.place}/{rank}" for rank in range(self.alarm.party.size)]
+        self.alarm.party.store.set(keys[self.alarm.party.rank], "1")
+        self.read_all(keys)
+
+    def read_all(self, keys: list[str]) -> list[bytes]:
+        """Returns what the store has under these keys, one of each rank, once all are there."""
+        store = self.alarm.party.store
         began, pause_s = time.monotonic(), 0.002
         while not store.check(keys):
             self.alarm.check()
@@ -53,6 +61,7 @@ class Waiter:
                 raise self._late(waited_s, [rank for rank, key in enumerate(keys) if not store.check([key])])
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
+        return [store.get(key) for key in keys]
 
     def _listen(self, waited_s: float, *, meeting: bool) -> None:
         self.alarm.check()
@@ -108,6 +117,16 @@ def all_to_all(
 ) -> dist.Work:
     """Starts sending `gives[r]` elements of a flat tensor to member r and receiving `takes[r]` from it."""
     return _work(dist.all_to_all_single(received, sent, takes, gives, group=group, async_op=True))
+
+
+def send(tensor: torch.Tensor, group: dist.ProcessGroup, *, target: int) -> dist.Work:
+    """Starts sending `tensor` to the group's member number `target`, which receives it."""
+    return _work(group.send([tensor], target, 0))
+
+
+def receive(tensor: torch.Tensor, group: dist.ProcessGroup, *, source: int) -> dist.Work:
+    """Starts receiving into `tensor` what the group's member number `source` sends."""
+    return _work(group.recv([tensor], source, 0))
 
 
 def gather_json(value: Any, group: dist.ProcessGroup, waiter: Waiter) -> list[Any]:

@@ -1,5 +1,6 @@
 """Sums, gathers and scattered sums of tensors that ranks hold in unequal parts, with every byte counted."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evenly._errors import SpecError
+from evenly._errors import MismatchError, SpecError
 from evenly.comm.alarm import Alarm
 from evenly.comm.groups import close_groups
 from evenly.comm.moves import Waiter, all_reduce, all_to_all, broadcast, gather_json
@@ -60,7 +61,10 @@ class Wire:
         self.alarm = alarm
         self.rank, self.size = group.rank(), group.size()
         self.traffic = Traffic()
+        self.batch: tuple[int, list[float]] = (0, [])  # the number of the pass, and what its batch looks like
+        self.failed: Exception | None = None
         self._waiter = Waiter(alarm, place="a layer cut over ranks", timeout_s=timeout_s)
+        self._waiter.on_quiet = self._tell_batch
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -68,8 +72,37 @@ class Wire:
         try:
             yield
         except Exception as error:
+            self.failed = error
             self.alarm.ring(error)
             raise
+
+    def agree_on_batch(self, ranks: Sequence[int]) -> None:
+        """Returns once all `ranks` of the party have said that they have such a batch in this pass, or raises.
+
+        Messages of unequal size would end the process. Who has another size than before asks; the others, if they have
+        no reason to ask, tell theirs when they wait for long.
+        """
+        if self.size == 1:
+            return
+        self._tell_batch()
+        number, mine = self.batch
+        found = [json.loads(text) for text in self._waiter.read_all([f"batch/{number}/{rank}" for rank in ranks])]
+        if any(other[0] != mine[0] for other in found):
+            said = {rank: int(other[0]) for rank, other in zip(ranks, found, strict=True)}
+            raise MismatchError(
+                f"the ranks of one network were given batches of unequal size in pass {number}: {said} samples. Give "
+                "all ranks the same batches: no DistributedSampler, and one seed for shuffling."
+            )
+        strange = [rank for rank, other in zip(ranks, found, strict=True) if not _alike(mine, other)]
+        if strange:
+            raise MismatchError(
+                f"ranks {strange} of one network were given other data than this rank in pass {number}. Give all ranks "
+                "the same batches: no DistributedSampler, and one seed for shuffling."
+            )
+
+    def _tell_batch(self) -> None:
+        number, mine = self.batch
+        self.alarm.party.store.set(f"batch/{number}/{self.alarm.party.rank}", json.dumps(mine))
 
     def sum(self, x: torch.Tensor, *, name: str = "sum", largest: bool = False) -> Pending:
         """Starts the sum (or maximum) over ranks of a tensor that has one shape everywhere; 16-bit ones in float32."""
@@ -150,6 +183,13 @@ class Wire:
         """Shuts the group down."""
         self.alarm.close()
         close_groups([self.group], failed=self.alarm.has_rung)
+
+
+def _alike(mine: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two batches have like numbers; devices may round differently."""
+    pairs = list(zip(mine[1:], other[1:], strict=False))
+    scale = max((abs(a) for a, _ in pairs), default=0.0)
+    return all(abs(a - b) <= 1e-3 * scale or a != a for a, b in pairs)
 
 
 def count_of(ranges: Segments) -> int:

@@ -205,6 +205,9 @@ def _dropout(seen: Seen) -> Row:
 
 
 def _concat(seen: Seen) -> Row:
+    told = seen.node.args[0] if seen.node.args else ()
+    if not isinstance(told, tuple | list) or list(told) != seen.node.all_input_nodes:
+        return opaque("it joins a tensor with itself, or tensors that are not named one by one")
     tensors = seen.argument(0, "tensors")
     if any(tensor.ndim == 1 and not tensor.numel() for tensor in tensors):
         return opaque("it joins an empty tensor")
@@ -220,7 +223,8 @@ def _permute(seen: Seen) -> Row:
         chosen = given if isinstance(given, list | tuple) else [seen.argument(i, "") for i in range(1, 1 + ndim)]
         dims = [_positive(dim, ndim) for dim in chosen]
     elif name in ("transpose", "swapaxes", "swapdims"):
-        a, b = (_positive(seen.argument(i, f"dim{i - 1}"), ndim) for i in (1, 2))
+        word = "axis" if name == "swapaxes" and "axis0" in seen.node.kwargs else "dim"
+        a, b = (_positive(seen.argument(i, f"{word}{i - 1}"), ndim) for i in (1, 2))
         dims[a], dims[b] = dims[b], dims[a]
     elif ndim > 1:  # t, mT, T of a matrix
         dims[-1], dims[-2] = dims[-2], dims[-1]
@@ -282,7 +286,9 @@ def _sum(seen: Seen) -> Row:
     if not isinstance(out, torch.Tensor):
         return opaque("it also returns indices")
     dims = seen.argument(1, "dim")
-    chosen = list(range(seen.ndim)) if dims is None else [dims] if isinstance(dims, int) else list(dims)
+    chosen = (
+        list(range(seen.ndim)) if dims is None or dims in ((), []) else [dims] if isinstance(dims, int) else list(dims)
+    )
     keep = out.ndim == seen.ndim
     options = {"dims": sorted(_positive(dim, seen.ndim) for dim in chosen), "keep": keep, "name": seen.name}
     return Row("reshaping", "sum", options)
@@ -312,6 +318,7 @@ def _attention(seen: Seen) -> Row:
 def _cross_entropy(seen: Seen) -> Row:
     target = seen.argument(1, "target")
     plain = seen.argument(2, "weight") is None and not seen.argument(7, "label_smoothing", 0.0)
+    plain = plain and seen.argument(3, "size_average") is None and seen.argument(5, "reduce") is None
     if target.dtype != torch.long or not plain or seen.ndim < 2:
         return opaque("class weights, smoothing and soft targets have no rule")
     return Row("mixing", "cross_entropy")

@@ -15,12 +15,21 @@ IN_PLACE = {
     operator.isub: operator.sub,
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
+    operator.ifloordiv: operator.floordiv,
+    operator.imod: operator.mod,
+    operator.ipow: operator.pow,
+    operator.ixor: operator.xor,
     operator.iand: operator.and_,
     operator.ior: operator.or_,
 }
 VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel", "Flatten"}
 VIEWS |= {"Unflatten", "permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "chunk", "split", "tensor_split"}
 VIEWS |= {"unbind", "narrow", "select", "getitem", "expand", "expand_as", "detach", "contiguous", "Identity", "to"}
+VIEWS |= {"double", "float", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "T", "mT", "H", "mH", "real", "imag"}
+VIEWS |= {"data", "diagonal", "unfold", "positive", "atleast_1d", "atleast_2d", "atleast_3d", "dropout", "dropout1d"}
+VIEWS |= {"dropout2d", "dropout3d", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "moveaxis", "adjoint", "conj"}
+VIEWS |= {"as_strided", "view_as_real", "view_as_complex", "hsplit", "vsplit", "dsplit", "resolve_conj", "resolve_neg"}
+VIEWS |= {"broadcast_to", "alias", "unsafe_chunk", "unsafe_split", "split_with_sizes", "getattr", "interpolate", "pad"}
 DRAWS = {"normal", "uniform", "exponential", "bernoulli", "random", "cauchy", "geometric", "log_normal"}
 CONVS = {
     F.conv1d,
@@ -30,6 +39,7 @@ CONVS = {
     F.conv_transpose2d,
     F.conv_transpose3d,
 }
+_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch takes numpy's words too
 LEADING: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("conv1d", "conv2d", "conv3d", "conv_transpose", "linear", "embedding"), ("input", "weight")),
     (("scaled_dot_product_attention",), ("query", "key", "value")),
@@ -68,9 +78,11 @@ def lower(traced: fx.GraphModule) -> None:
     _share_attributes(traced)
     _leave_in_place(graph)
     for node in list(graph.nodes):
+        name = name_of(node)
+        if node.op in ("call_function", "call_method"):
+            node.kwargs = {_NUMPY.get(key, key): value for key, value in node.kwargs.items()}
         if node.op != "call_function":
             continue
-        name = name_of(node)
         _place_arguments(node, name)
         if node.target in CONVS or (name.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose"))):
             _part_bias(node, 2, dim=1)
@@ -112,6 +124,7 @@ def _share_attributes(traced: fx.GraphModule) -> None:
 def _leave_in_place(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         target: Callable[..., Any] | str | None = None
+        _refuse_overwriting(node)
         if node.op == "call_function" and node.target in IN_PLACE:
             target = IN_PLACE[node.target]
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
@@ -145,6 +158,21 @@ def _leave_in_place(graph: fx.Graph) -> None:
         if not _is_number(changed):
             _refuse_views(changed, node)
             _later_see(changed, node)
+
+
+def _refuse_overwriting(node: fx.Node) -> None:
+    """Raises `SpecError` for an operation that only exists in place: it fills a tensor, or a part of it."""
+    name = name_of(node)
+    fills = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+    if (
+        node.target is operator.setitem
+        or node.kwargs.get("out") is not None
+        or (fills and name[:-1] not in DRAWS and not hasattr(torch.Tensor, name[:-1]))
+    ):
+        raise SpecError(
+            f"forward writes into a tensor ({name} at {node.name!r}), which has no rule for a network whose layers are "
+            "cut. Make a new tensor instead: torch.where, torch.cat, x = x + 1."
+        )
 
 
 def _is_number(node: fx.Node) -> bool:

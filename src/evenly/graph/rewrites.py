@@ -22,6 +22,10 @@ def multihead(
     """Returns the output of multi-head attention; the weights only where they are asked for."""
     if m.bias_k is not None or m.add_zero_attn:
         raise NotImplementedError("bias_k and add_zero_attn have no rule")
+    if query.ndim != 3:
+        raise NotImplementedError("attention without a batch dim has no rule")
+    if attn_mask is not None and attn_mask.ndim == 3:  # [batch * heads, queries, keys]
+        attn_mask = torch.unflatten(attn_mask, 0, (-1, m.num_heads))
     itself = key is query and value is query
     if not m.batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # [batch, tokens, channels]
@@ -111,6 +115,31 @@ def encoder(
     return src if m.norm is None else m.norm(src)
 
 
+def decoder(
+    m: nn.TransformerDecoder,
+    tgt: torch.Tensor,
+    memory: torch.Tensor,
+    tgt_mask: torch.Tensor | None = None,
+    memory_mask: torch.Tensor | None = None,
+    tgt_key_padding_mask: torch.Tensor | None = None,
+    memory_key_padding_mask: torch.Tensor | None = None,
+    tgt_is_causal: bool | None = None,
+    memory_is_causal: bool = False,
+) -> torch.Tensor:
+    """Returns the output of a stack of decoder layers."""
+    masks = {"tgt_mask": tgt_mask, "memory_mask": memory_mask, "tgt_key_padding_mask": tgt_key_padding_mask}
+    for layer in m.layers:
+        tgt = layer(
+            tgt,
+            memory,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=bool(tgt_is_causal),
+            memory_is_causal=memory_is_causal,
+            **masks,
+        )
+    return tgt if m.norm is None else m.norm(tgt)
+
+
 def gated(m: nn.GLU, x: torch.Tensor) -> torch.Tensor:
     """Returns the first half of a dim, scaled by the sigmoid of the second."""
     first, second = x.chunk(2, dim=m.dim)
@@ -121,5 +150,6 @@ REWRITES: dict[type, Callable[..., Any]] = {
     nn.MultiheadAttention: multihead,
     nn.TransformerEncoderLayer: encoder_layer,
     nn.TransformerEncoder: encoder,
+    nn.TransformerDecoder: decoder,
     nn.GLU: gated,
 }

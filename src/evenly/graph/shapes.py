@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from evenly._errors import SpecError
@@ -18,12 +19,15 @@ class Shapes(fx.Interpreter):
         super().__init__(traced)
         self.values: dict[str, Any] = {}
         self.work: dict[str, int] = {}
+        self.random: set[str] = set()  # the nodes that draw random numbers
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node and keeps its value."""
-        counter = FlopCounterMode(display=False)
+        counter, dice = FlopCounterMode(display=False), _Dice()
+        given = [x for m in n.all_input_nodes if isinstance(x := self.values[m.name], torch.Tensor)]
+        before = [x._version for x in given]
         try:
-            with counter, torch.device("meta"):
+            with counter, dice, torch.device("meta"):
                 value = super().run_node(n)
         except Exception as error:
             raise SpecError(
@@ -31,8 +35,19 @@ class Shapes(fx.Interpreter):
                 f"{(str(error).splitlines() or [type(error).__name__])[0]}. Shapes must not depend on values; "
                 "and the example must fit the network."
             ) from error
+        if [x._version for x in given] != before and not self._is_lowered(n):
+            raise SpecError(
+                f"the operation {n.name!r} changes its input in place, which has no rule for a network whose layers "
+                "are cut. Let it give a new tensor."
+            )
         self.values[n.name], self.work[n.name] = value, counter.get_total_flops()
+        if dice.drawn:
+            self.random.add(n.name)
         return value
+
+    def _is_lowered(self, n: fx.Node) -> bool:
+        """Whether a module works in place only here: what is called later has that switched off."""
+        return n.op == "call_module" and bool(getattr(self.fetch_attr(str(n.target)), "inplace", False))
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Returns a parameter without its data."""
@@ -51,6 +66,28 @@ class Shapes(fx.Interpreter):
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Runs a method; devices become the one without data."""
         return super().call_method(target, args, _without_device(kwargs))
+
+
+def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation of torch draws random numbers; attention may, but does so only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p"))
+
+
+class _Dice(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
+    """Notes whether random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        self.drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation."""
+        self.drawn |= is_random(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,16 @@ def trace(model: nn.Module, example: Example) -> Graph:
 
 def follow(model: nn.Module, example: Example) -> Traced:
     """Returns the traced network, ready to be cut."""
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"{type(model).__name__} was given as a network, but a torch.nn.Module is needed.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise SpecError("a TorchScript module was given, whose layers cannot be cut. Give the module it was made of.")
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise SpecError(f"the parameter {lazy[0]!r} has no shape yet. Call the network once before sharding it.")
+    strange = [name for name, p in model.named_parameters() if p.is_complex()]
+    if strange:
+        raise SpecError(f"the parameter {strange[0]!r} is complex, which has no rule. Keep its two parts apart.")
     given = _arguments(model, example)
     with _TRACING:
         return _follow(model, given)
@@ -172,6 +182,10 @@ def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> N
                         items[index] = graph.call_function(operator.getitem, (node, index))
             for user in rest:
                 _spell_out(user, node, [items[i] for i in range(len(items))])
+                if user.target is operator.getitem and isinstance(user.args[1], slice):  # some of the tuple
+                    for later in list(user.users):
+                        _spell_out(later, user, list(user.args[0])[user.args[1]])
+                    graph.erase_node(user)
     graph.lint()
     program.recompile()
 
@@ -215,6 +229,11 @@ def _layer(program: fx.GraphModule, node: fx.Node, value: Any, shapes: Shapes, c
     inputs = tuple(n.name for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor))
     outputs = _outputs(node, value)
     row = _row(program, node, outputs, shapes, closed)
+    if node.name in shapes.random and row.op not in ("dropout", "attention"):
+        raise SpecError(
+            f"{name_of(node)} at {path_of(node) or node.name!r} draws random numbers, for which it has no rule; each "
+            "rank would draw others. Set its dropout to 0, or write it with layers that have a rule."
+        )
     where = path_of(node)
     if node.op in ("call_module", "get_attr", "placeholder"):
         where = str(node.target)
@@ -286,7 +305,8 @@ def _row(
         return opaque("a part of a nested output")
     if not tensors and node.op != "call_module":
         return Row("source", "constant")
-    if node.op == "call_module" and str(node.target) in closed:
-        return opaque(f"it cannot be traced: {closed[str(node.target)]}")
     module = program.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return row_of(Seen(node, name, shapes.values, module))
+    row = row_of(Seen(node, name, shapes.values, module))
+    if node.op == "call_module" and str(node.target) in closed:
+        row = opaque(f"it cannot be traced: {closed[str(node.target)]}")
+    return row

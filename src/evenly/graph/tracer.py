@@ -3,16 +3,19 @@
 import inspect
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly._errors import SpecError
 from evenly.graph.exported import exported
 from evenly.graph.rewrites import REWRITES
-from evenly.graph.shapes import call_hollow
+from evenly.graph.shapes import call_hollow, is_random
 
 OPENED = (
     nn.Linear,
@@ -26,6 +29,8 @@ OPENED = (
     nn.GLU,
     nn.TransformerEncoderLayer,
     nn.TransformerEncoder,
+    nn.TransformerDecoderLayer,
+    nn.TransformerDecoder,
     nn.Flatten,
     nn.Unflatten,
     nn.Identity,
@@ -51,7 +56,7 @@ def _in_place(act: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, other: self.tracer.create_proxy("call_function", act, (self, other), {})
 
 
-for _name in ("iadd", "isub", "imul", "itruediv", "iand", "ior"):
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
     setattr(Value, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
@@ -64,7 +69,14 @@ class Tracer(fx.Tracer):
         super().__init__(autowrap_functions=())
         self.closed = closed
         self.inside: list[str] = []  # the modules whose forward is being traced
+        self._settings = _settings()
         self._guesses = [Guess(self, given, times, more) for times, more in ((1, 0), (1, 1), (0, 1), (64, 0))]
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Adds an operation; under another mode of torch than at the start it would lose that mode."""
+        if _settings() != self._settings:
+            raise fx.proxy.TraceError("it switches gradients or autocast on or off inside of forward")
+        return super().create_node(*args, **kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decides a branch that depends on sizes other than the batch."""
@@ -114,6 +126,46 @@ class Tracer(fx.Tracer):
         result = super().call_module(m, forward, args, kwargs)
         self.inside.pop()  # not after an error: the deepest module is asked for then
         return result
+
+
+def _settings() -> tuple[Any, ...]:
+    """Returns the modes of torch that a graph does not keep."""
+    kinds = ("cpu", "cuda")
+    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts
+
+
+class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
+    """Refuses random numbers drawn while a network is traced: they would be constants, other ones on each rank."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation and looks whether it is random and has data."""
+        result = func(*args, **(kwargs or {}))
+        if is_random(func, args, kwargs or {}):
+            made = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+            if any(x.device.type != "meta" for x in made):
+                raise SpecError(
+                    f"forward draws random numbers ({func.__name__}); every rank would draw others. Use dropout, or "
+                    "draw them outside and pass them as an input."
+                )
+        return result
+
+
+@contextmanager
+def _keeping_functions() -> Iterator[None]:
+    """Lets an autograd function be one operation; fx would follow its forward and forget its backward."""
+    plain = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)), None)
+        own = plain.__get__(None, cls)
+        return own(*args, **kwargs) if found is None else found.tracer.create_proxy("call_function", own, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for a while
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = plain  # type: ignore[method-assign]  # as it was
 
 
 class Guess:
@@ -174,8 +226,12 @@ def open_up(model: nn.Module, given: dict[str, Any]) -> tuple[fx.GraphModule, di
     }
     while True:
         tracer = Tracer(closed, given)
+        drawing = Drawing()  # type: ignore[no-untyped-call]  # torch has no annotation here
         try:
-            return _forgetting(model, partial(_traced, model, tracer, fixed)), closed
+            with drawing, _keeping_functions():
+                return _forgetting(model, partial(_traced, model, tracer, fixed)), closed
+        except SpecError:
+            raise
         except Exception as error:
             if not tracer.inside:
                 return _by_export(model, given, error), closed

@@ -33,10 +33,10 @@ def lay_out(
     if strange:
         raise SpecError(f"modes were given for {sorted(strange)}, which are no operations of the network.")
     members = tuple(rank for rank, share in enumerate(numbers) if share > 0)
-    if cut_batch and _batch(graph) < 2:
+    if cut_batch and graph.batch_size < 2:
         raise SpecError("cut_batch=True was asked for, but the example has fewer than 2 samples. Give a larger one.")
-    cuts = Cuts([numbers[rank] for rank in members], batch=_batch(graph) if cut_batch else 0)
-    own = _own_shares(graph, layer_shares or {}, len(numbers), members)
+    cuts = Cuts([numbers[rank] for rank in members], batch=graph.batch_size if cut_batch else 0)
+    own = _own_shares(graph, {} if layer_shares is None else layer_shares, len(numbers), members)
     way = Search(graph, cuts, rates or Rates(), modes or {}, own).run()
     choices: list[Choice] = []
     moves: list[Move] = []
@@ -60,16 +60,12 @@ def lay_out(
     )
 
 
-def _batch(graph: Graph) -> int:
-    """Returns the samples of the example: the leading size of the first input."""
-    shapes = [layer.outputs[0].shape for layer in graph.layers if layer.op == "input" and layer.outputs]
-    return next((shape[0] for shape in shapes if shape), 0)
-
-
 def _own_shares(
     graph: Graph, given: Mapping[str, Sequence[float]], ranks: int, members: tuple[int, ...]
 ) -> dict[str, tuple[float, ...]]:
     """Returns the shares of every tensor whose layer has shares of its own."""
+    if not isinstance(given, Mapping) or not all(isinstance(prefix, str) for prefix in given):
+        raise SpecError(f"layer_shares={given!r} was given, but a dict from module names to shares is needed.")
     checked = {prefix: check_shares(shares, ranks=ranks) for prefix, shares in given.items()}
     for prefix, shares in checked.items():
         strangers = [rank for rank, share in enumerate(shares) if share and rank not in members]

@@ -187,7 +187,7 @@ def _attention(scene: Scene) -> Iterator[Option]:
     query, key = scene.inputs[:2]
     heads = len(query.shape) - 3
     for record in scene.cut_dims(0):
-        if record.dim > heads:
+        if record.dim > heads or (record.dim < heads and key.shape[record.dim] != query.shape[record.dim]):
             continue
         cut: int | None = record.cut
         if record.dim == heads and key.shape[heads] != query.shape[heads]:

@@ -16,7 +16,7 @@ from evenly.graph import Example
 from evenly.shards.gaps import Gaps, noise_of
 from evenly.shards.placement import placement_of
 from evenly.shards.program import Program
-from evenly.shards.sharded import Sharded
+from evenly.shards.sharded import Sharded, sharded_of
 from evenly.shards.trail import Recorder, Trace, backward, chances
 
 RTOL = {8: 1e-9, 4: 1e-4}  # by bytes of a number; 2e-2 for shorter ones
@@ -86,7 +86,7 @@ def verify(
         rtol: the largest relative difference that is none; by default 1e-9 for float64, 1e-4 for float32, 2e-2 for
             shorter numbers.
     """
-    report = None
+    report, sharded = None, sharded_of(sharded)
     if sharded._program is not None:
         with sharded.wire.telling():
             trial = _Trial(model, sharded, sharded._program, example, loss or _weighted_sum, optimizer, rtol)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from evenly._errors import MismatchError, SpecError
 from evenly.shards.optim import state_placement
 from evenly.shards.placement import placement_of
-from evenly.shards.sharded import Sharded
+from evenly.shards.sharded import Sharded, sharded_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class DriftMonitor:
             )
         self.every, self.limit, self.action = every, limit, action
         self.steps = 0
-        self._sharded = sharded
+        self._sharded = sharded_of(sharded)
         self._optimizers: list[Optimizer] = []
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:

@@ -106,6 +106,9 @@ def _settings(traced: Traced, layout: Layout) -> list[str]:
     for layer in traced.graph.layers:
         lines.append(f"{layer.kind} {layer.where or layer.name!r}: {layer.model_dump_json()}")
     lines += [f"module {name!r}: {module.extra_repr()}" for name, module in traced.model.named_modules()]
+    for name, value in vars(traced.program).items():
+        if name.startswith("_tensor_constant") and isinstance(value, torch.Tensor):
+            lines.append(f"constant {name}: {hashlib.sha256(repr(value.tolist()).encode()).hexdigest()[:16]}")
     lines.append(f"program {hashlib.sha256(traced.program.code.encode()).hexdigest()[:16]}")
     lines.append(f"layout {hashlib.sha256(layout.model_dump_json().encode()).hexdigest()[:16]}")
     return lines

@@ -99,9 +99,14 @@ def _sum(site: Site) -> Act:
     options = site.layer.options
 
     def act(now: Pass, x: torch.Tensor, *_: Any, **given: Any) -> torch.Tensor:
-        total = x.sum(options["dims"], keepdim=options["keep"], dtype=given.get("dtype"))
+        if options["name"] == "sum":
+            return x.sum(options["dims"], keepdim=options["keep"], dtype=given.get("dtype"))
         shape = now.full_shape(x, site.choice.needs[0])
-        return total if options["name"] == "sum" else total / prod(shape[dim] for dim in options["dims"])
+        kind: torch.dtype = given.get("dtype") or x.dtype
+        wide = torch.float32 if kind.itemsize < 4 else kind  # a sum of 16-bit numbers may be too large for one
+        total: torch.Tensor = x.sum(options["dims"], keepdim=options["keep"], dtype=wide)
+        mean: torch.Tensor = (total / prod(shape[dim] for dim in options["dims"])).to(kind)
+        return mean
 
     return act
 

@@ -11,13 +11,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from evenly._errors import MismatchError, SpecError
-from evenly.comm import Traffic, Wire, close_groups
+from evenly.comm import Traffic, Wire, close_groups, first_line
 from evenly.graph import Traced
 from evenly.shards.chance import Dice
 from evenly.shards.ops import hollow
 from evenly.shards.placement import place, placement_of
 from evenly.shards.program import Program
 from evenly.spec.layout import Layout
+
+OWN = {"layout", "wire", "_dice", "_signature", "_shapes", "_stage", "_source", "_has_audience", "_program", "_plain"}
+OWN |= {"_expected", "_samples", "_passes", "_is_closed"}
 
 
 class Sharded(nn.Module):
@@ -38,7 +41,8 @@ class Sharded(nn.Module):
         source: int,
     ) -> None:
         super().__init__()
-        taken = [name for name, _ in local.named_children() if hasattr(Sharded, name) or name in ("layout", "wire")]
+        names = [*local._modules, *local._parameters, *local._buffers]
+        taken = [name for name in names if hasattr(Sharded, name) or name in OWN]
         if taken:
             raise SpecError(
                 f"a part of the network is called {taken[0]!r}, which a cut network needs itself. Rename it."
@@ -57,6 +61,8 @@ class Sharded(nn.Module):
             self._program = Program(_without_data(traced), layout, self, wire, self._dice)
         draws = any(choice.op in ("dropout", "attention") for choice in layout.choices)
         self._plain = [local] if wire.size == 1 and not draws and not self._has_audience else []  # no child of this one
+        self._samples = self._passes = 0
+        self._is_closed = False
         self._expected = {name: tensor.shape for name, tensor in self.named_parameters()}
 
     @property
@@ -69,8 +75,9 @@ class Sharded(nn.Module):
         for plain in self._plain:  # one rank has everything
             plain.training = self.training
             return plain(*args, **kwargs)
+        self._require_open()
         with self.wire.telling():
-            bound = self._signature.bind(*args, **kwargs).arguments
+            bound = self._bind(args, kwargs)
             self._check(bound)
             asks = any(isinstance(value, torch.Tensor) and value.requires_grad for value in bound.values())
             if self._program is None and asks and torch.is_grad_enabled():
@@ -78,8 +85,30 @@ class Sharded(nn.Module):
                     "an input requires a gradient, but this rank has no share of the network and cannot give one. "
                     "Give the rank a share, or leave it out of the group."
                 )
+            self._agree_on_batch(bound)
             result = self._program.run(bound) if self._program is not None else None
             return self._tell(result) if self._has_audience else result
+
+    def _agree_on_batch(self, given: Mapping[str, Any]) -> None:
+        """Compares the size of the batch with the other ranks' whenever it is another one than before."""
+        self._passes += 1
+        tensors = [given[name] for name in self._shapes if self._shapes[name]]
+        if self._program is None or self.wire.size == 1 or not tensors:
+            return
+        samples = tensors[0].shape[0]
+        asks = samples != self._samples
+        self.wire.batch = (self._passes, [samples, *(_look(tensors[0]) if asks else [])])
+        if asks:
+            self.wire.agree_on_batch(self.layout.members)
+            self._samples = samples
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise SpecError(
+                f"the network was called with arguments that forward{self._signature} does not take: {error}."
+            ) from None
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
         """Moves or casts the parts; they stay parts of the same tensors."""
@@ -102,8 +131,37 @@ class Sharded(nn.Module):
             "evenly.shards.full_state_dict."
         )
 
+    def extra_repr(self) -> str:
+        """Says what of the sizes below is here."""
+        return (
+            f"rank {self._stage.rank} of shares {', '.join(f'{s:g}' for s in self.layout.shares)}; full sizes are shown"
+        )
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads what this rank's `state_dict()` gave; the state of the whole network is refused with a hint."""
+        try:
+            return super().load_state_dict(*args, **kwargs)
+        except RuntimeError as error:
+            raise SpecError(
+                f"a state was to be loaded into this rank's parts of the network, but it does not fit them: "
+                f"{str(error).splitlines()[-1].strip()} For the state of the whole network use "
+                "evenly.shards.load_full_state_dict."
+            ) from None
+
+    def _require_open(self) -> None:
+        """Raises if the ranks can no longer work together: closed, or after an error."""
+        if self._is_closed:
+            raise SpecError("a network cut over ranks was called after close(). Shard it anew, or close it later.")
+        self.wire.alarm.check()
+        if self.wire.failed is not None:
+            raise SpecError(
+                f"a network cut over ranks was called again after an error ({first_line(self.wire.failed)}); its ranks "
+                "may stand at different places. Shard it anew."
+            )
+
     def close(self) -> None:
-        """Ends the connections; the module can still be saved, but not be called."""
+        """Ends the connections; the module can no longer be called, nor its full state be collected."""
+        self._is_closed = True
         if self._stage is not self.wire:
             close_groups([self._stage.group], failed=self.wire.alarm.has_rung)
         self.wire.close()
@@ -146,6 +204,7 @@ class Sharded(nn.Module):
                     f"the input {name!r} is {case}, but the network was sharded with an example of shape {shape}; only "
                     "the batch may differ. Shard it with an example of this shape."
                 )
+        self._check_batches(given)
         strange = [n for n in given if n not in self._shapes and given[n] is not None]
         if strange:
             raise SpecError(
@@ -159,6 +218,35 @@ class Sharded(nn.Module):
                 f"the parameter {changed!r} was {_said(self._expected.get(changed))} when the network was sharded, and "
                 f"now is {_said(now.get(changed))}. Change the network first, then shard it."
             )
+
+    def _check_batches(self, given: Mapping[str, Any]) -> None:
+        """Inputs that are cut along the batch together must have one number of samples."""
+        if not any(cut.rows for cut in self.layout.cuts):
+            return
+        batch = next((shape[0] for shape in self._shapes.values() if shape), 0)
+        sizes = {name: given[name].shape[0] for name, shape in self._shapes.items() if shape[:1] == (batch,)}
+        if len(set(sizes.values())) > 1:
+            raise SpecError(
+                f"the inputs have {sizes} samples, but in the example they had {batch} each, and the network is cut "
+                "along the batch. Give equal numbers, or shard it with an example of unequal ones."
+            )
+
+
+def sharded_of(model: nn.Module) -> Sharded:
+    """Returns the cut network itself, also out of what synchronizes it; raises `SpecError` for any other module."""
+    inner = getattr(model, "module", model)
+    if not isinstance(inner, Sharded):
+        raise SpecError(f"{type(model).__name__} was given, but a network cut by evenly.shard is needed.")
+    return inner
+
+
+def _look(x: torch.Tensor) -> list[float]:
+    """Returns two numbers that differ for different data."""
+    few = x.detach().flatten()[:4096].cpu()
+    few = torch.view_as_real(few).flatten() if few.is_complex() else few
+    numbers = few.double()
+    places = torch.arange(1, numbers.numel() + 1, dtype=torch.float64)
+    return [float(numbers.abs().sum()), float((numbers * places.cos()).sum())] if numbers.numel() else []
 
 
 def _without_data(traced: Traced) -> Traced:

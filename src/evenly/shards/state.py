@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from evenly._errors import CheckpointError, MismatchError
+from evenly._errors import CheckpointError, MismatchError, SpecError
 from evenly.shards.optim import state_placement
 from evenly.shards.placement import Placement, placement_of
-from evenly.shards.sharded import Sharded
+from evenly.shards.sharded import Sharded, sharded_of
 
 State = dict[str, Any]
 OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # what these put into groups
@@ -40,6 +40,7 @@ def full_state_dict(
         everywhere: whether every rank gets the state; otherwise only rank 0 of the wire does, and the others get {}.
         device: where the full tensors are to be; by default where this rank has its parts.
     """
+    model = sharded_of(model)
     if model._program is None:
         return {}
     parts: State = {"model": _weights(model)}
@@ -74,6 +75,7 @@ def load_full_state_dict(
         optimizer: an optimizer of `model.parameters()`, to go on from the state's.
         strict: whether the state must hold exactly the network's parameters and buffers.
     """
+    model = sharded_of(model)
     nested = isinstance(state.get("model"), Mapping)
     local = _cut_weights(model, state["model"] if nested else state, strict=strict)
     slots = _cut_slots(model, optimizer, state if nested else {}) if optimizer is not None else None
@@ -81,7 +83,7 @@ def load_full_state_dict(
         model.load_state_dict(local, strict=strict)
         if optimizer is not None and slots is not None:
             optimizer.load_state_dict(slots)
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, SpecError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"a state was to be loaded into a network cut over {model.wire.size} ranks, but torch could not: "
             f"{type(error).__name__}: {error}. Load a state of the same network and optimizer."

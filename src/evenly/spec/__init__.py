@@ -5,6 +5,7 @@ from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import Layout, deal
 from evenly.spec.period import Every, EveryEpoch, EveryGradient, EverySteps, Period, period_of
 from evenly.spec.plan import Exchange, Plan, Replica, Role
+from evenly.spec.profile import Curve, DeviceProfile, Lane, LayerCurves, Profile, Rate, check_speeds
 from evenly.spec.run import (
     CheckpointSaved,
     EpochDone,
@@ -21,7 +22,9 @@ from evenly.spec.run import (
 __all__ = [
     "CheckpointSaved",
     "Cluster",
+    "Curve",
     "Device",
+    "DeviceProfile",
     "EpochDone",
     "Event",
     "Every",
@@ -31,13 +34,17 @@ __all__ = [
     "Exchange",
     "ExchangeDone",
     "Graph",
+    "Lane",
     "Layer",
+    "LayerCurves",
     "Layout",
     "Link",
     "Measured",
     "Node",
     "Period",
     "Plan",
+    "Profile",
+    "Rate",
     "Replica",
     "Role",
     "Run",
@@ -46,6 +53,7 @@ __all__ = [
     "RunStarted",
     "StepsDone",
     "Tensor",
+    "check_speeds",
     "deal",
     "period_of",
 ]

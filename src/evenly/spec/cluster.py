@@ -1,5 +1,6 @@
 """What the machines are: nodes, the devices their ranks use, and the links between nodes."""
 
+import hashlib
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -64,6 +65,12 @@ class Cluster(Document):
     def world_size(self) -> int:
         """The number of ranks."""
         return sum(len(node.ranks) for node in self.nodes)
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that is equal for clusters of equal nodes and devices."""
+        parts = [(node.ranks, [(d.kind, d.name, d.cores) for d in node.devices]) for node in self.nodes]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def node_of(self, rank: int) -> int:
         """Returns the index of the node that `rank` is on."""

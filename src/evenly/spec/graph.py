@@ -81,6 +81,33 @@ class Graph(Document):
         """Text that is equal for equal networks and examples."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
+    @property
+    def batch_size(self) -> int:
+        """The samples of the example: the leading size of the first input; 0 without one."""
+        shapes = [layer.outputs[0].shape for layer in self.layers if layer.op == "input" and layer.outputs]
+        return next((shape[0] for shape in shapes if shape), 0)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The bytes of all parameters."""
+        return sum(layer.outputs[0].size_bytes for layer in self.layers if layer.op == "parameter")
+
+    @property
+    def sample_bytes(self) -> int:
+        """About how many bytes a sample needs until backward: everything that is computed from it."""
+        made = [
+            t for layer in self.layers if layer.kind not in ("source", "reshaping", "output") for t in layer.outputs
+        ]
+        return sum(tensor.size_bytes for tensor in made) // max(1, self.batch_size)
+
+    def form_of(self, layer: Layer) -> str:
+        """Returns text that is equal for layers that compute alike: operation, shapes and options."""
+        tensors = self.tensors
+        shapes = [tensors[name].shape for name in layer.inputs if name in tensors]
+        shapes += [tensor.shape for tensor in layer.outputs]
+        words = ["x".join(map(str, shape)) for shape in shapes]
+        return " ".join([layer.op, *words, *(f"{key}={value}" for key, value in sorted(layer.options.items()))])
+
     def explain(self) -> str:
         """Returns a table of the operations that compute, with the unit in which each may be cut."""
         rows = [f"{self.model}: {len(self.layers)} operations, {sum(x.flops for x in self.layers) / 1e9:.2f} GFlop"]

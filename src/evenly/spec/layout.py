@@ -1,6 +1,6 @@
 """Where every tensor of a network lives: whole on each rank, cut along a dim, or as summands."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Annotated, Literal, NamedTuple, Self
@@ -163,12 +163,19 @@ def ranges(counts: list[int]) -> tuple[Segments, ...]:
     return tuple(((start, stop),) if stop > start else () for start, stop in edges)
 
 
+def numbers_of(given: object, what: str) -> tuple[float, ...]:
+    """Returns a list of numbers in order, or raises `SpecError`; text, dicts and sets are not such lists."""
+    try:
+        if isinstance(given, str | bytes | Mapping | Set):
+            raise TypeError
+        return tuple(float(number) for number in given)  # type: ignore[attr-defined]  # that is what is tried
+    except (TypeError, ValueError, OverflowError):
+        raise SpecError(f"{what}={given!r} was given, but a list of numbers is needed, such as [70, 25, 5].") from None
+
+
 def check_shares(shares: object, *, ranks: int | None = None) -> tuple[float, ...]:
     """Returns the shares as numbers, or raises `SpecError` saying what is wrong with them."""
-    try:
-        numbers = tuple(float(share) for share in shares)  # type: ignore[attr-defined]  # that is what is tried
-    except (TypeError, ValueError):
-        raise SpecError(f"shares={shares!r} was given, but a list of numbers is needed, such as [70, 25, 5].") from None
+    numbers = numbers_of(shares, "shares")
     if ranks is not None and len(numbers) != ranks:
         raise SpecError(
             f"{len(numbers)} shares {list(numbers)} were given for {ranks} ranks. Give one share for each rank; "

@@ -1,0 +1,185 @@
+"""How long it takes: the layers of a network on one device, what a cut network's ranks do between meetings, wires."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from evenly.spec.graph import Graph, Layer
+from evenly.spec.layout import Choice, Layout, Move
+from evenly.spec.profile import DeviceProfile, Rate
+
+POINTWISE = 12  # work of one element of an operation that only moves memory, in floating-point operations
+FORWARD = 1 / 3  # of the time of a layer
+BUCKETS_BYTES = 25 * 2**20  # in which DDP sends gradients
+
+
+@dataclass(frozen=True)
+class Works:
+    """The operations of a network that take time, with the weight of each where it was not measured by itself."""
+
+    graph: Graph
+
+    @cached_property
+    def layers(self) -> dict[str, Layer]:
+        """The operations that compute, by name."""
+        return {layer.name: layer for layer in self.graph.layers if layer.kind not in ("source", "output")}
+
+    @cached_property
+    def forms(self) -> dict[str, str]:
+        """The form of every layer that can be measured by itself."""
+        return {name: self.graph.form_of(layer) for name, layer in self.layers.items() if is_measurable(layer)}
+
+    @cached_property
+    def weights(self) -> dict[str, float]:
+        """Floating-point operations of forward and backward, those that only move memory included."""
+        return {
+            name: 3.0 * layer.flops + POINTWISE * sum(tensor.numel for tensor in layer.outputs)
+            for name, layer in self.layers.items()
+        }
+
+    def on(self, device: DeviceProfile) -> "Times":
+        """Returns the seconds of each operation on a device."""
+        whole = device.step.at(self.graph.batch_size)
+        known = {name: form for name, form in self.forms.items() if form in device.layers}
+        measured = sum(device.layers[form].outputs.seconds[-1] for form in known.values())
+        others = sum(weight for name, weight in self.weights.items() if name not in known)
+        fitting = min(1.0, whole / measured) if measured else 1.0  # layers one by one can take longer than together
+        return Times(self, device, known, fitting, (whole - fitting * measured) / others if others else 0.0)
+
+
+def is_measurable(layer: Layer) -> bool:
+    """Whether a layer is timed by itself: convolutions and linear layers."""
+    return layer.op in ("conv", "linear") and len(layer.inputs) > 1
+
+
+@dataclass(frozen=True)
+class Times:
+    """The seconds of each operation on one device, for any part of it."""
+
+    works: Works
+    device: DeviceProfile
+    known: dict[str, str]
+    fitting: float
+    per_weight: float
+
+    def of(self, name: str, mode: str, part: float, count: int) -> float:
+        """Returns the seconds of `part` of an operation: `count` outputs, inputs or samples, as its mode says."""
+        form = self.known.get(name)
+        if part <= 0:
+            return 0.0
+        if form is None:
+            return self.works.weights[name] * self.per_weight * part
+        curves = self.device.layers[form]
+        if mode == "bystander":
+            return self.fitting * curves.samples.at(part * curves.samples.sizes[-1])
+        return self.fitting * (curves.inputs if mode == "reduced" else curves.outputs).at(count)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What the ranks of a replica do between two meetings, in seconds, and the meeting at the end."""
+
+    seconds: tuple[float, ...]
+    meeting_s: float = 0.0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of a replica: stretches of work, each of which ends when its slowest rank does."""
+
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from begin to end."""
+        return sum(max(stretch.seconds) + stretch.meeting_s for stretch in self.stretches)
+
+    @property
+    def compute_s(self) -> list[float]:
+        """Seconds in which each rank computes."""
+        return [sum(part) for part in zip(*(stretch.seconds for stretch in self.stretches), strict=True)]
+
+    @property
+    def meeting_s(self) -> float:
+        """Seconds on the wires."""
+        return sum(stretch.meeting_s for stretch in self.stretches)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all ranks."""
+        return sum(stretch.sent_bytes for stretch in self.stretches)
+
+    def scaled(self, factor: float) -> "Timeline":
+        """Returns the timeline of a batch that is `factor` times as much work and traffic."""
+        return Timeline(
+            tuple(
+                Stretch(tuple(s * factor for s in one.seconds), one.meeting_s * factor, int(one.sent_bytes * factor))
+                for one in self.stretches
+            )
+        )
+
+
+def timeline_of(works: Works, layout: Layout, devices: Sequence[Times], rate: Rate) -> Timeline:
+    """Returns the step of a network cut as `layout` says over these devices, its members in order."""
+    stretches = [*_stretches(list(_turns(works, layout)), layout, devices, rate, forward=True)]
+    stretches += _stretches(list(_turns(works, layout))[::-1], layout, devices, rate, forward=False)
+    return Timeline(tuple(stretches))
+
+
+def _turns(works: Works, layout: Layout) -> Iterator[tuple[Choice, list[Move]]]:
+    """Returns every choice with the moves that come before it."""
+    moves = list(layout.moves)
+    for choice in layout.choices:
+        layer, before = works.layers.get(choice.layer), []
+        while layer is not None and moves and moves[0].tensor in layer.inputs:
+            before.append(moves.pop(0))
+        yield choice, before
+
+
+def _stretches(
+    turns: Sequence[tuple[Choice, list[Move]]],
+    layout: Layout,
+    devices: Sequence[Times],
+    rate: Rate,
+    *,
+    forward: bool,
+) -> Iterator[Stretch]:
+    size, portion = len(devices), FORWARD if forward else 1 - FORWARD
+    work = [0.0] * size
+    for choice, moves in turns:
+        own = [portion * time for time in _seconds(choice, layout, devices)]
+        if not forward:
+            work = [a + b for a, b in zip(work, own, strict=True)]
+        sent = [move.forward_bytes if forward else move.backward_bytes for move in moves]
+        sent += [choice.sent_bytes // 2] if choice.sent_bytes else []
+        for count in sent:
+            if count:
+                yield Stretch(tuple(work), rate.latency_s * (size - 1) + count / size / rate.bytes_per_s, count)
+                work = [0.0] * size
+        if forward:
+            work = [a + b for a, b in zip(work, own, strict=True)]
+    yield Stretch(tuple(work))
+
+
+def _seconds(choice: Choice, layout: Layout, devices: Sequence[Times]) -> list[float]:
+    """Returns what an operation takes on each member."""
+    if choice.mode == "source" or not devices or choice.layer not in devices[0].works.layers:
+        return [0.0] * len(devices)
+    records = choice.needs if choice.mode == "reduced" else (*choice.gives, *choice.needs)
+    record = next((record for record in records if record.state == "sharded"), None)
+    if record is None or choice.mode in ("whole", "summand"):
+        size = devices[0].works.layers[choice.layer].outputs[0].shape[1:2]
+        return [times.of(choice.layer, "whole", 1.0, size[0] if size else 1) for times in devices]
+    cut = layout.cuts[record.cut]
+    counts = cut.counts()
+    mode = "bystander" if cut.rows else choice.mode
+    return [times.of(choice.layer, mode, count / cut.size, count) for times, count in zip(devices, counts, strict=True)]
+
+
+def sum_seconds(size_bytes: int, ranks: int, rate: Rate) -> float:
+    """Returns the seconds of a sum over ranks of a tensor of this size, in a ring."""
+    if ranks < 2 or not size_bytes:
+        return 0.0
+    messages = 1 + size_bytes // BUCKETS_BYTES
+    return 2 * (ranks - 1) * (messages * rate.latency_s + size_bytes / ranks / rate.bytes_per_s)

@@ -1,0 +1,190 @@
+"""What was measured: seconds of each device against the size of its work, memory, and the wires between ranks."""
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from evenly._errors import SpecError
+from evenly.spec._value import Document, Value
+from evenly.spec.cluster import Cluster
+from evenly.spec.graph import Graph
+from evenly.spec.layout import numbers_of
+
+Positive = Annotated[float, Field(gt=0)]
+Mode = Literal["outputs", "inputs", "samples"]  # what of a layer is cut
+
+
+class Curve(Value):
+    """Seconds against a size, measured at some sizes; straight lines lie between them and go on beyond the last."""
+
+    sizes: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
+    seconds: tuple[Positive, ...]
+
+    @model_validator(mode="after")
+    def _pairs(self) -> Self:
+        if len(self.sizes) != len(self.seconds):
+            raise ValueError(f"{len(self.sizes)} sizes have {len(self.seconds)} times")
+        if sorted(set(self.sizes)) != list(self.sizes):
+            raise ValueError(f"the sizes {list(self.sizes)} must grow")
+        return self
+
+    def at(self, size: float) -> float:
+        """Returns the seconds for any size; nothing takes no time."""
+        if size <= 0:
+            return 0.0
+        sizes, seconds = self.sizes, self.seconds
+        if len(sizes) == 1:
+            return seconds[0] * size / sizes[0]
+        place = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+        a, b = sizes[place - 1], sizes[place]
+        line = seconds[place - 1] + (seconds[place] - seconds[place - 1]) * (size - a) / (b - a)
+        if size < sizes[0]:  # never faster than in proportion, never slower than the smallest that was measured
+            return min(max(line, seconds[0] * size / sizes[0]), seconds[0])
+        return line if size <= sizes[-1] else max(line, seconds[-1])
+
+    def scaled(self, factor: float) -> Self:
+        """Returns the curve of a device on which everything takes `factor` times as long."""
+        return type(self)(sizes=self.sizes, seconds=tuple(second * factor for second in self.seconds))
+
+
+class LayerCurves(Value):
+    """Forward and backward of one layer with some of its outputs, its inputs, or the samples of the batch."""
+
+    outputs: Curve
+    inputs: Curve
+    samples: Curve
+
+
+class DeviceProfile(Value):
+    """What one rank's device was seen to do."""
+
+    rank: Annotated[int, Field(ge=0)]
+    step: Curve = Field(description="a whole training step against samples")
+    layers: dict[str, LayerCurves] = Field(default_factory=dict, description="by the layer's form; see Graph.form_of")
+    free_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="0: not known")
+    unit: Annotated[int, Field(ge=1)] = Field(default=1, description="the multiple of filters that it likes")
+    spread: Annotated[float, Field(ge=0)] = Field(default=0.0, description="of repeated steps, over their median")
+
+
+class Rate(Value):
+    """What a wire does: seconds = latency_s + bytes / bytes_per_s."""
+
+    latency_s: Annotated[float, Field(ge=0)]
+    bytes_per_s: Positive
+
+    def seconds(self, size_bytes: float) -> float:
+        """Returns how long a message takes."""
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+
+class Lane(Value):
+    """The way from rank `source` to rank `target`."""
+
+    source: Annotated[int, Field(ge=0)]
+    target: Annotated[int, Field(ge=0)]
+    rate: Rate
+
+
+class Profile(Document):
+    """The devices and wires of a cluster, measured with one network and batch."""
+
+    version: Literal[1] = 1
+    cluster: str = Field(description="fingerprint of the cluster")
+    graph: str = Field(description="fingerprint of the network and its example")
+    batch_size: Annotated[int, Field(gt=0)] = Field(description="samples of the example")
+    devices: tuple[DeviceProfile, ...] = Field(min_length=1)
+    lanes: tuple[Lane, ...] = Field(default=(), description="those that were measured")
+    inside: Rate = Field(default=Rate(latency_s=2e-5, bytes_per_s=1e10), description="other ways inside a node")
+    across: Rate = Field(default=Rate(latency_s=1e-4, bytes_per_s=1.25e8), description="other ways between nodes")
+    sample_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="kept for backward for each sample")
+    versions: str = Field(default="", description="of what it was measured with")
+    is_measured: bool = True
+
+    @model_validator(mode="after")
+    def _one_device_for_each_rank(self) -> Self:
+        ranks = [device.rank for device in self.devices]
+        if ranks != list(range(len(ranks))):
+            raise ValueError(f"devices must be given for ranks 0..{len(ranks) - 1} in order; they are for {ranks}")
+        strangers = [lane for lane in self.lanes if max(lane.source, lane.target) >= len(ranks)]
+        if strangers:
+            raise ValueError(f"a wire joins ranks {strangers[0].source} and {strangers[0].target} of {len(ranks)}")
+        return self
+
+    @classmethod
+    def from_speeds(
+        cls,
+        cluster: Cluster,
+        graph: Graph,
+        speeds: Sequence[float],
+        *,
+        flops_per_s: float = 1e12,
+        inside: Rate | None = None,
+        across: Rate | None = None,
+    ) -> Self:
+        """Returns a profile from what is known: speeds in any unit, one for each rank, and what wires do.
+
+        Args:
+            cluster: the nodes and ranks.
+            graph: the network.
+            speeds: how fast the ranks are compared with each other; the fastest does `flops_per_s`.
+            flops_per_s: floating-point operations of the fastest rank.
+            inside: the wires between ranks of a node; 10 GB/s if left out.
+            across: the wires between nodes; 1 Gbit/s if left out.
+        """
+        numbers = check_speeds(speeds, ranks=cluster.world_size)
+        batch = graph.batch_size
+        flops = max(1.0, 3.0 * sum(layer.flops for layer in graph.layers))
+        devices = []
+        for rank, speed in enumerate(numbers):
+            seconds = flops / flops_per_s * max(numbers) / speed
+            step = Curve(sizes=(batch,), seconds=(seconds,))
+            devices.append(DeviceProfile(rank=rank, step=step, free_bytes=cluster.device_of(rank).memory_bytes))
+        known = {name: rate for name, rate in (("inside", inside), ("across", across)) if rate is not None}
+        return cls(
+            cluster=cluster.fingerprint,
+            graph=graph.fingerprint,
+            batch_size=batch,
+            devices=tuple(devices),
+            **known,
+            sample_bytes=graph.sample_bytes,
+            is_measured=False,
+        )
+
+    def rate(self, ranks: Iterable[int], *, across: bool = False) -> Rate:
+        """Returns the worst latency and bandwidth of the wires among these ranks, inside a node or across nodes."""
+        own = set(ranks)
+        found = [lane.rate for lane in self.lanes if lane.source in own and lane.target in own]
+        if not found:
+            return self.across if across else self.inside
+        return Rate(latency_s=max(r.latency_s for r in found), bytes_per_s=min(r.bytes_per_s for r in found))
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that is equal for equal profiles."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+    def require_fit(self, cluster: Cluster, graph: Graph) -> None:
+        """Raises `SpecError` unless the profile was measured on this cluster with this network."""
+        for what, mine, theirs in (
+            ("cluster", self.cluster, cluster.fingerprint),
+            ("network", self.graph, graph.fingerprint),
+        ):
+            if mine != theirs:
+                raise SpecError(
+                    f"the profile was measured with another {what} (fingerprint {mine}, this one has {theirs}). "
+                    "Measure this one: evenly measure."
+                )
+
+
+def check_speeds(speeds: object, *, ranks: int) -> list[float]:
+    """Returns the speeds as numbers, or raises `SpecError` saying what is wrong with them."""
+    numbers = list(numbers_of(speeds, "speeds"))
+    if len(numbers) != ranks:
+        raise SpecError(f"{len(numbers)} speeds {numbers} were given for {ranks} ranks. Give one for each rank.")
+    bad = [speed for speed in numbers if not 0 < speed < float("inf")]
+    if bad:
+        raise SpecError(f"speeds={numbers} holds {bad}. Speeds are finite numbers above 0; leave a useless rank out.")
+    return numbers

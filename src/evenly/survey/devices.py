@@ -1,0 +1,191 @@
+"""One device and one network: seconds of a step against samples, and of each form of layer against its width."""
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from evenly.graph import Traced
+from evenly.spec import Curve, Layer, LayerCurves
+from evenly.survey.stopwatch import Stopwatch
+
+PARTS = (1.0, 0.25, 0.5, 0.75, 0.125)  # of a layer or batch, the most telling first
+Tell = Callable[[str], None]
+
+
+class DeviceSurvey:
+    """Times a network on one device, within a budget of seconds; what it does not get to is estimated."""
+
+    def __init__(self, traced: Traced, device: torch.device, *, budget_s: float, tell: Tell = lambda _: None) -> None:
+        self._traced, self._device, self._tell = traced, device, tell
+        self._graph = traced.graph
+        self._batch = max(1, traced.graph.batch_size)
+        self._budget_s = budget_s
+        self._watch = Stopwatch(device, enough_s=min(0.5, budget_s / 60))
+        self.spread = 0.0
+
+    def step(self) -> Curve:
+        """Returns the seconds of a training step against samples."""
+        model = copy.deepcopy(self._traced.model).to(self._device).train()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
+        found: dict[int, float] = {}
+        until = time.perf_counter() + self._budget_s / 2
+        for size in self._sizes():
+            expected = found[max(found)] * size / max(found) if found else 0.0
+            if found and time.perf_counter() + 2 * expected > until:
+                break
+            self._tell(f"a step with {size} samples")
+            reading = self._watch.read(lambda size=size: self._train(model, optimizer, size))  # type: ignore[misc]  # bound at once
+            found[size], self.spread = reading.seconds, reading.spread
+        return Curve(sizes=tuple(found), seconds=tuple(found.values()))
+
+    def layers(self, step: Curve) -> dict[str, LayerCurves]:
+        """Returns the curves of every form of convolution and linear layer in the network."""
+        forms = dict(self._forms())
+        until = time.perf_counter() + self._budget_s / 2
+        samples = self._probe_batch(step)
+        scale = step.at(self._batch) / step.at(samples)
+        watch = Stopwatch(self._device, enough_s=self._budget_s / 4 / max(1, 13 * len(forms)), most=7)
+        probes = {
+            form: Probe(node, layer, self._graph.tensors, samples, self._device)
+            for form, (node, layer) in forms.items()
+        }
+        found: dict[str, dict[str, dict[int, float]]] = {form: {} for form in forms}
+        for part in PARTS:
+            for form, probe in probes.items():
+                if time.perf_counter() > until and found[form]:
+                    continue
+                self._tell(f"{part:.0%} of {form}")
+                for mode, size, act in probe.acts(part):
+                    found[form].setdefault(mode, {})[size] = watch.read(act).seconds * scale
+        return {form: _curves(found[form], probe.sizes) for form, probe in probes.items()}
+
+    def free_bytes(self, ranks_here: int) -> int:
+        """Returns the memory that this rank may use."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self._device)[0])
+        return int(psutil.virtual_memory().available) // max(1, ranks_here)
+
+    def sample_bytes(self) -> int:
+        """Returns what autograd keeps for each sample, from two batches of different size."""
+        model = copy.deepcopy(self._traced.model).to(self._device).train()
+        few, many = (self._kept_bytes(model, size) for size in (2, 4))
+        return max(0, many - few) // 2
+
+    def _kept_bytes(self, model: nn.Module, samples: int) -> int:
+        kept: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            outputs = model(**self._inputs(samples))
+        del outputs
+        return sum(size for place, size in kept.items() if place not in own)
+
+    def _train(self, model: nn.Module, optimizer: torch.optim.Optimizer, samples: int) -> None:
+        outputs = [x for x in pytree.tree_leaves(model(**self._inputs(samples))) if isinstance(x, torch.Tensor)]
+        sum(x.float().square().mean() for x in outputs if x.requires_grad).backward()  # type: ignore[union-attr]  # there is one
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _inputs(self, samples: int) -> dict[str, torch.Tensor]:
+        made = {}
+        for layer in self._graph.layers:
+            if layer.op != "input" or not layer.outputs:
+                continue
+            tensor = layer.outputs[0]
+            shape = (samples, *tensor.shape[1:]) if tensor.shape[:1] == (self._batch,) else tensor.shape
+            made[layer.where] = _filled(shape, getattr(torch, tensor.dtype), self._device)
+        return made
+
+    def _sizes(self) -> list[int]:
+        """Returns the batches to try, small ones first."""
+        return sorted({max(min(2, self._batch), round(self._batch * part)) for part in PARTS})
+
+    def _probe_batch(self, step: Curve) -> int:
+        """Returns the samples with which layers are timed: fewer on a slow device, so that all parts are reached."""
+        bearable = self._budget_s / 40
+        sizes = [size for size in self._sizes() if step.at(size) <= bearable]
+        return max(sizes, default=min(self._sizes()))
+
+    def _forms(self) -> Iterator[tuple[str, tuple[fx.Node, Layer]]]:
+        nodes = {node.name: node for node in self._traced.program.graph.nodes}
+        for layer in self._graph.layers:
+            if layer.op in ("conv", "linear") and len(layer.inputs) > 1:
+                yield self._graph.form_of(layer), (nodes[layer.name], layer)
+
+
+class Probe:
+    """One convolution or linear layer by itself, of any width."""
+
+    def __init__(
+        self, node: fx.Node, layer: Layer, tensors: dict[str, Any], samples: int, device: torch.device
+    ) -> None:
+        self._node, self._layer, self._device = node, layer, device
+        given, weight = (tensors[name] for name in layer.inputs[:2])
+        self._input = (samples, *given.shape[1:])
+        self._weight, self._dtype = tuple(weight.shape), getattr(torch, weight.dtype)
+        self._has_grad = given.has_grad
+        self._batch = given.shape[0]
+        transposed = bool(layer.options.get("transposed"))
+        self._out, self._in = (1, 0) if transposed else (0, 1)
+        self._channel = 1 if layer.op == "conv" else len(given.shape) - 1
+
+    def acts(self, part: float) -> Iterator[tuple[str, int, Callable[[], None]]]:
+        """Returns what to time for this part of the layer: with outputs, inputs or samples of that part."""
+        if part == 1.0:
+            yield "whole", 0, self._act(self._input, self._weight)
+            return
+        outputs, inputs = (max(1, round(self._weight[dim] * part)) for dim in (self._out, self._in))
+        if self._layer.options.get("groups", 1) == 1:
+            yield "outputs", outputs, self._act(self._input, _with(self._weight, self._out, outputs))
+            narrow = _with(self._input, self._channel, inputs)
+            yield "inputs", inputs, self._act(narrow, _with(self._weight, self._in, inputs))
+        samples = max(1, round(self._input[0] * part))
+        yield "samples", max(1, round(self._batch * part)), self._act((samples, *self._input[1:]), self._weight)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The outputs, inputs and samples of the whole layer."""
+        return {"outputs": self._weight[self._out], "inputs": self._weight[self._in], "samples": self._batch}
+
+    def _act(self, input_shape: tuple[int, ...], weight_shape: tuple[int, ...]) -> Callable[[], None]:
+        x = _filled(input_shape, self._dtype, self._device).requires_grad_(self._has_grad)
+        weight = _filled(weight_shape, self._dtype, self._device).requires_grad_()
+        target: Any = self._node.target
+        settings, named = self._node.args[2:], self._node.kwargs
+        wanted = [x, weight] if self._has_grad else [weight]
+
+        def act() -> None:
+            y = target(x, weight, *settings, **named)
+            torch.autograd.grad(y, wanted, y.detach())
+
+        return act
+
+
+def _curves(found: dict[str, dict[int, float]], sizes: dict[str, int]) -> LayerCurves:
+    """Returns the curves through what was read; the whole layer is the end of each."""
+    whole = found["whole"][0]
+    ends = {mode: {**found.get(mode, {}), size: whole} for mode, size in sizes.items()}
+    made = {mode: dict(sorted(points.items())) for mode, points in ends.items()}
+    curves = {mode: Curve(sizes=tuple(points), seconds=tuple(points.values())) for mode, points in made.items()}
+    return LayerCurves(**curves)
+
+
+def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns numbers to compute with; zeros are whole numbers that any embedding knows."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)

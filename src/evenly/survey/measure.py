@@ -1,0 +1,106 @@
+"""Cluster -> Profile: every rank times the network on its device, all together, and pairs of ranks time their way."""
+
+import platform
+from collections.abc import Callable
+from itertools import combinations
+
+import torch
+
+from evenly.comm import Alarm, Party, Waiter, backend_for, close_groups, gather_json, open_group
+from evenly.graph import Traced
+from evenly.spec import Cluster, DeviceProfile, Lane, Profile
+from evenly.survey.devices import DeviceSurvey
+from evenly.survey.lanes import lanes_of, measure_lanes
+
+QUICK_S, THOROUGH_S = 14.0, 60.0
+MOST_PAIRS = 28  # of a node of 8; larger nodes are measured round the ring
+
+
+def measure_cluster(
+    party: Party,
+    traced: Traced,
+    cluster: Cluster,
+    device: torch.device,
+    *,
+    quick: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+    timeout_s: float = 600.0,
+    parent: Alarm | None = None,
+) -> Profile:
+    """Returns the profile of a cluster for one network and batch; all ranks call it together."""
+    alarm = Alarm(party, parent=parent)
+    try:
+        waiter = Waiter(alarm, place="the measurement of devices", timeout_s=timeout_s)
+        waiter.roll_call()
+        everybody = open_group(party, "measure", range(party.size), backend="gloo", timeout_s=timeout_s)
+        budget_s = QUICK_S if quick else THOROUGH_S
+        node = cluster.nodes[cluster.node_of(party.rank)]
+        survey = DeviceSurvey(traced, device, budget_s=budget_s, tell=tell)
+        gather_json(None, everybody, waiter)  # so that all work at the same time
+        step = survey.step()
+        mine = DeviceProfile(
+            rank=party.rank,
+            step=step,
+            layers=survey.layers(step),
+            free_bytes=survey.free_bytes(len(node.ranks)),
+            unit=_unit(device, traced),
+            spread=survey.spread,
+        )
+        lanes = _lanes(party, cluster, device, waiter, budget_s, tell)
+        rows = gather_json(
+            [mine.model_dump(), [lane.model_dump() for lane in lanes], survey.sample_bytes()], everybody, waiter
+        )
+        return Profile(
+            cluster=cluster.fingerprint,
+            graph=traced.graph.fingerprint,
+            batch_size=max(1, traced.graph.batch_size),
+            devices=tuple(DeviceProfile(**row[0]) for row in rows),
+            lanes=tuple(Lane(**lane) for row in rows for lane in row[1]),
+            sample_bytes=max(row[2] for row in rows),
+            versions=versions(),
+        )
+    except BaseException as error:
+        alarm.ring(error)
+        raise
+    finally:
+        alarm.close()
+
+
+def versions() -> str:
+    """Returns what else a measurement depends on."""
+    return f"torch {torch.__version__}, python {platform.python_version()}, {platform.machine()}"
+
+
+def _lanes(
+    party: Party,
+    cluster: Cluster,
+    device: torch.device,
+    waiter: Waiter,
+    budget_s: float,
+    tell: Callable[[str], None],
+) -> list[Lane]:
+    """Returns the ways that this rank is the first end of: inside its node, and from its node to others."""
+    found: list[Lane] = []
+    leaders = [node.ranks[0] for node in cluster.nodes]
+    rooms = [(f"node{index}", list(node.ranks)) for index, node in enumerate(cluster.nodes)] + [("across", leaders)]
+    for name, ranks in rooms:
+        if party.rank not in ranks or len(ranks) < 2:
+            continue
+        backend = backend_for([cluster.device_of(rank) for rank in ranks])
+        group = open_group(party, f"lanes {name}", ranks, backend=backend, timeout_s=waiter.timeout_s)
+        where = device if backend == "nccl" else torch.device("cpu")
+        pairs = list(combinations(range(len(ranks)), 2))
+        if len(pairs) > MOST_PAIRS:
+            pairs = [(i, (i + 1) % len(ranks)) for i in range(len(ranks))]
+        rates = measure_lanes(group, waiter, where, pairs, enough_s=budget_s / 4 / len(pairs) / 8, tell=tell)
+        found += lanes_of(rates, ranks)
+        close_groups([group])
+    return found
+
+
+def _unit(device: torch.device, traced: Traced) -> int:
+    """Returns the multiple of filters that a device computes best: of tensor cores, or of vectors."""
+    halves = any(p.dtype in (torch.float16, torch.bfloat16) for p in traced.model.parameters())
+    if device.type == "cuda":
+        return 8 if halves else 4
+    return 1

@@ -1,0 +1,226 @@
+"""What tracing could lose without a word is kept, or refused by name; ranks that part are told."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from evenly import MismatchError, SpecError, trace
+from evenly.comm import Party
+from evenly.shards import full_state_dict, shard_model
+from tests.ranks import RankError, run_ranks
+from tests.shards.compare import compare
+
+X = torch.linspace(-2, 3, 4 * 6, dtype=torch.float64).view(4, 6)
+
+
+class Reversed(torch.autograd.Function):
+    """Passes numbers through and turns gradients round."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Net(nn.Module):
+    def __init__(self, act) -> None:
+        super().__init__()
+        self.first, self.second, self.act = nn.Linear(6, 8), nn.Linear(8, 4), act
+        self.third = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self, x)
+
+
+class Quiet(nn.Module):
+    """Computes without gradients, in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.inside(x)
+
+
+KEPT = {
+    "an autograd function": lambda m, x: m.second(Reversed.apply(m.first(x))),
+    "numpy's word for a dim": lambda m, x: m.second(m.first(x)).mean(axis=1, keepdims=True),
+    "a sum over no dims, which are all": lambda m, x: m.second(m.first(x)).sum(dim=()),
+    "axes by name": lambda m, x: m.second(m.first(x).swapaxes(axis0=0, axis1=1).swapaxes(0, 1)),
+    "a tensor joined with itself": lambda m, x: F.linear(torch.cat([m.second(m.first(x))] * 2, 1), m.third.weight.T),
+    "parts in another order": lambda m, x: m.second(torch.cat(m.first(x).chunk(2, 1)[::-1], 1)),
+    "a power in place": lambda m, x: _powered(m.first(x)),
+    "a loss as old programs wrote it": lambda m, x: F.cross_entropy(
+        m.second(m.first(x)), torch.arange(4), size_average=False
+    ),
+}
+
+
+def _powered(h: Tensor) -> Tensor:
+    h **= 2
+    return h
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.filterwarnings("ignore:size_average")
+def test_it_is_computed_as_it_is(name: str) -> None:
+    compare(lambda: Net(KEPT[name]).double(), X, [2, 1], smaller=False)
+
+
+def test_a_module_that_switches_gradients_off_keeps_doing_so() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Quiet(), nn.Linear(6, 4)).double()
+
+    def act(party: Party) -> list[bool]:
+        sharded = shard_model(model, X, party=party, shares=[2, 1])
+        sharded(X).sum().backward()
+        sharded.close()
+        return [parameter.grad is None for parameter in sharded.parameters()]
+
+    model(X).sum().backward()
+    truth = [parameter.grad is None for parameter in model.parameters()]
+    assert run_ranks(2, act) == [truth, truth]
+
+
+def _filled(m: Net, x: Tensor) -> Tensor:
+    h = m.first(x)
+    h[:, 0] = 5.0
+    return h
+
+
+REFUSED = {
+    "random numbers as a constant": (lambda m, x: m.first(x) + torch.randn(8), "random numbers"),
+    "random numbers inside a function": (lambda m, x: F.gumbel_softmax(m.first(x)), "random numbers"),
+    "a tensor that is overwritten": (lambda m, x: m.first(x).zero_(), "writes into a tensor"),
+    "a part that is overwritten": (_filled, "in place"),
+    "a result written into a tensor": (lambda m, x: torch.add(h := m.first(x), 1, out=h), "writes into a tensor"),
+    "a change that another name sees": (lambda m, x: _changed(m.first(x)), "shares memory"),
+}
+
+
+def _changed(h: Tensor) -> Tensor:
+    other = h.double()
+    h += 1
+    return other
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused(name: str) -> None:
+    act, said = REFUSED[name]
+    with pytest.raises(SpecError, match=said):
+        trace(Net(act).double(), X)
+
+
+MODULES = {
+    "an LSTM with dropout": (nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True), "dropout to 0"),
+    "complex parameters": (nn.Linear(8, 8, dtype=torch.complex64), "complex"),
+    "TorchScript": (torch.nn.Linear(8, 8), "TorchScript"),
+    "a lazy layer": (nn.LazyLinear(4), "no shape yet"),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_is_refused(name: str) -> None:
+    model, said = MODULES[name]
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(SpecError, match=said):
+        trace(torch.jit.script(model) if name == "TorchScript" else nn.Sequential(model), x)
+
+
+def test_attention_without_a_batch_is_attention() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.out = nn.MultiheadAttention(8, 1, batch_first=True), nn.Linear(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.own(x, x, x, need_weights=False)[0])
+
+    compare(lambda: Attends().double(), torch.randn(4, 8, dtype=torch.float64), [2, 1], smaller=False)
+
+
+def test_a_decoder_attends_to_what_was_encoded() -> None:
+    class Decodes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+            self.out = nn.Linear(8, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.decoder(x, x.flip(1)))
+
+    layout = compare(lambda: Decodes().double(), torch.randn(4, 3, 8, dtype=torch.float64), [2, 1])
+    assert sum(choice.op == "attention" and choice.mode == "local" for choice in layout.choices) == 4
+
+
+@pytest.mark.parametrize("shares", [{0: 2, 1: 1}, {2, 1}, "21", b"21", [10**400, 1], 3])
+def test_shares_are_a_list_of_numbers(shares) -> None:
+    def act(party: Party) -> None:
+        with pytest.raises(SpecError, match="list of numbers"):
+            shard_model(nn.Linear(4, 4), torch.ones(2, 4), party=party, shares=shares)
+
+    run_ranks(2, act)
+
+
+def parted(party: Party, act) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    sharded = shard_model(model, torch.ones(2, 4), party=party, shares=[2, 1], timeout_s=20)
+    try:
+        act(party, sharded)
+    finally:
+        sharded.close()
+
+
+@pytest.mark.parametrize("sizes", [(4, 5), (0, 2)])
+def test_batches_of_unequal_size_are_named(sizes) -> None:
+    def act(party: Party, sharded: nn.Module) -> None:
+        sharded(torch.ones(3, 4))
+        sharded(torch.ones(sizes[party.rank], 4))
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, parted, act)
+    assert any(isinstance(e, MismatchError) and "unequal size" in str(e) for e in caught.value.errors)
+
+
+def test_one_rank_with_another_size_than_before_is_named() -> None:
+    def act(party: Party, sharded: nn.Module) -> None:
+        sharded(torch.ones(3, 4))
+        sharded(torch.ones(3 + party.rank, 4))
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, parted, act)
+    assert any("unequal size" in str(e) for e in caught.value.errors)
+
+
+def test_other_data_on_a_rank_is_named() -> None:
+    def act(party: Party, sharded: nn.Module) -> None:
+        sharded(torch.randn(3, 4, generator=torch.Generator().manual_seed(party.rank)))
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, parted, act)
+    assert any("other data" in str(e) for e in caught.value.errors)
+
+
+def test_after_an_error_or_the_end_it_says_so() -> None:
+    def act(party: Party, sharded: nn.Module) -> None:
+        with pytest.raises(SpecError, match="only the batch may differ"):
+            sharded(torch.ones(2, 5))
+        with pytest.raises(SpecError):
+            sharded(torch.ones(2, 4))
+        sharded.close()
+        with pytest.raises(SpecError, match="after close"):
+            sharded(torch.ones(2, 4))
+
+    run_ranks(2, parted, act)
+
+
+def test_the_state_of_another_module_is_not_asked_for() -> None:
+    with pytest.raises(SpecError, match=r"cut by evenly\.shard"):
+        full_state_dict(nn.Linear(2, 2))
