@@ -1,5 +1,8 @@
 """What tracing could lose without a word is kept, or refused by name; ranks that part are told."""
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,6 +34,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second, self.act = nn.Linear(6, 8), nn.Linear(8, 4), act
         self.third = nn.Linear(4, 8)
+        self.notes: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self, x)
@@ -55,11 +59,19 @@ KEPT = {
     "axes by name": lambda m, x: m.second(m.first(x).swapaxes(axis0=0, axis1=1).swapaxes(0, 1)),
     "a tensor joined with itself": lambda m, x: F.linear(torch.cat([m.second(m.first(x))] * 2, 1), m.third.weight.T),
     "parts in another order": lambda m, x: m.second(torch.cat(m.first(x).chunk(2, 1)[::-1], 1)),
+    "a squeeze of everything": lambda m, x: m.second(m.first(x)).unsqueeze(1).squeeze(),
+    "numbers read as another type": lambda m, x: m.second(m.first(x)).view(torch.int64).view(torch.float64) * 2,
     "a power in place": lambda m, x: _powered(m.first(x)),
     "a loss as old programs wrote it": lambda m, x: F.cross_entropy(
         m.second(m.first(x)), torch.arange(4), size_average=False
     ),
 }
+
+
+def _quietly(m: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = m.first(x)
+    return m.second(h)
 
 
 def _powered(h: Tensor) -> Tensor:
@@ -94,7 +106,28 @@ def _filled(m: Net, x: Tensor) -> Tensor:
     return h
 
 
+@dataclass
+class Pair:
+    a: Tensor
+    b: Tensor
+
+
+def _noting(m: Net, x: Tensor) -> Tensor:
+    m.calls = getattr(m, "calls", 0) + 1
+    return m.first(x)
+
+
+def _listing(m: Net, x: Tensor) -> Tensor:
+    m.notes.append(h := m.first(x))
+    return h
+
+
 REFUSED = {
+    "gradients off for a layer": (lambda m, x: _quietly(m, x), "switches gradients"),
+    "a dataclass of tensors": (lambda m, x: Pair(m.first(x), x), "has no rule"),
+    "a count of its calls": (_noting, "changes its attribute 'calls'"),
+    "a list of what it saw": (_listing, "changes its attribute 'notes'"),
+    "a turned tensor that is changed": (lambda m, x: _turned(m.first(x)), "shares memory"),
     "random numbers as a constant": (lambda m, x: m.first(x) + torch.randn(8), "random numbers"),
     "random numbers inside a function": (lambda m, x: F.gumbel_softmax(m.first(x)), "random numbers"),
     "a tensor that is overwritten": (lambda m, x: m.first(x).zero_(), "writes into a tensor"),
@@ -102,6 +135,12 @@ REFUSED = {
     "a result written into a tensor": (lambda m, x: torch.add(h := m.first(x), 1, out=h), "writes into a tensor"),
     "a change that another name sees": (lambda m, x: _changed(m.first(x)), "shares memory"),
 }
+
+
+def _turned(h: Tensor) -> Tensor:
+    other = h.mT
+    other += 1
+    return h
 
 
 def _changed(h: Tensor) -> Tensor:
@@ -113,8 +152,11 @@ def _changed(h: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused(name: str) -> None:
     act, said = REFUSED[name]
+    model = Net(act).double()
     with pytest.raises(SpecError, match=said):
-        trace(Net(act).double(), X)
+        trace(model, X)
+    assert model.notes == []
+    assert not hasattr(model, "calls")
 
 
 MODULES = {
@@ -224,3 +266,40 @@ def test_after_an_error_or_the_end_it_says_so() -> None:
 def test_the_state_of_another_module_is_not_asked_for() -> None:
     with pytest.raises(SpecError, match=r"cut by evenly\.shard"):
         full_state_dict(nn.Linear(2, 2))
+
+
+class Named(NamedTuple):
+    a: Tensor
+    b: dict[str, list[Tensor]]
+
+
+def test_outputs_keep_their_form() -> None:
+    model = Net(lambda m, x: Named(m.first(x), {"more": [m.second(m.first(x)), x]})).double()
+
+    def act(party: Party) -> Named:
+        sharded = shard_model(model, X, party=party, shares=[2, 1])
+        out = sharded(X)
+        sharded.close()
+        return out
+
+    for out in run_ranks(2, act):
+        assert type(out) is Named
+        assert type(out.b) is dict
+        assert type(out.b["more"]) is list
+
+
+def test_a_convolution_without_a_batch_keeps_its_bias() -> None:
+    example = torch.randn(3, 7, 7, dtype=torch.float64)
+    compare(
+        lambda: nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Flatten(0)).double(), example, [2, 1], smaller=False
+    )
+
+
+def test_ranks_in_different_modes_are_named() -> None:
+    def act(party: Party, sharded: nn.Module) -> None:
+        sharded.train(party.rank == 0)
+        sharded(torch.ones(3, 4))
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, parted, act)
+    assert any("different modes" in str(e) for e in caught.value.errors)

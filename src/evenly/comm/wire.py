@@ -93,6 +93,12 @@ class Wire:
                 f"the ranks of one network were given batches of unequal size in pass {number}: {said} samples. Give "
                 "all ranks the same batches: no DistributedSampler, and one seed for shuffling."
             )
+        if any(other[1] != mine[1] for other in found):
+            modes = {rank: "train" if other[1] else "eval" for rank, other in zip(ranks, found, strict=True)}
+            raise MismatchError(
+                f"the ranks of one network are in different modes in pass {number}: {modes}. Call train() or eval() on "
+                "all of them."
+            )
         strange = [rank for rank, other in zip(ranks, found, strict=True) if not _alike(mine, other)]
         if strange:
             raise MismatchError(
@@ -187,7 +193,7 @@ class Wire:
 
 def _alike(mine: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two batches have like numbers; devices may round differently."""
-    pairs = list(zip(mine[1:], other[1:], strict=False))
+    pairs = list(zip(mine[2:], other[2:], strict=False))
     scale = max((abs(a) for a, _ in pairs), default=0.0)
     return all(abs(a - b) <= 1e-3 * scale or a != a for a, b in pairs)
 

@@ -21,6 +21,8 @@ def exported(model: nn.Module, given: dict[str, torch.Tensor]) -> fx.GraphModule
     graph: fx.Graph = module.graph
     form = graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]  # what export gives its graphs
     for node in list(graph.nodes):
+        if node.op == "get_attr" and not isinstance(operator.attrgetter(str(node.target))(module), torch.Tensor):
+            raise SpecError("forward switches gradients or autocast on or off; move that into a module of its own")
         if node.op == "call_module" and str(node.target).startswith("_guards"):
             graph.erase_node(node)
         elif node.op == "output":

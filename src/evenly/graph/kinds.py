@@ -154,8 +154,26 @@ def _along(position: int, default: int | None = None) -> Callable[[Seen], Row]:
     return rule
 
 
+def _linear(seen: Seen) -> Row:
+    weight = seen.argument(1, "weight")
+    if weight.ndim != 2 or seen.argument(2, "bias") is not None:
+        return opaque("its weight or bias has an unusual shape")
+    return Row("mixing", "linear")
+
+
+def _view(seen: Seen) -> Row:
+    words = [*seen.node.args[1:], *seen.node.kwargs.values()]
+    if any(isinstance(word, torch.dtype) for word in words):
+        return opaque("it reads numbers as another type")
+    if seen.name == "squeeze" and not words:
+        return opaque("squeeze without a dim looks at the batch too")
+    return Row("reshaping", "view")
+
+
 def _conv(seen: Seen) -> Row:
     transposed = "transpose" in seen.name
+    if seen.argument(2, "bias") is not None:
+        return opaque("its bias has an unusual shape")
     groups = seen.argument(6, "groups", 1)
     if seen.ndim != int(seen.name[-2] if seen.name[-1] == "d" else seen.ndim - 2) + 2:
         return opaque("its input has no batch dim")
@@ -334,7 +352,7 @@ def _matmul(seen: Seen) -> Row:
 RULES: dict[str, Callable[[Seen], Row]] = {
     **dict.fromkeys(UNARY, _unary),
     **dict.fromkeys(JOINS, _join),
-    **dict.fromkeys(VIEWS, lambda seen: Row("reshaping", "view")),
+    **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv),
     **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"), _batch_norm),
@@ -354,7 +372,7 @@ RULES: dict[str, Callable[[Seen], Row]] = {
     **dict.fromkeys(RANDOM, lambda seen: opaque("it draws random numbers")),
     "add_bias": lambda seen: Row("per channel", "bias", {"dim": _positive(seen.argument(2, "dim"), seen.ndim)}),
     "pad": _padded,
-    "linear": lambda seen: Row("mixing", "linear"),
+    "linear": _linear,
     "embedding": _embedding,
     "group_norm": _norm("group_norm"),
     "layer_norm": _norm("layer_norm"),

@@ -85,7 +85,7 @@ def lower(traced: fx.GraphModule) -> None:
             continue
         _place_arguments(node, name)
         if node.target in CONVS or (name.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose"))):
-            _part_bias(node, 2, dim=1)
+            _part_bias(node, 2, dim=-1 - int(name[name.index("d") - 1]))
             _subsample(traced, node)
         elif name == "linear":
             _part_bias(node, 2, dim=-1)
@@ -226,7 +226,7 @@ def _later_see(changed: fx.Node, result: fx.Node) -> None:
 def _part_bias(node: fx.Node, position: int, *, dim: int) -> None:
     """Computes without bias, then adds it: a sum over ranks may have to come between."""
     bias = node.args[position] if len(node.args) > position else node.kwargs.get("bias")
-    if bias is None:
+    if bias is None or not _is_plain_bias(node, bias):
         return
     if len(node.args) > position:
         node.args = (*node.args[:position], None, *node.args[position + 1 :])
@@ -236,6 +236,15 @@ def _part_bias(node: fx.Node, position: int, *, dim: int) -> None:
         added = node.graph.call_function(add_bias, (node, bias, dim))
     node.replace_all_uses_with(added, delete_user_cb=lambda user: user is not added)
     added.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
+
+
+def _is_plain_bias(node: fx.Node, bias: Any) -> bool:
+    """Whether a bias is one number for each output, as far as that can be seen."""
+    owner = node.graph.owning_module
+    if not isinstance(bias, fx.Node) or bias.op != "get_attr" or owner is None:
+        return True
+    found = operator.attrgetter(str(bias.target))(owner)
+    return not isinstance(found, torch.Tensor) or (found.ndim == 1 and found.numel() > 1)
 
 
 def _subsample(traced: fx.GraphModule, node: fx.Node) -> None:

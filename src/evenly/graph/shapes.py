@@ -109,7 +109,11 @@ def call_hollow(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 lambda x: torch.zeros_like(x, device="cpu").requires_grad_(x.requires_grad),
                 (args, kwargs),
             )
+            tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+            before = [x._version for x in tensors]
             made = copy.deepcopy(module).to("cpu").forward(*given[0], **given[1])
+            if [x._version for x in tensors] != before:
+                raise SpecError(f"{type(module).__name__} changes its input in place, which has no rule.") from None
         return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), made)
 
 

@@ -20,6 +20,19 @@ from evenly.graph.tracer import is_tensor_list, open_up
 from evenly.spec.graph import Graph, Layer, Tensor
 
 Switches = dict[str, dict[str, tuple[Any, Any]]]  # node -> argument -> its values in training and in evaluation
+PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    slice,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    range,
+)
 _TRACING = threading.Lock()  # fx patches torch's modules for the whole process while it traces
 Example = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -31,7 +44,7 @@ class Traced:
     model: nn.Module
     program: fx.GraphModule
     graph: Graph
-    arguments: tuple[str, ...]  # of forward, in the order of the program's inputs
+    form: pytree.TreeSpec | None  # of what forward returns; None: as the program gives it
     example: dict[str, tuple[int, ...]]  # shapes of the arguments that are tensors
     switches: Switches
 
@@ -66,20 +79,19 @@ def follow(model: nn.Module, example: Example) -> Traced:
 def _follow(model: nn.Module, given: dict[str, Any]) -> Traced:
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     with _mode(model, training=False):
-        quiet, _ = open_up(model, tensors)
+        quiet, _, _ = open_up(model, tensors)
         lower(quiet)
     with _mode(model, training=True):
-        program, closed = open_up(model, tensors)
+        program, closed, form = open_up(model, tensors)
         lower(program)
     switches = _switches(model, program, quiet)
     _name_tuples(program, tensors)
     with _mode(model, training=True):
         shapes = _shapes(program, tensors)
     layers = _layers(program, shapes, closed)
-    names = tuple(node.target for node in program.graph.nodes if node.op == "placeholder")
     graph = Graph(model=type(model).__name__, layers=tuple(layers))
     example_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return Traced(model, program, graph, names, example_shapes, switches)
+    return Traced(model, program, graph, form, example_shapes, switches)
 
 
 def _arguments(model: nn.Module, example: Example) -> dict[str, Any]:
@@ -300,6 +312,12 @@ def _row(
     if not outputs:
         leaves = pytree.tree_leaves(shapes.values[node.name])
         held = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        strange = [leaf for leaf in leaves if not isinstance(leaf, PLAIN) and leaf is not None]
+        if strange and not held and tensors:
+            raise SpecError(
+                f"forward makes a {type(strange[0]).__name__} of tensors at {node.name!r}, which has no rule. Return "
+                "tensors, tuples, lists, named tuples or dicts."
+            )
         return opaque("nested outputs") if held else Row("source", "number")
     if name == "getitem" and not isinstance(shapes.values[node.all_input_nodes[0].name], torch.Tensor):
         return opaque("a part of a nested output")

@@ -1,5 +1,6 @@
 """A network as an fx graph of functions: modules with weights are opened, what cannot be traced stays closed."""
 
+import copy
 import inspect
 import operator
 from collections.abc import Callable, Iterator
@@ -47,9 +48,23 @@ class Value(fx.Proxy):
 
     __int__ = __index__
 
+    def __getattr__(self, k: str) -> "Attribute":
+        """Returns an attribute, or a method to be called."""
+        return Attribute(self, k)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keeps what fx notes; forward cannot change attributes of a tensor."""
+        if name not in ("node", "tracer", "_root", "root", "attr", "_node", "graph"):
+            raise fx.proxy.TraceError(f"it sets the attribute {name!r} of a tensor")
+        object.__setattr__(self, name, value)
+
     def __float__(self) -> float:
         """Returns a size as a number."""
         return float(self.tracer.number(self))  # type: ignore[attr-defined]  # our tracer
+
+
+class Attribute(fx.proxy.Attribute):
+    """An attribute of a value, such as `x.mT`, which shares its memory."""
 
 
 def _in_place(act: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +72,8 @@ def _in_place(act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
-    setattr(Value, f"__{_name}__", _in_place(getattr(operator, _name)))
+    for _kind in (Value, Attribute):
+        setattr(_kind, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
 class Tracer(fx.Tracer):
@@ -69,8 +85,20 @@ class Tracer(fx.Tracer):
         super().__init__(autowrap_functions=())
         self.closed = closed
         self.inside: list[str] = []  # the modules whose forward is being traced
+        self.form: pytree.TreeSpec | None = None  # of what forward returns
+        self._depth = 0
         self._settings = _settings()
         self._guesses = [Guess(self, given, times, more) for times, more in ((1, 0), (1, 1), (0, 1), (64, 0))]
+
+    def create_arg(self, a: Any) -> Any:
+        """Returns an argument as graphs hold it; the form of the last one, what forward returns, is kept."""
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                self.form = pytree.tree_structure(a)
+            return super().create_arg(a)
+        finally:
+            self._depth -= 1
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Adds an operation; under another mode of torch than at the start it would lose that mode."""
@@ -153,7 +181,10 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
 
 @contextmanager
 def _keeping_functions() -> Iterator[None]:
-    """Lets an autograd function be one operation; fx would follow its forward and forget its backward."""
+    """Lets an autograd function be one operation: fx would follow its forward and forget its backward.
+
+    Refuses that a module keeps what is traced: it would not be a tensor.
+    """
     plain = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,11 +192,20 @@ def _keeping_functions() -> Iterator[None]:
         own = plain.__get__(None, cls)
         return own(*args, **kwargs) if found is None else found.tracer.create_proxy("call_function", own, args, kwargs)
 
+    kept = nn.Module.__setattr__
+
+    def keep(module: nn.Module, name: str, value: Any) -> None:
+        if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value)):
+            raise fx.proxy.TraceError(f"it keeps a tensor in its attribute {name!r}")
+        kept(module, name, value)
+
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for a while
+    nn.Module.__setattr__ = keep  # type: ignore[method-assign, assignment]  # for a while
     try:
         yield
     finally:
         torch.autograd.Function.apply = plain  # type: ignore[method-assign]  # as it was
+        nn.Module.__setattr__ = kept  # type: ignore[method-assign]  # as it was
 
 
 class Guess:
@@ -209,8 +249,8 @@ class Guess:
         return node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function it is a function
 
 
-def open_up(model: nn.Module, given: dict[str, Any]) -> tuple[fx.GraphModule, dict[str, str]]:
-    """Returns the traced network and the modules that stayed closed, each with the reason.
+def open_up(model: nn.Module, given: dict[str, Any]) -> tuple[fx.GraphModule, dict[str, str], pytree.TreeSpec | None]:
+    """Returns the traced network, the modules that stayed closed, each with the reason, and the form of the outputs.
 
     Args:
         model: the network.
@@ -229,13 +269,14 @@ def open_up(model: nn.Module, given: dict[str, Any]) -> tuple[fx.GraphModule, di
         drawing = Drawing()  # type: ignore[no-untyped-call]  # torch has no annotation here
         try:
             with drawing, _keeping_functions():
-                return _forgetting(model, partial(_traced, model, tracer, fixed)), closed
+                return _forgetting(model, partial(_traced, model, tracer, fixed)), closed, tracer.form
         except SpecError:
             raise
         except Exception as error:
-            if not tracer.inside:
-                return _by_export(model, given, error), closed
-            closed[tracer.inside[-1]] = _reason(error)
+            name = next((name for name in reversed(tracer.inside) if name not in closed), None)
+            if name is None:
+                return _by_export(model, given, error), closed, None
+            closed[name] = _reason(error)
 
 
 def _traced(model: nn.Module, tracer: Tracer, fixed: dict[str, Any]) -> fx.GraphModule:
@@ -254,12 +295,52 @@ def _by_export(model: nn.Module, given: dict[str, torch.Tensor], first: Exceptio
 
 
 def _forgetting(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.GraphModule:
-    """Returns what is made, and takes away the constants of forward that fx leaves behind in the network."""
+    """Returns what is made; the network is left as it was, also where its forward notes something in itself."""
+    before = {module: _noted(module) for module in model.modules()}
     try:
-        return make()
+        made = make()
     finally:
         for name in [name for name in vars(model) if name.startswith("_tensor_constant")]:
             delattr(model, name)
+        changed = [(module, key) for module in before for key in _restore(module, before[module])]
+    if changed:
+        module, key = changed[0]
+        raise SpecError(
+            f"forward of {type(module).__name__} changes its attribute {key!r}, which a network whose layers are cut "
+            "would not do. Keep such notes outside of forward."
+        )
+    return made
+
+
+def _noted(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a module, with copies of those that can be added to."""
+    return {key: copy.copy(value) if type(value) in (list, dict, set) else value for key, value in vars(module).items()}
+
+
+def _restore(module: nn.Module, before: dict[str, Any]) -> list[str]:
+    """Brings a module's attributes back, and returns which had changed."""
+    now = vars(module)
+    changed = [key for key in now if key not in before or not _same(now[key], before[key])]
+    changed += [key for key in before if key not in now]
+    for key in changed:
+        if type(now.get(key)) in (list, dict, set) and type(now[key]) is type(before.get(key)):
+            now[key].clear()
+            now[key].extend(before[key]) if isinstance(now[key], list) else now[key].update(before[key])
+        elif key in before:
+            now[key] = before[key]
+        else:
+            del now[key]
+    return changed
+
+
+def _same(now: Any, before: Any) -> bool:
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, list):
+        return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+    if isinstance(now, dict):
+        return list(now) == list(before) and all(now[key] is before[key] for key in now)
+    return now is before or (isinstance(now, int | float | str | set) and bool(now == before))
 
 
 def refuse_hooks(model: nn.Module) -> None:

@@ -48,8 +48,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
                 name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
                 raise SpecError(
                     f"{name} was asked to step on parameters that are cut over ranks, but {reason}. Use an optimizer "
-                    "that treats each element alone, such as torch.optim.AdamW or SGD, or Adafactor or Lamb of "
-                    "evenly.shards.optim, which sum over ranks; or keep these parameters whole."
+                    "that treats each element alone, such as torch.optim.AdamW or SGD, or one that sums over ranks: "
+                    "evenly.shards.Adafactor or evenly.shards.Lamb."
                 )
 
 
@@ -87,6 +87,8 @@ def _kinds(parameters: Sequence[torch.Tensor]) -> set[Kind]:
 
 def _reason(optimizer: Optimizer, group: dict[str, Any], kind: Kind) -> str | None:
     """Returns why the optimizer is not to be used on parameters of this kind, or None."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "it is not elementwise: its direction comes from dot products of all elements"
     options, arguments = _options(optimizer, group), _arguments(optimizer)
     key = (type(optimizer), kind, repr(sorted(options.items())), repr(sorted(arguments.items())))
     if key not in _reasons:

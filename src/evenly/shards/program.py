@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
 from evenly.comm import Shift, Wire
@@ -75,7 +76,13 @@ class Program:
                 del now.values[key]
         if self._model.training:
             self._dice.passes += 1
-        return now.values["output", None]
+        return self._formed(now.values["output", None])
+
+    def _formed(self, result: Any) -> Any:
+        """Returns what forward returned in the tuples, lists and dicts that it made."""
+        form = self._traced.form
+        leaves = pytree.tree_leaves(result)
+        return pytree.tree_unflatten(leaves, form) if form is not None and form.num_leaves == len(leaves) else result
 
     def _add(self, node: fx.Node, layer: Layer, number: int) -> None:
         if node.op == "get_attr":

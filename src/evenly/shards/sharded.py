@@ -20,7 +20,7 @@ from evenly.shards.program import Program
 from evenly.spec.layout import Layout
 
 OWN = {"layout", "wire", "_dice", "_signature", "_shapes", "_stage", "_source", "_has_audience", "_program", "_plain"}
-OWN |= {"_expected", "_samples", "_passes", "_is_closed"}
+OWN |= {"_expected", "_stand", "_passes", "_is_closed"}
 
 
 class Sharded(nn.Module):
@@ -61,7 +61,8 @@ class Sharded(nn.Module):
             self._program = Program(_without_data(traced), layout, self, wire, self._dice)
         draws = any(choice.op in ("dropout", "attention") for choice in layout.choices)
         self._plain = [local] if wire.size == 1 and not draws and not self._has_audience else []  # no child of this one
-        self._samples = self._passes = 0
+        self._passes = 0
+        self._stand = (0, False)  # the samples and the mode of the last pass
         self._is_closed = False
         self._expected = {name: tensor.shape for name, tensor in self.named_parameters()}
 
@@ -96,11 +97,12 @@ class Sharded(nn.Module):
         if self._program is None or self.wire.size == 1 or not tensors:
             return
         samples = tensors[0].shape[0]
-        asks = samples != self._samples
-        self.wire.batch = (self._passes, [samples, *(_look(tensors[0]) if asks else [])])
+        stand = (samples, self.training)
+        asks = stand != self._stand
+        self.wire.batch = (self._passes, [samples, self.training, *(_look(tensors[0]) if asks else [])])
         if asks:
             self.wire.agree_on_batch(self.layout.members)
-            self._samples = samples
+            self._stand = stand
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         try:
