@@ -1,4 +1,4 @@
-"""For every test: leaks fail it, what the machine lacks skips it, and generated examples are few and repeatable."""
+"""For every test: leaks fail it, what the machine lacks skips it, examples are few, torch has one thread."""
 
 import functools
 import os
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks are threads or processes already
 
 hypothesis.settings.register_profile("evenly", max_examples=30, deadline=None, derandomize=True)
 hypothesis.settings.load_profile("evenly")

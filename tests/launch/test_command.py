@@ -28,7 +28,9 @@ app()
 
 def start(*words: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", START, *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # launch gives its own
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environ, start_new_session=True, **pipes)
 
 
 def gone(said: list[dict[str, Any]]) -> bool:

@@ -25,6 +25,7 @@ from tests import zoo
 from tests.shards.grammar import sample
 
 SHARES = [3, 2, 1]
+FEW_WAYS = (3, 6, 12, 14, 15, 20, 27, 35, 36, 38, 41, 46, 47, 49)  # networks small enough to try every way
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -195,7 +196,7 @@ def test_what_has_no_rule_is_computed_whole_and_named() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5))
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_the_same_network_gets_the_same_layout_and_both_can_be_told_as_text(seed: int, blocks: int) -> None:
     model, example, _ = sample(seed, blocks)
     graph = trace(model, example)
@@ -238,10 +239,10 @@ def costs(search: Search, most: int) -> list[float]:
 @pytest.mark.parametrize("rates", [Rates(), Rates(1.0, 1.0), Rates(0.01, 1e5), Rates(0.0, 0.0)], ids=str)
 def test_no_way_is_cheaper_than_the_one_found(rates: Rates) -> None:
     tried = 0
-    for seed in range(50):
+    for seed in FEW_WAYS:
         model, example, _ = sample(seed, 2 + seed % 2)
         search = Search(trace(model, example), Cuts([5.0, 2.0]), rates, {}, {})
         if found := costs(search, 400):
             assert search.run().cost == pytest.approx(min(found), rel=1e-12), model
             tried += len(found) > 20
-    assert tried >= 3
+    assert tried >= 6
