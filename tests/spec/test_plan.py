@@ -6,7 +6,21 @@ import pytest
 from hypothesis import given
 
 from evenly import SpecError
-from evenly.spec import Cluster, Device, EveryEpoch, EveryGradient, EverySteps, Exchange, Link, Node, Plan, Role
+from evenly.spec import (
+    Cluster,
+    Device,
+    EveryEpoch,
+    EveryGradient,
+    EverySteps,
+    Exchange,
+    Link,
+    Node,
+    Plan,
+    Replica,
+    Role,
+    deal,
+)
+from evenly.spec.layout import Choice, Cut, Layout, Record, ranges
 from tests.ranks import cluster_of, ragged
 from tests.spec.values import clusters, plans
 
@@ -104,6 +118,70 @@ def test_a_plan_in_words():
         .endswith("every epoch; optimizer state is kept local\nnode 0: rank 0 (cpu) 1 sample a step")
     )
     assert "over all ranks at every step" in Plan.even(cluster, period=EveryGradient()).explain()
+
+
+def layout(*shares: float) -> Layout:
+    """Returns the layout of a network of one layer: 6 outputs dealt out over the ranks that have a share."""
+    members = tuple(rank for rank, share in enumerate(shares) if share)
+    cut = Cut(size=6, segments=ranges(deal(6, [shares[rank] for rank in members])))
+    sharded = Record("sharded", 1, 0)
+    choices = (
+        Choice(layer="a", op="linear", mode="partitioned", gives=(sharded,)),
+        Choice(layer="b", op="attention", mode="local", needs=(sharded,), gives=(sharded,)),
+        Choice(layer="c", op="linear", mode="reduced", needs=(sharded,)),
+        Choice(layer="d", op="linear", mode="bystander", gives=(sharded,)),
+        Choice(layer="e", op="embedding", mode="columns", gives=(sharded,)),
+        Choice(layer="f", op="linear", mode="whole"),
+    )
+    return Layout(graph="g", shares=shares, members=members, cuts=(cut,), choices=choices)
+
+
+def test_a_layout_in_words_has_a_column_for_every_rank():
+    text = layout(2, 1, 0).explain()
+    assert "left out: ranks [2]" in text
+    said = [" ".join(line.split()) for line in text.splitlines()[2:]]
+    assert said == [
+        "a linear partitioned 4 / 2 / 0 of 6 outputs",
+        "b attention local 4 / 2 / 0 of 6 heads",
+        "c linear reduced 4 / 2 / 0 of 6 inputs",
+        "d linear bystander 4 / 2 / 0 of 6 indices of dim 1",
+        "e embedding columns 4 / 2 / 0 of 6 columns",
+        "f linear whole whole on every rank",
+    ]
+
+
+def cut_plan(nodes: list[list[int]], *replicas: Replica) -> list[str]:
+    """Returns the words for these networks, without those on single layers."""
+    even = Plan.even(cluster_of(nodes), batch_size=50, period=EverySteps(9))
+    text = Plan(**{**dict(even), "replicas": replicas}).explain()
+    return [line for line in text.splitlines() if not line.startswith("  ")]
+
+
+def test_a_plan_with_one_cut_network_in_words():
+    assert cut_plan(ragged(3), Replica(ranks=(0, 1, 2), layout=layout(3, 2, 1))) == [
+        "3 ranks on 1 node",
+        "node 0: ranks 0, 1, 2 (cpu) hold one network, 50 samples a step",
+        "layout: shares 3, 2, 1; 0 MB in 0 messages a step (all ranks together)",
+    ]
+
+
+def test_a_plan_with_several_cut_networks_tells_equal_layouts_once():
+    pairs = [Replica(ranks=(rank, rank + 1), layout=layout(2, 1)) for rank in (0, 2, 4)]
+    head, *told = cut_plan(ragged(4, 2), *pairs)
+    assert "gradients are averaged inside each node" in head
+    assert told == [
+        "node 0: ranks 0, 1 (cpu) hold one network, 50 samples a step; "
+        "ranks 2, 3 (cpu) hold one network, 50 samples a step",
+        "node 1: ranks 4, 5 (cpu) hold one network, 50 samples a step",
+        "layout of each network: shares 2, 1; 0 MB in 0 messages a step (all ranks together)",
+    ]
+    alone = Replica(ranks=(2,), layout=layout(1))
+    head, *told = cut_plan(ragged(2, 1), pairs[0], alone)
+    assert (
+        head == "3 ranks on 2 nodes; parameters are averaged across nodes every 9 steps; optimizer state is kept local"
+    )
+    assert told[1] == "node 1: rank 2 (cpu) holds one network, 50 samples a step"
+    assert [line.split(":")[0] for line in told[2:]] == ["layout of ranks 0, 1", "layout of rank 2"]
 
 
 @given(clusters())

@@ -109,9 +109,8 @@ class Layout(Value):
     def explain(self) -> str:
         """Returns in plain words what every rank has of each layer, what is computed whole, and what travels."""
         share = ", ".join(f"{value:g}" for value in self.shares)
-        head = (
-            f"shares {share}; {self.traffic_bytes / 1e6:.3g} MB in {self.messages} messages a step (all ranks together)"
-        )
+        sent = f"{self.traffic_bytes / 1e6:.3g} MB in {self.messages} {'message' if self.messages == 1 else 'messages'}"
+        head = f"shares {share}; {sent} a step (all ranks together)"
         lines = [head]
         left_out = [rank for rank, value in enumerate(self.shares) if value == 0]
         if left_out:
@@ -131,11 +130,22 @@ class Layout(Value):
         cut = next((r for r in (*choice.gives, *choice.needs) if r.state == "sharded"), None)
         if cut is None:
             return "whole on every rank"
-        counts = self.cuts[cut.cut].counts()
-        what = "batch" if self.cuts[cut.cut].rows else "inputs" if choice.mode == "reduced" else "outputs"
-        idle = [rank for rank, count in zip(self.members, counts, strict=True) if count == 0]
+        counts = dict(zip(self.members, self.cuts[cut.cut].counts(), strict=True))
+        rows = self.cuts[cut.cut].rows
+        what = ("samples" if rows == 1 else "rows of the batch") if rows else _unit(choice, cut)
+        idle = [rank for rank, count in counts.items() if count == 0]
         none = f"; nothing for ranks {idle}" if idle else ""
-        return f"{' / '.join(map(str, counts))} of {self.cuts[cut.cut].size} {what}{none}"
+        columns = " / ".join(str(counts.get(rank, 0)) for rank in range(len(self.shares)))
+        return f"{columns} of {self.cuts[cut.cut].size} {what}{none}"
+
+
+def _unit(choice: Choice, cut: Record) -> str:
+    """Returns what is counted of a layer that is cut."""
+    if choice.op == "attention":
+        return "heads"
+    if choice.mode == "bystander":
+        return f"indices of dim {cut.dim}"
+    return {"reduced": "inputs", "columns": "columns", "rows": "rows"}.get(choice.mode, "outputs")
 
 
 def deal(units: int, shares: Sequence[float]) -> list[int]:

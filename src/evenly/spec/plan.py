@@ -1,5 +1,6 @@
 """Who does what: the role of each rank, the period, and how exchanges are made."""
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -100,29 +101,55 @@ class Plan(Document):
 
     def explain(self) -> str:
         """Returns the plan in plain words."""
-        lines = [f"{counted(len(self.roles), 'rank')} on {counted(len(self.nodes), 'node')}; {_period_words(self)}"]
+        size = f"{counted(len(self.roles), 'rank')} on {counted(len(self.nodes), 'node')}"
+        lines = [size if len(self.replicas) == 1 else f"{size}; {_period_words(self)}"]  # one network: no averaging
         for node, ranks in enumerate(self.nodes):
+            held = [_replica_words(self, replica) for replica in self.replicas if replica.ranks[0] in ranks]
             parts = [f"rank {rank} ({self.roles[rank].device}){_samples_words(self.roles[rank])}" for rank in ranks]
-            lines.append(f"node {node}: " + ", ".join(parts))
-        for replica in self.replicas:
-            lines.append(f"ranks {list(replica.ranks)} hold one network: {replica.layout.explain()}")
-        return "\n".join(lines)
+            lines.append(f"node {node}: " + ("; ".join(held) or ", ".join(parts)))
+        return "\n".join([*lines, *_layout_words(self)])
 
 
 def _period_words(plan: Plan) -> str:
     match plan.period:
         case EveryGradient():
-            return "gradients are averaged over all ranks at every step"
+            return f"gradients are averaged over all {'networks' if plan.replicas else 'ranks'} at every step"
         case EverySteps(steps=steps, warmup=warmup):
             often = "step" if steps == 1 else f"{steps} steps"
         case EveryEpoch(warmup=warmup):
             often = "epoch"
     start = f" (every step for the first {warmup})" if warmup else ""
     state = "averaged too" if plan.exchange.optimizer_state == "average" else "kept local"
+    if plan.replicas and len(plan.replicas) == len(plan.nodes):
+        return f"parameters are averaged across nodes every {often}{start}; optimizer state is {state}"
     return (
         f"gradients are averaged inside each node at every step, parameters across nodes every {often}{start}; "
         f"optimizer state is {state}"
     )
+
+
+def _replica_words(plan: Plan, replica: Replica) -> str:
+    roles = [plan.roles[rank] for rank in replica.ranks]
+    devices = [role.device for role in roles]
+    devices = devices[:1] if len(set(devices)) == 1 else devices
+    samples = f", {counted(roles[0].samples, 'sample')} a step" if roles[0].samples else ""
+    return (
+        f"{_named(replica.ranks)} ({', '.join(devices)}) {'holds' if len(roles) == 1 else 'hold'} one network{samples}"
+    )
+
+
+def _layout_words(plan: Plan) -> Iterator[str]:
+    """Yields every layout once, with the ranks that have it where there are several."""
+    seats: dict[str, list[str]] = {}
+    for replica in plan.replicas:
+        seats.setdefault(replica.layout.explain(), []).append(_named(replica.ranks))
+    for text, holders in seats.items():
+        whose = f" of {'; '.join(holders)}" if len(seats) > 1 else " of each network" if len(holders) > 1 else ""
+        yield f"layout{whose}: {text}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _samples_words(role: Role) -> str:
