@@ -61,6 +61,19 @@ def test_settings_of_a_recipe_are_listed():
     assert "every = epoch  (K': a number of steps, 'epoch' or 'global')" in lines
 
 
+def test_settings_of_the_published_cases_name_the_choices():
+    text = evenly("train", "mnist", "--settings")
+    assert "(adafactor (as published), sgd or adam)" in text
+    assert "mnist [30,30,60,60]" in text
+    assert "cifar 256, mnist 128" in text
+
+
+@pytest.mark.parametrize(("shares", "part"), [("40,x", "'x'"), ("40,,60", "''"), ("70%,30%", "'70%'")])
+def test_shares_that_are_not_numbers_are_named(monkeypatch, capsys, shares, part):
+    told = fails(monkeypatch, capsys, "train", "mnist", "--shares", shares)
+    assert f"--shares {shares} was given, but {part} is not a number. Write --shares 70,25,5" in told
+
+
 def test_discover_alone_and_closes_what_it_opened(tmp_path):
     file = tmp_path / "cluster.json"
     text = evenly("discover", "--device", "cpu", "--out", str(file))

@@ -448,3 +448,17 @@ def test_batches_of_unequal_sizes_in_one_replica_are_told():
     for error in failing(world.size, act):
         assert isinstance(error, MismatchError)
         assert "rank 1: 7" in str(error)
+
+
+def test_the_optimizer_of_the_uncut_network_is_refused():
+    world = World(MODELS["3+2"])
+
+    def act(party):
+        with world.joined(party, lambda _: torch.optim.Adam(network().parameters())):
+            pass
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(5, act)
+    told = str(caught.value.errors[0])
+    assert "shapes [8, 2, 3, 3], [8], [8] and 7 more that are not parameters of the model" in told
+    assert told.endswith("make the optimizer after evenly.shard, over model.parameters().")

@@ -6,10 +6,10 @@ from torch import nn
 
 from evenly import SpecError
 from evenly.comm import Party
-from evenly.session.sharding import require_scaler
+from evenly.session.sharding import plan_replicas, require_scaler
 from evenly.shards import GradScaler, shard_model
 from tests.processes import collect, run_processes, start_processes
-from tests.ranks import ragged, run_ranks
+from tests.ranks import cluster_of, ragged, run_ranks
 
 TRAIN = "tests.session.shard_programs:train"
 
@@ -45,6 +45,13 @@ def test_a_run_that_crashed_resumes_bit_for_bit_and_with_other_shares(alone, tmp
     for result in run_processes(ragged(3), TRAIN, other):
         assert result["first_step"] > 0
         torch.testing.assert_close(parameters(result), alone, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("ranks", "shares"), [(3, [40, 60]), (2, [70, 25, 5])])
+def test_ranks_that_cannot_be_divided_into_networks(ranks, shares):
+    told = f"{ranks} ranks cannot be divided into networks of {len(shares)}"
+    with pytest.raises(SpecError, match=rf"node 'n0' has {ranks} ranks: {told}\. Give one share for each rank"):
+        plan_replicas(nn.Linear(4, 4), torch.ones(2, 4), cluster_of(ragged(ranks)), shares)
 
 
 def test_a_scaler_that_looks_at_one_rank_only_is_refused():

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from evenly._errors import NonFiniteError, SpecError
-from evenly.comm import Alarm, Groups, Waiter, require_same
+from evenly.comm import Alarm, Groups, Waiter, placement_of, require_same
 from evenly.nodes.membership import Ballot, Membership, Quorum
 from evenly.nodes.schedule import Schedule
 from evenly.nodes.sharing import Sharing, Verdict
@@ -349,9 +349,16 @@ def _require_own_parameters(module: torch.nn.Module, optimizer: torch.optim.Opti
     for place, group in enumerate(optimizer.param_groups):
         strangers = [list(p.shape) for p in group["params"] if id(p) not in known]
         if strangers:
+            more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+            is_cut = any(placement_of(parameter) is not None for parameter in parameters)
+            advice = (
+                "The network is cut over ranks: make the optimizer after evenly.shard, over model.parameters()."
+                if is_cut
+                else "Put them into the module, or build the optimizer after moving it."
+            )
             raise SpecError(
-                f"the optimizer's group {place} trains tensors of shapes {strangers} that are not parameters of the "
-                "model, so no rank would share them. Put them into the module, or build the optimizer after moving it."
+                f"the optimizer's group {place} trains tensors of shapes {', '.join(map(str, strangers[:3]))}{more} "
+                f"that are not parameters of the model, so no rank would share them. {advice}"
             )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]

@@ -22,15 +22,15 @@ class FashionConfig(RecipeConfig):
     epochs: Annotated[int, Field(ge=1, description="passes over the data")] = 3
     batch_size: Annotated[int, Field(ge=1, description="samples of one rank in a step")] = 32
     every: Annotated[str, Field(description="K': a number of steps, 'epoch' or 'global'")] = "epoch"
-    optimizer_state: Annotated[Literal["keep", "average"], Field(description="momenta at an exchange")] = "keep"
+    optimizer_state: Annotated[Literal["keep", "average"], Field(description="keep or average momenta")] = "keep"
     lr: Annotated[float, Field(gt=0, description="highest learning rate")] = 0.1
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: Annotated[float, Field(ge=0)] = 5e-4
     width: Annotated[int, Field(ge=1, description="channels of the first stage")] = 16
     blocks: Annotated[int, Field(ge=1, description="residual blocks a stage")] = 1
     train_limit: Annotated[int | None, Field(ge=1, description="use only the first images")] = None
-    test_limit: Annotated[int | None, Field(ge=1)] = None
-    precision: Annotated[Literal["fp32", "bf16"], Field(description="bf16: autocast")] = "fp32"
+    test_limit: Annotated[int | None, Field(ge=1, description="test with only the first images")] = None
+    precision: Annotated[Literal["fp32", "bf16"], Field(description="fp32, or bf16: autocast")] = "fp32"
     evaluate_every: Annotated[int, Field(ge=0, description="epochs; 0: only at the end")] = 1
     checkpoint_every: Annotated[int | Literal["epoch"] | None, Field(description="steps, 'epoch', or none")] = "epoch"
     seed: int = 0

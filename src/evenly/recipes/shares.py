@@ -22,6 +22,10 @@ from evenly.shards import Adafactor
 from evenly.spec.layout import check_shares
 
 CASES = {"cifar": (PublishedCifarNet, load_cifar10), "mnist": (PublishedMnistNet, load_mnist)}
+FILTERS = (
+    "of each convolution, in pairs; none: as published, cifar [60,60,120,120,240,240,480,480], mnist [30,30,60,60]"
+)
+HIDDEN = "outputs of the layer before the last; none: as published, cifar 256, mnist 128"
 
 
 class SharesConfig(RecipeConfig):
@@ -31,15 +35,17 @@ class SharesConfig(RecipeConfig):
     cut_batch: Annotated[bool, Field(description="cut early layers along the batch where fewer bytes travel")] = False
     epochs: Annotated[int, Field(ge=1, description="passes over the data")] = 3
     batch_size: Annotated[int, Field(ge=1, description="samples of one network in a step")] = 200
-    optimizer: Annotated[Literal["adafactor", "sgd", "adam"], Field(description="adafactor as published")] = "adafactor"
+    optimizer: Annotated[
+        Literal["adafactor", "sgd", "adam"], Field(description="adafactor (as published), sgd or adam")
+    ] = "adafactor"
     lr: Annotated[float | None, Field(gt=0, description="learning rate; none: 0.01, for adam 0.001")] = None
     every: Annotated[str, Field(description="K' between nodes: a number of steps, 'epoch' or 'global'")] = "epoch"
-    filters: Annotated[tuple[int, ...] | None, Field(description="of each convolution; none: as published")] = None
-    hidden: Annotated[int | None, Field(ge=1, description="of the layer before the last; none: as published")] = None
+    filters: Annotated[tuple[int, ...] | None, Field(description=FILTERS)] = None
+    hidden: Annotated[int | None, Field(ge=1, description=HIDDEN)] = None
     train_limit: Annotated[int | None, Field(ge=1, description="use only the first images")] = None
-    test_limit: Annotated[int | None, Field(ge=1)] = None
+    test_limit: Annotated[int | None, Field(ge=1, description="test with only the first images")] = None
     checkpoint_every: Annotated[int | Literal["epoch"] | None, Field(description="steps, 'epoch', or none")] = "epoch"
-    seed: int = 0
+    seed: Annotated[int, Field(description="of weights and of the order of samples")] = 0
 
     @field_validator("shares", mode="after")
     @classmethod

@@ -30,8 +30,9 @@ def plan_replicas(
     for node in cluster.nodes:
         if len(node.ranks) % len(shares):
             raise SpecError(
-                f"{len(shares)} shares {list(shares)} were given, but node {node.name!r} has {len(node.ranks)} ranks, "
-                "which is not a multiple. Give one share for each rank that holds a part of the network."
+                f"{len(shares)} shares {list(shares)} were given, but node {node.name!r} has {len(node.ranks)} ranks: "
+                f"{len(node.ranks)} ranks cannot be divided into networks of {len(shares)}. Give one share for each "
+                "rank that holds a part of a network, 0 to leave one out, or start a multiple of that many ranks."
             )
         for start in range(0, len(node.ranks), len(shares)):
             replicas.append(Replica(ranks=node.ranks[start : start + len(shares)], layout=layout))
