@@ -152,6 +152,7 @@ def shard(
         example: a batch as forward takes it (a tensor, a tuple of arguments, or a dict), or a `Plan` with a layout.
         shares: one number for each rank, of any sum; 0 leaves a rank out. Equal if left out.
         layer_shares: shares of single layers, by module name or the beginning of it; 0 leaves a rank out of that layer.
+            They cut the outputs of a layer. One that runs reduced is cut like its inputs: it follows the layer before.
         cut_batch: whether layers may also be cut along the batch, where fewer bytes travel then.
         group: the ranks that hold the network; torch's default group if left out.
         timeout_s: how long a rank may wait for the others.
