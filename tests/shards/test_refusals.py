@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -259,6 +260,15 @@ def test_after_an_error_or_the_end_it_says_so() -> None:
         sharded.close()
         with pytest.raises(SpecError, match="after close"):
             sharded(torch.ones(2, 4))
+
+    run_ranks(2, parted, act)
+
+
+def test_ddp_around_parts_is_refused() -> None:
+    def act(party: Party, sharded: nn.Module) -> None:
+        group = dist.ProcessGroupGloo(dist.PrefixStore("ddp", party.store), party.rank, party.size)
+        with pytest.raises(SpecError, match=r"evenly\.synchronize"):
+            nn.parallel.DistributedDataParallel(sharded, process_group=group)
 
     run_ranks(2, parted, act)
 

@@ -11,9 +11,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from evenly import SpecError
 from evenly.spec import Cluster, EverySteps, Measured, Period, Plan, Run
-from tests.spec.values import clusters, periods, plans, runs
+from tests.spec.values import clusters, forecasts, periods, plans, profiles, runs
 
-DOCUMENTS = st.one_of(clusters(), plans(), runs)
+DOCUMENTS = st.one_of(clusters(), plans(), runs, profiles(), forecasts)
 
 
 def places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -21,7 +21,7 @@ def places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
     if isinstance(value, list):
         for number, item in enumerate(value):
             yield from places(item, (*path, str(number)))
-    elif isinstance(value, dict) and path[-1:] not in (("settings",), ("values",), ("shares",)):
+    elif isinstance(value, dict) and path[-1:] not in (("settings",), ("values",), ("layers",)):
         yield path, value
         for name, item in value.items():
             yield from places(item, (*path, name))

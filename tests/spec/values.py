@@ -5,17 +5,26 @@ from hypothesis import strategies as st
 from evenly.spec import (
     CheckpointSaved,
     Cluster,
+    Curve,
     Device,
+    DeviceForecast,
+    DeviceProfile,
     EpochDone,
     EveryEpoch,
     EveryGradient,
     EverySteps,
     Exchange,
     ExchangeDone,
+    Forecast,
+    Lane,
+    LayerCurves,
     Link,
     Measured,
     Node,
     Plan,
+    Prediction,
+    Profile,
+    Rate,
     Role,
     Run,
     RunFailed,
@@ -28,6 +37,8 @@ texts = st.text(st.characters(codec="utf-8"), max_size=12)
 counts = st.integers(0, 2**70)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+
+nonnegative = st.floats(min_value=0, allow_infinity=False)
 
 periods = st.one_of(
     st.builds(EverySteps, steps=st.integers(1), warmup=counts),
@@ -75,12 +86,58 @@ def plans(draw: st.DrawFn) -> Plan:
     lists = draw(rank_lists())
     least = draw(st.sampled_from([0, 1]))  # samples for nobody, or for everybody
     samples = st.integers(1, 2**40) if least else st.just(0)
-    shares = st.dictionaries(texts, st.integers(0, 1000), max_size=2)
+    idle = draw(st.sets(st.integers(1, 20), max_size=3))  # never rank 0: somebody takes part
     roles = [
-        Role(rank=rank, node=node, device=draw(texts), samples=draw(samples), shares=draw(shares))
+        Role(rank=rank, node=node, device=draw(texts), compute_s=draw(nonnegative), memory_bytes=draw(counts), **taking)
         for rank, node in sorted((rank, node) for node, ranks in enumerate(lists) for rank in ranks)
+        for taking in [{"left_out": "slow"} if rank in idle else {"samples": draw(samples)}]
     ]
-    return Plan(roles=roles, period=draw(periods), exchange=draw(exchanges))
+    predicted = draw(
+        st.none() | st.builds(Prediction, step_s=positive, exchange_s=nonnegative, averaging_s=nonnegative)
+    )
+    size = draw(st.sampled_from([0, sum(role.samples for role in roles)]))
+    return Plan(
+        roles=roles,
+        period=draw(periods),
+        exchange=draw(exchanges),
+        predicted=predicted,
+        batch_size=size,
+        graph=draw(texts),
+    )
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> Curve:
+    sizes = sorted(draw(st.sets(st.integers(1, 2**40), min_size=1, max_size=4)))
+    return Curve(sizes=sizes, seconds=[draw(positive) for _ in sizes])
+
+
+rates = st.builds(Rate, latency_s=nonnegative, bytes_per_s=positive)
+layer_curves = st.builds(LayerCurves, outputs=curves(), inputs=curves(), samples=curves())
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    ranks = range(draw(st.integers(1, 4)))
+    ends = st.sampled_from(ranks)
+    lanes = st.lists(st.builds(Lane, source=ends, target=ends, rate=rates), max_size=3)
+    layers = st.dictionaries(texts, layer_curves, max_size=2)
+    devices = [
+        DeviceProfile(rank=rank, step=draw(curves()), layers=draw(layers), free_bytes=draw(counts)) for rank in ranks
+    ]
+    return Profile(
+        cluster=draw(texts), graph=draw(texts), batch_size=draw(st.integers(1)), devices=devices, lanes=draw(lanes)
+    )
+
+
+forecasts = st.builds(
+    Forecast,
+    steps=st.integers(1),
+    seconds=nonnegative,
+    samples_per_s=nonnegative,
+    exchanges=counts,
+    devices=st.lists(st.builds(DeviceForecast, rank=counts, node=counts, compute_s=nonnegative), max_size=3),
+)
 
 
 settings_values = st.one_of(texts, st.integers(-(2**40), 2**40), numbers, st.booleans(), st.none())

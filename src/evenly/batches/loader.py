@@ -130,9 +130,18 @@ def feed(dataset: Dataset[Any], plan: Plan, *, rank: int | None = None, **loadin
         loading: `seed`, `shuffle`, `drop_last`, `num_workers`, `collate_fn`, `pin_memory`, `device` (of the batches).
     """
     own = party_of().rank if rank is None else rank
-    takers = [replica.ranks[0] for replica in plan.replicas] or range(len(plan.roles))  # a replica sees one batch
-    place = next((i for i, replica in enumerate(plan.replicas) if own in replica.ranks), own)
-    shares = [plan.roles[taker].samples for taker in takers]
+    if not 0 <= own < len(plan.roles):
+        raise DataError(
+            f"the batches of rank {own} were asked for, but the plan is for {len(plan.roles)} ranks, counted from 0. "
+            "Make a plan for the ranks that run."
+        )
+    if plan.roles[own].left_out:
+        raise DataError(
+            f"the batches of rank {own} were asked for, but the plan leaves it out: {plan.roles[own].left_out}. "
+            "Do not start that rank, or make a plan with it."
+        )
+    first = next((replica.ranks[0] for replica in plan.replicas if own in replica.ranks), own)  # it sees one batch
+    place, shares = plan.takers.index(first), plan.batch_shares
     if not all(shares):
         raise DataError("feed was given a plan without samples per rank. Make it with a batch_size, or set them.")
     return Feed(dataset, rank=place, samples=shares, **loading)

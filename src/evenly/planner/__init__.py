@@ -1,6 +1,9 @@
 """Cluster, profile, graph and wishes -> plan. Pure and deterministic."""
 
+from evenly.planner.balance import balance
 from evenly.planner.layout import lay_out
+from evenly.planner.plan import plan
 from evenly.planner.search import Rates
+from evenly.planner.simulate import simulate
 
-__all__ = ["Rates", "lay_out"]
+__all__ = ["Rates", "balance", "lay_out", "plan", "simulate"]

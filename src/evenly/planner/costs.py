@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from evenly.planner.wishes import Wishes, wishes_of
 from evenly.spec.graph import Graph, Layer
 from evenly.spec.layout import Choice, Layout, Move
 from evenly.spec.profile import DeviceProfile, Rate
@@ -36,6 +37,11 @@ class Works:
             name: 3.0 * layer.flops + POINTWISE * sum(tensor.numel for tensor in layer.outputs)
             for name, layer in self.layers.items()
         }
+
+    @cached_property
+    def wishes(self) -> Wishes:
+        """The units in which tensors are to be dealt out."""
+        return wishes_of(self.graph)
 
     def on(self, device: DeviceProfile) -> "Times":
         """Returns the seconds of each operation on a device."""
@@ -90,34 +96,25 @@ class Timeline:
 
     stretches: tuple[Stretch, ...]
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         """Seconds from begin to end."""
         return sum(max(stretch.seconds) + stretch.meeting_s for stretch in self.stretches)
 
-    @property
+    @cached_property
     def compute_s(self) -> list[float]:
         """Seconds in which each rank computes."""
         return [sum(part) for part in zip(*(stretch.seconds for stretch in self.stretches), strict=True)]
 
-    @property
+    @cached_property
     def meeting_s(self) -> float:
         """Seconds on the wires."""
         return sum(stretch.meeting_s for stretch in self.stretches)
 
-    @property
+    @cached_property
     def sent_bytes(self) -> int:
         """Bytes of all ranks."""
         return sum(stretch.sent_bytes for stretch in self.stretches)
-
-    def scaled(self, factor: float) -> "Timeline":
-        """Returns the timeline of a batch that is `factor` times as much work and traffic."""
-        return Timeline(
-            tuple(
-                Stretch(tuple(s * factor for s in one.seconds), one.meeting_s * factor, int(one.sent_bytes * factor))
-                for one in self.stretches
-            )
-        )
 
 
 def timeline_of(works: Works, layout: Layout, devices: Sequence[Times], rate: Rate) -> Timeline:

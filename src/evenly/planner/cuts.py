@@ -16,6 +16,7 @@ class Cuts:
         self.shares = list(shares)
         self.batch = batch  # samples of the example; 0: the batch is not cut
         self.table: list[Cut] = []
+        self._dealt: dict[tuple[Parts, tuple[float, ...]], int] = {}
         self._numbers: dict[tuple[int, tuple[Segments, ...], int], int] = {}
 
     def add(self, size: int, segments: Iterable[Iterable[tuple[int, int]]], rows: int = 0) -> int:
@@ -29,13 +30,17 @@ class Cuts:
 
     def of_parts(self, parts: Parts, shares: Sequence[float] | None = None) -> int:
         """Returns the cut that deals out every part in its units."""
+        key = (parts, tuple(shares or ()))
+        if key in self._dealt:
+            return self._dealt[key]
         lists: list[list[tuple[int, int]]] = [[] for _ in self.shares]
         start = 0
         for size, unit in parts:
             for part, piece in zip(lists, ranges(deal(size // unit, list(shares or self.shares))), strict=True):
                 part += [(start + a * unit, start + b * unit) for a, b in piece]
             start += size
-        return self.add(start, lists)
+        self._dealt[key] = self.add(start, lists)
+        return self._dealt[key]
 
     def of_batch(self, rows: int = 1) -> int:
         """Returns the cut of the batch with `rows` rows a sample."""

@@ -57,6 +57,9 @@ class Search:
         self.tensors, self.wishes = self.graph.tensors, wishes_of(self.graph)
         self.channels = channels_of(self.graph)
         self.batches = self._batches() if self.cuts.batch else {}
+        self._choices: dict[tuple[str, Option], Choice] = {}
+        self._moves: dict[tuple[str, str, Record, Record], Move] = {}
+        self._work_of: dict[tuple[str, bool], float] = {}
         self.size = len(self.cuts.shares)
         self.slowdown = sum(self.cuts.shares) / min(self.cuts.shares)  # of work that every rank does whole
 
@@ -134,18 +137,23 @@ class Search:
         cost += sent / self.size * self.rates.flops_per_byte + option.messages * self.rates.flops_per_message
         for tensor, record in zip(scene.layer.outputs, option.gives, strict=True):
             states[tensor.name] = frozenset([record])
-        choice = Choice.model_construct(
-            layer=scene.layer.name,
-            mode=option.mode,
-            op=scene.layer.op,
-            where=scene.layer.where,
-            needs=option.needs,
-            gives=option.gives,
-            messages=option.messages if self.size > 1 else 0,
-            sent_bytes=sent,
-            note=scene.layer.note,
-        )
-        return Way(cost, states, choice=choice, moves=tuple(moves))
+        return Way(cost, states, choice=self._choice(scene.layer, option, sent), moves=tuple(moves))
+
+    def _choice(self, layer: Layer, option: Option, sent: int) -> Choice:
+        key = (layer.name, option)
+        if key not in self._choices:
+            self._choices[key] = Choice.model_construct(
+                layer=layer.name,
+                mode=option.mode,
+                op=layer.op,
+                where=layer.where,
+                needs=option.needs,
+                gives=option.gives,
+                messages=option.messages if self.size > 1 else 0,
+                sent_bytes=sent,
+                note=layer.note,
+            )
+        return self._choices[key]
 
     def reach(self, tensor: Tensor, state: State, need: Record) -> tuple[State, list[Move]] | None:
         """Returns the states of a tensor once it is brought to `need`, and the moves on the way."""
@@ -181,6 +189,12 @@ class Search:
         return [self._move(tensor, name, source, need)]
 
     def _move(self, tensor: Tensor, name: MoveName, before: Record, after: Record) -> Move:
+        key = (tensor.name, name, before, after)
+        if key not in self._moves:
+            self._moves[key] = self._new_move(tensor, name, before, after)
+        return self._moves[key]
+
+    def _new_move(self, tensor: Tensor, name: MoveName, before: Record, after: Record) -> Move:
         once = tensor.size_bytes * (self.size - 1)
         forward = {"reduce": 2, "reduce_scatter": 1, "gather_for_ranks": 1, "gather_for_all": 1}.get(name, 0)
         backward = {"copy": 2, "reduce_scatter": 1, "gather_for_ranks": 1, "slice": 1}.get(name, 0)
@@ -198,10 +212,12 @@ class Search:
         layer = scene.layer
         if option.is_whole and layer.op in WEIGHTED and len(scene.inputs) > 1:
             return FORBIDDEN
-        elements = sum(tensor.numel for tensor in layer.outputs)
-        flops = 3.0 * layer.flops + POINTWISE * elements
         whole = option.is_whole or option.mode == "summand"
-        return flops * self.slowdown if whole else flops
+        key = (layer.name, whole)
+        if key not in self._work_of:
+            flops = 3.0 * layer.flops + POINTWISE * sum(tensor.numel for tensor in layer.outputs)
+            self._work_of[key] = flops * self.slowdown if whole else flops
+        return self._work_of[key]
 
 
 def _width(scene: Scene) -> int:

@@ -126,6 +126,16 @@ class Sharded(nn.Module):
                 place(tensor, found)
         return self
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What torch's DDP asks for: it would take parts for copies."""
+        if self.wire.size == 1:
+            return []
+        raise SpecError(
+            "DistributedDataParallel was put around a network that is cut over ranks; it would average parts of "
+            "different layers. Use evenly.synchronize to average over several such networks."
+        )
+
     def __deepcopy__(self, memo: Any) -> "Sharded":
         """A cut network has connections and cannot be copied."""
         raise SpecError(

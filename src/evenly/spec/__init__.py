@@ -1,10 +1,11 @@
 """The nouns. No torch, no clock, no files but JSON text."""
 
 from evenly.spec.cluster import Cluster, Device, Link, Node
+from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import Layout, deal
 from evenly.spec.period import Every, EveryEpoch, EveryGradient, EverySteps, Period, period_of
-from evenly.spec.plan import Exchange, Plan, Replica, Role
+from evenly.spec.plan import Exchange, Plan, Prediction, Replica, Role
 from evenly.spec.profile import Curve, DeviceProfile, Lane, LayerCurves, Profile, Rate, check_speeds
 from evenly.spec.run import (
     CheckpointSaved,
@@ -24,6 +25,7 @@ __all__ = [
     "Cluster",
     "Curve",
     "Device",
+    "DeviceForecast",
     "DeviceProfile",
     "EpochDone",
     "Event",
@@ -33,6 +35,7 @@ __all__ = [
     "EverySteps",
     "Exchange",
     "ExchangeDone",
+    "Forecast",
     "Graph",
     "Lane",
     "Layer",
@@ -43,6 +46,7 @@ __all__ = [
     "Node",
     "Period",
     "Plan",
+    "Prediction",
     "Profile",
     "Rate",
     "Replica",

@@ -155,7 +155,8 @@ def deal(units: int, shares: Sequence[float]) -> list[int]:
     ([42, 15, 3], [4, 3, 3], [1, 1, 0])
     """
     whole = [Fraction(share) for share in shares]
-    exact = [units * share / sum(whole) for share in whole]
+    total = sum(whole)
+    exact = [units * share / total for share in whole]
     counts = [int(value) for value in exact]
     order = sorted(range(len(counts)), key=lambda rank: (counts[rank] - exact[rank], rank))
     for rank in order[: units - sum(counts)]:

@@ -17,8 +17,19 @@ class Role(Value):
     rank: Annotated[int, Field(ge=0)]
     node: Annotated[int, Field(ge=0)]
     device: str = "cpu"
-    samples: Annotated[int, Field(ge=0)] = Field(default=0, description="of the global batch; 0: not planned")
-    shares: dict[str, int] = Field(default_factory=dict, description="units of each cut layer; empty: nothing is cut")
+    samples: Annotated[int, Field(ge=0)] = Field(default=0, description="of the global batch; 0: none, or not planned")
+    left_out: str = Field(default="", description="why the rank takes no part; empty: it does")
+    compute_s: Annotated[float, Field(ge=0)] = Field(default=0.0, description="predicted for a step; 0: not known")
+    memory_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="predicted; 0: not known")
+
+
+class Prediction(Value):
+    """What a plan is expected to take, in seconds."""
+
+    step_s: Annotated[float, Field(gt=0)]
+    exchange_s: Annotated[float, Field(ge=0)] = 0.0
+    averaging_s: Annotated[float, Field(ge=0)] = Field(default=0.0, description="of a step, inside the node")
+    is_measured: bool = Field(default=True, description="whether from measurements, or from what was said")
 
 
 class Exchange(Value):
@@ -50,6 +61,9 @@ class Plan(Document):
     period: Period = Field(default_factory=EveryEpoch)
     exchange: Exchange = Field(default_factory=Exchange)
     replicas: tuple[Replica, ...] = Field(default=(), description="who holds a network together; none: nothing is cut")
+    batch_size: Annotated[int, Field(ge=0)] = Field(default=0, description="samples of all ranks; 0: not said")
+    graph: str = Field(default="", description="fingerprint of the network it was made for; empty: any")
+    predicted: Prediction | None = None
 
     @model_validator(mode="after")
     def _every_rank_has_one_role(self) -> Self:
@@ -60,18 +74,44 @@ class Plan(Document):
         if nodes != list(range(len(nodes))):
             raise ValueError(f"nodes must be numbered 0..{len(nodes) - 1}; the roles name {nodes}")
         held = sorted(rank for replica in self.replicas for rank in replica.ranks)
-        if held and held != ranks:
-            raise ValueError(f"replicas hold the ranks {held}; each of the ranks {ranks} must stand in one replica")
+        if held and held != self.active:
+            raise ValueError(f"replicas hold the ranks {held}; each of the ranks {self.active} must stand in one")
         for replica in self.replicas:
             if len({self.roles[rank].node for rank in replica.ranks}) > 1:
                 raise ValueError(f"the replica of ranks {list(replica.ranks)} reaches over nodes; keep it inside one")
             if len({self.roles[rank].samples for rank in replica.ranks}) > 1:
                 raise ValueError(f"the ranks {list(replica.ranks)} of a replica see one batch; give them equal samples")
-        planned = [role.samples > 0 for role in self.roles]
-        if any(planned) and not all(planned):
-            idle = [role.rank for role in self.roles if role.samples == 0]
-            raise ValueError(f"ranks {idle} have no samples while others do; give every rank at least 1, or none")
+        self._samples_add_up()
         return self
+
+    def _samples_add_up(self) -> None:
+        if not self.active:
+            raise ValueError("every rank is left out")
+        planned = [role.samples > 0 for role in self.roles if not role.left_out]
+        if any(planned) and not all(planned):
+            idle = [role.rank for role in self.roles if role.samples == 0 and not role.left_out]
+            raise ValueError(f"ranks {idle} have no samples while others do; give every rank at least 1, or none")
+        busy = [role.rank for role in self.roles if role.samples and role.left_out]
+        if busy:
+            raise ValueError(f"ranks {busy} have samples but are left out")
+        total = sum(self.batch_shares)
+        if self.batch_size and any(planned) and total != self.batch_size:
+            raise ValueError(f"the samples of the ranks add up to {total}, not to the batch_size of {self.batch_size}")
+
+    @property
+    def active(self) -> list[int]:
+        """The ranks that take part."""
+        return [role.rank for role in self.roles if not role.left_out]
+
+    @property
+    def takers(self) -> list[int]:
+        """The first rank of everything that sees a batch of its own: a rank, or a replica."""
+        return [replica.ranks[0] for replica in self.replicas] or self.active
+
+    @property
+    def batch_shares(self) -> list[int]:
+        """The samples of each taker."""
+        return [self.roles[rank].samples for rank in self.takers]
 
     @classmethod
     def even(
@@ -96,8 +136,10 @@ class Plan(Document):
     @property
     def nodes(self) -> list[list[int]]:
         """The ranks of each node."""
-        count = 1 + max(role.node for role in self.roles)
-        return [[role.rank for role in self.roles if role.node == node] for node in range(count)]
+        found: list[list[int]] = [[] for _ in range(1 + max(role.node for role in self.roles))]
+        for role in self.roles:
+            found[role.node].append(role.rank)
+        return found
 
     def explain(self) -> str:
         """Returns the plan in plain words."""
@@ -105,8 +147,15 @@ class Plan(Document):
         lines = [size if len(self.replicas) == 1 else f"{size}; {_period_words(self)}"]  # one network: no averaging
         for node, ranks in enumerate(self.nodes):
             held = [_replica_words(self, replica) for replica in self.replicas if replica.ranks[0] in ranks]
-            parts = [f"rank {rank} ({self.roles[rank].device}){_samples_words(self.roles[rank])}" for rank in ranks]
-            lines.append(f"node {node}: " + ("; ".join(held) or ", ".join(parts)))
+            parts = [
+                f"rank {rank} ({self.roles[rank].device}){_samples_words(self.roles[rank])}"
+                for rank in ranks
+                if not self.roles[rank].left_out
+            ]
+            lines.append(f"node {node}: " + ("; ".join(held) or ", ".join(parts) or "nobody"))
+        lines += [
+            f"rank {role.rank} ({role.device}) is left out: {role.left_out}" for role in self.roles if role.left_out
+        ]
         return "\n".join([*lines, *_layout_words(self)])
 
 

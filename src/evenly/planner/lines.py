@@ -1,0 +1,122 @@
+"""How a node can be used: crews that average their gradients, and how many samples they can do in some time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from evenly.planner.balance import largest
+from evenly.planner.costs import Works, sum_seconds
+from evenly.planner.formations import Formation, formations
+from evenly.planner.replica import Crew, crews_of
+from evenly.spec.profile import Profile
+
+WORTH = 1.1  # so many times as many samples must seem possible before a network is cut to find out
+
+
+@dataclass(frozen=True)
+class Line:
+    """The crews of one node that average gradients together, what that costs a step, and what memory allows each."""
+
+    crews: tuple[Crew, ...]
+    averaging_s: float
+    limits: tuple[int, ...]
+
+    def samples(self, seconds: float) -> list[int]:
+        """Returns how many samples each crew can do in this time."""
+        left = seconds - self.averaging_s
+        return [largest(crew.seconds, top, left) for crew, top in zip(self.crews, self.limits, strict=True)]
+
+    def least_s(self, samples: int) -> float:
+        """Returns the least time for so many samples; infinite where memory does not allow them."""
+        if sum(self.limits) < samples:
+            return float("inf")
+        low, high = 0.0, 1e-3
+        while sum(self.samples(high)) < samples:
+            low, high = high, 2 * high
+        for _ in range(30):
+            middle = (low + high) / 2
+            low, high = (low, middle) if sum(self.samples(middle)) >= samples else (middle, high)
+        return high
+
+    def on(self, ranks: Mapping[int, int]) -> "Line":
+        """Returns the same line with the ranks of another node that is equal."""
+        crews = [replace(crew, ranks=tuple(ranks[rank] for rank in crew.ranks)) for crew in self.crews]
+        return replace(self, crews=tuple(crews))
+
+
+def single_lines(ranks: Sequence[int], works: Works, profile: Profile, free: Sequence[int], batch: int) -> list[Line]:
+    """Returns the lines in which every rank is for itself."""
+    return [
+        line
+        for formation in formations(_fastest_first(ranks, profile), cut=False)
+        for line in _formed(formation, works, profile, free, batch, {})
+    ]
+
+
+def cut_lines(
+    ranks: Sequence[int],
+    works: Works,
+    profile: Profile,
+    free: Sequence[int],
+    batch: int,
+    *,
+    seconds: float,
+    samples: int,
+) -> list[Line]:
+    """Returns the lines in which ranks hold a network together, and may do clearly more than `samples` in `seconds`."""
+    found: list[Line] = []
+    known: Known = {}
+    for formation in formations(_fastest_first(ranks, profile)):
+        if all(len(crew) == 1 for crew in formation):
+            continue
+        each = samples / len(formation) / profile.batch_size  # of a crew, compared with the example
+        if seconds and sum(_hoped(crew, works, profile, seconds, each) for crew in formation) < WORTH * samples:
+            continue
+        found += _formed(formation, works, profile, free, batch, known)
+    return found
+
+
+Known = dict[tuple[object, ...], list[Crew]]
+
+
+def _crews(ranks: tuple[int, ...], works: Works, profile: Profile, known: Known) -> list[Crew]:
+    """Returns the ways in which ranks hold a network; equal ranks hold it in equal ways."""
+    devices = [profile.devices[rank] for rank in ranks]
+    key = tuple((device.step, device.rank if device.layers else -1) for device in devices)
+    if key not in known:
+        known[key] = crews_of(ranks, works, profile)
+    return [replace(crew, ranks=ranks) for crew in known[key]]
+
+
+def _formed(
+    formation: Formation, works: Works, profile: Profile, free: Sequence[int], batch: int, known: Known
+) -> Iterator[Line]:
+    rate = profile.rate([rank for crew in formation for rank in crew])
+    ways = [_crews(crew, works, profile, known) for crew in formation]
+    for number in range(max(len(way) for way in ways)):
+        crews = tuple(way[min(number, len(way) - 1)] for way in ways)
+        size = works.graph.parameter_bytes // max(len(crew.ranks) for crew in crews)
+        limits = tuple(min(batch, crew.most_samples(free)) for crew in crews)
+        if any(limits):
+            yield Line(crews, sum_seconds(size, len(crews), rate), limits)
+
+
+def _fastest_first(ranks: Sequence[int], profile: Profile) -> list[int]:
+    return sorted(ranks, key=lambda rank: (profile.devices[rank].step.at(profile.batch_size), rank))
+
+
+def _hoped(ranks: Sequence[int], works: Works, profile: Profile, seconds: float, batches: float) -> int:
+    """Returns more samples than ranks could do together: work divided without loss, and the least that must travel."""
+    rate, batch = profile.rate(ranks), profile.batch_size
+    layers = [layer for layer in works.layers.values() if layer.op in ("conv", "linear") and len(layer.inputs) > 1]
+    tensors = works.graph.tensors
+    sizes = [
+        (tensors[x.inputs[0]].size_bytes, tensors[x.inputs[1]].size_bytes, x.outputs[0].size_bytes) for x in layers
+    ]
+    least = sum(min(batches * before, 2 * weight, batches * after) for before, weight, after in sizes)  # of each layer
+    wires_s = len(layers) * rate.latency_s + least * (len(ranks) - 1) / len(ranks) / rate.bytes_per_s
+
+    def hoped(samples: int) -> float:
+        together = 1 / sum(1 / profile.devices[rank].step.at(samples) for rank in ranks)
+        return together + (wires_s if len(ranks) > 1 else 0.0)
+
+    return largest(hoped, 8 * batch, seconds)

@@ -1,0 +1,65 @@
+"""How much memory a rank needs: parameters with gradients and optimizer state, and what is kept for backward."""
+
+from dataclasses import dataclass
+
+from evenly.planner.costs import Works
+from evenly.spec.graph import Graph
+from evenly.spec.layout import Layout, Record
+
+COPIES = 4  # of every parameter: itself, its gradient, two slots of the optimizer
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one rank: `fixed_bytes` whatever the batch, and `sample_bytes` for each sample."""
+
+    fixed_bytes: int
+    sample_bytes: int
+
+    def samples_in(self, free_bytes: int) -> int:
+        """Returns the samples that fit; free memory of 0 bytes is not known and holds everything."""
+        if not free_bytes:
+            return 1 << 40
+        return max(0, free_bytes - self.fixed_bytes) // max(1, self.sample_bytes)
+
+
+def whole_need(graph: Graph, sample_bytes: int) -> Need:
+    """Returns what a rank needs that holds the whole network."""
+    return Need(COPIES * graph.parameter_bytes, sample_bytes)
+
+
+def cut_needs(works: Works, layout: Layout, sample_bytes: int) -> list[Need]:
+    """Returns what each member of a layout needs: its parts of parameters, and of what is computed."""
+    size = len(layout.members)
+    fixed, made, total = [0.0] * size, [0.0] * size, 0.0
+    homes: dict[str, Record] = {}
+    tensors = works.graph.tensors
+    for choice in layout.choices:
+        layer = works.layers.get(choice.layer)
+        if layer is None:
+            continue
+        for name, need in zip(layer.inputs, choice.needs, strict=False):
+            homes.setdefault(name, need)
+        if layer.kind != "reshaping":
+            for tensor, record in zip(layer.outputs, choice.gives, strict=False):
+                total += tensor.size_bytes
+                made = [a + tensor.size_bytes * b for a, b in zip(made, _parts(layout, record), strict=True)]
+    for layer in works.graph.layers:
+        if layer.op == "parameter":
+            parts = _parts(layout, homes.get(layer.name, Record("replicated")))
+            fixed = [a + COPIES * tensors[layer.name].size_bytes * b for a, b in zip(fixed, parts, strict=True)]
+    scale = sample_bytes / total if total else 0.0
+    return [Need(int(a), int(b * scale)) for a, b in zip(fixed, made, strict=True)]
+
+
+def largest_layer(graph: Graph) -> str:
+    """Returns the module with the largest parameter."""
+    held = [layer for layer in graph.layers if layer.op == "parameter"]
+    return max(held, key=lambda layer: layer.outputs[0].size_bytes).where if held else ""
+
+
+def _parts(layout: Layout, record: Record) -> list[float]:
+    if record.state != "sharded":
+        return [1.0] * len(layout.members)
+    cut = layout.cuts[record.cut]
+    return [count / cut.size for count in cut.counts()]

@@ -1,0 +1,275 @@
+"""Cluster + Profile + Graph + wishes -> Plan: the least time in which all devices finish one global batch together."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heapreplace
+from math import ceil
+
+from evenly._errors import SpecError
+from evenly.planner.costs import Works, sum_seconds
+from evenly.planner.layout import lay_out
+from evenly.planner.lines import Line, cut_lines, single_lines
+from evenly.planner.memory import largest_layer, whole_need
+from evenly.spec.cluster import Cluster
+from evenly.spec.graph import Graph
+from evenly.spec.period import Every, EveryGradient, EverySteps, period_of
+from evenly.spec.plan import Exchange, Plan, Prediction, Replica, Role
+from evenly.spec.profile import Profile
+
+BUDGET = 0.05  # of the time may go into exchanges between nodes, if nothing else is wished
+
+
+def plan(
+    cluster: Cluster,
+    profile: Profile,
+    graph: Graph,
+    *,
+    batch_size: int | None = None,
+    every: Every | None = None,
+    cut: bool = True,
+    exchange_budget: float = BUDGET,
+    memory_bytes: Sequence[int] | None = None,
+    exchange: Exchange | None = None,
+) -> Plan:
+    """Returns who does what so that a step over the global batch takes the least time, with the times it predicts.
+
+    Every node may use some or all of its ranks, each for itself with its own number of samples, or several holding one
+    network together. For a time T it is known how many samples each node can do; the least T for which they are enough
+    is found by halving.
+
+    Args:
+        cluster: the nodes and ranks.
+        profile: what was measured on them, or `Profile.from_speeds`.
+        graph: the network, from `evenly.trace`.
+        batch_size: samples of all ranks together in one step; those of the example if left out.
+        every: the period K'; if left out, so many steps that exchanges take no more than `exchange_budget`.
+        cut: whether several ranks may hold one network together.
+        exchange_budget: the part of the time that may go into exchanges between nodes.
+        memory_bytes: what each rank may use; the profile's free memory if left out.
+        exchange: how exchanges are made.
+    """
+    profile.require_fit(cluster, graph)
+    if batch_size is not None and batch_size < 1:
+        raise SpecError(f"a global batch of {batch_size} samples was asked for. Give at least 1.")
+    task = _Task(
+        cluster, profile, Works(graph), batch_size or profile.batch_size, _free(cluster, profile, memory_bytes), cut
+    )
+    return task.plan(every, exchange_budget, exchange or Exchange())
+
+
+@dataclass(frozen=True)
+class _Task:
+    cluster: Cluster
+    profile: Profile
+    works: Works
+    batch: int
+    free: tuple[int, ...]
+    cut: bool
+
+    def plan(self, every: Every | None, budget: float, exchange: Exchange) -> Plan:
+        lines, counts, step_s = self._solve()
+        exchange_s = self._exchange_s(lines)
+        period = period_of(every) if every is not None else EverySteps(self._period(step_s, exchange_s, budget))
+        if isinstance(period, EveryGradient):
+            step_s += exchange_s
+        roles = self._roles(lines, counts, step_s)
+        replicas = self._replicas(lines, counts)
+        return Plan(
+            roles=roles,
+            period=period,
+            exchange=exchange,
+            replicas=replicas,
+            batch_size=self.batch,
+            graph=self.works.graph.fingerprint,
+            predicted=Prediction(step_s=step_s, exchange_s=exchange_s, is_measured=self.profile.is_measured),
+        )
+
+    @cached_property
+    def _kinds(self) -> dict[int, tuple[object, ...]]:
+        """What tells one node from another: equal ones are planned once."""
+        kinds = {}
+        for index, node in enumerate(self.cluster.nodes):
+            devices = [self.profile.devices[rank] for rank in node.ranks]
+            told = [(d.step, d.rank if d.layers else -1, self.free[d.rank]) for d in devices]
+            kinds[index] = (*told, self.profile.rate(node.ranks))
+        return kinds
+
+    @cached_property
+    def _groups(self) -> dict[tuple[object, ...], list[int]]:
+        """Equal nodes."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for index in range(len(self.cluster.nodes)):
+            groups.setdefault(self._kinds[index], []).append(index)
+        return groups
+
+    @cached_property
+    def _lines(self) -> dict[int, list[Line]]:
+        """The ways to use the first node of each group of equal ones."""
+        firsts = [members[0] for members in self._groups.values()]
+        given = (self.works, self.profile, self.free, self.batch)
+        found = {first: single_lines(self.cluster.nodes[first].ranks, *given) for first in firsts}
+        seconds = self._least_s(found) if self._most(found) >= self.batch else 0.0
+        for first in firsts if self.cut else ():
+            ranks = self.cluster.nodes[first].ranks
+            samples = _best(found[first], seconds)[0] if seconds else 0
+            found[first] += cut_lines(ranks, *given, seconds=seconds, samples=samples)
+        return found
+
+    def _most(self, lines: Mapping[int, Sequence[Line]]) -> int:
+        """Returns how many samples memory allows all nodes."""
+        each = {first: max((sum(line.limits) for line in own), default=0) for first, own in lines.items()}
+        return sum(len(members) * each[members[0]] for members in self._groups.values())
+
+    def _least_s(self, lines: Mapping[int, Sequence[Line]]) -> float:
+        """Returns the least time in which all nodes together do the global batch."""
+
+        def capacity(seconds: float) -> int:
+            groups = self._groups.values()
+            return sum(len(members) * _best(lines[members[0]], seconds)[0] for members in groups)
+
+        low, high = 0.0, 1e-3
+        while capacity(high) < self.batch:
+            low, high = high, high * 2
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if capacity(middle) >= self.batch else (middle, high)
+        return high
+
+    def _solve(self) -> tuple[list[Line | None], list[list[int]], float]:
+        """Returns the line and samples of each node, and the time of a step."""
+        self._require_memory()
+        seconds = self._least_s(self._lines)
+        lines: list[Line | None] = [None] * len(self.cluster.nodes)
+        counts: list[list[int]] = [[]] * len(self.cluster.nodes)
+        for members in self._groups.values():
+            total, line, samples = _best(self._lines[members[0]], seconds)
+            first = self.cluster.nodes[members[0]].ranks
+            if line is None or not total:
+                continue
+            for index in members:
+                lines[index] = line.on(dict(zip(first, self.cluster.nodes[index].ranks, strict=True)))
+                counts[index] = list(samples)
+        _trim(lines, counts, self.batch)
+        return lines, counts, max(_ends(lines, counts))
+
+    def _require_memory(self) -> None:
+        most = self._most(self._lines)
+        if most >= self.batch:
+            return
+        need = whole_need(self.works.graph, self.profile.sample_bytes)
+        wanted = need.fixed_bytes + need.sample_bytes * self.batch
+        has = sum(self.free)
+        raise SpecError(
+            f"a global batch of {self.batch} samples was asked for, but the devices hold {most}: one device needs "
+            f"{need.fixed_bytes / 1e9:.3g} GB for the network, whose largest layer is "
+            f"{largest_layer(self.works.graph)!r}, and {need.sample_bytes / 1e6:.3g} MB a sample. All devices together "
+            f"have {has / 1e9:.3g} GB, {max(0, wanted - has) / 1e9:.3g} GB less than one such network needs. Use a "
+            "smaller batch, or more memory."
+        )
+
+    def _exchange_s(self, lines: Sequence[Line | None]) -> float:
+        used = [index for index, line in enumerate(lines) if line is not None]
+        if len(used) < 2:
+            return 0.0
+        leaders = [self.cluster.nodes[index].ranks[0] for index in used]
+        size = self.works.graph.parameter_bytes
+        across = sum_seconds(size, len(used), self.profile.rate(leaders, across=True))
+        inside = max(
+            sum_seconds(size, len(self.cluster.nodes[i].ranks), self.profile.rate(self.cluster.nodes[i].ranks)) / 2
+            for i in used
+        )
+        return across + inside
+
+    def _period(self, step_s: float, exchange_s: float, budget: float) -> int:
+        if not 0 < budget < 1:
+            raise SpecError(f"exchange_budget={budget} was asked for; it is a part of the time, between 0 and 1.")
+        return max(1, ceil(exchange_s * (1 - budget) / (step_s * budget)))
+
+    def _roles(self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float) -> tuple[Role, ...]:
+        roles: dict[int, Role] = {}
+        for index, node in enumerate(self.cluster.nodes):
+            line = lines[index]
+            for crew, samples in zip(line.crews if line else (), counts[index], strict=True):
+                computing = crew.compute_s(samples)
+                for rank, seconds, need in zip(crew.ranks, computing, crew.needs, strict=True):
+                    roles[rank] = self._role(
+                        rank, index, samples=samples, compute_s=seconds,
+                        memory_bytes=need.fixed_bytes + need.sample_bytes * samples,
+                    )  # fmt: skip
+            for rank in node.ranks:
+                if rank not in roles or not roles[rank].samples:
+                    roles[rank] = self._role(rank, index, left_out=self._why_left_out(rank, index, lines, step_s))
+        return tuple(roles[rank] for rank in range(self.cluster.world_size))
+
+    def _role(self, rank: int, node: int, **fields: object) -> Role:
+        return Role(rank=rank, node=node, device=self.cluster.device_of(rank).kind, **fields)
+
+    def _why_left_out(self, rank: int, index: int, lines: Sequence[Line | None], step_s: float) -> str:
+        """Returns what the step would take with the rank in it."""
+        first = self._groups[self._kinds[index]][0]
+        place = self.cluster.nodes[first].ranks[self.cluster.nodes[index].ranks.index(rank)]
+        with_it = [line for line in self._lines[first] if any(place in crew.ranks for crew in line.crews)]
+        if not with_it:
+            return "its memory holds no sample"
+        busy = max(1, sum(line is not None for line in lines))
+        more_s = min(line.least_s(ceil(self.batch / busy)) for line in with_it) - step_s
+        if more_s > 0:
+            return f"a step would take {1e3 * more_s:.3g} ms more with it"
+        return f"it needs {1e3 * self.profile.devices[rank].step.at(1):.3g} ms for a single sample"
+
+    def _replicas(self, lines: Sequence[Line | None], counts: Sequence[list[int]]) -> tuple[Replica, ...]:
+        crews = [
+            (crew, samples)
+            for line, own in zip(lines, counts, strict=True)
+            for crew, samples in zip(line.crews if line else (), own, strict=True)
+            if samples
+        ]
+        if all(crew.layout is None for crew, _ in crews):
+            return ()
+        whole = lay_out(self.works.graph, [1.0])
+        return tuple(Replica(ranks=crew.ranks, layout=crew.layout or whole) for crew, _ in crews)
+
+
+def _best(lines: Sequence[Line], seconds: float) -> tuple[int, Line | None, list[int]]:
+    """Returns the line that does the most samples in this time, with how many each crew does; the first of equals."""
+    ways = [(line, line.samples(seconds)) for line in lines]
+    line, samples = max(ways, key=lambda way: sum(way[1]), default=(None, []))
+    return sum(samples), line, samples
+
+
+def _ends(lines: Sequence[Line | None], counts: Sequence[list[int]]) -> list[float]:
+    """Returns when each node has finished its samples."""
+    return [
+        max(crew.seconds(samples) for crew, samples in zip(line.crews, own, strict=True)) + line.averaging_s
+        for line, own in zip(lines, counts, strict=True)
+        if line is not None
+    ]
+
+
+def _trim(lines: Sequence[Line | None], counts: list[list[int]], batch: int) -> None:
+    """Takes away the samples that are too many, each from whoever finishes last."""
+    ends = [
+        (-line.crews[place].seconds(samples) - line.averaging_s, index, place)
+        for index, line in enumerate(lines)
+        if line is not None
+        for place, samples in enumerate(counts[index])
+        if samples
+    ]
+    heapify(ends)
+    for _ in range(sum(map(sum, counts)) - batch):
+        _, index, place = ends[0]
+        line, counts[index][place] = lines[index], counts[index][place] - 1
+        left = counts[index][place]
+        ended = -line.crews[place].seconds(left) - line.averaging_s if line is not None and left else 1.0
+        heapreplace(ends, (ended, index, place))
+
+
+def _free(cluster: Cluster, profile: Profile, given: Sequence[int] | None) -> tuple[int, ...]:
+    if given is None:
+        return tuple(device.free_bytes for device in profile.devices)
+    if len(given) != cluster.world_size or any(size <= 0 for size in given):
+        raise SpecError(
+            f"memory_bytes={list(given)} was given for {cluster.world_size} ranks. Give one number above 0 for each."
+        )
+    return tuple(given)

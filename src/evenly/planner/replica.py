@@ -1,0 +1,132 @@
+"""One replica: a rank alone, or several that hold one network together, and the seconds it takes for some samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import lcm
+
+from evenly.planner.balance import Seconds, balance
+from evenly.planner.costs import Timeline, Times, Works, timeline_of
+from evenly.planner.layout import lay_out
+from evenly.planner.memory import Need, cut_needs, whole_need
+from evenly.planner.search import Rates
+from evenly.planner.wishes import parts_of
+from evenly.spec.layout import Choice, Layout
+from evenly.spec.profile import Profile, Rate
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Ranks that hold one network together; a layout if they are several."""
+
+    ranks: tuple[int, ...]
+    works: Works
+    profile: Profile
+    rate: Rate
+    layout: Layout | None = None
+
+    @cached_property
+    def times(self) -> list[Times]:
+        """What each rank takes for each operation."""
+        return [self.works.on(self.profile.devices[rank]) for rank in self.ranks]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """A step with the samples of the example."""
+        if self.layout is None:
+            raise ValueError("a rank alone has no timeline")
+        members = [self.times[place] for place in self.layout.members]
+        return timeline_of(self.works, self.layout, members, self.rate)
+
+    @cached_property
+    def needs(self) -> list[Need]:
+        """The memory of each rank."""
+        if self.layout is None:
+            return [whole_need(self.works.graph, self.profile.sample_bytes)]
+        members = cut_needs(self.works, self.layout, self.profile.sample_bytes)
+        known = dict(zip(self.layout.members, members, strict=True))
+        return [known.get(place, Need(0, 0)) for place in range(len(self.ranks))]
+
+    def most_samples(self, free: Sequence[int]) -> int:
+        """Returns the samples for which every rank has memory; `free` is by rank."""
+        return min(need.samples_in(free[rank]) for rank, need in zip(self.ranks, self.needs, strict=True))
+
+    def seconds(self, samples: int) -> float:
+        """Returns what a step with `samples` samples takes."""
+        if self.layout is None:
+            return self.profile.devices[self.ranks[0]].step.at(samples)
+        return self.timeline.step_s * self._factor(samples)
+
+    def compute_s(self, samples: int) -> list[float]:
+        """Returns what each rank computes of it."""
+        if self.layout is None:
+            return [self.profile.devices[self.ranks[0]].step.at(samples)]
+        found = dict(zip(self.layout.members, self.timeline.compute_s, strict=True))
+        return [found.get(place, 0.0) * self._factor(samples) for place in range(len(self.ranks))]
+
+    def _factor(self, samples: int) -> float:
+        """Returns how much longer a step with so many samples takes than one with those of the example."""
+        step = self.profile.devices[self.ranks[0]].step
+        return step.at(samples) / step.at(self.profile.batch_size)
+
+
+def crews_of(ranks: tuple[int, ...], works: Works, profile: Profile) -> list[Crew]:
+    """Returns the ways in which ranks can hold one network: cut by their speeds, and balanced block by block."""
+    rate = profile.rate(ranks)
+    alone = Crew(ranks, works, profile, rate)
+    if len(ranks) == 1:
+        return [alone]
+    graph, batch = works.graph, profile.batch_size
+    speeds = [1.0 / profile.devices[rank].step.at(batch) for rank in ranks]
+    flops = sum(works.weights.values())
+    total = flops * sum(speeds)  # of all ranks together, a second
+    rates = Rates(total / rate.bytes_per_s, total * rate.latency_s * (len(ranks) - 1))
+    layout = lay_out(graph, speeds, rates=rates, cut_batch=batch >= 2)
+    crew = Crew(ranks, works, profile, rate, layout)
+    even = len(set(speeds)) == 1 and not any(profile.devices[rank].layers for rank in ranks)
+    shares = {} if even else balanced_shares(works, layout, crew.times)
+    if not shares:
+        return [crew]
+    better = lay_out(graph, speeds, rates=rates, cut_batch=batch >= 2, layer_shares=shares)
+    return [crew, Crew(ranks, works, profile, rate, better)]
+
+
+def balanced_shares(works: Works, layout: Layout, times: Sequence[Times]) -> dict[str, list[float]]:
+    """Returns, for modules whose outputs are cut, the units of each rank for which all finish together.
+
+    All layers that follow one cut are balanced as one block: what a rank takes for it is the sum over them.
+    """
+    blocks: dict[int, list[tuple[str, str]]] = {}
+    owners: dict[int, list[Choice]] = {}
+    for choice in layout.choices:
+        if choice.mode in ("source", "whole", "summand") or choice.layer not in works.layers:
+            continue
+        records = choice.needs[:1] if choice.mode == "reduced" else choice.gives
+        record = next((r for r in records if r.state == "sharded" and not layout.cuts[r.cut].rows), None)
+        if record is not None:
+            blocks.setdefault(record.cut, []).append((choice.layer, choice.mode))
+            if choice.mode == "partitioned" and choice.where:
+                owners.setdefault(record.cut, []).append(choice)
+    shares: dict[str, list[float]] = {}
+    for number, makers in owners.items():
+        size, unit = layout.cuts[number].size, _unit(works, makers[0])
+        if size // unit < 2:
+            continue
+        counts = balance(size // unit, [_block(blocks[number], size, unit, own) for own in times])
+        shares |= {choice.where: [float(count) for count in counts] for choice in makers}
+    return shares
+
+
+def _unit(works: Works, maker: Choice) -> int:
+    """Returns in how many filters at least the outputs of a layer are dealt out."""
+    record = next(record for record in maker.gives if record.state == "sharded")
+    parts = parts_of(works.wishes, works.layers[maker.layer].outputs[0], record.dim)
+    return lcm(*(unit for _, unit in parts))
+
+
+def _block(members: Sequence[tuple[str, str]], size: int, unit: int, own: Times) -> Seconds:
+    @cache
+    def seconds(count: int) -> float:
+        return sum(own.of(layer, mode, count * unit / size, count * unit) for layer, mode in members)
+
+    return seconds

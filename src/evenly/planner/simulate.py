@@ -1,0 +1,186 @@
+"""A plan, played through: who computes, who waits, what travels; also for clusters that do not exist."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from evenly._errors import SpecError
+from evenly.planner.costs import Works, sum_seconds
+from evenly.planner.replica import Crew
+from evenly.spec.cluster import Cluster
+from evenly.spec.forecast import DeviceForecast, Forecast
+from evenly.spec.graph import Graph
+from evenly.spec.period import EveryEpoch, EveryGradient, EverySteps
+from evenly.spec.plan import Plan
+from evenly.spec.profile import Profile
+
+Numbers = npt.NDArray[np.float64]
+
+
+def simulate(
+    plan: Plan,
+    cluster: Cluster,
+    profile: Profile,
+    graph: Graph,
+    *,
+    steps: int = 1000,
+    jitter: float = 0.0,
+    steps_per_epoch: int = 1000,
+    seed: int = 0,
+) -> Forecast:
+    """Returns what a plan takes on a cluster, step by step.
+
+    In every step the ranks of a node meet to average gradients; nodes meet only at exchanges, so a node that is late in
+    one step may catch up until then.
+
+    Args:
+        plan: who does what.
+        cluster: the nodes and ranks.
+        profile: how fast they are; it may be another one than the plan was made for.
+        graph: the network.
+        steps: how many to play.
+        jitter: how much a rank's time varies from step to step: the standard deviation over the mean.
+        steps_per_epoch: for plans that exchange once an epoch.
+        seed: of the jitter.
+    """
+    if len(plan.roles) != cluster.world_size or len(profile.devices) != cluster.world_size:
+        raise SpecError(
+            f"a plan for {len(plan.roles)} ranks and a profile of {len(profile.devices)} were given for a cluster of "
+            f"{cluster.world_size}. Give values that belong together."
+        )
+    if steps < 1 or not 0 <= jitter < 10:
+        raise SpecError(
+            f"steps={steps}, jitter={jitter} were asked for. Give at least 1 step and a jitter of at least 0."
+        )
+    return _Play(plan, cluster, profile, Works(graph)).run(steps, jitter, _every(plan, steps_per_epoch), seed)
+
+
+def _every(plan: Plan, steps_per_epoch: int) -> int:
+    match plan.period:
+        case EverySteps(steps=number):
+            return number
+        case EveryEpoch():
+            return steps_per_epoch
+        case EveryGradient():
+            return 1
+
+
+@dataclass(frozen=True)
+class _Play:
+    plan: Plan
+    cluster: Cluster
+    profile: Profile
+    works: Works
+
+    def run(self, steps: int, jitter: float, every: int, seed: int) -> Forecast:
+        compute, wires, sent = self._each_step()
+        nodes = np.array([role.node for role in self.plan.roles])
+        order = np.argsort(nodes, kind="stable")
+        starts = np.searchsorted(nodes[order], np.arange(len(self.plan.nodes)))
+        averaging = np.array([max(wires[rank] for rank in ranks) for ranks in self.plan.nodes])
+        busy = np.array([any(self.plan.roles[rank].samples for rank in ranks) for ranks in self.plan.nodes])
+        random = np.random.default_rng(seed)
+        clock, waited, computed = np.zeros(len(starts)), np.zeros(len(compute)), np.zeros(len(compute))
+        exchange_s, exchanges = self._exchange_s(), 0
+        for step in range(1, steps + 1):
+            own = compute * _factors(random, len(compute), jitter) if jitter else compute
+            slowest = np.maximum.reduceat(own[order], starts)
+            computed += own
+            waited += slowest[nodes] - own
+            clock += slowest + averaging
+            if busy.sum() > 1 and (step % every == 0 or step == steps):
+                latest = clock[busy].max()
+                waited += (latest - clock)[nodes]
+                clock[:] = latest + exchange_s
+                exchanges += 1
+        return self._forecast(steps, float(clock[busy].max()), computed, waited, wires, sent, exchanges, exchange_s)
+
+    def _forecast(
+        self,
+        steps: int,
+        seconds: float,
+        computed: Numbers,
+        waited: Numbers,
+        wires: list[float],
+        sent: list[float],
+        exchanges: int,
+        exchange_s: float,
+    ) -> Forecast:
+        size = self.works.graph.parameter_bytes
+        devices = []
+        for role in self.plan.roles:
+            works = role.samples > 0
+            ranks = len(self.plan.nodes[role.node])
+            devices.append(
+                DeviceForecast(
+                    rank=role.rank,
+                    node=role.node,
+                    samples=role.samples,
+                    compute_s=float(computed[role.rank]),
+                    wires_s=steps * wires[role.rank] + exchanges * exchange_s if works else 0.0,
+                    wait_s=max(0.0, float(waited[role.rank])) if works else seconds,
+                    sent_bytes=steps * sent[role.rank] + 2 * exchanges * size / ranks if works else 0.0,
+                )
+            )
+        total = self.plan.batch_size or sum(role.samples for role in self.plan.roles)
+        return Forecast(
+            steps=steps,
+            seconds=seconds,
+            samples_per_s=total * steps / seconds if seconds else 0.0,
+            exchanges=exchanges,
+            exchange_s=exchanges * exchange_s,
+            devices=tuple(devices),
+        )
+
+    def _each_step(self) -> tuple[Numbers, list[float], list[float]]:
+        """Returns what each rank computes in a step, how long it is on the wires, and the bytes it sends."""
+        compute = np.zeros(len(self.plan.roles))
+        wires, sent = [0.0] * len(compute), [0.0] * len(compute)
+        size = self.works.graph.parameter_bytes
+        for ranks in self.plan.nodes:
+            crews = self._crews(ranks)
+            rate = self.profile.rate([rank for crew in crews for rank in crew.ranks]) if crews else self.profile.inside
+            part = size // max((len(crew.ranks) for crew in crews), default=1)
+            averaging = sum_seconds(part, len(crews), rate)
+            for crew in crews:
+                samples = self.plan.roles[crew.ranks[0]].samples
+                computing = crew.compute_s(samples)
+                inside = crew.seconds(samples) - max(computing)
+                moved = 0.0 if crew.layout is None else crew.layout.traffic_bytes / len(crew.ranks)
+                for rank, seconds in zip(crew.ranks, computing, strict=True):
+                    compute[rank] = seconds
+                    wires[rank] = inside + averaging
+                    sent[rank] = moved + (2 * part * (len(crews) - 1) / len(crews) if len(crews) > 1 else 0.0)
+        return compute, wires, sent
+
+    def _crews(self, ranks: list[int]) -> list[Crew]:
+        own = [rank for rank in ranks if self.plan.roles[rank].samples]
+        cut = [replica for replica in self.plan.replicas if replica.ranks[0] in own]
+        if not cut:
+            return [Crew((rank,), self.works, self.profile, self.profile.inside) for rank in own]
+        return [
+            Crew(
+                replica.ranks,
+                self.works,
+                self.profile,
+                self.profile.rate(replica.ranks),
+                replica.layout if len(replica.ranks) > 1 else None,
+            )
+            for replica in cut
+        ]
+
+    def _exchange_s(self) -> float:
+        busy = [ranks for ranks in self.plan.nodes if any(self.plan.roles[rank].samples for rank in ranks)]
+        size = self.works.graph.parameter_bytes
+        if len(busy) < 2:
+            return 0.0
+        across = sum_seconds(size, len(busy), self.profile.rate([ranks[0] for ranks in busy], across=True))
+        return across + max(sum_seconds(size, len(ranks), self.profile.rate(ranks)) / 2 for ranks in busy)
+
+
+def _factors(random: np.random.Generator, count: int, jitter: float) -> Numbers:
+    """Returns factors of mean 1 with this spread; times have long tails to one side."""
+    sigma = np.sqrt(np.log1p(jitter**2))
+    factors: Numbers = np.exp(sigma * random.standard_normal(count) - sigma**2 / 2)
+    return factors
