@@ -168,7 +168,7 @@ def torch_adafactor(parameters: Any) -> Optimizer:
         ("small", sgd, sgd),
         ("small", adam, adam),
         ("small", adafactor, torch_adafactor),
-        ("resnet18", adafactor, torch_adafactor),
+        ("autoencoder1d", adafactor, torch_adafactor),
         ("gpt2_separate_tied", sgd, sgd),
     ],
 )

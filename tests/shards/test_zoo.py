@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # where they are not the common ones
     "convnext_small": {"shares": [3, 2]},
     "unet_nearest": {"shares": [3, 2, 1], "cut_batch": True},
     "unet_bilinear": {"shares": [0.2, 0.7]},
-    "vit_small_module": {"shares": [3, 1]},
+    "vit_small_fused": {"shares": [3, 1]},
     "mlp_mixer": {"shares": [1, 1]},
     "gpt2": {"shares": [4, 3, 2, 1]},  # 3 heads of keys for 4 ranks: one has no part in attention
     "gpt2_loss": {"shares": [2, 1], "layer_shares": {"blocks.0.attn": [0, 1]}},
@@ -49,7 +49,7 @@ def _one_thread() -> Any:
 @pytest.mark.parametrize("name", ZOO)
 def test_a_network_trains_as_on_one_device(name: str) -> None:
     torch.manual_seed(1)
-    settings = {"shares": SHARES, "steps": 2, **SETTINGS.get(name, {})}
+    settings = {"shares": SHARES, **SETTINGS.get(name, {})}
     layout = compare(ZOO[name].build, ZOO[name].example(), settings.pop("shares"), **settings)
     assert cut_modes(layout), "no layer was cut"
 
