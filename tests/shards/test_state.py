@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from evenly._errors import CheckpointError, MismatchError
 from evenly.comm import Party
-from evenly.graph import follow
+from evenly.graph import Traced, follow
 from evenly.planner import lay_out
 from evenly.session import load_dcp, save_dcp
 from evenly.shards import Adafactor, Sharded, join_shards
@@ -27,7 +28,7 @@ from tests.zoo import ZOO
 Build = Callable[..., Optimizer]
 State = dict[str, Any]
 
-LOCK = threading.Lock()  # ranks are threads and share torch's generator
+LOCK = threading.RLock()  # ranks are threads and share torch's generator
 THREE, TWO = [70, 25, 5], [1, 3]
 single_process = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -104,11 +105,18 @@ def agree(found: Any, truth: Any, tolerance: float = 1e-10, where: str = "state"
         assert found == truth, where
 
 
+@cache
+def followed(name: str) -> tuple[Traced, list[tuple[torch.Tensor, ...]]]:
+    """Returns what `draw` returns with the network traced: ranks take copies of it."""
+    model, batches = draw(name)
+    return follow(model, batches[0]), batches
+
+
 @contextmanager
 def cut(party: Party, name: str, shares: list[int]) -> Iterator[tuple[Sharded, list[tuple[torch.Tensor, ...]]]]:
-    model, batches = draw(name)
     with LOCK:  # fx patches modules while it traces
-        traced = follow(model, batches[0])
+        traced, batches = followed(name)
+        torch.manual_seed(7)
     sharded = join_shards(traced, lay_out(traced.graph, shares), party=party, timeout_s=30)
     try:
         yield sharded, batches

@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.optim import SGD, Adam
 
 from evenly._errors import MismatchError, SpecError
 from evenly.comm import MOVES, Party
-from evenly.graph import follow
+from evenly.graph import Traced, follow
 from evenly.planner import lay_out
 from evenly.shards import Adafactor, Sharded, join_shards, placement_of
 from evenly.shards.checking import Report, verify
@@ -78,11 +79,18 @@ def draw(name: str) -> tuple[nn.Module, Any]:
     return Small().to(dtype), torch.randn(4, 3, 7, 7, dtype=dtype)
 
 
+@cache
+def followed(name: str) -> tuple[Traced, Any]:
+    """Returns what `draw` returns with the network traced."""
+    model, example = draw(name)
+    return follow(model, example), example
+
+
 @contextmanager
 def opened(party: Party, name: str = "small", shares: list[int] | None = None, **options: Any) -> Iterator[Made]:
     with LOCK:
-        model, example = draw(name)
-        traced = follow(model, example)
+        traced, example = followed(name)
+        model = copy.deepcopy(traced.model)
     layout = lay_out(traced.graph, shares or [70, 25, 5][: party.size], **options)
     sharded = join_shards(traced, layout, party=party, timeout_s=30)
     try:
