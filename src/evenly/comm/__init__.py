@@ -12,8 +12,6 @@ from evenly.comm.moves import (
     broadcast,
     first_line,
     gather_json,
-    receive,
-    send,
 )
 from evenly.comm.party import Party, party_of
 from evenly.comm.placement import Placement, full_shape, place, placement_of
@@ -51,10 +49,8 @@ __all__ = [
     "place",
     "placement_of",
     "put",
-    "receive",
     "refine",
     "require_same",
-    "send",
     "slices",
     "take",
 ]

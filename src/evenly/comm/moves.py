@@ -119,16 +119,6 @@ def all_to_all(
     return _work(dist.all_to_all_single(received, sent, takes, gives, group=group, async_op=True))
 
 
-def send(tensor: torch.Tensor, group: dist.ProcessGroup, *, target: int) -> dist.Work:
-    """Starts sending `tensor` to the group's member number `target`, which receives it."""
-    return _work(group.send([tensor], target, 0))
-
-
-def receive(tensor: torch.Tensor, group: dist.ProcessGroup, *, source: int) -> dist.Work:
-    """Starts receiving into `tensor` what the group's member number `source` sends."""
-    return _work(group.recv([tensor], source, 0))
-
-
 def gather_json(value: Any, group: dist.ProcessGroup, waiter: Waiter) -> list[Any]:
     """Returns every member's `value`, in the members' order; values are what JSON can say."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """How long it takes: the layers of a network on one device, what a cut network's ranks do between meetings, wires."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from evenly.planner.wishes import Wishes, wishes_of
@@ -67,6 +67,7 @@ class Times:
     known: dict[str, str]
     fitting: float
     per_weight: float
+    parts: dict[float, float] = field(default_factory=dict)  # what was asked for before
 
     def of(self, name: str, mode: str, part: float, count: int) -> float:
         """Returns the seconds of `part` of an operation: `count` outputs, inputs or samples, as its mode says."""
@@ -74,11 +75,18 @@ class Times:
         if part <= 0:
             return 0.0
         if form is None:
-            return self.works.weights[name] * self.per_weight * part
+            return self.works.weights[name] * self.per_weight * self._of_step(part)
         curves = self.device.layers[form]
         if mode == "bystander":
             return self.fitting * curves.samples.at(part * curves.samples.sizes[-1])
         return self.fitting * (curves.inputs if mode == "reduced" else curves.outputs).at(count)
+
+    def _of_step(self, part: float) -> float:
+        """Returns the part of a step's time that a part of its work takes: more, where there is a fixed cost."""
+        if part not in self.parts:
+            batch = self.works.graph.batch_size
+            self.parts[part] = self.device.step.at(part * batch) / self.device.step.at(batch)
+        return self.parts[part]
 
 
 @dataclass(frozen=True)

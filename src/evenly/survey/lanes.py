@@ -7,7 +7,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from evenly.comm import Waiter, receive, send
+from evenly.comm import Party, Waiter, all_to_all, close_groups, open_group
 from evenly.spec import Lane, Rate
 
 SMALL = 1  # float32 numbers in a ping
@@ -15,75 +15,74 @@ STREAMS = (1 << 14, 1 << 18, 1 << 20)  # float32 numbers in larger messages: 64 
 
 
 def measure_lanes(
-    group: dist.ProcessGroup,
+    party: Party,
     waiter: Waiter,
     device: torch.device,
     pairs: Sequence[tuple[int, int]],
     *,
+    backend: str,
     enough_s: float,
     tell: Callable[[str], None],
-) -> list[tuple[int, int, Rate]]:
-    """Returns the ways between pairs of the group's members, one pair after another, both directions each.
+) -> list[Lane]:
+    """Returns the ways between pairs of ranks, one pair after another; the first rank of a pair has both directions.
 
-    All members call it; those that are not of a pair wait in the next message they take part in.
+    All ranks of the pairs call it with the same list. A rank waits in its next pair until its partner comes.
     """
-    found: list[tuple[int, int, Rate]] = []
-    for a, b in pairs:
-        if group.rank() not in (a, b):
+    found: list[Lane] = []
+    for pair in pairs:
+        if party.rank not in pair:
             continue
-        tell(f"the way between members {a} and {b}")
-        for source, target in ((a, b), (b, a)):
-            rate = _direction(group, waiter, device, source, target, enough_s)
-            if group.rank() == a:
-                found.append((source, target, rate))
+        tell(f"the way between ranks {pair[0]} and {pair[1]}")
+        group = open_group(party, f"pair {pair}", pair, backend=backend, timeout_s=waiter.timeout_s)
+        for source, target in ((0, 1), (1, 0)):
+            rate = _Direction(group, waiter, device, source).rate(enough_s)
+            if party.rank == pair[0]:
+                found.append(Lane(source=pair[source], target=pair[target], rate=rate))
+        close_groups([group])
     return found
 
 
-def _direction(
-    group: dist.ProcessGroup, waiter: Waiter, device: torch.device, source: int, target: int, enough_s: float
-) -> Rate:
-    ping_s = _time(group, waiter, device, source, target, SMALL, repeats=12) / 2
-    points = []
-    for count in STREAMS:
-        seconds = _time(group, waiter, device, source, target, count, repeats=3)
-        points.append((4 * count, max(seconds - ping_s, 1e-7)))
-        if _agreed_max(group, waiter, device, source, target, seconds) > enough_s:
-            break
-    (few, quick), (many, slow) = (points[-2], points[-1]) if len(points) > 1 else ((0, ping_s), points[-1])
-    speed = (many - few) / (slow - quick) if slow > quick else many / slow
-    return Rate(latency_s=ping_s, bytes_per_s=max(speed, many / (2 * slow)))
+class _Direction:
+    """Messages from member `source` of a group of two to the other one."""
 
+    def __init__(self, group: dist.ProcessGroup, waiter: Waiter, device: torch.device, source: int) -> None:
+        self._group, self._waiter, self._device = group, waiter, device
+        self._source, self._sends = source, group.rank() == source
 
-def _time(
-    group: dist.ProcessGroup, waiter: Waiter, device: torch.device, source: int, target: int, count: int, repeats: int
-) -> float:
-    """Returns the median seconds of a message of `count` numbers and its answer of one; both ends know it alike."""
-    load, answer = torch.zeros(count, device=device), torch.zeros(SMALL, device=device)
-    seconds = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        if group.rank() == source:
-            waiter.wait([send(load, group, target=target)])
-            waiter.wait([receive(answer, group, source=target)])
-        else:
-            waiter.wait([receive(load, group, source=source)])
-            waiter.wait([send(answer, group, target=source)])
-        seconds.append(time.perf_counter() - began)
-    return median(seconds[1:])
+    def rate(self, enough_s: float) -> Rate:
+        """Returns latency and bandwidth; no larger messages follow one that takes longer than `enough_s`."""
+        ping_s = self._time(SMALL, repeats=12) / 2
+        points = []
+        for count in STREAMS:
+            seconds = self._time(count, repeats=3)
+            points.append((4 * count, max(seconds - ping_s, 1e-7)))
+            if self._agreed(seconds) > enough_s:
+                break
+        (few, quick), (many, slow) = (points[-2], points[-1]) if len(points) > 1 else ((0, ping_s), points[-1])
+        speed = (many - few) / (slow - quick) if slow > quick else many / slow
+        return Rate(latency_s=ping_s, bytes_per_s=max(speed, many / (2 * slow)))
 
+    def _time(self, count: int, repeats: int) -> float:
+        """Returns the median seconds of a message of `count` numbers and its answer of one."""
+        seconds = []
+        for _ in range(repeats + 1):  # the first warms up
+            began = time.perf_counter()
+            self._send(torch.zeros(count, device=self._device), there=True)
+            self._send(torch.zeros(SMALL, device=self._device), there=False)
+            seconds.append(time.perf_counter() - began)
+        return median(seconds[1:])
 
-def _agreed_max(
-    group: dist.ProcessGroup, waiter: Waiter, device: torch.device, source: int, target: int, seconds: float
-) -> float:
-    """Returns what the source measured, at both ends."""
-    said = torch.full((SMALL,), seconds, device=device)
-    if group.rank() == source:
-        waiter.wait([send(said, group, target=target)])
-    else:
-        waiter.wait([receive(said, group, source=source)])
-    return float(said[0])
+    def _agreed(self, seconds: float) -> float:
+        """Returns what the source measured, at both ends."""
+        return float(self._send(torch.full((SMALL,), seconds, device=self._device), there=True)[0])
 
-
-def lanes_of(found: Sequence[tuple[int, int, Rate]], ranks: Sequence[int]) -> list[Lane]:
-    """Returns the ways with the members' ranks in the party."""
-    return [Lane(source=ranks[source], target=ranks[target], rate=rate) for source, target, rate in found]
+    def _send(self, load: torch.Tensor, *, there: bool) -> torch.Tensor:
+        """Returns what arrived, or was sent."""
+        sends = self._sends == there
+        other = 1 - self._group.rank()
+        counts = [load.numel() if member == other else 0 for member in range(2)]
+        nothing = [0, 0]
+        received = load.new_empty(0 if sends else load.numel())
+        takes, gives = (nothing, counts) if sends else (counts, nothing)
+        self._waiter.wait([all_to_all(received, load if sends else load[:0], takes, gives, self._group)])
+        return load if sends else received

@@ -6,11 +6,11 @@ from itertools import combinations
 
 import torch
 
-from evenly.comm import Alarm, Party, Waiter, backend_for, close_groups, gather_json, open_group
+from evenly.comm import Alarm, Party, Waiter, backend_for, gather_json, open_group
 from evenly.graph import Traced
 from evenly.spec import Cluster, DeviceProfile, Lane, Profile
 from evenly.survey.devices import DeviceSurvey
-from evenly.survey.lanes import lanes_of, measure_lanes
+from evenly.survey.lanes import measure_lanes
 
 QUICK_S, THOROUGH_S = 14.0, 60.0
 MOST_PAIRS = 28  # of a node of 8; larger nodes are measured round the ring
@@ -82,19 +82,17 @@ def _lanes(
     """Returns the ways that this rank is the first end of: inside its node, and from its node to others."""
     found: list[Lane] = []
     leaders = [node.ranks[0] for node in cluster.nodes]
-    rooms = [(f"node{index}", list(node.ranks)) for index, node in enumerate(cluster.nodes)] + [("across", leaders)]
-    for name, ranks in rooms:
+    rooms = [*(list(node.ranks) for node in cluster.nodes), leaders]
+    for ranks in rooms:
         if party.rank not in ranks or len(ranks) < 2:
             continue
         backend = backend_for([cluster.device_of(rank) for rank in ranks])
-        group = open_group(party, f"lanes {name}", ranks, backend=backend, timeout_s=waiter.timeout_s)
         where = device if backend == "nccl" else torch.device("cpu")
-        pairs = list(combinations(range(len(ranks)), 2))
+        pairs = list(combinations(ranks, 2))
         if len(pairs) > MOST_PAIRS:
-            pairs = [(i, (i + 1) % len(ranks)) for i in range(len(ranks))]
-        rates = measure_lanes(group, waiter, where, pairs, enough_s=budget_s / 4 / len(pairs) / 8, tell=tell)
-        found += lanes_of(rates, ranks)
-        close_groups([group])
+            pairs = [(rank, ranks[(place + 1) % len(ranks)]) for place, rank in enumerate(ranks)]
+        enough_s = budget_s / 4 / len(pairs) / 8
+        found += measure_lanes(party, waiter, where, pairs, backend=backend, enough_s=enough_s, tell=tell)
     return found
 
 

@@ -1,0 +1,147 @@
+"""Plans from profiles: everybody finishes together, useless devices are left out, memory is kept, the plan says so."""
+
+import pytest
+import torch
+from torch import nn
+
+from evenly import SpecError, trace
+from evenly.planner import plan, simulate
+from evenly.spec import Cluster, Curve, Device, EverySteps, Graph, Node, Plan, Profile, Rate
+
+GB = 10**9
+
+
+def cluster_of(*sizes: int, memory: int = 0) -> Cluster:
+    nodes, first = [], 0
+    for index, size in enumerate(sizes):
+        devices = [Device(kind="cpu", cores=1, memory_bytes=memory)] * size
+        nodes.append(Node(name=f"n{index}", ranks=range(first, first + size), devices=devices))
+        first += size
+    return Cluster(nodes=nodes)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    body = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()]
+    return trace(nn.Sequential(*body, nn.Flatten(), nn.Linear(32 * 64, 10)), torch.randn(100, 3, 8, 8))
+
+
+def planned(graph: Graph, speeds: list[float], *sizes: int, fast: bool = True, **wishes) -> Plan:
+    cluster = cluster_of(*(sizes or (len(speeds),)))
+    inside = Rate(latency_s=1e-6, bytes_per_s=1e12) if fast else Rate(latency_s=1e-4, bytes_per_s=1e9)
+    profile = Profile.from_speeds(cluster, graph, speeds, flops_per_s=1e9, inside=inside)
+    return plan(cluster, profile, graph, **wishes)
+
+
+def samples(made: Plan) -> list[int]:
+    return [role.samples for role in made.roles]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"), [([1, 1], [50, 50]), ([3, 1], [75, 25]), ([100, 30], [77, 23]), ([70, 25, 5], [70, 25, 5])]
+)
+def test_samples_follow_the_speeds(graph, speeds, expected):
+    assert samples(planned(graph, speeds)) == expected
+
+
+def test_a_global_batch_is_dealt_out_over_all_nodes(graph):
+    made = planned(graph, [4, 4, 1, 1], 2, 2, batch_size=1000, every=7)
+    assert samples(made) == [400, 400, 100, 100]
+    assert made.period == EverySteps(7)
+    assert made.batch_size == 1000
+
+
+def test_a_useless_device_is_left_out_and_the_plan_says_why(graph):
+    made = planned(graph, [100, 0.01], fast=False)
+    assert samples(made) == [100, 0]
+    assert made.active == [0]
+    assert "rank 1 (cpu) is left out:" in made.explain()
+    assert "ms" in made.roles[1].left_out
+
+
+def test_a_device_with_a_large_fixed_cost_gets_nothing(graph):
+    cluster = cluster_of(2)
+    profile = Profile.from_speeds(cluster, graph, [1, 1])
+    slow = profile.devices[1].model_copy(update={"step": Curve(sizes=(1, 100), seconds=(9.0, 9.1))})
+    fast = profile.devices[0].model_copy(update={"step": Curve(sizes=(1, 100), seconds=(0.1, 1.0))})
+    assert samples(plan(cluster, profile.model_copy(update={"devices": (fast, slow)}), graph)) == [100, 0]
+
+
+def test_exchanges_take_no_more_than_the_budget(graph):
+    made = planned(graph, [1, 1, 1], 2, 1, exchange_budget=0.02)
+    assert isinstance(made.period, EverySteps)
+    predicted = made.predicted
+    assert predicted is not None
+    assert predicted.exchange_s / (made.period.steps * predicted.step_s + predicted.exchange_s) <= 0.02
+
+
+def test_memory_is_kept(graph):
+    free = made_bytes(graph, 30)
+    made = planned(graph, [1, 1], memory_bytes=[free, 100 * GB], cut=False)
+    assert 25 <= samples(made)[0] <= 30
+    assert sum(samples(made)) == 100
+    assert made.roles[0].memory_bytes <= free
+
+
+def made_bytes(graph: Graph, count: int) -> int:
+    return 4 * graph.parameter_bytes + count * graph.sample_bytes
+
+
+def test_impossible_memory_is_told_with_the_layer_and_how_much_is_missing(graph):
+    with pytest.raises(SpecError, match=r"largest layer is '5\.weight'.* GB less than"):
+        planned(graph, [1, 1], memory_bytes=[1000, 1000])
+
+
+@pytest.mark.parametrize("speeds", [[0, 1], [float("nan"), 1], [-1, 1], [float("inf"), 1], [1], "11"])
+def test_impossible_speeds_are_refused(graph, speeds):
+    with pytest.raises(SpecError, match="speeds"):
+        Profile.from_speeds(cluster_of(2), graph, speeds)
+
+
+def test_a_profile_of_another_cluster_or_network_is_refused(graph):
+    profile = Profile.from_speeds(cluster_of(2), graph, [1, 1])
+    with pytest.raises(SpecError, match="another cluster"):
+        plan(cluster_of(1, 1), profile, graph)
+    other = trace(nn.Linear(3, 4), torch.ones(2, 3))
+    with pytest.raises(SpecError, match="another network"):
+        plan(cluster_of(2), profile, other)
+
+
+def test_a_plan_whose_samples_do_not_add_up_is_refused(graph):
+    text = planned(graph, [3, 1]).to_json()
+    with pytest.raises(SpecError, match="add up to 101, not to the batch_size of 100"):
+        Plan.from_json(text.replace('"samples": 75', '"samples": 76'))
+
+
+@pytest.mark.parametrize("wish", [{"batch_size": 0}, {"exchange_budget": 0.0}, {"memory_bytes": [1]}])
+def test_impossible_wishes_are_refused(graph, wish):
+    with pytest.raises(SpecError):
+        planned(graph, [1, 1], **wish)
+
+
+def test_a_plan_is_the_same_every_time(graph):
+    assert planned(graph, [5, 3, 2, 2], 2, 2, fast=False) == planned(graph, [5, 3, 2, 2], 2, 2, fast=False)
+
+
+def test_a_forecast_is_what_the_plan_predicts(graph):
+    cluster = cluster_of(2, 1)
+    profile = Profile.from_speeds(cluster, graph, [2, 1, 1], flops_per_s=1e9)
+    made = plan(cluster, profile, graph, every=10)
+    told = simulate(made, cluster, profile, graph, steps=100)
+    assert told.exchanges == 10
+    assert made.predicted is not None
+    assert told.seconds == pytest.approx(100 * made.predicted.step_s + 10 * made.predicted.exchange_s, rel=0.02)
+    assert sum(device.samples for device in told.devices) == made.batch_size
+    shaken = simulate(made, cluster, profile, graph, steps=100, jitter=0.2)
+    assert shaken.seconds > told.seconds
+
+
+def test_half_the_link_makes_exchanges_longer_and_a_longer_period_helps(graph):
+    cluster = cluster_of(1, 1)
+
+    def seconds(speed: float, every: int) -> float:
+        profile = Profile.from_speeds(cluster, graph, [1, 1], across=Rate(latency_s=1e-3, bytes_per_s=speed))
+        return simulate(plan(cluster, profile, graph, every=every), cluster, profile, graph, steps=200).seconds
+
+    assert seconds(1e6, 10) < seconds(5e5, 10)
+    assert seconds(5e5, 100) < seconds(5e5, 10)
