@@ -61,7 +61,7 @@ class Alarm:
         self._thread = threading.Thread(
             target=_watch, args=(weakref.ref(self), self._stop), name="evenly-alarm", daemon=True
         )
-        weakref.finalize(self, self._stop.set)  # also at exit: a thread inside the store must not outlive Python
+        weakref.finalize(self, _end, self._stop, self._thread)  # also at exit
         if party.size > 1:
             self._thread.start()
 
@@ -149,9 +149,7 @@ class Alarm:
 
     def close(self) -> None:
         """Ends the watching thread."""
-        self._stop.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout=4 * INTERVAL_S)
+        _end(self._stop, self._thread)
 
     def _post(self, note: Note) -> None:
         try:
@@ -203,6 +201,13 @@ class Alarm:
         )
         self.ring(error)
         self.fail(error)
+
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    """Ends a watching thread: one that is inside the store when Python ends would abort the process."""
+    stop.set()
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(timeout=4 * INTERVAL_S)
 
 
 def _watch(alarm: "weakref.ref[Alarm]", stop: threading.Event) -> None:

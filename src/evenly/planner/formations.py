@@ -12,11 +12,11 @@ def formations(ranks: Sequence[int], *, cut: bool = True) -> Iterator[Formation]
     two, three, ... ranks together.
 
     >>> list(formations([0, 1]))
-    [((0,), (1,)), ((0,),), ((0, 1),)]
+    [((0,), (1,)), ((0,),), ((1,),), ((0, 1),)]
     """
     seen: set[Formation] = set()
-    for chosen in _subsets(ranks):
-        for size in range(1, len(chosen) + 1 if cut else 2):
+    for size in range(1, len(ranks) + 1 if cut else 2):
+        for chosen in _subsets(ranks):
             if len(chosen) % size == 0:
                 formed = _grouped(chosen, size)
                 if formed not in seen:

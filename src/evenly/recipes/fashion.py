@@ -47,6 +47,7 @@ def train_fashion(
     """Trains on all ranks together and returns the test accuracy of the final model."""
     train, test = load_fashion(data, limit=config.train_limit)
     torch.manual_seed(config.seed)
+    accuracy = math.nan  # on a rank that the plan leaves out
     with Session(folder, seed=config.seed, resume=resume, checkpoint_every=config.checkpoint_every) as session:
         if listener is not None:
             session.listen(listener)
@@ -76,7 +77,7 @@ def train_fashion(
                     session.log(accuracy=_accuracy(synchronized, test, session, config.test_limit))
         accuracy = _accuracy(synchronized, test, session, config.test_limit)
         session.log(accuracy=accuracy)
-        return accuracy
+    return accuracy
 
 
 def _warm_cosine(step: int, steps: int) -> float:

@@ -3,6 +3,7 @@
 Reference: Moreno-Álvarez, Haut, Paoletti, Rico-Gallego, Neurocomputing 441, 2021.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -68,6 +69,7 @@ def train_shares(
         raise DataError(f"the recipe {case!r} needs its data. Run scripts/fetch-data.py, then pass --data data/{case}.")
     train, test = load(data, limit=config.train_limit)
     torch.manual_seed(config.seed)
+    accuracy = math.nan  # on a rank that the plan leaves out
     with Session(folder, seed=config.seed, resume=resume, checkpoint_every=config.checkpoint_every) as session:
         if listener is not None:
             session.listen(listener)
@@ -97,7 +99,7 @@ def train_shares(
             session.log(loss=float(loss.detach()), epoch=epoch + 1)
         accuracy = _accuracy(trained, test, session, config)
         session.log(accuracy=accuracy)
-        return accuracy
+    return accuracy
 
 
 def _optimizer(config: SharesConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -153,20 +153,6 @@ def regroup(cluster: Cluster, nodes: Sequence[Sequence[int]]) -> Cluster:
     )
 
 
-def require_fit(plan: Plan, cluster: Cluster) -> None:
-    """Raises `SpecError` unless the plan is for the ranks and nodes of `cluster`."""
-    if len(plan.roles) != cluster.world_size:
-        raise SpecError(
-            f"the plan is for {len(plan.roles)} ranks, but {cluster.world_size} are running. "
-            "Start that many ranks, or make a plan for these."
-        )
-    if plan.nodes != cluster.rank_lists():
-        raise SpecError(
-            f"the plan has the nodes {plan.nodes}, but the session found {cluster.rank_lists()}. "
-            "Make the session with nodes=plan.nodes, or make a plan for the nodes found."
-        )
-
-
 def shard(
     model: torch.nn.Module,
     example: Example | Plan,

@@ -12,17 +12,17 @@ from torch.utils.data import Dataset
 
 from evenly._errors import SpecError
 from evenly.batches import feed
-from evenly.comm import Alarm, Assembly, Waiter, open_group, party_of
+from evenly.comm import Alarm, party_of
 from evenly.graph import Example
 from evenly.launch import Place, find_place, open_world, pick_device
 from evenly.nodes import Synchronized, join_nodes
-from evenly.session.by_hand import regroup, require_fit, survey_party
-from evenly.session.checkpoint import Checkpoints, apply, restore_random_state
+from evenly.session.by_hand import regroup, survey_party
+from evenly.session.checkpoint import apply, restore_random_state
 from evenly.session.full import Trainee
-from evenly.session.ledger import Ledger
-from evenly.session.recorder import Recorder
-from evenly.session.sharding import plan_replicas, shard_for
-from evenly.spec import CheckpointSaved, EpochDone, Every, Exchange, Measured, Plan, RunStarted, period_of
+from evenly.session.planning import plan_run
+from evenly.session.sharding import shard_for
+from evenly.session.stage import LeftOut, Stage
+from evenly.spec import CheckpointSaved, EpochDone, Every, Exchange, Measured, Plan, Profile, RunStarted
 
 LINGER_S = 1.5  # a failing rank 0 keeps the meeting point open so that the others learn why
 
@@ -66,11 +66,11 @@ class Session:
             raise SpecError(f"checkpoint_every={checkpoint_every} was asked for. Give 1 or more, 'epoch' or None.")
         self._checkpoint_every, self._place = checkpoint_every, place
         self._alarm: Alarm | None = None
+        self._stage: Any = None  # entered with the session
         self._trainees: list[Trainee] = []
-        self._tracked: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
         self._epoch = self._saved_step = 0
-        self._settings: dict[str, Any] = {}
+        self._tracked, self._settings = dict[str, Any](), dict[str, Any]()
 
     def __enter__(self) -> Self:
         self._closing = ExitStack()
@@ -85,35 +85,32 @@ class Session:
     def _open(self, place: Place) -> None:
         self._closing.enter_context(open_world(place, timeout_s=self._timeout_s))
         party = party_of()
-        chapter = party.chapter("session")
         self.rank, self.world_size = party.rank, party.size
-        self._alarm = Alarm(chapter)
+        self._alarm = Alarm(party.chapter("session"))
         self._closing.callback(self._alarm.close)
         self.device = pick_device(place, self._device_wish)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         cluster = survey_party(party, self.device, timeout_s=self._timeout_s, parent=self._alarm)
-        self.cluster = cluster if self._nodes_wish is None else regroup(cluster, self._nodes_wish)
-        Waiter(self._alarm, place="the session", timeout_s=self._timeout_s).roll_call()
-        group = open_group(chapter, "world", range(party.size), backend="gloo", timeout_s=self._timeout_s)
-        self._assembly = Assembly(self._alarm, group, timeout_s=self._timeout_s)
-        self._closing.callback(group.shutdown)
-        self._recorder = Recorder(self._folder, rank=self.rank)
-        self._closing.callback(self._recorder.close)
-        self._ledger = Ledger(self._recorder)
-        if self._folder is not None:
-            root, nodes = self._folder / "checkpoints", self.cluster.rank_lists()
-            self._checkpoints = Checkpoints(root, self._assembly, rank=self.rank, nodes=nodes)
-            if not self._resume:
-                self._checkpoints.set_aside()
-            elif (latest := self._checkpoints.latest()) is not None:
-                self._restored = self._checkpoints.load(latest)
+        cluster = cluster if self._nodes_wish is None else regroup(cluster, self._nodes_wish)
+        wishes: Any = {"folder": self._folder, "resume": self._resume, "timeout_s": self._timeout_s}
+        self._enter(Stage(party, cluster, self._alarm, **wishes))
+
+    def _enter(self, stage: Stage) -> None:
+        """Goes on with the ranks of `stage`."""
+        if stage is not self._stage:
+            self._stage, self.cluster, self._restored = stage, stage.cluster, stage.restored
+            self.rank, self.world_size = stage.party.rank, stage.party.size
+            self._assembly, self._recorder, self._ledger = stage.assembly, stage.recorder, stage.ledger
+            self._closing.callback(stage.close)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    ) -> bool:
+        left_out = isinstance(error, LeftOut)
+        error = None if left_out else error
         try:
-            if error is None:
+            if error is None and not left_out:
                 self.finish()
                 sums = self._assembly.gather(self._ledger.sums(), "the end of the run")
                 self._ledger.tell_totals(sums, self.cluster.rank_lists())
@@ -125,29 +122,31 @@ class Session:
                 self._ring(error)
                 self._recorder.tell_failure(self._ledger.step, error)
             self._closing.close()
+        return left_out
 
     def plan(
         self,
         model: torch.nn.Module | None = None,
         example: Example | None = None,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
+        global_batch: int | None = None,
         shares: Sequence[float] | None = None,
         cut_batch: bool = False,
-        every: Every = "epoch",
+        every: Every | None = None,
+        profile: Profile | Literal["quick", "thorough"] = "quick",
         optimizer_state: Literal["keep", "average"] = "keep",
         nonfinite: Literal["stop", "skip"] = "stop",
     ) -> Plan:
-        """Returns the plan in which every rank takes `batch_size` samples a step and nodes exchange `every` period.
+        """Returns who does what: equal batches of `batch_size`, or `global_batch` dealt out by what is measured.
 
         With `shares` the layers of `model` are cut over as many ranks of a node, which take one batch like `example`.
+        With `global_batch` devices are measured with `model` and `example`, unless `profile` is given, and may be left
+        out. `every` is an epoch if left out; with `global_batch` as many steps as let exchanges take little time.
         """
-        if batch_size < 1:
-            raise SpecError(f"batch_size={batch_size} was asked for; a rank takes at least 1 sample a step.")
+        given: Any = {"batch_size": batch_size, "global_batch": global_batch, "shares": shares, "cut_batch": cut_batch}
         exchange = Exchange(optimizer_state=optimizer_state, nonfinite=nonfinite, timeout_s=self._timeout_s)
-        plan = Plan.even(self.cluster, batch_size=batch_size, period=period_of(every), exchange=exchange)
-        replicas = plan_replicas(model, example, self.cluster, shares, cut_batch=cut_batch)
-        return Plan(**{**dict(plan), "replicas": replicas})
+        return plan_run(self._stage, self.device, model, example, every, profile, exchange, **given)
 
     def prepare(
         self,
@@ -175,11 +174,12 @@ class Session:
             find_unused_parameters: as in torch's DDP.
             loading: what `evenly.feed` takes: `shuffle`, `drop_last`, `num_workers`, `collate_fn`, `pin_memory`.
         """
-        require_fit(plan, self.cluster)
+        stage, plan = self._stage.take_part(plan)
+        self._enter(stage)
         if any(trainee.name == name for trainee in self._trainees):
             raise SpecError(f"a model named {name!r} is prepared already. Give each model of a run its own name=.")
         model.to(self.device)
-        part = shard_for(model, optimizer, plan, self.cluster, scaler, timeout_s=self._timeout_s, parent=self._alarm)
+        part = shard_for(model, optimizer, plan, self._stage, scaler, timeout_s=self._timeout_s)
         batches = None
         if dataset is not None:
             batches = feed(dataset, plan, rank=self.rank, device=self.device, **{"seed": self._seed, **loading})
@@ -187,13 +187,13 @@ class Session:
         synchronized = join_nodes(
             part,
             optimizer,
-            party=party_of(),
+            party=self._stage.party,
             cluster=self.cluster,
             period=plan.period,
             exchange=plan.exchange,
             count=count or (None if batches is None else lambda *_, **__: batches.samples),
             scaler=scaler,
-            parent=self._alarm,
+            parent=self._stage.alarm,
             find_unused_parameters=find_unused_parameters,
         )
         trainee = Trainee(name, synchronized, optimizer, batches)
@@ -239,14 +239,16 @@ class Session:
 
     def checkpoint(self) -> Path:
         """Saves the run now, on all ranks together, and returns the folder."""
-        if self._folder is None:
+        if self._stage.checkpoints is None:
             raise SpecError("a checkpoint was asked for, but the session has no folder. Use Session('runs/name').")
         began = time.monotonic()
         for trainee in self._trainees:
             trainee.model.settle()
             trainee.model.require_finite()
         step = self._saved_step = self._ledger.step
-        path = self._checkpoints.save(step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep)
+        path: Path = self._stage.checkpoints.save(
+            step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep
+        )
         self._recorder.tell(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
         return path
 
@@ -268,20 +270,18 @@ class Session:
         return [float(sum(column)) for column in zip(*rows, strict=True)]
 
     def _enrol(self, trainee: Trainee, plan: Plan) -> None:
-        first = not self._trainees
         self._trainees.append(trainee)
         self._closing.callback(trainee.close)
         trainee.model.on_exchange.append(self._ledger.count_exchange)
         if trainee.feed is not None:
             trainee.feed.on_end.append(trainee.model.end_epoch)
-        if first:
+        if len(self._trainees) == 1:
             self._ledger.step = self._saved_step = trainee.model.schedule.step
             trainee.model.on_step.append(
                 lambda step, samples: self._ledger.count_step(step, samples, epoch=self._epoch, ranks=self.world_size)
             )
-            name = self._folder.name if self._folder else "run"
-            told = {"name": name, "settings": self._settings, "resumed_step": self._ledger.step}
-            self._recorder.tell(RunStarted, cluster=self.cluster, plan=plan, **told)
+            told = {"settings": self._settings, "resumed_step": self._ledger.step, "cluster": self.cluster}
+            self._recorder.tell(RunStarted, name=self._folder.name if self._folder else "run", plan=plan, **told)
 
     def _between_steps(self) -> None:
         """Saves if a multiple of the wished steps was just made, once: a step may take several batches."""

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from evenly._errors import SpecError
-from evenly.comm import Alarm, party_of
 from evenly.graph import Example, follow, trace
 from evenly.planner import lay_out
+from evenly.session.stage import Stage
 from evenly.shards import GradScaler, Sharded, example_of, join_shards
 from evenly.spec import Cluster, Plan, Replica
 
@@ -43,14 +43,13 @@ def shard_for(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: Plan,
-    cluster: Cluster,
+    stage: Stage,
     scaler: torch.amp.GradScaler | None = None,
     *,
     timeout_s: float,
-    parent: Alarm | None = None,
 ) -> torch.nn.Module:
     """Returns this rank's part of the network if the plan cuts it, with the optimizer led over; else the network."""
-    party = party_of()
+    party, cluster = stage.party, stage.cluster
     replica = plan.replica_of(party.rank)
     if replica is None:
         return model
@@ -60,7 +59,7 @@ def shard_for(
         party=party.among(replica.ranks, f"replica{replica.ranks[0]}"),
         devices=[cluster.device_of(rank) for rank in replica.ranks],
         timeout_s=timeout_s,
-        parent=parent,
+        parent=stage.alarm,
     )
     require_scaler(sharded, scaler)
     lead_over(optimizer, model, sharded)

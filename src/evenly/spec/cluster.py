@@ -1,6 +1,7 @@
 """What the machines are: nodes, the devices their ranks use, and the links between nodes."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -80,6 +81,22 @@ class Cluster(Document):
         """Returns the device that `rank` computes on."""
         node = self.nodes[self.node_of(rank)]
         return node.devices[node.ranks.index(rank)]
+
+    def among(self, ranks: Sequence[int]) -> Self:
+        """Returns the cluster of some of the ranks, in this order counted from 0, on the nodes that have any."""
+        places = {rank: place for place, rank in enumerate(ranks)}
+        kept = [index for index, node in enumerate(self.nodes) if places.keys() & set(node.ranks)]
+        nodes = []
+        for index in kept:
+            own = [rank for rank in self.nodes[index].ranks if rank in places]
+            devices = tuple(self.device_of(rank) for rank in own)
+            nodes.append(Node(name=self.nodes[index].name, ranks=tuple(places[rank] for rank in own), devices=devices))
+        links = [
+            link.model_copy(update={"source": kept.index(link.source), "target": kept.index(link.target)})
+            for link in self.links
+            if link.source in kept and link.target in kept
+        ]
+        return type(self)(nodes=tuple(nodes), links=tuple(links))
 
     def rank_lists(self) -> list[list[int]]:
         """Returns the ranks of each node."""

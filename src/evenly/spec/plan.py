@@ -129,6 +129,20 @@ class Plan(Document):
         ]
         return cls(roles=tuple(roles), period=period or EveryEpoch(), exchange=exchange or Exchange())
 
+    def among_active(self) -> Self:
+        """Returns the plan of the ranks that take part, counted from 0, on the nodes that have any."""
+        ranks = {rank: place for place, rank in enumerate(self.active)}
+        numbers = {node: place for place, node in enumerate(sorted({self.roles[rank].node for rank in ranks}))}
+        roles = [
+            self.roles[rank].model_copy(update={"rank": place, "node": numbers[self.roles[rank].node]})
+            for rank, place in ranks.items()
+        ]
+        replicas = [
+            replica.model_copy(update={"ranks": tuple(ranks[rank] for rank in replica.ranks)})
+            for replica in self.replicas
+        ]
+        return self.model_copy(update={"roles": tuple(roles), "replicas": tuple(replicas)})
+
     def replica_of(self, rank: int) -> Replica | None:
         """Returns the replica that a rank belongs to; None where nothing is cut."""
         return next((replica for replica in self.replicas if rank in replica.ranks), None)

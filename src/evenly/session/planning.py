@@ -1,0 +1,74 @@
+"""Plans inside a session: equal batches, shares that were given, or what a measurement says."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from evenly import planner
+from evenly._errors import SpecError
+from evenly.graph import Example, follow
+from evenly.session.sharding import plan_replicas
+from evenly.session.stage import Stage
+from evenly.spec import Every, Exchange, Plan, Profile, period_of
+from evenly.survey import measure_cluster
+
+
+def plan_run(
+    stage: Stage,
+    device: torch.device,
+    model: torch.nn.Module | None,
+    example: Example | None,
+    every: Every | None,
+    profile: Profile | Literal["quick", "thorough"],
+    exchange: Exchange,
+    *,
+    batch_size: int | None,
+    global_batch: int | None,
+    shares: Sequence[float] | None,
+    cut_batch: bool,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Returns the plan of a run; all ranks call it together and get the same."""
+    if (batch_size is None) == (global_batch is None):
+        raise SpecError(
+            f"batch_size={batch_size} and global_batch={global_batch} were given. Give one of them: the samples of "
+            "every rank, or those of all ranks together, dealt out by what is measured."
+        )
+    if batch_size is not None:
+        if batch_size < 1:
+            raise SpecError(f"batch_size={batch_size} was asked for; a rank takes at least 1 sample a step.")
+        period = period_of("epoch" if every is None else every)
+        plan = Plan.even(stage.cluster, batch_size=batch_size, period=period, exchange=exchange)
+        replicas = plan_replicas(model, example, stage.cluster, shares, cut_batch=cut_batch)
+        return Plan(**{**dict(plan), "replicas": replicas})
+    if model is None or example is None:
+        raise SpecError(
+            "global_batch was given without a network. Give the model and an example too: plan(model, example)."
+        )
+    if shares is not None:
+        raise SpecError(
+            "shares and global_batch were given, but a plan from measurements finds shares itself. Give one."
+        )
+    wishes: Any = {"batch_size": global_batch, "every": every, "exchange": exchange}
+    return plan_measured(stage, device, model, example, profile=profile, tell=tell, **wishes)
+
+
+def plan_measured(
+    stage: Stage,
+    device: torch.device,
+    model: torch.nn.Module,
+    example: Example,
+    *,
+    profile: Profile | Literal["quick", "thorough"],
+    tell: Callable[[str], None],
+    **wishes: Any,
+) -> Plan:
+    """Returns the plan for which a step takes the least time, by a profile that is given or measured now."""
+    traced = follow(model.to(device), example)
+    if not isinstance(profile, Profile):
+        party = stage.party.chapter("measure")
+        quick = profile == "quick"
+        profile = measure_cluster(party, traced, stage.cluster, device, quick=quick, tell=tell, parent=stage.alarm)
+    plan = planner.plan(stage.cluster, profile, traced.graph, **wishes)
+    return Plan.from_json(stage.assembly.gather(plan.to_json(), "the plan")[0])

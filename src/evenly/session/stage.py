@@ -1,0 +1,114 @@
+"""The ranks that take part in a run, and what they keep together: meetings, a record, checkpoints."""
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from evenly._errors import SpecError
+from evenly.comm import Alarm, Assembly, Party, Waiter, open_group
+from evenly.session.checkpoint import Checkpoints
+from evenly.session.ledger import Ledger
+from evenly.session.recorder import Recorder
+from evenly.spec import Cluster, Plan
+
+OVER = "over"  # told by those who take part to those who are left out
+
+
+class LeftOut(BaseException):
+    """Leads a rank that the plan leaves out to the end of the session; the session swallows it."""
+
+
+class Stage:
+    """One rank among those that take part; `party` has their ranks counted from 0, and so has `cluster`."""
+
+    def __init__(
+        self,
+        party: Party,
+        cluster: Cluster,
+        alarm: Alarm,
+        *,
+        folder: Path | None,
+        resume: bool,
+        timeout_s: float,
+    ) -> None:
+        self.party, self.cluster, self.alarm = party, cluster, alarm
+        self._active: list[int] = []  # ranks of a larger stage that this one was made of
+        self._wishes: dict[str, Any] = {"folder": folder, "resume": resume, "timeout_s": timeout_s}
+        self.checkpoints: Checkpoints | None = None
+        self.restored: dict[str, Any] | None = None
+        with ExitStack() as opened:  # closed again if something goes wrong before the end
+            self._open(opened, folder, resume, timeout_s)
+            self._closing = opened.pop_all()
+
+    def _open(self, opened: ExitStack, folder: Path | None, resume: bool, timeout_s: float) -> None:
+        party, chapter = self.party, self.party.chapter("stage")
+        Waiter(self.alarm, place=f"the session of {party.size} ranks", timeout_s=timeout_s).roll_call()
+        group = open_group(chapter, "world", range(party.size), backend="gloo", timeout_s=timeout_s)
+        self.assembly = Assembly(self.alarm, group, timeout_s=timeout_s)
+        opened.callback(group.shutdown)
+        self.recorder = Recorder(folder, rank=party.rank)
+        opened.callback(self.recorder.close)
+        self.ledger = Ledger(self.recorder)
+        if folder is not None:
+            nodes = self.cluster.rank_lists()
+            self.checkpoints = Checkpoints(folder / "checkpoints", self.assembly, rank=party.rank, nodes=nodes)
+            self._find(resume=resume)
+
+    def _find(self, *, resume: bool) -> None:
+        if self.checkpoints is None:
+            return
+        if not resume:
+            self.checkpoints.set_aside()
+        elif (latest := self.checkpoints.latest()) is not None:
+            self.restored = self.checkpoints.load(latest)
+
+    def take_part(self, plan: Plan) -> tuple["Stage", Plan]:
+        """Returns the stage and plan of the ranks that take part; the others wait here until the run is over.
+
+        Raises:
+            LeftOut: on a rank that is left out, when the run is over.
+        """
+        if len(plan.active) == len(plan.roles):
+            return self, fitting(plan, self.cluster)
+        stage = self if self._active == plan.active else self._among(fitting(plan, self.cluster))
+        return stage, fitting(plan.among_active(), stage.cluster)
+
+    def _among(self, plan: Plan) -> "Stage":
+        if self.party.rank not in plan.active:
+            self._sit_out()
+        listeners = self.recorder.listeners
+        self._closing.close()
+        party = self.party.among(plan.active, f"active {plan.active}")
+        alarm = Alarm(party.chapter("alarm"), parent=self.alarm)
+        stage = Stage(party, self.cluster.among(plan.active), alarm, **{**self._wishes, "resume": True})
+        stage.recorder.listeners, stage._active = listeners, plan.active
+        stage._closing.callback(alarm.close)
+        stage._closing.callback(self.party.store.set, OVER, "1")
+        return stage
+
+    def _sit_out(self) -> None:
+        self._closing.close()
+        while not self.party.store.check([OVER]):
+            self.alarm.check()
+            time.sleep(0.2)
+        raise LeftOut
+
+    def close(self) -> None:
+        """Ends meetings, record and connections."""
+        self._closing.close()
+
+
+def fitting(plan: Plan, cluster: Cluster) -> Plan:
+    """Returns the plan, or raises `SpecError` unless it is for the ranks and nodes of `cluster`."""
+    if len(plan.roles) != cluster.world_size:
+        raise SpecError(
+            f"the plan is for {len(plan.roles)} ranks, but {cluster.world_size} are running. "
+            "Start that many ranks, or make a plan for these."
+        )
+    if plan.nodes != cluster.rank_lists():
+        raise SpecError(
+            f"the plan has the nodes {plan.nodes}, but the session found {cluster.rank_lists()}. "
+            "Make the session with nodes=plan.nodes, or make a plan for the nodes found."
+        )
+    return plan
