@@ -20,21 +20,20 @@ def test_unequal_batches_train_as_on_one_device():
 
 
 def test_ranks_that_are_left_out_wait_for_the_end(tmp_path):
-    (alone,) = run_processes(ragged(1), UNEVEN, {"samples": [10]})
     results = run_processes(ragged(2, 2), UNEVEN, {"samples": [0, 7, 3, 0], "folder": str(tmp_path / "run")})
     assert [result.get("left_out", False) for result in results] == [True, False, False, True]
     assert [(results[rank]["rank"], results[rank]["world"]) for rank in (1, 2)] == [(0, 2), (1, 2)]
     assert results[1]["sizes"] == [7] * 10
     torch.testing.assert_close(parameters(results[1]), parameters(results[2]))
-    run = Run.load(tmp_path / "run")
+    run = Run.read(tmp_path / "run")
     assert run.events[0].plan.nodes == [[0], [1]]
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) > 0
-    del alone  # nodes average parameters once an epoch: not the same as on one device
 
 
 def test_a_measurement_becomes_a_plan_that_trains():
     results = run_processes(ragged(2), "tests.session.plan_programs:measured", {"batch": 32}, limit_s=110)
-    told = {str(result["planned"]) for result in results}
-    assert len(told) == 1
-    assert sum(results[0]["planned"]) in (32, 64)  # dealt out, or held together by both
-    assert results[0]["step_s"] > 0
+    busy = [result for result in results if "planned" in result]  # a small network may need one rank only
+    assert len({str(result["planned"]) for result in busy}) == 1
+    assert sum(busy[0]["planned"]) in (32, 64)  # dealt out, or held together by both
+    assert busy[0]["step_s"] > 0
+    assert len(busy[0]["sizes"]) == 2

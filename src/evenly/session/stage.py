@@ -13,6 +13,7 @@ from evenly.session.recorder import Recorder
 from evenly.spec import Cluster, Plan
 
 OVER = "over"  # told by those who take part to those who are left out
+HEARD_S = 5.0  # the one who keeps the store waits so long for them to hear it
 
 
 class LeftOut(BaseException):
@@ -84,19 +85,29 @@ class Stage:
         stage = Stage(party, self.cluster.among(plan.active), alarm, **{**self._wishes, "resume": True})
         stage.recorder.listeners, stage._active = listeners, plan.active
         stage._closing.callback(alarm.close)
-        stage._closing.callback(self.party.store.set, OVER, "1")
+        stage._closing.callback(_release, self.party, [role.rank for role in plan.roles if role.left_out])
         return stage
 
     def _sit_out(self) -> None:
         self._closing.close()
-        while not self.party.store.check([OVER]):
+        store = self.party.store
+        while not store.check([OVER]):
             self.alarm.check()
             time.sleep(0.2)
+        store.set(f"gone/{self.party.rank}", "1")
         raise LeftOut
 
     def close(self) -> None:
         """Ends meetings, record and connections."""
         self._closing.close()
+
+
+def _release(party: Party, idle: list[int]) -> None:
+    """Tells the ranks that were left out that the run is over, and waits a little until they have heard it."""
+    until = time.monotonic() + HEARD_S
+    party.store.set(OVER, "1")
+    while not party.store.check([f"gone/{rank}" for rank in idle]) and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def fitting(plan: Plan, cluster: Cluster) -> Plan:
