@@ -9,51 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from evenly import DataError, LaunchError, feed
 from evenly.batches import Feed
 from evenly.spec import Plan, Role, deal
+from tests.batches.samples import Numbers, cases, epoch_of, feeds, taken
 
 Pair = namedtuple("Pair", ["x", "y"])
-
-
-class Numbers(Dataset):
-    """The samples 0, 1, 2, ..."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return index
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-
-def feeds(size, shares, **loading):
-    return [Feed(Numbers(size), rank=rank, samples=shares, **loading) for rank in range(len(shares))]
-
-
-def epoch_of(loader):
-    """Returns the batches of an epoch as (numbers, real samples)."""
-    return [(batch.tolist(), loader.samples) for batch in loader]
-
-
-def taken(epochs):
-    """Returns the samples that all ranks really took."""
-    return Counter(x for batches in epochs for batch, samples in batches if samples for x in batch)
-
-
-@st.composite
-def cases(draw):
-    shares = draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))
-    return draw(st.integers(len(shares), 60)), shares
 
 
 @given(cases(), st.booleans(), st.integers(0, 5))
@@ -172,9 +135,9 @@ def test_too_little_data_is_refused(dataset, told):
         feed(dataset, plan_of(1, 1), rank=0)
 
 
-def test_a_stream_is_refused():
-    with pytest.raises(DataError, match="Stream, which has no length"):
-        feed(Stream(), plan_of(1), rank=0)
+def test_data_without_length_and_order_are_refused():
+    with pytest.raises(DataError, match=r"feed was given object, which has neither.*Give a map-style dataset"):
+        feed(object(), plan_of(1), rank=0)
 
 
 def plan_of(*samples):

@@ -1,14 +1,17 @@
 """Dataset + Plan -> this rank's batches: one global order, every sample once, equal numbers of steps on all ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from evenly._errors import DataError
+from evenly.batches.device import to_device
+from evenly.batches.parts import Epoch, Rules, check_samples
+from evenly.batches.sources import open_source
 from evenly.comm import party_of
-from evenly.spec import Plan, deal
+from evenly.spec import Plan
 
 
 class Feed:
@@ -16,38 +19,36 @@ class Feed:
 
     Each epoch has one order of all samples, the same on every rank. Step by step each rank takes its samples of the
     next global batch; a last, smaller batch is split in the same proportions. `samples` is the real size of the batch
-    handed out last: 0 where nothing was left for this rank and it got a borrowed sample, to take part in the step.
+    handed out last: 0 where nothing was left for this rank and it got a borrowed batch, to take part in the step.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | Iterable[Any],
         *,
         rank: int,
         samples: Sequence[int],
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
         drop_last: bool = False,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,
         device: torch.device | None = None,
+        **loading: Any,
     ) -> None:
         self.epoch = 0
         self.offset = 0  # samples of this epoch that all ranks together have taken
         self.samples = 0
         self.between: list[Callable[[], None]] = []  # called when a step is over and another follows
         self.on_end: list[Callable[[], None]] = []
-        self._device = device
-        self._dataset, self._rank, self._shares = dataset, rank, list(samples)
-        self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
-        self._num_workers, self._collate_fn, self._pin_memory = num_workers, collate_fn, pin_memory
-        self._size = _size_of(dataset, ranks=len(self._shares))
+        self._device, self._drop_last, self._name = device, drop_last, type(dataset).__name__
+        self._shares = check_samples(samples)
         if not 0 <= rank < len(self._shares):
             raise DataError(
                 f"the batches of rank {rank} were asked for, but the plan is for {len(self._shares)} ranks, counted "
                 "from 0. Make a plan for the ranks that run."
             )
+        rules = Rules(rank=rank, ranks=len(self._shares), seed=seed, drop_last=drop_last, loading=loading)
+        self._source = open_source(dataset, rules, shuffle=shuffle, sampler=sampler)
 
     @property
     def global_batch(self) -> int:
@@ -55,21 +56,22 @@ class Feed:
         return sum(self._shares)
 
     def __len__(self) -> int:
-        """Returns the number of steps in an epoch, the same on every rank."""
-        whole, rest = divmod(self._size, self.global_batch)
+        """Returns the number of steps in an epoch, the same on every rank; a stream may not know it: `TypeError`."""
+        whole, rest = divmod(self._source.size(), self.global_batch)
         return whole + (rest > 0 and not (self._drop_last and whole))
 
     def __iter__(self) -> Iterator[Any]:
-        order = self._order()
-        parts = [(stop, *self._part(start, stop)) for start, stop in self._steps()]
-        indices = [self._take(order, first, last) for _, first, last in parts]
-        batches = iter(self._load(indices))
-        for number, (stop, first, last) in enumerate(parts):
-            for tell in self.between if number else ():
-                tell()
-            batch = next(batches)
-            self.offset, self.samples = stop, last - first
+        epoch = self._source.begin(self.epoch)
+        while self._follows(epoch):
+            self.offset, self.samples, batch = epoch.take()
             yield batch if self._device is None else to_device(batch, self._device)
+            for tell in self.between if self._follows(epoch) else ():
+                tell()
+        if self.offset == 0:
+            raise DataError(
+                f"epoch {self.epoch} of {self._name} was asked for, but there is not one sample in "
+                "it. Give data that begin anew each epoch."
+            )
         self.offset = 0
         self.epoch += 1
         for tell in self.on_end:
@@ -83,51 +85,34 @@ class Feed:
         """Goes on from a position."""
         self.epoch, self.offset = state["epoch"], state["offset"]
 
-    def _steps(self) -> Iterator[tuple[int, int]]:
-        start = self.offset
-        while start < self._size:
-            stop = min(start + self.global_batch, self._size)
-            if self._drop_last and stop - start < self.global_batch and start > 0:
-                return
-            yield start, stop
-            start = stop
+    def reshare(self, samples: Sequence[int]) -> None:
+        """Lets each rank take other numbers of samples from the next batch on; no sample is lost or comes twice.
 
-    def _take(self, order: torch.Tensor, first: int, last: int) -> list[int]:
-        """Returns the samples [first, last); where there are none, two borrowed ones, as BatchNorm needs two."""
-        taken: list[int] = order[first:last].tolist() if first < last else order[-2:].tolist()
-        return taken
+        All ranks call it at the same step with the same numbers. What workers have loaded ahead is dropped and loaded
+        anew. The sum may change too.
 
-    def _order(self) -> torch.Tensor:
-        return torch.randperm(self._size, generator=self._generator(0)) if self._shuffle else torch.arange(self._size)
+        Args:
+            samples: one number for each rank that takes a batch of its own, as in the plan.
+        """
+        self._shares = check_samples(samples, ranks=len(self._shares))
 
-    def _load(self, indices: list[list[int]]) -> DataLoader[Any]:
-        return DataLoader(
-            self._dataset,
-            batch_sampler=indices,
-            num_workers=self._num_workers,
-            collate_fn=self._collate_fn,
-            pin_memory=self._pin_memory,
-            generator=self._generator(self._rank + 1),  # the global generator stays untouched: a resume repeats it
-        )
-
-    def _part(self, start: int, stop: int) -> tuple[int, int]:
-        whole = stop - start == self.global_batch
-        counts = self._shares if whole else deal(stop - start, self._shares)
-        first = start + sum(counts[: self._rank])
-        return first, first + counts[self._rank]
-
-    def _generator(self, salt: int) -> torch.Generator:
-        return torch.Generator().manual_seed(((self._seed * 1_000_003 + self.epoch) * 65_537 + salt) % 2**63)
+    def _follows(self, epoch: Epoch) -> bool:
+        if epoch.shares is not self._shares:
+            epoch.load(self.offset, self._shares)
+        return epoch.more()
 
 
-def feed(dataset: Dataset[Any], plan: Plan, *, rank: int | None = None, **loading: Any) -> Feed:
+def feed(dataset: Dataset[Any] | Iterable[Any], plan: Plan, *, rank: int | None = None, **loading: Any) -> Feed:
     """Returns this rank's batches of `dataset`: unequal sizes as the plan says, equal numbers of steps everywhere.
 
     Args:
-        dataset: a map-style dataset.
+        dataset: a map-style dataset, or a stream: an `IterableDataset`, or anything else that can be iterated over. Of
+            a stream every rank reads all samples, in the same order, and takes its part.
         plan: gives the samples that each rank takes of a global batch.
         rank: this rank; that of the open process group if left out.
-        loading: `seed`, `shuffle`, `drop_last`, `num_workers`, `collate_fn`, `pin_memory`, `device` (of the batches).
+        loading: `seed`, `shuffle` (yes, unless there is a `sampler` or a stream), `sampler`, `drop_last`, `device` (of
+            the batches), and of torch's DataLoader `num_workers`, `collate_fn`, `pin_memory`, `worker_init_fn`,
+            `persistent_workers`, `prefetch_factor`, `timeout`, `multiprocessing_context`.
     """
     own = party_of().rank if rank is None else rank
     if not 0 <= own < len(plan.roles):
@@ -145,31 +130,3 @@ def feed(dataset: Dataset[Any], plan: Plan, *, rank: int | None = None, **loadin
     if not all(shares):
         raise DataError("feed was given a plan without samples per rank. Make it with a batch_size, or set them.")
     return Feed(dataset, rank=place, samples=shares, **loading)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns a batch with its tensors on `device`, whatever lists, tuples and dicts they stand in."""
-    if hasattr(batch, "to"):  # a tensor, or a batch that knows how, such as a PackedSequence
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
-
-
-def _size_of(dataset: Dataset[Any], *, ranks: int) -> int:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"feed was given {type(dataset).__name__}, which has no length. "
-            "Give a map-style dataset (__len__ and __getitem__)."
-        )
-    size = len(dataset)
-    if size < ranks:
-        raise DataError(
-            f"the dataset has {size} samples for {ranks} ranks, so some rank would have none. "
-            "Use fewer ranks or more data."
-        )
-    return size

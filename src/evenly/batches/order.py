@@ -1,0 +1,102 @@
+"""Dataset or sampler + seed + epoch -> the order of all samples, the same on every rank."""
+
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from evenly._errors import DataError, SpecError
+from evenly.batches.chance import Chance, seed_of
+
+Order = torch.Tensor | Sequence[Any]
+
+
+class Ordering:
+    """The order of the samples of a map-style dataset: its own, shuffled, or a sampler's."""
+
+    def __init__(
+        self, dataset: Any, *, ranks: int, seed: int, shuffle: bool | None, sampler: Iterable[Any] | None
+    ) -> None:
+        if sampler is not None:
+            check_sampler(sampler, shuffle=shuffle)
+        self._dataset, self._seed, self._shuffle, self._sampler = dataset, seed, shuffle, sampler
+        drawn_from = dataset if sampler is None else sampler
+        if isinstance(drawn_from, Sized) and len(drawn_from) < ranks:
+            what = "dataset has" if sampler is None else "sampler draws"
+            raise DataError(
+                f"the {what} {len(drawn_from)} samples for {ranks} ranks, so some rank would have none. "
+                "Use fewer ranks or more data."
+            )
+
+    def size(self) -> int:
+        """Returns the number of samples, or raises `TypeError` if the sampler has no length."""
+        return len(self._dataset if self._sampler is None else self._sampler)  # type: ignore[arg-type]  # that is tried
+
+    def of(self, epoch: int) -> Order:
+        """Returns the order of an epoch, the same on every rank and every time."""
+        if self._sampler is not None:
+            return drawn(self._sampler, seed=self._seed, epoch=epoch)
+        if self._shuffle is False:
+            return range(self.size())
+        return torch.randperm(self.size(), generator=torch.Generator().manual_seed(seed_of(self._seed, epoch)))
+
+
+def drawn(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
+    """Returns what a sampler draws in an epoch: a matter of the seed and the epoch, whatever was drawn before."""
+    set_epoch(sampler, epoch)
+    number = seed_of(seed, epoch)
+    with Chance(number).applied(), _seeded(getattr(sampler, "generator", None), number):
+        found = list(sampler)
+    if found and isinstance(found[0], list):
+        raise SpecError(f"{type(sampler).__name__} draws whole batches: {found[0]}, ... {_SINGLE}")
+    return found
+
+
+def taken_from(order: Order, first: int, last: int) -> list[Any]:
+    """Returns the samples [first, last); where there are none, two borrowed ones, as BatchNorm needs two."""
+    found = order[first:last] if first < last else order[-2:]
+    return found.tolist() if isinstance(found, torch.Tensor) else list(found)
+
+
+def set_epoch(thing: object, epoch: int) -> None:
+    """Tells the epoch to a sampler or dataset that wants to know it."""
+    if callable(tell := getattr(thing, "set_epoch", None)):
+        tell(epoch)
+
+
+def check_sampler(sampler: Iterable[Any], *, shuffle: bool | None) -> None:
+    """Raises `SpecError` if the sampler cannot give one order to all ranks."""
+    name = type(sampler).__name__
+    if shuffle:
+        raise SpecError(f"shuffle=True and sampler={name} were given, and each makes an order. Leave one out.")
+    if isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")):
+        raise SpecError(
+            f"sampler={name} was given, but it gives each rank a part of the samples, and feed does that already. "
+            "Leave it out, or give the sampler of a single process."
+        )
+    if isinstance(sampler, BatchSampler):
+        raise SpecError(f"sampler={name} was given, but it draws whole batches. {_SINGLE}")
+    if isinstance(sampler, Iterator) or not isinstance(sampler, Iterable):
+        raise SpecError(
+            f"sampler={name} was given, but a sampler is read anew each epoch, and this one cannot be. "
+            "Give a torch Sampler or a list of indices."
+        )
+
+
+_SINGLE = "The plan says how large batches are. Give a sampler of single indices as sampler=."
+
+
+@contextmanager
+def _seeded(generator: object, seed: int) -> Iterator[None]:
+    """The sampler's own generator has this seed inside the block; after it, its state is as before."""
+    if not isinstance(generator, torch.Generator):
+        yield
+        return
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)

@@ -1,0 +1,82 @@
+"""Map-style dataset + order -> this rank's steps of an epoch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from evenly.batches.chance import generator_of
+from evenly.batches.order import Order, Ordering, taken_from
+from evenly.batches.parts import Rules, Step, is_step, part_of
+
+
+class Picks:
+    """A map-style dataset whose samples are picked in one order an epoch."""
+
+    def __init__(self, dataset: Dataset[Any], ordering: Ordering, rules: Rules) -> None:
+        self.size, self.rules = ordering.size, rules
+        self._dataset, self._ordering = dataset, ordering
+        self._current = _Current()
+        self._lasting: DataLoader[Any] | None = None  # if workers outlive an epoch, so does their loader
+
+    def begin(self, epoch: int) -> "PickedEpoch":
+        """Returns an epoch, to be loaded from any offset."""
+        return PickedEpoch(self, epoch, self._ordering.of(epoch))
+
+    def batches(self, indices: Iterator[list[Any]], *, epoch: int, offset: int) -> Iterator[Any]:
+        """Returns the batches of these indices; the workers' random numbers depend on epoch, offset and rank."""
+        rules = self.rules
+        own = generator_of(rules.seed, epoch, offset=offset, rank=rules.rank)
+        if not rules.workers_last:
+            return iter(DataLoader(self._dataset, batch_sampler=indices, generator=own, **rules.loading))
+        self._current.indices = indices
+        if self._lasting is None:
+            self._lasting = DataLoader(self._dataset, batch_sampler=self._current, generator=own, **rules.loading)
+        return iter(self._lasting)
+
+
+class PickedEpoch:
+    """The steps of one rank in one order of samples."""
+
+    def __init__(self, picks: Picks, epoch: int, order: Order) -> None:
+        self._picks, self._epoch, self._order = picks, epoch, order
+        self.shares: tuple[int, ...] | None = None
+
+    def load(self, offset: int, shares: tuple[int, ...]) -> None:
+        """Goes on after `offset` samples with these shares."""
+        self._batches: Iterator[Any] | None = None  # ends the workers, and with them what they loaded ahead
+        self._offset, self.shares = offset, shares
+        self._spans = self._steps()
+        self._next = next(self._spans, None)
+
+    def more(self) -> bool:
+        """Returns whether a step follows."""
+        return self._next is not None
+
+    def take(self) -> Step:
+        """Returns the step that follows."""
+        stop, first, last = self._next or next(self._spans)
+        if self._batches is None:
+            indices = (taken_from(self._order, *span) for _, *span in self._steps())
+            self._batches = self._picks.batches(indices, epoch=self._epoch, offset=self._offset)
+        batch = next(self._batches)
+        self._next = next(self._spans, None)
+        return stop, last - first, batch
+
+    def _steps(self) -> Iterator[tuple[int, int, int]]:
+        """Yields where in the order a step ends, and where this rank's part of it begins and ends."""
+        start, shares, rules = self._offset, self.shares or (), self._picks.rules
+        batch_size, size = sum(shares), len(self._order)
+        while is_step(count := min(batch_size, size - start), batch_size, start=start, drop_last=rules.drop_last):
+            first, last = part_of(count, shares, rules.rank)
+            yield start + count, start + first, start + last
+            start += count
+
+
+class _Current:
+    """What a lasting loader iterates over now."""
+
+    indices: Iterator[list[Any]] = iter(())
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.indices

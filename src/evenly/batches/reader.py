@@ -1,0 +1,64 @@
+"""Stream of samples -> the same samples in the same order, wherever and whenever it is read."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+from torch.utils.data._utils import worker
+
+from evenly._errors import DataError
+from evenly.batches.chance import Chance, seed_of
+from evenly.batches.order import set_epoch
+
+AT_ONCE = 256  # samples that are read and skipped at a time
+
+
+class Reader:
+    """A stream that is read in order, some samples ahead, with random numbers that depend on seed and epoch only."""
+
+    def __init__(self, dataset: Iterable[Any], *, seed: int, epoch: int) -> None:
+        set_epoch(dataset, epoch)
+        self.position = 0  # samples taken
+        self.last: list[Any] = []  # the two taken last, to be borrowed
+        self._name = type(dataset).__name__
+        self._ahead: deque[Any] = deque()
+        self._chance = Chance(seed_of(seed, epoch))
+        with self._chance.applied(), _as_if_alone():
+            self._samples = iter(dataset)
+
+    def fill(self, count: int) -> int:
+        """Reads ahead and returns how many samples there are, at most `count`."""
+        if len(self._ahead) < count:
+            with self._chance.applied(), _as_if_alone():
+                self._ahead.extend(islice(self._samples, count - len(self._ahead)))
+        return min(count, len(self._ahead))
+
+    def take(self, count: int) -> list[Any]:
+        """Returns the next `count` samples, fewer at the end."""
+        taken = [self._ahead.popleft() for _ in range(self.fill(count))]
+        self.position += len(taken)
+        self.last = (self.last + taken)[-2:]
+        return taken
+
+    def go_to(self, offset: int) -> None:
+        """Skips samples until `offset` are taken, or all there are."""
+        if self.position > offset:
+            raise DataError(
+                f"{self._name} was to be read from sample {offset} on, but {self.position} samples of it are taken "
+                "and it can be read once only. Give an iterable whose __iter__ starts anew."
+            )
+        while self.position < offset and self.take(min(AT_ONCE, offset - self.position)):
+            pass
+
+
+@contextmanager
+def _as_if_alone() -> Iterator[None]:
+    """Inside the block `get_worker_info` tells of no worker: a dataset that splits itself over workers gives all."""
+    info = worker._worker_info
+    worker._worker_info = None
+    try:
+        yield
+    finally:
+        worker._worker_info = info

@@ -1,0 +1,48 @@
+"""Dataset + options -> where steps come from: samples picked by index, or a stream."""
+
+from collections.abc import Iterable, Sized
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from evenly._errors import DataError, SpecError
+from evenly.batches.loading import check_loading
+from evenly.batches.order import Ordering
+from evenly.batches.parts import Rules, Source
+from evenly.batches.picks import Picks
+from evenly.batches.streams import Stream
+
+
+def open_source(dataset: Any, rules: Rules, *, shuffle: bool | None, sampler: Iterable[Any] | None) -> Source:
+    """Returns what gives one rank its steps."""
+    check_loading(rules.loading)
+    if _has_indices(dataset, sampler):
+        ordering = Ordering(dataset, ranks=rules.ranks, seed=rules.seed, shuffle=shuffle, sampler=sampler)
+        return Picks(dataset, ordering, rules)
+    _check_stream(dataset, shuffle=shuffle, sampler=sampler)
+    return Stream(dataset, rules)
+
+
+def _has_indices(dataset: object, sampler: object) -> bool:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return False
+    return isinstance(dataset, Sized) or (sampler is not None and not isinstance(dataset, Iterable))
+
+
+def _check_stream(dataset: object, *, shuffle: bool | None, sampler: object) -> None:
+    name = type(dataset).__name__
+    if not isinstance(dataset, Iterable):
+        raise DataError(
+            f"feed was given {name}, which has neither a length nor an order. "
+            "Give a map-style dataset (__len__ and __getitem__), or a stream (__iter__)."
+        )
+    if sampler is not None:
+        raise SpecError(
+            f"sampler={type(sampler).__name__} was given for {name}, but a stream has no indices to draw. "
+            "Leave it out, or give a map-style dataset (__len__ and __getitem__)."
+        )
+    if shuffle:
+        raise SpecError(
+            f"shuffle=True was given for {name}, but a stream comes in its own order. "
+            "Leave it out, and let the stream shuffle if it can."
+        )

@@ -1,0 +1,140 @@
+"""Stream of samples -> this rank's steps of an epoch. Every rank reads the same stream and takes its parts."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from evenly._errors import SpecError
+from evenly.batches.chance import generator_of
+from evenly.batches.parts import Rules, Step, is_step, part_of
+from evenly.batches.reader import Reader
+
+
+class Stream:
+    """A dataset without indices: an IterableDataset, or anything else that can be iterated over."""
+
+    def __init__(self, dataset: Iterable[Any], rules: Rules) -> None:
+        loading = rules.loading
+        self.has_workers = bool(loading.get("num_workers"))
+        self._is_read_once = isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset)
+        if self._is_read_once and self.has_workers:
+            raise SpecError(
+                f"num_workers={loading['num_workers']} was given for a {type(dataset).__name__}, which can be read "
+                "once only, but each worker reads the stream. Give an iterable whose __iter__ starts anew, or no "
+                "workers."
+            )
+        self.rules, self._dataset = rules, dataset
+        self._loading = {**loading, "collate_fn": _Collated(loading.get("collate_fn") or default_collate)}
+        self._reader: Reader | None = None
+        self._lasting: tuple[torch.Tensor, DataLoader[Any]] | None = None  # where workers outlive an epoch
+
+    def size(self) -> int:
+        """Returns the samples of an epoch if the dataset has a length, or raises `TypeError`."""
+        return len(self._dataset)  # type: ignore[arg-type]  # the error is Python's own
+
+    def begin(self, epoch: int) -> "StreamedEpoch":
+        """Returns an epoch, to be loaded from any offset."""
+        if self.has_workers:
+            return StreamedEpoch(self, epoch, None)
+        if self._reader is None or not self._is_read_once:
+            self._reader = Reader(self._dataset, seed=self.rules.seed, epoch=epoch)
+        return StreamedEpoch(self, epoch, self._reader)
+
+    def steps(self, epoch: int, offset: int, shares: Sequence[int], reader: Reader | None) -> Iterator[Step]:
+        """Returns the steps from `offset` on."""
+        orders = torch.tensor([epoch, offset, *shares])
+        own = generator_of(self.rules.seed, epoch, offset=offset, rank=self.rules.rank)
+        if not self.rules.workers_last:
+            return iter(self._open(orders, reader, own))
+        if self._lasting is None:
+            orders.share_memory_()  # type: ignore[no-untyped-call]  # torch has no annotation here
+            self._lasting = orders, self._open(orders, reader, own)
+        self._lasting[0].copy_(orders)
+        return iter(self._lasting[1])
+
+    def _open(self, orders: torch.Tensor, reader: Reader | None, own: torch.Generator) -> DataLoader[Any]:
+        parts = Parts(self._dataset, orders, self.rules, reader)
+        return DataLoader(parts, batch_size=None, generator=own, **self._loading)
+
+
+class StreamedEpoch:
+    """The steps of one rank in one pass over a stream."""
+
+    def __init__(self, stream: Stream, epoch: int, reader: Reader | None) -> None:
+        self._stream, self._epoch, self._reader = stream, epoch, reader
+        self.shares: tuple[int, ...] | None = None
+
+    def load(self, offset: int, shares: tuple[int, ...]) -> None:
+        """Goes on after `offset` samples with these shares."""
+        self._steps: Iterator[Step] | None = None  # ends the workers, and with them what they loaded ahead
+        self._ahead: Step | None = None
+        self._offset, self.shares = offset, shares
+        if self._reader is not None:
+            self._reader.go_to(offset)
+
+    def more(self) -> bool:
+        """Returns whether a step follows. Without workers it is not collated yet: that may take random numbers."""
+        if self._reader is not None:
+            return follows(self._reader, self.shares or (), drop_last=self._stream.rules.drop_last)
+        if self._ahead is None:
+            self._ahead = next(self._begun(), None)
+        return self._ahead is not None
+
+    def take(self) -> Step:
+        """Returns the step that follows."""
+        step = self._ahead or next(self._begun())
+        self._ahead = None
+        return step
+
+    def _begun(self) -> Iterator[Step]:
+        if self._steps is None:
+            self._steps = self._stream.steps(self._epoch, self._offset, self.shares or (), self._reader)
+        return self._steps
+
+
+class Parts(IterableDataset[Any]):
+    """The steps of one rank, not collated yet; of several workers each reads all and hands on its turns.
+
+    `orders` says where to start: epoch, offset, shares. It is a tensor so that lasting workers can see it change.
+    """
+
+    def __init__(self, dataset: Iterable[Any], orders: torch.Tensor, rules: Rules, reader: Reader | None) -> None:
+        self._dataset, self._orders, self._rules = dataset, orders, rules
+        self._reader = reader  # one that has begun already; workers make their own
+
+    def __iter__(self) -> Iterator[Step]:
+        info = get_worker_info()
+        turn, turns = (info.id, info.num_workers) if info is not None else (0, 1)
+        epoch, offset, *shares = self._orders.tolist()
+        reader = self._reader or Reader(self._dataset, seed=self._rules.seed, epoch=epoch)
+        reader.go_to(offset)
+        number = 0
+        while follows(reader, shares, drop_last=self._rules.drop_last):
+            step = self._step(reader, shares)
+            if number % turns == turn:
+                yield step
+            number += 1
+
+    def _step(self, reader: Reader, shares: Sequence[int]) -> Step:
+        taken = reader.take(sum(shares))
+        first, last = part_of(len(taken), shares, self._rules.rank)
+        return reader.position, last - first, taken[first:last] or reader.last
+
+
+class _Collated:
+    """Makes a batch of the samples of a step."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self._collate_fn = collate_fn
+
+    def __call__(self, step: Step) -> Step:
+        stop, samples, batch = step
+        return stop, samples, self._collate_fn(batch)
+
+
+def follows(reader: Reader, shares: Sequence[int], *, drop_last: bool) -> bool:
+    """Returns whether the stream has another step."""
+    batch_size = sum(shares)
+    return is_step(reader.fill(batch_size), batch_size, start=reader.position, drop_last=drop_last)
