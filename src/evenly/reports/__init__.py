@@ -1,5 +1,48 @@
-"""Run -> table. No torch."""
+"""Run, plan or forecast -> table, picture. No torch."""
 
+from evenly.reports.forecast_table import RANK_HEADERS, compare, rank_cells, side_by_side
+from evenly.reports.plan_picture import Panel, draw_picture, require_picture
+from evenly.reports.plan_table import (
+    PLAN_HEADERS,
+    BlockRow,
+    RankRow,
+    bars,
+    block_rows,
+    gigabytes,
+    left_out_notes,
+    milliseconds,
+    per_second,
+    plan_cells,
+    rank_rows,
+    totals,
+)
 from evenly.reports.table import HEADERS, Row, cells, notes, read_row, report, row_of
 
-__all__ = ["HEADERS", "Row", "cells", "notes", "read_row", "report", "row_of"]
+__all__ = [
+    "HEADERS",
+    "PLAN_HEADERS",
+    "RANK_HEADERS",
+    "BlockRow",
+    "Panel",
+    "RankRow",
+    "Row",
+    "bars",
+    "block_rows",
+    "cells",
+    "compare",
+    "draw_picture",
+    "gigabytes",
+    "left_out_notes",
+    "milliseconds",
+    "notes",
+    "per_second",
+    "plan_cells",
+    "rank_cells",
+    "rank_rows",
+    "read_row",
+    "report",
+    "require_picture",
+    "row_of",
+    "side_by_side",
+    "totals",
+]

@@ -1,0 +1,186 @@
+"""Plan and forecast -> the rows of a table, bars of text, and what is said below: who computes, who waits."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from evenly.spec import Cluster, EveryEpoch, EveryGradient, EverySteps, Forecast, Layout, Plan
+from evenly.spec.layout import Choice
+
+WEIGHTED = ("conv", "linear", "embedding", "attention", "recurrent")
+BLOCKS, ASCII = "█▒░", "#=."  # computing, on the wires, waiting
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """What one rank does in a step, in the mean over a forecast."""
+
+    rank: int
+    node: str
+    device: str
+    samples: int
+    share: float  # of the global batch; ranks that hold a network together all have that of the network
+    compute_s: float
+    wires_s: float
+    wait_s: float
+    memory_bytes: int
+    left_out: str
+
+    @property
+    def total_s(self) -> float:
+        """How long its step is."""
+        return self.compute_s + self.wires_s + self.wait_s
+
+
+def rank_rows(plan: Plan, forecast: Forecast, cluster: Cluster) -> list[RankRow]:
+    """Returns one row for each rank."""
+    batch = max(1, sum(plan.batch_shares))
+    rows = []
+    for role, told in zip(plan.roles, forecast.devices, strict=True):
+        device = cluster.device_of(role.rank)
+        part = 1 / forecast.steps if role.samples else 0.0
+        rows.append(
+            RankRow(
+                rank=role.rank,
+                node=cluster.nodes[cluster.node_of(role.rank)].name,
+                device=device.name or (f"cuda:{device.index}" if device.kind == "cuda" else device.kind),
+                samples=role.samples,
+                share=role.samples / batch,
+                compute_s=told.compute_s * part,
+                wires_s=told.wires_s * part,
+                wait_s=told.wait_s * part,
+                memory_bytes=role.memory_bytes,
+                left_out=role.left_out,
+            )
+        )
+    return rows
+
+
+PLAN_HEADERS = ("rank", "node", "device", "samples", "computes ms", "wires ms", "waits ms", "memory")
+
+
+def plan_cells(row: RankRow) -> tuple[str, ...]:
+    """Returns a row as texts, under `PLAN_HEADERS`."""
+    who = (str(row.rank), row.node, row.device)
+    if row.left_out:
+        return (*who, "left out", "-", "-", "-", "-")
+    times = (milliseconds(seconds) for seconds in (row.compute_s, row.wires_s, row.wait_s))
+    return (*who, f"{row.samples} ({row.share:.1%})", *times, gigabytes(row.memory_bytes))
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns a time in ms, short.
+
+    >>> milliseconds(0.1234567), milliseconds(2e-6), milliseconds(1e-10)
+    ('123.5', '0.002', '0')
+    """
+    value = 1e3 * seconds if seconds > 5e-7 else 0.0
+    return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+
+
+def gigabytes(size_bytes: int) -> str:
+    """Returns bytes in a unit that suits; - for 0, which is not known.
+
+    >>> gigabytes(8_200_000_000), gigabytes(3_000_000), gigabytes(0)
+    ('8.2 GB', '3 MB', '-')
+    """
+    if not size_bytes:
+        return "-"
+    factor, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB")) if size_bytes >= pair[0]), (1e3, "kB"))
+    return f"{size_bytes / factor:.3g} {unit}"
+
+
+def per_second(rate: float) -> str:
+    """Returns samples a second without an exponent.
+
+    >>> per_second(127.23), per_second(29320.4)
+    ('127.2', '29320')
+    """
+    return f"{rate:.4g}" if rate < 1000 else f"{rate:.0f}"
+
+
+def left_out_notes(rows: Sequence[RankRow]) -> list[str]:
+    """Returns a line for each rank that takes no part: why."""
+    return [f"rank {row.rank} is left out: {row.left_out}" for row in rows if row.left_out]
+
+
+def totals(plan: Plan, forecast: Forecast) -> list[str]:
+    """Returns what the whole plan comes to, in words."""
+    lines = [f"{milliseconds(forecast.step_s)} ms a step in the mean, {per_second(forecast.samples_per_s)} samples/s"]
+    if plan.predicted is not None:
+        ground = "what was measured" if plan.predicted.is_measured else "the speeds that were said"
+        lines.append(f"a step alone takes {milliseconds(plan.predicted.step_s)} ms; predicted from {ground}")
+    if not forecast.exchanges:
+        return [*lines, "no exchanges: only one node takes part"]
+    each = milliseconds(forecast.exchange_s / forecast.exchanges)
+    part = forecast.exchange_s / forecast.seconds
+    return [*lines, f"an exchange between nodes takes {each} ms, {_often(plan)}: {part:.1%} of the time"]
+
+
+def _often(plan: Plan) -> str:
+    match plan.period:
+        case EverySteps(steps=steps):
+            return "after every step" if steps == 1 else f"every {steps} steps"
+        case EveryEpoch():
+            return "once an epoch (taken as 1000 steps)"
+        case EveryGradient():
+            return "of gradients at every step"
+
+
+def bars(rows: Sequence[RankRow], *, width: int, ascii_only: bool = False) -> list[str]:
+    """Returns a line for each rank: how long it computes, is on the wires and waits; and a last line that explains."""
+    signs = ASCII if ascii_only else BLOCKS
+    longest = max((row.total_s for row in rows), default=0.0) or 1.0
+    head = max((len(f"rank {row.rank}") for row in rows), default=0)
+    lines = []
+    for row in rows:
+        times = (row.compute_s, row.wires_s, row.wait_s)
+        edges = [round(width * sum(times[:count]) / longest) for count in range(4)]
+        drawn = "".join(sign * (edges[i + 1] - edges[i]) for i, sign in enumerate(signs))
+        told = "left out" if row.left_out else f"{drawn.ljust(width)} {milliseconds(row.total_s)} ms"
+        lines.append(f"{f'rank {row.rank}'.ljust(head)} {told}")
+    return [*lines, f"{' ' * head} {signs[0]} computes  {signs[1]} on the wires  {signs[2]} waits for others"]
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """Layers that follow each other and are dealt out alike."""
+
+    layers: str
+    unit: str
+    counts: tuple[int, ...]  # one for each rank that holds the network; empty: whole on every rank
+
+
+def block_rows(layout: Layout) -> list[BlockRow]:
+    """Returns what each rank has of every layer with weights; neighbours that are dealt out alike are one row."""
+    rows = []
+    for (unit, counts), members in groupby(_dealt(layout), key=lambda found: found[1:]):
+        names = [name for name, *_ in members]
+        text = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+        rows.append(BlockRow(text, unit, counts))
+    return rows
+
+
+def _dealt(layout: Layout) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    for choice in layout.choices:
+        if choice.op not in WEIGHTED:
+            continue
+        name = choice.where or choice.layer
+        record = next((r for r in (*choice.gives, *choice.needs) if r.state == "sharded"), None)
+        if record is None:
+            yield name, "whole", ()
+            continue
+        cut = layout.cuts[record.cut]
+        counts = dict(zip(layout.members, cut.counts(), strict=True))
+        yield name, _unit(choice, rows=cut.rows), tuple(counts.get(seat, 0) for seat in range(len(layout.shares)))
+
+
+def _unit(choice: Choice, *, rows: int) -> str:
+    """Returns what is counted of a layer that is cut."""
+    if rows:
+        return "samples" if rows == 1 else "rows of the batch"
+    if choice.op == "attention":
+        return "heads"
+    if choice.mode in ("reduced", "columns", "rows", "bystander"):
+        return {"reduced": "inputs", "bystander": "indices"}.get(choice.mode, choice.mode)
+    return "filters" if choice.op == "conv" else "outputs"
