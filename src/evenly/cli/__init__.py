@@ -10,7 +10,10 @@ from evenly._errors import EvenlyError
 from evenly.cli import lab
 from evenly.cli.discover import discover
 from evenly.cli.launch import CONTEXT_SETTINGS, launch
+from evenly.cli.measure import measure
+from evenly.cli.plan import plan
 from evenly.cli.report import report
+from evenly.cli.simulate import simulate
 from evenly.cli.train import train
 
 app = typer.Typer(
@@ -21,6 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("discover")(discover)
+app.command("measure")(measure)
+app.command("plan")(plan)
+app.command("simulate")(simulate)
 app.command("train")(train)
 app.command("launch", context_settings=CONTEXT_SETTINGS)(launch)
 app.command("report")(report)

@@ -1,0 +1,56 @@
+"""Files that verbs are given and write: read as what they should be, or refused with what they are."""
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from evenly._errors import SpecError
+from evenly.spec import Cluster, Forecast, Graph, Plan, Profile
+from evenly.spec._value import Document
+
+KINDS: tuple[type[Document], ...] = (Cluster, Profile, Graph, Plan, Forecast)
+MAKERS = {
+    "Cluster": "evenly discover --out FILE",
+    "Profile": "evenly measure MODEL --out FILE",
+    "Graph": "evenly measure MODEL --graph-out FILE",
+    "Plan": "evenly plan --out FILE",
+}
+Kind = TypeVar("Kind", bound=Document)
+
+
+def read(kind: type[Kind], path: Path, option: str) -> Kind:
+    """Returns the value in a file; one that holds another kind of value is named."""
+    try:
+        return kind.load(path)
+    except SpecError:
+        other = _other(kind, path)
+        if other is None:
+            raise
+        raise SpecError(
+            f"{option} {path} was given, but the file holds a {other}, not a {kind.__name__}. "
+            f"Give a file that was written by: {MAKERS[kind.__name__]}."
+        ) from None
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Raises `SpecError` where a file cannot be written, before any work is done for it."""
+    for path in paths:
+        if path is None:
+            continue
+        folder = path.parent
+        case = None if folder.is_dir() else f"there is no folder {folder}"
+        case = case or (None if os.access(folder, os.W_OK) else f"the folder {folder} cannot be written to")
+        case = "it is a folder" if path.is_dir() else case
+        if case:
+            raise SpecError(f"the file {path} was to be written, but {case}. Give a file in a folder of yours.")
+
+
+def _other(kind: type[Document], path: Path) -> str | None:
+    for other in KINDS:
+        try:
+            if other is not kind:
+                other.load(path)
+                return other.__name__
+        except SpecError:
+            continue
+    return None

@@ -1,0 +1,123 @@
+"""Cluster, profile and network from the options that `evenly plan` and `evenly simulate` have in common."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evenly._errors import SpecError
+from evenly.cli._documents import read
+from evenly.cli._network import draw_quickly
+from evenly.cli._quantities import counts_of, flops_of, numbers_between_commas, rate_of
+from evenly.spec import Cluster, Device, Graph, Node, Profile
+
+ModelWord = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="Instead of --graph: cifar, mnist, fashion, or module:callable.")
+]
+Inputs = Annotated[
+    list[str] | None, typer.Option("--input", metavar="NxCxHxW", help="Sizes of MODEL's batch; repeat for several.")
+]
+Dtype = Annotated[str, typer.Option(help="Numbers of MODEL's input.")]
+ClusterFile = Annotated[Path | None, typer.Option("--cluster", help="The cluster, from discover or measure.")]
+ProfileFile = Annotated[Path | None, typer.Option("--profile", help="The profile, from measure.")]
+GraphFile = Annotated[Path | None, typer.Option("--graph", help="The network, from measure --graph-out.")]
+Speeds = Annotated[
+    str | None, typer.Option(metavar="A,B,...", help="Instead of --profile: how fast the ranks are, in any unit.")
+]
+Nodes = Annotated[
+    str | None, typer.Option(metavar="N,N,...", help="Instead of --cluster, with --speeds: ranks on each node.")
+]
+Flops = Annotated[str | None, typer.Option(help="With --speeds: operations a second of the fastest rank [1T].")]
+Inside = Annotated[str | None, typer.Option(help="With --speeds: wires inside a node [10GB/s].")]
+Across = Annotated[str | None, typer.Option(help="With --speeds: wires between nodes [1Gbit].")]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was typed; None for what was not."""
+
+    model: str | None
+    inputs: Sequence[str]
+    dtype: str
+    cluster: Path | None
+    profile: Path | None
+    graph: Path | None
+    speeds: str | None
+    nodes: str | None
+    flops: str | None
+    inside: str | None
+    across: str | None
+
+    def known(self) -> tuple[Cluster, Profile, Graph]:
+        """Returns the three values, or raises `SpecError` saying which is missing or given twice."""
+        self._require_sense()
+        speeds = None if self.speeds is None else numbers_between_commas(self.speeds, "--speeds")
+        cluster = self._cluster(len(speeds or ()))
+        graph = self._graph()
+        if speeds is None:
+            profile = read(Profile, self.profile, "--profile") if self.profile else None
+        else:
+            profile = self._from_speeds(cluster, graph, speeds)
+        if profile is None:
+            raise SpecError("neither --profile nor --speeds was given. Add the profile of evenly measure, or --speeds.")
+        profile.require_fit(cluster, graph)
+        return cluster, profile, graph
+
+    def _require_sense(self) -> None:
+        twice = [
+            ("--profile", self.profile, "--speeds", self.speeds),
+            ("--cluster", self.cluster, "--nodes", self.nodes),
+        ]
+        twice.append(("--graph", self.graph, "MODEL", self.model))
+        for one, first, other, second in twice:
+            if first is not None and second is not None:
+                raise SpecError(
+                    f"{one} {first} and {other} {second} were given, but one stands for the other. Give one."
+                )
+        if self.speeds is not None:
+            return
+        needs = {"--nodes": self.nodes, "--flops": self.flops, "--inside": self.inside, "--across": self.across}
+        for option, given in needs.items():
+            if given is not None:
+                raise SpecError(
+                    f"{option} {given} was given without --speeds, but a profile says that itself. Add --speeds "
+                    f"70,25,5 or leave {option} out."
+                )
+
+    def _cluster(self, ranks: int) -> Cluster:
+        if self.cluster is not None:
+            return read(Cluster, self.cluster, "--cluster")
+        if not ranks:
+            raise SpecError("no cluster was given. Add --cluster with a file of evenly discover, or --speeds.")
+        sizes = [ranks] if self.nodes is None else counts_of(self.nodes)
+        if sum(sizes) != ranks:
+            raise SpecError(
+                f"--nodes {self.nodes} has {sum(sizes)} ranks, but --speeds {self.speeds} has {ranks}. Give a speed "
+                "for each rank."
+            )
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        cpu = Device(kind="cpu")
+        return Cluster(
+            nodes=tuple(
+                Node(name=f"node{index}", ranks=tuple(range(start, start + size)), devices=(cpu,) * size)
+                for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
+            )
+        )
+
+    def _graph(self) -> Graph:
+        if self.graph is not None:
+            return read(Graph, self.graph, "--graph")
+        if self.model is None:
+            raise SpecError("no network was given. Add --graph with a file of evenly measure, or a MODEL with --input.")
+        return draw_quickly(self.model, self.inputs, self.dtype)
+
+    def _from_speeds(self, cluster: Cluster, graph: Graph, speeds: list[float]) -> Profile:
+        usual = Profile.model_fields
+        inside, across = (
+            None if text is None else rate_of(text, f"--{name}", usual[name].default)
+            for name, text in (("inside", self.inside), ("across", self.across))
+        )
+        flops = {} if self.flops is None else {"flops_per_s": flops_of(self.flops)}
+        return Profile.from_speeds(cluster, graph, speeds, inside=inside, across=across, **flops)

@@ -1,0 +1,157 @@
+"""MODEL as a person names it: a recipe's network, `package.module:callable` or `path/file.py:callable`."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from evenly._errors import EvenlyError, SpecError
+from evenly.cli._quantities import shape_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from evenly.spec import Graph
+
+NETWORKS = {
+    "cifar": ("evenly.recipes.published", "PublishedCifarNet", "64x3x32x32"),
+    "mnist": ("evenly.recipes.published", "PublishedMnistNet", "64x1x28x28"),
+    "fashion": ("evenly.recipes.resnet", "SmallResNet", "64x1x28x28"),
+}
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32")
+HOW = "Give package.module:callable or path/file.py:callable, a class or function that makes it without arguments"
+
+
+def build(model: str, dtype: str) -> "nn.Module":
+    """Returns the network that MODEL makes, in `dtype` if that is a floating-point one."""
+    import torch
+    from torch import nn
+
+    kind = dtype_of(dtype)
+    maker = _maker(model)
+    try:
+        made = maker()
+    except Exception as error:  # whatever the user's code raises
+        raise SpecError(
+            f"the network {model!r} was asked for, but calling it raised {_words(error)}. {HOW}."
+        ) from error
+    if not isinstance(made, nn.Module):
+        raise SpecError(
+            f"the network {model!r} was asked for, but calling it gave a {type(made).__name__}, not a torch.nn.Module. "
+            f"{HOW}."
+        )
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in made.parameters()):
+        return made  # tracing says what to do
+    return made.to(kind) if kind.is_floating_point and kind != torch.float32 else made
+
+
+def examples(model: str, inputs: Sequence[str], dtype: str) -> tuple["torch.Tensor", ...]:
+    """Returns a batch of each size in `inputs`; a recipe's network has a usual one."""
+    import torch
+
+    sizes = list(inputs) or ([NETWORKS[model][2]] if model in NETWORKS else [])
+    if not sizes:
+        raise SpecError(
+            f"the network {model!r} was asked for, but not what goes into it. Add --input 64x3x32x32: the sizes of a "
+            "batch, its samples first."
+        )
+    return tuple(torch.zeros(shape_of(size), dtype=dtype_of(dtype)) for size in sizes)
+
+
+def draw(model: str, network: "nn.Module", example: tuple["torch.Tensor", ...]) -> "Graph":
+    """Returns the network's operations; what goes wrong with this input is said in one message."""
+    from evenly.graph import trace
+
+    try:
+        return trace(network, example)
+    except Exception as error:  # whatever the user's forward raises
+        given = " ".join("x".join(map(str, x.shape)) for x in example)
+        first = str(error).splitlines()[0] if isinstance(error, EvenlyError) else f"it raised {_words(error)}."
+        raise SpecError(
+            f"the network {model!r} was traced with an input of {given} ({str(example[0].dtype)[6:]}), but {first} "
+            "Give the --input and --dtype that its forward takes."
+        ) from error
+
+
+def draw_quickly(model: str, inputs: Sequence[str], dtype: str) -> "Graph":
+    """Returns the network's operations, without memory for its parameters where the network allows that."""
+    import torch
+
+    _maker(model)  # what is wrong with the name comes first
+    example = examples(model, inputs, dtype)
+    try:
+        with torch.device("meta"):
+            network = build(model, dtype)
+        return draw(model, network, tuple(x.to("meta") for x in example))
+    except EvenlyError:  # some networks compute with their parameters when they are made
+        return draw(model, build(model, dtype), example)
+
+
+def dtype_of(name: str) -> "torch.dtype":
+    """Returns torch's type of numbers."""
+    import torch
+
+    if name not in DTYPES:
+        raise SpecError(f"--dtype {name} was given. Choose one of: {', '.join(DTYPES)}.")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _maker(model: str) -> Callable[[], object]:
+    if model in NETWORKS:
+        home, name, _ = NETWORKS[model]
+        maker: Callable[[], object] = getattr(importlib.import_module(home), name)
+        return maker
+    home, colon, name = model.rpartition(":")
+    if not colon or not home or not name:
+        raise SpecError(
+            f"there is no network {model!r}. Choose one of: {', '.join(NETWORKS)}. {HOW.replace('Give', 'Or give', 1)}."
+        )
+    found: Any = _module(home, model)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise SpecError(f"the network {model!r} was asked for, but {home} has no {name!r}. {HOW}.")
+        found = getattr(found, part)
+    if not callable(found):
+        raise SpecError(
+            f"the network {model!r} was asked for, but {name!r} is a {type(found).__name__}, which cannot be called. "
+            f"{HOW}."
+        )
+    made: Callable[[], object] = found
+    return made
+
+
+def _module(home: str, model: str) -> ModuleType:
+    is_file = home.endswith(".py")
+    if is_file and not Path(home).is_file():
+        raise SpecError(f"the network {model!r} was asked for, but there is no file {home}. {HOW}.")
+    folder = str(Path(home).resolve().parent if is_file else Path.cwd())
+    if folder not in sys.path:  # as python does for a script
+        sys.path.insert(0, folder)
+    try:
+        return _run_file(Path(home)) if is_file else importlib.import_module(home)
+    except Exception as error:  # whatever the user's code raises
+        raise SpecError(
+            f"the network {model!r} was asked for, but importing {home} raised {_words(error)}. {HOW}."
+        ) from error
+
+
+def _run_file(path: Path) -> ModuleType:
+    name = f"_evenly_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _words(error: BaseException) -> str:
+    """Returns kind and text of an error on one line."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

@@ -1,0 +1,99 @@
+"""Plans and forecasts as a person sees them: tables, bars, and a few sentences."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from evenly.reports import (
+    PLAN_HEADERS,
+    RANK_HEADERS,
+    bars,
+    block_rows,
+    compare,
+    left_out_notes,
+    plan_cells,
+    rank_cells,
+    rank_rows,
+    side_by_side,
+    totals,
+)
+from evenly.spec import Cluster, Forecast, Layout, Plan
+from evenly.spec.plan import counted
+
+MOST_PLANNED, MOST_COMPARED, MOST_BLOCKS = 40, 20, 40  # lines of a table; what is left is counted
+
+
+def show_plan(plan: Plan, forecast: Forecast, cluster: Cluster, *, console: Console) -> None:
+    """Prints who does what, how the networks are cut, and how long everybody computes and waits."""
+    rows = rank_rows(plan, forecast, cluster)
+    table = table_of(PLAN_HEADERS, left=3)
+    for row in rows[:MOST_PLANNED]:
+        table.add_row(*map(escape, plan_cells(row)))
+    console.print(table)
+    _say_more(rows, MOST_PLANNED, console)
+    _show_layouts(plan, console)
+    say([""], console)
+    say(
+        [*bars(rows[:MOST_PLANNED], width=40, ascii_only=console.options.ascii_only), "", *totals(plan, forecast)],
+        console,
+    )
+    say(left_out_notes(rows), console)
+
+
+def show_forecasts(
+    before: tuple[Plan, Forecast, Cluster], after: tuple[Plan, Forecast, Cluster] | None, *, console: Console
+) -> None:
+    """Prints the figures of a run, and of a changed one beside it, then every rank."""
+    table = table_of(("", "as planned", *(("changed", "by") if after else ())), left=1)
+    for cells in compare(before[1], after[1] if after else None):
+        table.add_row(*cells)
+    console.print(table)
+    say([""], console)
+    pairs = list(side_by_side(rank_rows(*before), rank_rows(*after) if after else None))
+    ranks = table_of(RANK_HEADERS, left=2)
+    for old, new in pairs[:MOST_COMPARED]:
+        ranks.add_row(*map(escape, rank_cells(old, new, arrow="->" if console.options.ascii_only else "→")))
+    console.print(ranks)
+    _say_more(pairs, MOST_COMPARED, console)
+    say(left_out_notes(rank_rows(*(after or before))), console)
+
+
+def table_of(headers: Sequence[str], *, left: int) -> Table:
+    """Returns an empty table whose first `left` columns hold words, the others numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    for number, header in enumerate(headers):
+        table.add_column(header, justify="left" if number < left else "right", overflow="fold")
+    return table
+
+
+def say(lines: Sequence[str], console: Console) -> None:
+    """Prints lines as they are."""
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _say_more(rows: Sequence[object], most: int, console: Console) -> None:
+    if len(rows) > most:
+        say([f"and {counted(len(rows) - most, 'more rank')}; --json has them all"], console)
+
+
+def _show_layouts(plan: Plan, console: Console) -> None:
+    """Prints each way in which networks are cut once, with the ranks that hold one so."""
+    seats: dict[str, tuple[Layout, list[tuple[int, ...]]]] = {}
+    for replica in plan.replicas:
+        if len(replica.ranks) > 1:
+            seats.setdefault(replica.layout.model_dump_json(), (replica.layout, []))[1].append(replica.ranks)
+    for layout, holders in seats.values():
+        names = "; ".join("ranks " + ", ".join(map(str, ranks)) for ranks in holders)
+        say(["", f"{names}: one network together, of which each rank has"], console)
+        table = table_of(("layer", "what", *(f"rank {rank}" for rank in holders[0])), left=2)
+        rows = block_rows(layout)
+        for row in rows[:MOST_BLOCKS]:
+            counts = map(str, row.counts or ["all"] * len(holders[0]))
+            table.add_row(escape(row.layers), row.unit, *counts)
+        console.print(table)
+        if len(rows) > MOST_BLOCKS:
+            say([f"and {counted(len(rows) - MOST_BLOCKS, 'more row')}; --json has them all"], console)

@@ -1,0 +1,150 @@
+"""`evenly measure`: how fast each rank trains a network, and the ways between ranks."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from evenly.cli._documents import require_writable
+from evenly.cli._network import build, draw, examples
+from evenly.cli._show import say, table_of
+from evenly.reports import gigabytes, milliseconds, per_second
+from evenly.spec import Cluster, DeviceProfile, Profile
+from evenly.spec.plan import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from evenly.graph import Example
+    from evenly.session import Session
+    from evenly.spec import Graph
+
+MOST_LANES = 20  # shown; of more, the slowest
+
+
+def measure(
+    model: Annotated[str, typer.Argument(help="cifar, mnist, fashion, package.module:callable or file.py:callable.")],
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", metavar="NxCxHxW", help="Sizes of a batch; repeat for several.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Numbers of the input: float32, bfloat16, int64, ...")] = "float32",
+    out: Annotated[Path | None, typer.Option(help="Write the profile as JSON to this file.")] = None,
+    cluster_out: Annotated[Path | None, typer.Option(help="Write the cluster as JSON to this file.")] = None,
+    graph_out: Annotated[Path | None, typer.Option(help="Write the network as JSON to this file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="About 15 seconds instead of a minute.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Do not use a profile that was kept before.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for all ranks.")] = 600.0,
+) -> None:
+    """Measure the devices and wires with a network: run it under the launcher you train with, or alone.
+
+    Examples: `evenly measure cifar --quick --out profile.json --cluster-out cluster.json --graph-out graph.json`;
+    `evenly launch --nodes 2,1 -m evenly measure net.py:Net --input 64x3x32x32`.
+    """
+    from evenly.session import Session
+
+    with Session(device=device, timeout_s=timeout) as session:
+        if session.rank == 0:
+            require_writable(out, cluster_out, graph_out)
+        network = build(model, dtype)
+        batch = examples(model, inputs or (), dtype)
+        graph = draw(model, network, batch)
+        profile, word = _profile(session, network.to(session.device), batch, graph, quick, fresh, timeout)
+        if session.rank:
+            return
+        for value, path in ((profile, out), (session.cluster, cluster_out), (graph, graph_out)):
+            if path is not None:
+                value.save(path)
+        show_profile(profile, session.cluster, console=Console(highlight=False))
+        print(word)
+
+
+def _profile(
+    session: "Session",
+    network: "nn.Module",
+    batch: "Example",
+    graph: "Graph",
+    quick: bool,
+    fresh: bool,
+    timeout_s: float,
+) -> tuple[Profile, str]:
+    """Returns the profile, kept or measured, and where it comes from; rank 0 decides for all."""
+    from evenly.cli._profiles import Shelf
+    from evenly.session import measure as measure_all
+
+    shelf = Shelf(session.cluster, graph, quick=quick)
+    kept = shelf.find() if session.rank == 0 and not fresh else None
+    if session.sum(kept is not None)[0]:
+        return kept or _nothing(session, graph), f"kept from an earlier time in {shelf.path}; --fresh measures anew"
+    with progress(quick, console=Console(stderr=True, highlight=False) if session.rank == 0 else None) as tell:
+        profile = measure_all(network, batch, quick=quick, tell=tell, timeout_s=timeout_s)
+    if session.rank == 0 and not shelf.keep(profile):
+        return profile, f"measured now; not kept, because {shelf.path.parent} cannot be written to"
+    return profile, f"measured now, and kept in {shelf.path}"
+
+
+def _nothing(session: "Session", graph: "Graph") -> Profile:
+    """Returns what stands for the profile on ranks that print nothing."""
+    return Profile.from_speeds(session.cluster, graph, [1.0] * session.world_size)
+
+
+@contextmanager
+def progress(quick: bool, *, console: Console | None) -> Iterator["Callable[[str], None] | None"]:
+    """Shows what is measured now, if the console is a terminal."""
+    if console is None or not console.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from evenly.survey.measure import QUICK_S, THOROUGH_S
+
+    total, began = QUICK_S if quick else THOROUGH_S, time.monotonic()
+    columns = (BarColumn(bar_width=30), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        def tell(text: str) -> None:
+            bar.update(task, completed=min(time.monotonic() - began, total), description=text[:60])
+
+        yield tell
+
+
+def show_profile(profile: Profile, cluster: Cluster, *, console: Console) -> None:
+    """Prints what every rank needs for a step, and the ways between ranks."""
+    sizes = sorted({size for device in profile.devices for size in device.step.sizes})
+    headers = ("rank", "device", *(f"{size}: ms" for size in sizes), "samples/s", "spread", "free")
+    table = table_of(headers, left=2)
+    for device in profile.devices:
+        table.add_row(*map(escape, _cells(device, cluster, sizes)))
+    say([f"a training step with {', '.join(map(str, sizes))} samples"], console)
+    console.print(table)
+    _show_lanes(profile, console)
+
+
+def _cells(device: DeviceProfile, cluster: Cluster, sizes: list[int]) -> Iterator[str]:
+    known = dict(zip(device.step.sizes, device.step.seconds, strict=True))
+    found = cluster.device_of(device.rank)
+    most = max(known)
+    yield from (str(device.rank), found.name or (f"cuda:{found.index}" if found.kind == "cuda" else "cpu"))
+    yield from (milliseconds(known[size]) if size in known else "-" for size in sizes)
+    yield from (per_second(most / known[most]), f"{device.spread:.1%}", gigabytes(device.free_bytes))
+
+
+def _show_lanes(profile: Profile, console: Console) -> None:
+    lanes = sorted(profile.lanes, key=lambda lane: lane.rate.bytes_per_s)[:MOST_LANES]
+    if not lanes:
+        return
+    table = table_of(("from", "to", "latency ms", "MB/s"), left=0)
+    for lane in sorted(lanes, key=lambda lane: (lane.source, lane.target)):
+        rate = lane.rate
+        table.add_row(str(lane.source), str(lane.target), milliseconds(rate.latency_s), f"{rate.bytes_per_s / 1e6:.4g}")
+    console.print(table)
+    if len(profile.lanes) > MOST_LANES:
+        say([f"and {counted(len(profile.lanes) - MOST_LANES, 'faster way')}; --out has them all"], console)

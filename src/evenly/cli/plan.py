@@ -1,0 +1,93 @@
+"""`evenly plan`: who does what, so that all devices finish together."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from evenly.cli._documents import require_writable
+from evenly.cli._known import (
+    Across,
+    ClusterFile,
+    Dtype,
+    Flops,
+    GraphFile,
+    Inputs,
+    Inside,
+    ModelWord,
+    Nodes,
+    Options,
+    ProfileFile,
+    Speeds,
+)
+from evenly.cli._quantities import memories_of
+from evenly.reports import Panel, draw_picture, rank_rows, require_picture
+from evenly.spec import EverySteps, Plan, period_of
+
+MOST_STEPS = 10_000  # that are simulated for the table
+
+
+def plan(
+    model: ModelWord = None,
+    inputs: Inputs = None,
+    dtype: Dtype = "float32",
+    cluster: ClusterFile = None,
+    profile: ProfileFile = None,
+    graph: GraphFile = None,
+    speeds: Speeds = None,
+    nodes: Nodes = None,
+    flops: Flops = None,
+    inside: Inside = None,
+    across: Across = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples of all ranks together in a step; the example's if left out.")
+    ] = None,
+    every: Annotated[
+        str | None, typer.Option(metavar="K|epoch|global", help="The period K'; chosen by --budget if left out.")
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Part of the time for exchanges between nodes.")] = 0.05,
+    memory: Annotated[
+        str | None, typer.Option(metavar="8GB,4GB,...", help="What each rank may use; else what was free.")
+    ] = None,
+    no_cut: Annotated[bool, typer.Option("--no-cut", help="Let no ranks hold one network together.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the plan as JSON to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw who computes and waits: a .png or .svg file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Plan a training step: samples and filters for every rank, who is left out, and the period K'.
+
+    Examples: `evenly plan --cluster cluster.json --profile profile.json --graph graph.json --out plan.json`;
+    `evenly plan cifar --speeds 70,25,5 --nodes 2,1 --across 1Gbit`.
+    """
+    require_writable(out, picture)
+    if picture is not None:
+        require_picture(picture)
+    options = (cluster, profile, graph, speeds, nodes, flops, inside, across)
+    wishes = {
+        "batch_size": batch_size,
+        "every": None if every is None else period_of(every),
+        "cut": not no_cut,
+        "exchange_budget": budget,
+        "memory_bytes": None if memory is None else memories_of(memory),
+    }
+    known = Options(model, inputs or (), dtype, *options).known()
+    from evenly.cli._show import show_plan
+    from evenly.planner import plan as find_plan
+    from evenly.planner import simulate
+
+    made = find_plan(*known, **wishes)  # type: ignore[arg-type]  # each has the type that plan names
+    told = simulate(made, *known, steps=_steps(made))
+    if out is not None:
+        made.save(out)
+    if picture is not None:
+        draw_picture([Panel("", rank_rows(made, told, known[0]), told)], picture)
+    if json:
+        print(made.to_json())
+        return
+    show_plan(made, told, known[0], console=Console(highlight=False))
+
+
+def _steps(made: Plan) -> int:
+    """Returns the steps of one period, which is what a mean step is taken over."""
+    return min(MOST_STEPS, made.period.steps) if isinstance(made.period, EverySteps) else 1000

@@ -1,0 +1,103 @@
+"""`evenly measure` with real ranks: a profile that plans, kept for the next time; and what is shown of it."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from evenly import Cluster, Graph, Plan
+from evenly.cli.measure import progress, show_profile
+from evenly.launch import overlay
+from evenly.spec import Lane, Profile, Rate
+from tests.reports.plans import cluster_of, graph_of, profile_of
+
+NETWORK = "tests/cli/networks.py:Tiny"
+
+
+def test_two_ranks_measure_and_what_they_write_can_be_planned_with(evenly, tmp_path):
+    files = {name: tmp_path / f"{name}.json" for name in ("profile", "cluster", "graph")}
+    options = [f"--{o}={files[f]}" for o, f in (("out", "profile"), ("cluster-out", "cluster"), ("graph-out", "graph"))]
+    command = [sys.executable, "-m", "evenly", "launch", "--nodes", "1,1", "-m", "evenly"]
+    command += ["measure", NETWORK, "--input", "8x8", "--quick", "--device", "cpu", *options]
+    environment = overlay({"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"})
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "a training step with" in done.stdout
+    assert "latency ms" in done.stdout
+    assert "measured now, and kept in" in done.stdout
+    (kept,) = (tmp_path / ".cache" / "evenly" / "profiles").iterdir()
+    profile, cluster, graph = Profile.load(kept), Cluster.load(files["cluster"]), Graph.load(files["graph"])
+    assert profile == Profile.load(files["profile"])
+    profile.require_fit(cluster, graph)
+    assert len(profile.devices) == len(cluster.nodes) == 2
+    assert {(lane.source, lane.target) for lane in profile.lanes} == {(0, 1), (1, 0)}
+    known = [word for name, path in files.items() for word in (f"--{name}", path)]
+    made = Plan.from_json(evenly("plan", *known, "--batch-size", "64", "--json"))
+    assert made.predicted is not None
+    assert made.predicted.is_measured
+
+
+def test_a_profile_is_kept_for_the_next_time(evenly, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    command = ("measure", NETWORK, "--input", "8x8", "--quick", "--device", "cpu")
+    first, second = evenly(*command), evenly(*command)
+    assert "measured now, and kept in" in first
+    assert "kept from an earlier time in" in second
+    assert "--fresh measures anew" in second
+    assert first.splitlines()[:-1] == second.splitlines()[:-1]
+    (kept,) = (tmp_path / ".cache" / "evenly" / "profiles").iterdir()
+
+    measured = Profile.load(kept)
+    monkeypatch.setattr("evenly.session.measure", lambda *_, **__: measured)
+    assert "measured now" in evenly(*command, "--fresh")
+    kept.write_text("damaged")
+    assert "measured now" in evenly(*command)
+    assert Profile.load(kept) == measured
+    assert "measured now" in evenly("measure", NETWORK, "--input", "4x8", "--quick", "--device", "cpu")
+    assert len(list(kept.parent.iterdir())) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_told(evenly, tmp_path, monkeypatch):
+    (tmp_path / ".cache").write_text("a file where the folder should be")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    profile = profile_of(cluster_of(1), [1.0], graph_of())
+    monkeypatch.setattr("evenly.session.measure", lambda *_, **__: profile)
+    text = evenly("measure", NETWORK, "--input", "8x8", "--device", "cpu")
+    assert "measured now; not kept, because" in text
+
+
+def test_progress_is_shown_on_a_terminal_only():
+    seen = io.StringIO()
+    for console in (None, Console(file=seen, force_terminal=False)):
+        with progress(quick=True, console=console) as tell:
+            assert tell is None
+    with progress(quick=True, console=Console(file=seen, width=80, force_terminal=True)) as tell:
+        tell("a step with [8] samples")
+    assert "a step with [8] samples" in seen.getvalue()
+
+
+def shown(profile: Profile, cluster: Cluster) -> str:
+    seen = io.StringIO()
+    show_profile(profile, cluster, console=Console(file=seen, width=80, highlight=False))
+    return seen.getvalue()
+
+
+def test_a_profile_is_shown_with_steps_and_the_slowest_ways():
+    cluster, graph = cluster_of(6, 1), graph_of()
+    profile = profile_of(cluster, [60.0] * 6 + [10.0], graph)
+    pairs = [(a, b) for a in range(7) for b in range(7) if a != b]
+    rates = [Rate(latency_s=1e-4, bytes_per_s=1e6 * (1 + number)) for number in range(len(pairs))]
+    lanes = tuple(Lane(source=a, target=b, rate=rate) for (a, b), rate in zip(pairs, rates, strict=True))
+    text = shown(profile.model_copy(update={"lanes": lanes}), cluster)
+    assert "a training step with 100 samples" in text
+    assert "333.3" in text  # samples/s of the fast ones: 3 GFlop at 10 GFlop/s for 100 samples
+    assert "and 22 faster ways; --out has them all" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_profile_of_one_rank_has_no_ways():
+    cluster = cluster_of(1)
+    assert "latency" not in shown(profile_of(cluster, [1.0], graph_of()), cluster)
