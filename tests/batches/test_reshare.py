@@ -69,12 +69,14 @@ def test_new_shares_hold_from_the_next_batch_on_and_in_the_next_epoch(kind):
 
 
 @pytest.mark.parametrize("kind", [Numbers, Stream])
-def test_shares_may_change_between_steps_before_the_next_batch_is_loaded(kind):
-    ranks = feeds(12, [3, 1], kind=kind)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_shares_may_change_between_two_steps_when_the_next_is_loaded_already(kind, workers):
+    ranks = feeds(12, [3, 1], kind=kind, num_workers=workers)
     for loader in ranks:
         loader.between.append(lambda loader=loader: loader.reshare([1, 1]))
-    counts = [[samples for _, samples in batches] for batches in in_step(ranks)]
-    assert counts == [[3, 1, 1, 1, 1], [1, 1, 1, 1, 1]]
+    epochs = in_step(ranks)
+    assert [[samples for _, samples in batches] for batches in epochs] == [[3, 1, 1, 1, 1], [1, 1, 1, 1, 1]]
+    assert taken(epochs) == Counter(range(12))
 
 
 @pytest.mark.parametrize("kind", [Numbers, Stream])

@@ -88,13 +88,15 @@ class Feed:
     def reshare(self, samples: Sequence[int]) -> None:
         """Lets each rank take other numbers of samples from the next batch on; no sample is lost or comes twice.
 
-        All ranks call it at the same step with the same numbers. What workers have loaded ahead is dropped and loaded
-        anew. The sum may change too.
+        All ranks call it at the same step with the same numbers. The sum may change too. What workers have loaded ahead
+        is dropped and loaded anew, unless the numbers are those of before.
 
         Args:
             samples: one number for each rank that takes a batch of its own, as in the plan.
         """
-        self._shares = check_samples(samples, ranks=len(self._shares))
+        shares = check_samples(samples, ranks=len(self._shares))
+        if shares != self._shares:
+            self._shares = shares
 
     def _follows(self, epoch: Epoch) -> bool:
         if epoch.shares is not self._shares:
