@@ -18,6 +18,14 @@ def figures(text: str) -> dict[str, list[str]]:
     return {row.split("  ")[0]: [cell for cell in row.split("  ")[1:] if cell.strip()] for row in rows}
 
 
+@pytest.mark.parametrize("verb", ["measure", "plan", "simulate"])
+def test_every_verb_has_help(evenly, verb):
+    text = evenly(verb, "--help")
+    assert f"evenly {verb} [OPTIONS]" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert f" {verb} " in evenly("--help")
+
+
 def test_a_plan_from_files_is_a_table_a_file_and_a_picture(evenly, given, tmp_path):
     out, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     text = evenly("plan", *given, "--out", out, "--picture", picture)

@@ -56,7 +56,8 @@ def measure(
         network = build(model, dtype)
         batch = examples(model, inputs or (), dtype)
         graph = draw(model, network, batch)
-        profile, word = _profile(session, network.to(session.device), batch, graph, quick, fresh, timeout)
+        moved = tuple(x.to(session.device) for x in batch)
+        profile, word = _profile(session, network.to(session.device), moved, graph, quick, fresh, timeout)
         if session.rank:
             return
         for value, path in ((profile, out), (session.cluster, cluster_out), (graph, graph_out)):
