@@ -7,7 +7,7 @@ from functools import cached_property
 from evenly.planner.wishes import Wishes, wishes_of
 from evenly.spec.graph import Graph, Layer
 from evenly.spec.layout import Choice, Layout, Move
-from evenly.spec.profile import DeviceProfile, Rate
+from evenly.spec.profile import DeviceProfile, Meeting, Rate
 
 POINTWISE = 12  # work of one element of an operation that only moves memory, in floating-point operations
 FORWARD = 1 / 3  # of the time of a layer
@@ -125,10 +125,10 @@ class Timeline:
         return sum(stretch.sent_bytes for stretch in self.stretches)
 
 
-def timeline_of(works: Works, layout: Layout, devices: Sequence[Times], rate: Rate) -> Timeline:
+def timeline_of(works: Works, layout: Layout, devices: Sequence[Times], meeting: Meeting) -> Timeline:
     """Returns the step of a network cut as `layout` says over these devices, its members in order."""
-    stretches = [*_stretches(list(_turns(works, layout)), layout, devices, rate, forward=True)]
-    stretches += _stretches(list(_turns(works, layout))[::-1], layout, devices, rate, forward=False)
+    stretches = [*_stretches(list(_turns(works, layout)), layout, devices, meeting, forward=True)]
+    stretches += _stretches(list(_turns(works, layout))[::-1], layout, devices, meeting, forward=False)
     return Timeline(tuple(stretches))
 
 
@@ -146,7 +146,7 @@ def _stretches(
     turns: Sequence[tuple[Choice, list[Move]]],
     layout: Layout,
     devices: Sequence[Times],
-    rate: Rate,
+    meeting: Meeting,
     *,
     forward: bool,
 ) -> Iterator[Stretch]:
@@ -156,15 +156,29 @@ def _stretches(
         own = [portion * time for time in _seconds(choice, layout, devices)]
         if not forward:
             work = [a + b for a, b in zip(work, own, strict=True)]
-        sent = [move.forward_bytes if forward else move.backward_bytes for move in moves]
-        sent += [choice.sent_bytes // 2] if choice.sent_bytes else []
-        for count in sent:
-            if count:
-                yield Stretch(tuple(work), rate.latency_s * (size - 1) + count / size / rate.bytes_per_s, count)
-                work = [0.0] * size
+        for count, seconds in _meetings(choice, moves, size, meeting, forward=forward):
+            yield Stretch(tuple(work), seconds, count)
+            work = [0.0] * size
         if forward:
             work = [a + b for a, b in zip(work, own, strict=True)]
     yield Stretch(tuple(work))
+
+
+def _meetings(
+    choice: Choice, moves: Sequence[Move], size: int, meeting: Meeting, *, forward: bool
+) -> Iterator[tuple[int, float]]:
+    """Returns the bytes and seconds of every message that comes with an operation."""
+    others = max(1, size - 1)
+    for move in moves:
+        count = move.forward_bytes if forward else move.backward_bytes
+        is_sum = move.name == ("reduce" if forward else "copy")
+        if count:
+            full = count // others  # bytes of the whole tensor, twice that in a sum
+            yield count, meeting.sums.at(full / 2) if is_sum else meeting.gathers.at(full)
+    if choice.sent_bytes and choice.messages:
+        each = choice.sent_bytes // choice.messages
+        for _ in range(max(1, choice.messages // 2)):
+            yield each, meeting.sums.at(each / others / 2)
 
 
 def _seconds(choice: Choice, layout: Layout, devices: Sequence[Times]) -> list[float]:

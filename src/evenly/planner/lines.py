@@ -17,13 +17,17 @@ class Line:
     """The crews of one node that average gradients together, what that costs a step, and what memory allows each."""
 
     crews: tuple[Crew, ...]
-    averaging_s: float
+    averaging_s: tuple[float, ...]
     limits: tuple[int, ...]
 
     def samples(self, seconds: float) -> list[int]:
         """Returns how many samples each crew can do in this time."""
-        left = seconds - self.averaging_s
-        return [largest(crew.seconds, top, left) for crew, top in zip(self.crews, self.limits, strict=True)]
+        each = zip(self.crews, self.averaging_s, self.limits, strict=True)
+        return [largest(crew.seconds, top, seconds - averaging) for crew, averaging, top in each]
+
+    def end_s(self, place: int, samples: int) -> float:
+        """Returns when a crew has finished so many samples and averaged its gradients."""
+        return self.crews[place].seconds(samples) + self.averaging_s[place]
 
     def least_s(self, samples: int) -> float:
         """Returns the least time for so many samples; infinite where memory does not allow them."""
@@ -96,8 +100,12 @@ def _formed(
         crews = tuple(way[min(number, len(way) - 1)] for way in ways)
         size = works.graph.parameter_bytes // max(len(crew.ranks) for crew in crews)
         limits = tuple(min(batch, crew.most_samples(free)) for crew in crews)
+        estimated = sum_seconds(size, len(crews), rate)
+        averaging = tuple(
+            estimated if crew.averaging_s is None or len(crews) < 2 else crew.averaging_s for crew in crews
+        )
         if any(limits):
-            yield Line(crews, sum_seconds(size, len(crews), rate), limits)
+            yield Line(crews, averaging, limits)
 
 
 def _fastest_first(ranks: Sequence[int], profile: Profile) -> list[int]:

@@ -241,16 +241,16 @@ def _best(lines: Sequence[Line], seconds: float) -> tuple[int, Line | None, list
 def _ends(lines: Sequence[Line | None], counts: Sequence[list[int]]) -> list[float]:
     """Returns when each node has finished its samples."""
     return [
-        max(crew.seconds(samples) for crew, samples in zip(line.crews, own, strict=True)) + line.averaging_s
+        max(line.end_s(place, samples) for place, samples in enumerate(own) if samples)
         for line, own in zip(lines, counts, strict=True)
-        if line is not None
+        if line is not None and any(own)
     ]
 
 
 def _trim(lines: Sequence[Line | None], counts: list[list[int]], batch: int) -> None:
     """Takes away the samples that are too many, each from whoever finishes last."""
     ends = [
-        (-line.crews[place].seconds(samples) - line.averaging_s, index, place)
+        (-line.end_s(place, samples), index, place)
         for index, line in enumerate(lines)
         if line is not None
         for place, samples in enumerate(counts[index])
@@ -261,7 +261,7 @@ def _trim(lines: Sequence[Line | None], counts: list[list[int]], batch: int) -> 
         _, index, place = ends[0]
         line, counts[index][place] = lines[index], counts[index][place] - 1
         left = counts[index][place]
-        ended = -line.crews[place].seconds(left) - line.averaging_s if line is not None and left else 1.0
+        ended = -line.end_s(place, left) if line is not None and left else 1.0
         heapreplace(ends, (ended, index, place))
 
 

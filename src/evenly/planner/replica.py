@@ -36,7 +36,7 @@ class Crew:
         if self.layout is None:
             raise ValueError("a rank alone has no timeline")
         members = [self.times[place] for place in self.layout.members]
-        return timeline_of(self.works, self.layout, members, self.rate)
+        return timeline_of(self.works, self.layout, members, self.profile.meeting(self.ranks))
 
     @cached_property
     def needs(self) -> list[Need]:
@@ -50,6 +50,13 @@ class Crew:
     def most_samples(self, free: Sequence[int]) -> int:
         """Returns the samples for which every rank has memory; `free` is by rank."""
         return min(need.samples_in(free[rank]) for rank, need in zip(self.ranks, self.needs, strict=True))
+
+    @cached_property
+    def averaging_s(self) -> float | None:
+        """What averaging gradients with other crews adds to a step; None where that was not measured."""
+        own = [self.profile.devices[rank].averaging_s for rank in self.ranks]
+        known = [seconds for seconds in own if seconds is not None]
+        return max(known) / len(self.ranks) if len(known) == len(own) else None
 
     def seconds(self, samples: int) -> float:
         """Returns what a step with `samples` samples takes."""
@@ -80,7 +87,10 @@ def crews_of(ranks: tuple[int, ...], works: Works, profile: Profile) -> list[Cre
     speeds = [1.0 / profile.devices[rank].step.at(batch) for rank in ranks]
     flops = sum(works.weights.values())
     total = flops * sum(speeds)  # of all ranks together, a second
-    rates = Rates(total / rate.bytes_per_s, total * rate.latency_s * (len(ranks) - 1))
+    gathers = profile.meeting(ranks).gathers
+    small, large = gathers.at(1 << 10), gathers.at(1 << 22)
+    per_byte = max(0.0, large - small) / (1 << 22) / (len(ranks) - 1) * len(ranks)  # of what one rank sends
+    rates = Rates(total * per_byte, total * small)
     layout = lay_out(graph, speeds, rates=rates, cut_batch=batch >= 2)
     crew = Crew(ranks, works, profile, rate, layout)
     even = len(set(speeds)) == 1 and not any(profile.devices[rank].layers for rank in ranks)

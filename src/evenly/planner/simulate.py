@@ -78,17 +78,17 @@ class _Play:
         nodes = np.array([role.node for role in self.plan.roles])
         order = np.argsort(nodes, kind="stable")
         starts = np.searchsorted(nodes[order], np.arange(len(self.plan.nodes)))
-        averaging = np.array([max(wires[rank] for rank in ranks) for ranks in self.plan.nodes])
+        each = np.array(wires)  # a slow rank is also slower at averaging
         busy = np.array([any(self.plan.roles[rank].samples for rank in ranks) for ranks in self.plan.nodes])
         random = np.random.default_rng(seed)
         clock, waited, computed = np.zeros(len(starts)), np.zeros(len(compute)), np.zeros(len(compute))
         exchange_s, exchanges = self._exchange_s(), 0
         for step in range(1, steps + 1):
             own = compute * _factors(random, len(compute), jitter) if jitter else compute
-            slowest = np.maximum.reduceat(own[order], starts)
+            slowest = np.maximum.reduceat((own + each)[order], starts)
             computed += own
-            waited += slowest[nodes] - own
-            clock += slowest + averaging
+            waited += slowest[nodes] - own - each
+            clock += slowest
             if busy.sum() > 1 and (step % every == 0 or step == steps):
                 latest = clock[busy].max()
                 waited += (latest - clock)[nodes]
@@ -142,12 +142,13 @@ class _Play:
             crews = self._crews(ranks)
             rate = self.profile.rate([rank for crew in crews for rank in crew.ranks]) if crews else self.profile.inside
             part = size // max((len(crew.ranks) for crew in crews), default=1)
-            averaging = sum_seconds(part, len(crews), rate)
+            estimated = sum_seconds(part, len(crews), rate)
             for crew in crews:
                 samples = self.plan.roles[crew.ranks[0]].samples
                 computing = crew.compute_s(samples)
                 inside = crew.seconds(samples) - max(computing)
                 moved = 0.0 if crew.layout is None else crew.layout.traffic_bytes / len(crew.ranks)
+                averaging = estimated if crew.averaging_s is None or len(crews) < 2 else crew.averaging_s
                 for rank, seconds in zip(crew.ranks, computing, strict=True):
                     compute[rank] = seconds
                     wires[rank] = inside + averaging

@@ -1,16 +1,17 @@
 """The verbs for a plain torch loop, in any process group that a script has opened."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from evenly._errors import SpecError
 from evenly.comm import Alarm, Party, party_of
-from evenly.graph import Example, follow
+from evenly.graph import Example, Traced, follow
 from evenly.launch import find_place, identity, pick_device
 from evenly.nodes import Synchronized, join_nodes
+from evenly.session.rehearsal import rehearse
 from evenly.session.sharding import require_scaler
 from evenly.shards import Sharded, example_of, join_shards, shard_model
 from evenly.shards.optim import state_placement
@@ -65,15 +66,25 @@ def measure(
     party = party_of(group)
     device = next(iter(model.parameters()), torch.empty(0)).device
     cluster = survey_party(party, device, timeout_s=timeout_s)
-    return measure_cluster(
-        party.chapter("measure"),
-        follow(model, example),
-        cluster,
-        device,
-        quick=quick,
-        tell=tell or (lambda _: None),
-        timeout_s=timeout_s,
-    )
+    return measure_party(party, follow(model, example), cluster, device, quick=quick, tell=tell, timeout_s=timeout_s)
+
+
+def measure_party(
+    party: Party,
+    traced: Traced,
+    cluster: Cluster,
+    device: torch.device,
+    *,
+    quick: bool,
+    tell: Callable[[str], None] | None = None,
+    timeout_s: float,
+    parent: Alarm | None = None,
+) -> Profile:
+    """Returns the profile of the ranks of `party`: devices, wires, and steps in which gradients are averaged."""
+    limits: Any = {"timeout_s": timeout_s, "tell": tell or (lambda _: None)}
+    chapter = party.chapter("measure")
+    profile = measure_cluster(chapter, traced, cluster, device, quick=quick, parent=parent, **limits)
+    return rehearse(party.chapter("rehearse"), traced, cluster, profile, device, **limits)
 
 
 def synchronize(

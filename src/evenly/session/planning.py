@@ -8,10 +8,12 @@ import torch
 from evenly import planner
 from evenly._errors import SpecError
 from evenly.graph import Example, follow
+from evenly.session.by_hand import measure_party
 from evenly.session.sharding import plan_replicas
 from evenly.session.stage import Stage
 from evenly.spec import Every, Exchange, Plan, Profile, period_of
-from evenly.survey import measure_cluster
+
+TIMEOUT_S = 600.0  # for a rank that is slow at measuring
 
 
 def plan_run(
@@ -67,8 +69,7 @@ def plan_measured(
     """Returns the plan for which a step takes the least time, by a profile that is given or measured now."""
     traced = follow(model.to(device), example)
     if not isinstance(profile, Profile):
-        party = stage.party.chapter("measure")
-        quick = profile == "quick"
-        profile = measure_cluster(party, traced, stage.cluster, device, quick=quick, tell=tell, parent=stage.alarm)
+        limits: Any = {"timeout_s": TIMEOUT_S, "tell": tell, "parent": stage.alarm}
+        profile = measure_party(stage.party, traced, stage.cluster, device, quick=profile == "quick", **limits)
     plan = planner.plan(stage.cluster, profile, traced.graph, **wishes)
     return Plan.from_json(stage.assembly.gather(plan.to_json(), "the plan")[0])

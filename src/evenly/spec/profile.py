@@ -57,6 +57,12 @@ class LayerCurves(Value):
     inputs: Curve
     samples: Curve
 
+    def scaled(self, factor: float) -> Self:
+        """Returns the curves of a device on which everything takes `factor` times as long."""
+        curves = (self.outputs, self.inputs, self.samples)
+        outputs, inputs, samples = (curve.scaled(factor) for curve in curves)
+        return type(self)(outputs=outputs, inputs=inputs, samples=samples)
+
 
 class DeviceProfile(Value):
     """What one rank's device was seen to do."""
@@ -67,6 +73,9 @@ class DeviceProfile(Value):
     free_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="0: not known")
     unit: Annotated[int, Field(ge=1)] = Field(default=1, description="the multiple of filters that it likes")
     spread: Annotated[float, Field(ge=0)] = Field(default=0.0, description="of repeated steps, over their median")
+    averaging_s: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="what a step takes more if gradients are averaged with faster ranks; None: not known"
+    )
 
 
 class Rate(Value):
@@ -88,6 +97,14 @@ class Lane(Value):
     rate: Rate
 
 
+class Meeting(Value):
+    """Seconds that these ranks need to sum a tensor, and to gather one, against its bytes."""
+
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=2)
+    sums: Curve
+    gathers: Curve
+
+
 class Profile(Document):
     """The devices and wires of a cluster, measured with one network and batch."""
 
@@ -97,6 +114,7 @@ class Profile(Document):
     batch_size: Annotated[int, Field(gt=0)] = Field(description="samples of the example")
     devices: tuple[DeviceProfile, ...] = Field(min_length=1)
     lanes: tuple[Lane, ...] = Field(default=(), description="those that were measured")
+    meetings: tuple[Meeting, ...] = Field(default=(), description="groups that were seen to sum and gather")
     inside: Rate = Field(default=Rate(latency_s=2e-5, bytes_per_s=1e10), description="other ways inside a node")
     across: Rate = Field(default=Rate(latency_s=1e-4, bytes_per_s=1.25e8), description="other ways between nodes")
     sample_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="kept for backward for each sample")
@@ -160,6 +178,18 @@ class Profile(Document):
         if not found:
             return self.across if across else self.inside
         return Rate(latency_s=max(r.latency_s for r in found), bytes_per_s=min(r.bytes_per_s for r in found))
+
+    def meeting(self, ranks: Iterable[int]) -> Meeting:
+        """Returns how these ranks sum and gather: as they, or a group around them, were seen to; or estimated."""
+        own = set(ranks)
+        around = [meeting for meeting in self.meetings if own <= set(meeting.ranks)]
+        if around:
+            return min(around, key=lambda meeting: len(meeting.ranks))
+        rate, others = self.rate(own), max(1, len(own) - 1)
+        sizes = (1 << 10, 1 << 16, 1 << 20, 1 << 26)
+        gathers = [others * rate.latency_s + size * others / len(own) / rate.bytes_per_s for size in sizes]
+        curve = Curve(sizes=sizes, seconds=tuple(max(1e-12, seconds) for seconds in gathers))
+        return Meeting(ranks=tuple(sorted(own)) if len(own) > 1 else (0, 0), sums=curve.scaled(2.0), gathers=curve)
 
     @property
     def fingerprint(self) -> str:

@@ -14,7 +14,8 @@ from evenly.graph import Traced
 from evenly.spec import Curve, Layer, LayerCurves
 from evenly.survey.stopwatch import Stopwatch
 
-PARTS = (1.0, 0.25, 0.5, 0.75, 0.125)  # of a layer or batch, the most telling first
+PARTS = (1.0, 0.25, 0.5, 0.75, 0.125)  # of a layer, the most telling first
+BATCHES = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of the samples, for a whole step
 Tell = Callable[[str], None]
 
 
@@ -45,7 +46,7 @@ class DeviceSurvey:
         return Curve(sizes=tuple(found), seconds=tuple(found.values()))
 
     def layers(self, step: Curve) -> dict[str, LayerCurves]:
-        """Returns the curves of every form of convolution and linear layer in the network."""
+        """Returns the curves of every form of convolution and linear layer that the budget allows to time."""
         forms = dict(self._forms())
         until = time.perf_counter() + self._budget_s / 2
         samples = self._probe_batch(step)
@@ -58,12 +59,12 @@ class DeviceSurvey:
         found: dict[str, dict[str, dict[int, float]]] = {form: {} for form in forms}
         for part in PARTS:
             for form, probe in probes.items():
-                if time.perf_counter() > until and found[form]:
+                if time.perf_counter() > until:
                     continue
                 self._tell(f"{part:.0%} of {form}")
                 for mode, size, act in probe.acts(part):
                     found[form].setdefault(mode, {})[size] = watch.read(act).seconds * scale
-        return {form: _curves(found[form], probe.sizes) for form, probe in probes.items()}
+        return {form: _curves(found[form], probe.sizes) for form, probe in probes.items() if found[form]}
 
     def free_bytes(self, ranks_here: int) -> int:
         """Returns the memory that this rank may use."""
@@ -108,7 +109,7 @@ class DeviceSurvey:
 
     def _sizes(self) -> list[int]:
         """Returns the batches to try, small ones first."""
-        return sorted({max(min(2, self._batch), round(self._batch * part)) for part in PARTS})
+        return sorted({max(min(2, self._batch), round(self._batch * part)) for part in BATCHES})
 
     def _probe_batch(self, step: Curve) -> int:
         """Returns the samples with which layers are timed: fewer on a slow device, so that all parts are reached."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
+from math import ceil
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from evenly.comm import Party, Waiter, all_to_all, close_groups, open_group
 from evenly.spec import Lane, Rate
 
+ROW_S = 0.1  # messages are sent in rows of about this length: see Stopwatch
 SMALL = 1  # float32 numbers in a ping
 STREAMS = (1 << 14, 1 << 18, 1 << 20)  # float32 numbers in larger messages: 64 KiB, 1 MiB, 4 MiB
 
@@ -51,26 +52,29 @@ class _Direction:
 
     def rate(self, enough_s: float) -> Rate:
         """Returns latency and bandwidth; no larger messages follow one that takes longer than `enough_s`."""
-        ping_s = self._time(SMALL, repeats=12) / 2
+        ping_s = self._time(SMALL) / 2
         points = []
         for count in STREAMS:
-            seconds = self._time(count, repeats=3)
+            seconds = self._time(count)
             points.append((4 * count, max(seconds - ping_s, 1e-7)))
-            if self._agreed(seconds) > enough_s:
+            if seconds > enough_s:
                 break
         (few, quick), (many, slow) = (points[-2], points[-1]) if len(points) > 1 else ((0, ping_s), points[-1])
         speed = (many - few) / (slow - quick) if slow > quick else many / slow
         return Rate(latency_s=ping_s, bytes_per_s=max(speed, many / (2 * slow)))
 
-    def _time(self, count: int, repeats: int) -> float:
-        """Returns the median seconds of a message of `count` numbers and its answer of one."""
-        seconds = []
-        for _ in range(repeats + 1):  # the first warms up
+    def _time(self, count: int) -> float:
+        """Returns the seconds of a message of `count` numbers and its answer of one, in a row of such."""
+        load, answer = torch.zeros(count, device=self._device), torch.zeros(SMALL, device=self._device)
+        times, seconds = 1, 0.0
+        for _ in range(3):  # warms up, tells how many make a row, counts
             began = time.perf_counter()
-            self._send(torch.zeros(count, device=self._device), there=True)
-            self._send(torch.zeros(SMALL, device=self._device), there=False)
-            seconds.append(time.perf_counter() - began)
-        return median(seconds[1:])
+            for _ in range(times):
+                self._send(load, there=True)
+                self._send(answer, there=False)
+            seconds = (time.perf_counter() - began) / times
+            times = max(1, min(100, ceil(ROW_S / max(1e-6, self._agreed(seconds)))))
+        return self._agreed(seconds)
 
     def _agreed(self, seconds: float) -> float:
         """Returns what the source measured, at both ends."""

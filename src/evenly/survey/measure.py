@@ -1,18 +1,21 @@
 """Cluster -> Profile: every rank times the network on its device, all together, and pairs of ranks time their way."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
+from typing import Any
 
 import torch
 
 from evenly.comm import Alarm, Party, Waiter, backend_for, gather_json, open_group
 from evenly.graph import Traced
-from evenly.spec import Cluster, DeviceProfile, Lane, Profile
+from evenly.spec import Cluster, Curve, DeviceProfile, Lane, Meeting, Profile
 from evenly.survey.devices import DeviceSurvey
 from evenly.survey.lanes import measure_lanes
+from evenly.survey.meetings import measure_meetings
 
 QUICK_S, THOROUGH_S = 14.0, 60.0
+MOST_MEETING = 16  # ranks of a node whose meetings are measured
 MOST_PAIRS = 28  # of a node of 8; larger nodes are measured round the ring
 
 
@@ -50,11 +53,15 @@ def measure_cluster(
         rows = gather_json(
             [mine.model_dump(), [lane.model_dump() for lane in lanes], survey.sample_bytes()], everybody, waiter
         )
+        seen = _meetings(party, alarm, cluster, [row[0]["step"] for row in rows], device, timeout_s, tell)
+        told = gather_json([meeting.model_dump() for meeting in seen], everybody, waiter)
+        devices = _completed([DeviceProfile(**row[0]) for row in rows], max(1, traced.graph.batch_size))
         return Profile(
             cluster=cluster.fingerprint,
             graph=traced.graph.fingerprint,
             batch_size=max(1, traced.graph.batch_size),
-            devices=tuple(DeviceProfile(**row[0]) for row in rows),
+            devices=tuple(devices),
+            meetings=tuple(Meeting(**meeting) for row in told for meeting in row),
             lanes=tuple(Lane(**lane) for row in rows for lane in row[1]),
             sample_bytes=max(row[2] for row in rows),
             versions=versions(),
@@ -64,6 +71,17 @@ def measure_cluster(
         raise
     finally:
         alarm.close()
+
+
+def _completed(devices: list[DeviceProfile], batch: int) -> list[DeviceProfile]:
+    """Returns the devices; what a slow one did not get to is that of a faster one, as much slower as its steps are."""
+    model = max(devices, key=lambda device: (len(device.layers), -device.step.at(batch)))
+    found = []
+    for device in devices:
+        factor = device.step.at(batch) / model.step.at(batch)
+        missing = {form: own.scaled(factor) for form, own in model.layers.items() if form not in device.layers}
+        found.append(device.model_copy(update={"layers": {**missing, **device.layers}}))
+    return found
 
 
 def versions() -> str:
@@ -94,6 +112,32 @@ def _lanes(
         enough_s = budget_s / 4 / len(pairs) / 8
         found += measure_lanes(party, waiter, where, pairs, backend=backend, enough_s=enough_s, tell=tell)
     return found
+
+
+def fastest_groups(ranks: Sequence[int], steps: Sequence[Curve], batch: int) -> list[list[int]]:
+    """Returns the two, three, ... fastest of some ranks, as plans choose them."""
+    order = sorted(ranks, key=lambda rank: (steps[rank].at(batch), rank))
+    return [sorted(order[:count]) for count in range(2, len(order) + 1)]
+
+
+def _meetings(
+    party: Party,
+    alarm: Alarm,
+    cluster: Cluster,
+    steps: Sequence[Any],
+    device: torch.device,
+    timeout_s: float,
+    tell: Callable[[str], None],
+) -> list[Meeting]:
+    """Returns how the fastest ranks of this rank's node meet, and all of its node."""
+    ranks = cluster.nodes[cluster.node_of(party.rank)].ranks
+    if len(ranks) < 2 or len(ranks) > MOST_MEETING:
+        return []
+    curves = [Curve(**step) for step in steps]
+    groups = fastest_groups(ranks, curves, max(max(curve.sizes) for curve in curves))
+    backend = backend_for([cluster.device_of(rank) for rank in ranks])
+    where = device if backend == "nccl" else torch.device("cpu")
+    return measure_meetings(party, alarm, groups, timeout_s=timeout_s, device=where, backend=backend, tell=tell)
 
 
 def _unit(device: torch.device, traced: Traced) -> int:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from statistics import median
 
 import torch
@@ -18,20 +19,26 @@ class Reading:
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Times work on one device; `enough_s` is spent on one reading, if `most` repetitions do not end it before."""
+    """Times work on one device.
+
+    What is short is done several times in a row: a device that may use only a part of each moment (a CPU quota, a
+    shared GPU) does little things at full speed, and only longer ones at its own.
+    """
 
     device: torch.device
-    enough_s: float
+    enough_s: float  # spent on one reading, if `most` repetitions do not end it before
     least: int = 2
-    most: int = 15
+    most: int = 9
+    row_s: float = 0.04
 
     def read(self, act: Callable[[], object]) -> Reading:
         """Returns the time that `act` takes once it is warm."""
         first = self.once(act)
-        seconds = [] if first < self.enough_s else [first]  # what takes that long is not slower because it is cold
+        seconds = [first] if first > self.enough_s else []  # what takes that long is not slower because it is cold
         began = time.perf_counter()
         while len(seconds) < self.most:
-            seconds.append(self.once(act))
+            times = max(1, min(100, ceil(self.row_s / max(1e-6, first))))
+            seconds.append(self.once(lambda times=times: [act() for _ in range(times)]) / times)  # type: ignore[misc]  # bound at once
             if len(seconds) >= self.least and time.perf_counter() - began > self.enough_s:
                 break
         middle = max(median(seconds), 1e-9)

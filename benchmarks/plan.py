@@ -1,0 +1,329 @@
+"""Plans against the clock: what was predicted, who waited, and whether any plan made by hand is faster.
+
+On the lab, for five clusters: equal devices; 70/25/5 of a core; one device useless; two nodes with unequal numbers of
+ranks and a slow link; one device with little memory. In each the devices and links are measured, a plan is made, and it
+runs beside at least six plans made by hand, in turns, a few steps each, round after round; figures are medians. How
+long a rank waits is read from its CPU time: one that never waits uses all of its quota.
+
+Also: unequal batches on 100 % and 30 % of a core beside equal ones, the time to plan ResNet-152 for 1,024 devices, the
+time to simulate 10,000 nodes.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import Claim, median, tell
+
+CASES: dict[str, dict[str, Any]] = {
+    "equal": {"cpu": [[0.7, 0.7]]},
+    "70/25/5": {"cpu": [[0.7, 0.25, 0.05]]},
+    "one useless": {"cpu": [[0.8, 0.6, 0.01]]},
+    "two nodes": {"cpu": [[0.5, 0.5], [0.4]], "rate_mbit": 100.0},
+    "little memory": {"cpu": [[0.8, 0.5]], "memory_samples": 12},
+    "100/30": {"cpu": [[1.0, 0.3]]},
+}
+BATCH = 48
+
+
+def network() -> Any:
+    """Returns a convolutional network with enough to do in every layer."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for before, after in ((3, 32), (32, 64), (64, 128)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.Conv2d(after, after, 3, padding=1), nn.ReLU()]
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def alternatives(cluster: Any, profile: Any, graph: Any, free: list[int] | None) -> dict[str, Any]:
+    """Returns plans as a person would make them, by name."""
+    from evenly.planner import lay_out
+    from evenly.spec import EverySteps, Plan, Replica, Role, deal
+
+    ranks = range(cluster.world_size)
+    speed = {rank: 1.0 / profile.devices[rank].step.at(BATCH) for rank in ranks}
+    order = sorted(ranks, key=lambda rank: -speed[rank])
+    made: dict[str, Any] = {}
+
+    def add(name: str, counts: dict[int, int], replicas: tuple[Any, ...] = ()) -> None:
+        if free is not None and not replicas and any(counts[r] > limit for r, limit in enumerate(free) if r in counts):
+            return  # it does not fit
+        roles = [
+            Role(rank=r, node=cluster.node_of(r), samples=counts.get(r, 0), left_out="" if counts.get(r) else "by hand")
+            for r in ranks
+        ]
+        made[name] = Plan(roles=tuple(roles), replicas=replicas, period=EverySteps(8))
+
+    add("fastest alone", {order[0]: BATCH})
+    add("equal batches", dict(zip(ranks, deal(BATCH, [1.0] * len(ranks)), strict=True)))
+    add("batches by speed", dict(zip(ranks, deal(BATCH, [speed[r] for r in ranks]), strict=True)))
+    for size in range(2, len(order)):
+        chosen = sorted(order[:size])
+        add(f"{size} fastest, equal batches", dict(zip(chosen, deal(BATCH, [1.0] * size), strict=True)))
+        add(f"{size} fastest, by speed", dict(zip(chosen, deal(BATCH, [speed[r] for r in chosen]), strict=True)))
+    halves = [deal(BATCH, [speed[r] ** power for r in ranks]) for power in (0.5, 1.5)]
+    for name, counts in zip(("milder", "stronger"), halves, strict=True):
+        if all(counts):
+            add(f"batches by speed, {name}", dict(zip(ranks, counts, strict=True)))
+    if len(cluster.nodes) == 1:
+        for name, shares, cut in (
+            ("cut, equal", [1.0] * len(ranks), False),
+            ("cut by speed", [speed[r] for r in ranks], False),
+            ("cut by speed, batch too", [speed[r] for r in ranks], True),
+        ):
+            layout = lay_out(graph, shares, cut_batch=cut)
+            add(name, dict.fromkeys(ranks, BATCH), (Replica(ranks=tuple(ranks), layout=layout),))
+    return {name: plan for name, plan in made.items() if all(c > 0 for c in plan.batch_shares)}
+
+
+class Way:
+    """A plan that can be run step by step, on the ranks that take part."""
+
+    def __init__(self, plan: Any, cluster: Any, party: Any, number: int) -> None:
+        import torch
+
+        from evenly.comm import Alarm
+        from evenly.nodes import join_nodes
+        from evenly.session.sharding import shard_for
+        from evenly.session.stage import Stage
+
+        self.seconds: list[float] = []
+        self.busy: list[float] = []
+        self.takes_part = party.rank in plan.active
+        if not self.takes_part:
+            return
+        own = party.among(plan.active, f"way{number}")
+        alarm = Alarm(own.chapter("alarm"))
+        stage = Stage(own, cluster.among(plan.active), alarm, folder=None, resume=False, timeout_s=300.0)
+        inner = plan.among_active() if len(plan.active) < len(plan.roles) else plan
+        model = network()
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        part = shard_for(model, self._optimizer, inner, stage, timeout_s=300.0)
+        settings = {"period": inner.period, "exchange": inner.exchange, "parent": alarm}
+        self._model = join_nodes(part, self._optimizer, party=own, cluster=stage.cluster, **settings)
+        samples = inner.roles[own.rank].samples
+        generator = torch.Generator().manual_seed(1)
+        self._x = torch.randn(samples, 3, 32, 32, generator=generator)
+        self._y = torch.randint(10, (samples,), generator=generator)
+        self._closing: list[Callable[[], None]] = [self._model.close, stage.close, alarm.close]
+
+    def step(self) -> None:
+        """Makes one training step."""
+        import torch
+
+        torch.nn.functional.cross_entropy(self._model(self._x), self._y).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def run(self, steps: int, quota: float) -> None:
+        """Makes some steps and notes how long one takes, and how busy this rank was."""
+        import torch.distributed as dist
+
+        dist.barrier()
+        began, used = time.perf_counter(), time.process_time()
+        for _ in range(steps if self.takes_part else 0):
+            self.step()
+        seconds = time.perf_counter() - began
+        if self.takes_part:
+            self.seconds.append(seconds / steps)
+            self.busy.append((time.process_time() - used) / seconds / quota)
+        dist.barrier()
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for close in self._closing if self.takes_part else ():
+            close()
+
+
+def worker(name: str, rounds: int, steps: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from evenly.comm import party_of
+    from evenly.graph import trace
+    from evenly.planner import plan, simulate
+    from evenly.session import discover, measure
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    example = torch.randn(BATCH, 3, 32, 32)
+    network()(example[:2]).sum().backward()  # loads what a first step loads
+    Path(folder, f"ready{rank}").touch()
+    while not Path(folder, "go").exists():  # the quotas are set now
+        time.sleep(0.05)
+    quotas = [quota for node in CASES[name]["cpu"] for quota in node]
+    cluster = discover()
+    profile = measure(network(), example, quick=True)
+    graph = trace(network(), example)
+    limits = None
+    memory = None
+    if "memory_samples" in CASES[name]:
+        limits = [CASES[name]["memory_samples"], 10**6]
+        memory = [4 * graph.parameter_bytes + limits[0] * profile.sample_bytes, 10**12]
+    chosen = plan(cluster, profile, graph, batch_size=BATCH, every=8, memory_bytes=memory)
+    plans = {"chosen": chosen, **alternatives(cluster, profile, graph, limits)}
+    plans = {
+        key: type(chosen).from_json(text) for key, text in _same({k: p.to_json() for k, p in plans.items()}).items()
+    }
+    ways = {key: Way(made, cluster, party_of(), number) for number, (key, made) in enumerate(plans.items())}
+    for round_number in range(rounds + 1):
+        for way in ways.values():
+            way.run(1 if round_number == 0 else steps, quotas[rank])
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, {key: (way.seconds[1:], way.busy[1:]) for key, way in ways.items()})
+    if rank == 0:
+        forecasts = {
+            key: simulate(made, cluster, profile, graph, steps=steps * 4).step_s for key, made in plans.items()
+        }
+        counts = {key: [role.samples for role in made.roles] for key, made in plans.items()}
+        words = {"seen": told, "predicted": forecasts, "samples": counts, "explained": chosen.explain()}
+        print(json.dumps(words), flush=True)
+    dist.barrier()
+    for way in ways.values():
+        way.close()
+    dist.barrier()
+    os._exit(0)
+
+
+def _same(value: Any) -> Any:
+    """Returns rank 0's value on every rank."""
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def on_lab(name: str, rounds: int, steps: int) -> dict[str, Any]:
+    from evenly.lab import Lab, LabCluster, LabNode
+
+    case = CASES[name]
+    nodes = [
+        LabNode(name=f"n{i}", ranks=len(cpu), rate_mbit=case.get("rate_mbit")) for i, cpu in enumerate(case["cpu"])
+    ]
+    quotas = [quota for cpu in case["cpu"] for quota in cpu]
+    with tempfile.TemporaryDirectory() as folder, Lab(LabCluster(nodes=tuple(nodes))) as lab:
+
+        def limit() -> None:
+            while not all(Path(folder, f"ready{rank}").exists() for rank in range(len(quotas))):
+                time.sleep(0.1)
+            for rank, quota in enumerate(quotas):
+                lab.set_cpu(rank, quota)
+            Path(folder, "go").touch()
+
+        threading.Thread(target=limit, daemon=True).start()
+        words = [sys.executable, str(Path(__file__).resolve()), "--worker", name, str(rounds), str(steps), folder]
+        result = lab.run(words, output="capture", timeout_s=900)
+    result.check()
+    return json.loads(result.stdout[0].strip().splitlines()[-1])
+
+
+def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for key in told["predicted"]:
+        seen = [(seconds, busy) for seconds, busy in (rank[key] for rank in told["seen"]) if seconds]
+        step = median([max(pair) for pair in zip(*(seconds for seconds, _ in seen), strict=True)])
+        waits = [1 - median(busy) for _, busy in seen]
+        rows.append(
+            {
+                "cluster": name,
+                "plan": key,
+                "samples": "/".join(map(str, told["samples"][key])),
+                "ms_per_step": 1e3 * step,
+                "predicted_ms": 1e3 * told["predicted"][key],
+                "prediction_error": told["predicted"][key] / step - 1,
+                "least_wait": max(0.0, min(waits)),
+                "most_wait": max(0.0, max(waits)),
+            }
+        )
+    return rows
+
+
+def plan_large() -> tuple[float, float]:
+    """Returns the seconds to plan ResNet-152 for 1,024 devices, and to simulate 10,000 nodes for 1,000 steps."""
+    import torch
+    from tests.zoo import Bottleneck, ResNet
+
+    from evenly.graph import trace
+    from evenly.planner import plan, simulate
+    from evenly.spec import Cluster, Device, Node, Profile
+
+    graph = trace(
+        ResNet(Bottleneck, [3, 8, 36, 3], classes=1000).to("meta"), torch.empty(32, 3, 224, 224, device="meta")
+    )
+
+    def cluster_of(nodes: int, ranks: int) -> Cluster:
+        device = Device(kind="cuda", memory_bytes=80 * 2**30)
+        made = [
+            Node(name=f"n{i}", ranks=range(i * ranks, (i + 1) * ranks), devices=[device] * ranks) for i in range(nodes)
+        ]
+        return Cluster(nodes=made)
+
+    large = cluster_of(128, 8)
+    profile = Profile.from_speeds(large, graph, [100.0] * 512 + [40.0] * 512, flops_per_s=5e13)
+    began = time.perf_counter()
+    plan(large, profile, graph, batch_size=32768)
+    plan_s = time.perf_counter() - began
+    wide = cluster_of(10_000, 1)
+    profile = Profile.from_speeds(wide, graph, [100.0] * 5000 + [60.0] * 5000, flops_per_s=5e13)
+    made = plan(wide, profile, graph, batch_size=320_000, every=50)
+    began = time.perf_counter()
+    simulate(made, wide, profile, graph, steps=1000, jitter=0.1)
+    return plan_s, time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one cluster and few rounds, about a minute on two cores")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
+    parser.add_argument("--only", help="one cluster: " + ", ".join(CASES))
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        name, rounds, steps, folder = arguments.worker
+        worker(name, int(rounds), int(steps), folder)
+        return
+    names = [arguments.only] if arguments.only else ["equal", "100/30"] if arguments.quick else list(CASES)
+    rounds, steps = (1, 2) if arguments.quick else (3, 4)
+    rows = [row for name in names for row in rows_of(name, on_lab(name, rounds, steps))]
+    report(rows, plan_large() if not arguments.only else (0.0, 0.0), save=arguments.save)
+
+
+def report(rows: list[dict[str, Any]], large: tuple[float, float], *, save: bool) -> None:
+    chosen = {row["cluster"]: row for row in rows if row["plan"] == "chosen"}
+    best = {
+        name: min(r["ms_per_step"] for r in rows if r["cluster"] == name and r["plan"] != "chosen") for name in chosen
+    }
+    claims = [
+        Claim("worst_prediction_error", max(abs(row["prediction_error"]) for row in chosen.values()), 0.1, "lower"),
+        Claim("worst_wait_fraction", max(row["least_wait"] for row in chosen.values()), 0.1, "lower"),
+        Claim(
+            "worst_chosen_over_best_alternative", max(chosen[n]["ms_per_step"] / best[n] for n in chosen), 1.03, "lower"
+        ),
+        Claim("plan_resnet152_1024_devices_s", large[0], 2.0, "lower"),
+        Claim("simulate_10000_nodes_1000_steps_s", large[1], 10.0, "lower"),
+    ]
+    equal = [r for r in rows if r["cluster"] == "100/30" and r["plan"] == "equal batches"]
+    if equal:
+        speedup = equal[0]["ms_per_step"] / chosen["100/30"]["ms_per_step"]
+        claims.append(Claim("uneven_batch_speedup_100_30", speedup, 1.8, "higher"))
+    note = f"Global batch of {BATCH}; quotas of a core, ranks on loopback or shaped links; every = 8 between nodes."
+    tell("plan", rows, claims, note=note, save=save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""How long ranks of a node need to sum and to gather a tensor together, against its bytes."""
+
+import time
+from collections.abc import Callable, Sequence
+from math import ceil
+
+import torch
+
+from evenly.comm import Alarm, Party, Wire, close_groups, open_group
+from evenly.spec import Curve, Meeting
+
+SIZES = (1 << 12, 1 << 18, 1 << 21)  # bytes: 4 KiB, 256 KiB, 2 MiB
+ROW_S = 0.15  # messages are sent in rows of about this length: see Stopwatch
+
+
+def measure_meetings(
+    party: Party,
+    alarm: Alarm,
+    groups: Sequence[Sequence[int]],
+    *,
+    timeout_s: float,
+    device: torch.device,
+    backend: str,
+    tell: Callable[[str], None],
+) -> list[Meeting]:
+    """Returns how each group of ranks meets, told by its first rank; the groups follow each other in this order."""
+    found = []
+    for ranks in groups:
+        if party.rank not in ranks:
+            continue
+        tell(f"ranks {list(ranks)} summing and gathering")
+        group = open_group(party, f"meeting {list(ranks)}", ranks, backend=backend, timeout_s=timeout_s)
+        meeting = _Room(Wire(group, alarm, timeout_s=timeout_s), device).meeting(ranks)
+        if party.rank == ranks[0]:
+            found.append(meeting)
+        close_groups([group])
+    return found
+
+
+class _Room:
+    """Messages of different sizes on one wire."""
+
+    def __init__(self, wire: Wire, device: torch.device) -> None:
+        self._wire, self._device = wire, device
+
+    def meeting(self, ranks: Sequence[int]) -> Meeting:
+        """Returns the seconds of sums and gathers."""
+        sums = [self._time(self._sum(size)) for size in SIZES]
+        gathers = [self._time(self._gather(size)) for size in SIZES]
+        return Meeting(
+            ranks=tuple(ranks),
+            sums=Curve(sizes=SIZES, seconds=tuple(sums)),
+            gathers=Curve(sizes=SIZES, seconds=tuple(gathers)),
+        )
+
+    def _sum(self, size: int) -> Callable[[], object]:
+        x = torch.zeros(size // 4, device=self._device)
+        return lambda: self._wire.sum(x).wait()
+
+    def _gather(self, size: int) -> Callable[[], object]:
+        """Returns the gathering of equal parts of rows of 32 numbers."""
+        rows = size // 128
+        edges = [rows * place // self._wire.size for place in range(self._wire.size + 1)]
+        segments = [((edges[place], edges[place + 1]),) for place in range(self._wire.size)]
+        own = torch.zeros(edges[self._wire.rank + 1] - edges[self._wire.rank], 32, device=self._device)
+        return lambda: self._wire.gather(own, 0, segments).wait()
+
+    def _time(self, act: Callable[[], object]) -> float:
+        """Returns the seconds of one message in a row; the longest of all ranks."""
+        times, seconds = 1, 0.0
+        for _ in range(3):  # warms up, tells how many make a row, counts
+            began = time.perf_counter()
+            for _ in range(times):
+                act()
+            own = torch.tensor([(time.perf_counter() - began) / times], device=self._device)
+            seconds = float(self._wire.sum(own, largest=True).wait()[0])
+            times = max(1, min(100, ceil(ROW_S / max(1e-6, seconds))))
+        return max(seconds, 1e-9)
