@@ -88,7 +88,7 @@ def made_bytes(graph: Graph, count: int) -> int:
 
 
 def test_impossible_memory_is_told_with_the_layer_and_how_much_is_missing(graph):
-    with pytest.raises(SpecError, match=r"largest layer is '5\.weight'.* GB less than"):
+    with pytest.raises(SpecError, match=r"largest layer is '5\.weight'.* GB too little"):
         planned(graph, [1, 1], memory_bytes=[1000, 1000])
 
 
@@ -117,6 +117,22 @@ def test_a_plan_whose_samples_do_not_add_up_is_refused(graph):
 def test_impossible_wishes_are_refused(graph, wish):
     with pytest.raises(SpecError):
         planned(graph, [1, 1], **wish)
+
+
+def test_one_sample_is_cut_over_devices_where_that_is_faster():
+    wide = trace(nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 512)), torch.randn(1, 512))
+    made = planned(wide, [3, 2])
+    assert [replica.ranks for replica in made.replicas] == [(0, 1)]
+    alone = planned(wide, [3, 2], cut=False)
+    assert made.predicted is not None
+    assert alone.predicted is not None
+    assert made.predicted.step_s < 0.7 * alone.predicted.step_s
+
+
+def test_a_plan_without_samples_is_not_simulated(graph):
+    cluster = cluster_of(2)
+    with pytest.raises(SpecError, match="without samples"):
+        simulate(Plan.even(cluster), cluster, Profile.from_speeds(cluster, graph, [1, 1]), graph)
 
 
 def test_a_plan_is_the_same_every_time(graph):

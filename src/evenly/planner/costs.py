@@ -39,6 +39,11 @@ class Works:
         }
 
     @cached_property
+    def parameter_bytes(self) -> int:
+        """The bytes of all parameters."""
+        return self.graph.parameter_bytes
+
+    @cached_property
     def wishes(self) -> Wishes:
         """The units in which tensors are to be dealt out."""
         return wishes_of(self.graph)

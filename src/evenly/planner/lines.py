@@ -9,7 +9,7 @@ from evenly.planner.formations import Formation, formations
 from evenly.planner.replica import Crew, crews_of
 from evenly.spec.profile import Profile
 
-WORTH = 1.1  # so many times as many samples must seem possible before a network is cut to find out
+WORTH = 1.1  # so many times as fast it must seem possible before a network is cut to find out
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ def cut_lines(
     for formation in formations(_fastest_first(ranks, profile)):
         if all(len(crew) == 1 for crew in formation):
             continue
-        each = samples / len(formation) / profile.batch_size  # of a crew, compared with the example
-        if seconds and sum(_hoped(crew, works, profile, seconds, each) for crew in formation) < WORTH * samples:
+        each = max(1.0, samples / len(formation))
+        hoped_s = 1 / sum(1 / _hoped_s(crew, works, profile, each) for crew in formation) * samples / each
+        if seconds and WORTH * hoped_s > seconds:
             continue
         found += _formed(formation, works, profile, free, batch, known)
     return found
@@ -98,7 +99,7 @@ def _formed(
     ways = [_crews(crew, works, profile, known) for crew in formation]
     for number in range(max(len(way) for way in ways)):
         crews = tuple(way[min(number, len(way) - 1)] for way in ways)
-        size = works.graph.parameter_bytes // max(len(crew.ranks) for crew in crews)
+        size = works.parameter_bytes // max(len(crew.ranks) for crew in crews)
         limits = tuple(min(batch, crew.most_samples(free)) for crew in crews)
         estimated = sum_seconds(size, len(crews), rate)
         averaging = tuple(
@@ -112,19 +113,16 @@ def _fastest_first(ranks: Sequence[int], profile: Profile) -> list[int]:
     return sorted(ranks, key=lambda rank: (profile.devices[rank].step.at(profile.batch_size), rank))
 
 
-def _hoped(ranks: Sequence[int], works: Works, profile: Profile, seconds: float, batches: float) -> int:
-    """Returns more samples than ranks could do together: work divided without loss, and the least that must travel."""
-    rate, batch = profile.rate(ranks), profile.batch_size
+def _hoped_s(ranks: Sequence[int], works: Works, profile: Profile, samples: float) -> float:
+    """Returns less time than ranks could need together: work divided without loss, and the least that must travel."""
+    together = 1 / sum(1 / profile.devices[rank].step.at(samples) for rank in ranks)
+    if len(ranks) == 1:
+        return together
     layers = [layer for layer in works.layers.values() if layer.op in ("conv", "linear") and len(layer.inputs) > 1]
-    tensors = works.graph.tensors
+    tensors, times = works.graph.tensors, samples / profile.batch_size
     sizes = [
         (tensors[x.inputs[0]].size_bytes, tensors[x.inputs[1]].size_bytes, x.outputs[0].size_bytes) for x in layers
     ]
-    least = sum(min(batches * before, 2 * weight, batches * after) for before, weight, after in sizes)  # of each layer
-    wires_s = len(layers) * rate.latency_s + least * (len(ranks) - 1) / len(ranks) / rate.bytes_per_s
-
-    def hoped(samples: int) -> float:
-        together = 1 / sum(1 / profile.devices[rank].step.at(samples) for rank in ranks)
-        return together + (wires_s if len(ranks) > 1 else 0.0)
-
-    return largest(hoped, 8 * batch, seconds)
+    least = sum(min(times * before, 2 * weight, times * after) for before, weight, after in sizes)  # of each layer
+    gathers = profile.meeting(ranks).gathers
+    return together + len(layers) * gathers.at(1) + max(0.0, gathers.at(least) - gathers.at(1))

@@ -23,9 +23,9 @@ class Need:
         return max(0, free_bytes - self.fixed_bytes) // max(1, self.sample_bytes)
 
 
-def whole_need(graph: Graph, sample_bytes: int) -> Need:
+def whole_need(works: Works, sample_bytes: int) -> Need:
     """Returns what a rank needs that holds the whole network."""
-    return Need(COPIES * graph.parameter_bytes, sample_bytes)
+    return Need(COPIES * works.parameter_bytes, sample_bytes)
 
 
 def cut_needs(works: Works, layout: Layout, sample_bytes: int) -> list[Need]:

@@ -13,7 +13,7 @@ from evenly.planner.lines import Line, cut_lines, single_lines
 from evenly.planner.memory import largest_layer, whole_need
 from evenly.spec.cluster import Cluster
 from evenly.spec.graph import Graph
-from evenly.spec.period import Every, EveryGradient, EverySteps, period_of
+from evenly.spec.period import Every, EveryGradient, EverySteps, Period, period_of
 from evenly.spec.plan import Exchange, Plan, Prediction, Replica, Role
 from evenly.spec.profile import Profile
 
@@ -70,7 +70,7 @@ class _Task:
     def plan(self, every: Every | None, budget: float, exchange: Exchange) -> Plan:
         lines, counts, step_s = self._solve()
         exchange_s = self._exchange_s(lines)
-        period = period_of(every) if every is not None else EverySteps(self._period(step_s, exchange_s, budget))
+        period = self._period(every, step_s, exchange_s, budget)
         if isinstance(period, EveryGradient):
             step_s += exchange_s
         roles = self._roles(lines, counts, step_s)
@@ -157,15 +157,17 @@ class _Task:
         most = self._most(self._lines)
         if most >= self.batch:
             return
-        need = whole_need(self.works.graph, self.profile.sample_bytes)
-        wanted = need.fixed_bytes + need.sample_bytes * self.batch
-        has = sum(self.free)
+        need = whole_need(self.works, self.profile.sample_bytes)
+        missing = need.fixed_bytes + need.sample_bytes * self.batch - sum(self.free)
+        case = (
+            f"together {missing / 1e9:.3g} GB too little" if missing > 0 else "no way to cut it fits into all of them"
+        )
         raise SpecError(
             f"a global batch of {self.batch} samples was asked for, but the devices hold {most}: one device needs "
             f"{need.fixed_bytes / 1e9:.3g} GB for the network, whose largest layer is "
-            f"{largest_layer(self.works.graph)!r}, and {need.sample_bytes / 1e6:.3g} MB a sample. All devices together "
-            f"have {has / 1e9:.3g} GB, {max(0, wanted - has) / 1e9:.3g} GB less than one such network needs. Use a "
-            "smaller batch, or more memory."
+            f"{largest_layer(self.works.graph)!r}, and {need.sample_bytes / 1e6:.3g} MB a sample, and the devices have "
+            f"{', '.join(f'{size / 1e9:.3g}' for size in sorted(set(self.free)))} GB, {case}. Use a smaller batch, or "
+            "more memory."
         )
 
     def _exchange_s(self, lines: Sequence[Line | None]) -> float:
@@ -173,7 +175,7 @@ class _Task:
         if len(used) < 2:
             return 0.0
         leaders = [self.cluster.nodes[index].ranks[0] for index in used]
-        size = self.works.graph.parameter_bytes
+        size = self.works.parameter_bytes
         across = sum_seconds(size, len(used), self.profile.rate(leaders, across=True))
         inside = max(
             sum_seconds(size, len(self.cluster.nodes[i].ranks), self.profile.rate(self.cluster.nodes[i].ranks)) / 2
@@ -181,10 +183,12 @@ class _Task:
         )
         return across + inside
 
-    def _period(self, step_s: float, exchange_s: float, budget: float) -> int:
+    def _period(self, every: Every | None, step_s: float, exchange_s: float, budget: float) -> Period:
         if not 0 < budget < 1:
             raise SpecError(f"exchange_budget={budget} was asked for; it is a part of the time, between 0 and 1.")
-        return max(1, ceil(exchange_s * (1 - budget) / (step_s * budget)))
+        if every is not None or not exchange_s:
+            return period_of("epoch" if every is None else every)
+        return EverySteps(max(1, ceil(exchange_s * (1 - budget) / (step_s * budget))))
 
     def _roles(self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float) -> tuple[Role, ...]:
         roles: dict[int, Role] = {}
@@ -199,24 +203,21 @@ class _Task:
                     )  # fmt: skip
             for rank in node.ranks:
                 if rank not in roles or not roles[rank].samples:
-                    roles[rank] = self._role(rank, index, left_out=self._why_left_out(rank, index, lines, step_s))
+                    roles[rank] = self._role(rank, index, left_out=self._why_left_out(rank, step_s))
         return tuple(roles[rank] for rank in range(self.cluster.world_size))
 
     def _role(self, rank: int, node: int, **fields: object) -> Role:
         return Role(rank=rank, node=node, device=self.cluster.device_of(rank).kind, **fields)
 
-    def _why_left_out(self, rank: int, index: int, lines: Sequence[Line | None], step_s: float) -> str:
-        """Returns what the step would take with the rank in it."""
-        first = self._groups[self._kinds[index]][0]
-        place = self.cluster.nodes[first].ranks[self.cluster.nodes[index].ranks.index(rank)]
-        with_it = [line for line in self._lines[first] if any(place in crew.ranks for crew in line.crews)]
-        if not with_it:
-            return "its memory holds no sample"
-        busy = max(1, sum(line is not None for line in lines))
-        more_s = min(line.least_s(ceil(self.batch / busy)) for line in with_it) - step_s
-        if more_s > 0:
-            return f"a step would take {1e3 * more_s:.3g} ms more with it"
-        return f"it needs {1e3 * self.profile.devices[rank].step.at(1):.3g} ms for a single sample"
+    def _why_left_out(self, rank: int, step_s: float) -> str:
+        """Returns what keeps a rank from taking part."""
+        device, need = self.profile.devices[rank], whole_need(self.works, self.profile.sample_bytes)
+        if need.samples_in(self.free[rank]) < 1:
+            return f"its {self.free[rank] / 1e9:.3g} GB do not hold the network and a sample"
+        one_s = device.step.at(1) + (device.averaging_s or 0.0)
+        if one_s > step_s:
+            return f"one sample would take it {1e3 * one_s:.3g} ms"
+        return "averaging with it takes longer than it can help"
 
     def _replicas(self, lines: Sequence[Line | None], counts: Sequence[list[int]]) -> tuple[Replica, ...]:
         crews = [

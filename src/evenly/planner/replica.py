@@ -14,6 +14,8 @@ from evenly.planner.wishes import parts_of
 from evenly.spec.layout import Choice, Layout
 from evenly.spec.profile import Profile, Rate
 
+MANY = 8  # samples a rank, from which on a batch is divided finely enough
+
 
 @dataclass(frozen=True)
 class Crew:
@@ -42,7 +44,7 @@ class Crew:
     def needs(self) -> list[Need]:
         """The memory of each rank."""
         if self.layout is None:
-            return [whole_need(self.works.graph, self.profile.sample_bytes)]
+            return [whole_need(self.works, self.profile.sample_bytes)]
         members = cut_needs(self.works, self.layout, self.profile.sample_bytes)
         known = dict(zip(self.layout.members, members, strict=True))
         return [known.get(place, Need(0, 0)) for place in range(len(self.ranks))]
@@ -91,14 +93,17 @@ def crews_of(ranks: tuple[int, ...], works: Works, profile: Profile) -> list[Cre
     small, large = gathers.at(1 << 10), gathers.at(1 << 22)
     per_byte = max(0.0, large - small) / (1 << 22) / (len(ranks) - 1) * len(ranks)  # of what one rank sends
     rates = Rates(total * per_byte, total * small)
-    layout = lay_out(graph, speeds, rates=rates, cut_batch=batch >= 2)
-    crew = Crew(ranks, works, profile, rate, layout)
     even = len(set(speeds)) == 1 and not any(profile.devices[rank].layers for rank in ranks)
-    shares = {} if even else balanced_shares(works, layout, crew.times)
-    if not shares:
-        return [crew]
-    better = lay_out(graph, speeds, rates=rates, cut_batch=batch >= 2, layer_shares=shares)
-    return [crew, Crew(ranks, works, profile, rate, better)]
+    found = []
+    for cut_batch in (True,) if batch >= MANY * len(ranks) else (False, True) if batch >= 2 else (False,):
+        layout = lay_out(graph, speeds, rates=rates, cut_batch=cut_batch)
+        crew = Crew(ranks, works, profile, rate, layout)
+        found.append(crew)
+        shares = {} if even else balanced_shares(works, layout, crew.times)
+        if shares:
+            better = lay_out(graph, speeds, rates=rates, cut_batch=cut_batch, layer_shares=shares)
+            found.append(Crew(ranks, works, profile, rate, better))
+    return found
 
 
 def balanced_shares(works: Works, layout: Layout, times: Sequence[Times]) -> dict[str, list[float]]:

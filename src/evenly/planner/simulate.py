@@ -49,6 +49,8 @@ def simulate(
             f"a plan for {len(plan.roles)} ranks and a profile of {len(profile.devices)} were given for a cluster of "
             f"{cluster.world_size}. Give values that belong together."
         )
+    if not any(role.samples for role in plan.roles):
+        raise SpecError("a plan without samples was to be simulated. Make it with a batch size.")
     if steps < 1 or not 0 <= jitter < 10:
         raise SpecError(
             f"steps={steps}, jitter={jitter} were asked for. Give at least 1 step and a jitter of at least 0."
@@ -107,7 +109,7 @@ class _Play:
         exchanges: int,
         exchange_s: float,
     ) -> Forecast:
-        size = self.works.graph.parameter_bytes
+        size = self.works.parameter_bytes
         devices = []
         for role in self.plan.roles:
             works = role.samples > 0
@@ -137,7 +139,7 @@ class _Play:
         """Returns what each rank computes in a step, how long it is on the wires, and the bytes it sends."""
         compute = np.zeros(len(self.plan.roles))
         wires, sent = [0.0] * len(compute), [0.0] * len(compute)
-        size = self.works.graph.parameter_bytes
+        size = self.works.parameter_bytes
         for ranks in self.plan.nodes:
             crews = self._crews(ranks)
             rate = self.profile.rate([rank for crew in crews for rank in crew.ranks]) if crews else self.profile.inside
@@ -173,7 +175,7 @@ class _Play:
 
     def _exchange_s(self) -> float:
         busy = [ranks for ranks in self.plan.nodes if any(self.plan.roles[rank].samples for rank in ranks)]
-        size = self.works.graph.parameter_bytes
+        size = self.works.parameter_bytes
         if len(busy) < 2:
             return 0.0
         across = sum_seconds(size, len(busy), self.profile.rate([ranks[0] for ranks in busy], across=True))
