@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from evenly.planner.balance import largest
 from evenly.planner.costs import Works, sum_seconds
 from evenly.planner.formations import Formation, formations
-from evenly.planner.replica import Crew, crews_of
+from evenly.planner.replica import Crew, crews_of, eased
 from evenly.spec.profile import Profile
 
 WORTH = 1.1  # so many times as fast it must seem possible before a network is cut to find out
@@ -52,7 +52,7 @@ def single_lines(ranks: Sequence[int], works: Works, profile: Profile, free: Seq
     return [
         line
         for formation in formations(_fastest_first(ranks, profile), cut=False)
-        for line in _formed(formation, works, profile, free, batch, {})
+        for line in _formed(formation, ranks, works, profile, free, batch, {})
     ]
 
 
@@ -76,7 +76,7 @@ def cut_lines(
         hoped_s = 1 / sum(1 / _hoped_s(crew, works, profile, each) for crew in formation) * samples / each
         if seconds and WORTH * hoped_s > seconds:
             continue
-        found += _formed(formation, works, profile, free, batch, known)
+        found += _formed(formation, ranks, works, profile, free, batch, known)
     return found
 
 
@@ -93,10 +93,17 @@ def _crews(ranks: tuple[int, ...], works: Works, profile: Profile, known: Known)
 
 
 def _formed(
-    formation: Formation, works: Works, profile: Profile, free: Sequence[int], batch: int, known: Known
+    formation: Formation,
+    node: Sequence[int],
+    works: Works,
+    profile: Profile,
+    free: Sequence[int],
+    batch: int,
+    known: Known,
 ) -> Iterator[Line]:
-    rate = profile.rate([rank for crew in formation for rank in crew])
-    ways = [_crews(crew, works, profile, known) for crew in formation]
+    busy = [rank for crew in formation for rank in crew]
+    rate = profile.rate(busy)
+    ways = [[eased(way, busy, node) for way in _crews(crew, works, profile, known)] for crew in formation]
     for number in range(max(len(way) for way in ways)):
         crews = tuple(way[min(number, len(way) - 1)] for way in ways)
         size = works.parameter_bytes // max(len(crew.ranks) for crew in crews)

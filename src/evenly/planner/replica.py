@@ -1,7 +1,7 @@
 """One replica: a rank alone, or several that hold one network together, and the seconds it takes for some samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import lcm
 
@@ -26,6 +26,7 @@ class Crew:
     profile: Profile
     rate: Rate
     layout: Layout | None = None
+    ease: float = 1.0  # what of its time it needs, as not all of its node work
 
     @cached_property
     def times(self) -> list[Times]:
@@ -63,20 +64,25 @@ class Crew:
     def seconds(self, samples: int) -> float:
         """Returns what a step with `samples` samples takes."""
         if self.layout is None:
-            return self.profile.devices[self.ranks[0]].step.at(samples)
-        return self.timeline.step_s * self._factor(samples)
+            return self.ease * self.profile.devices[self.ranks[0]].step.at(samples)
+        return self.ease * self.timeline.step_s * self._factor(samples)
 
     def compute_s(self, samples: int) -> list[float]:
         """Returns what each rank computes of it."""
         if self.layout is None:
-            return [self.profile.devices[self.ranks[0]].step.at(samples)]
+            return [self.ease * self.profile.devices[self.ranks[0]].step.at(samples)]
         found = dict(zip(self.layout.members, self.timeline.compute_s, strict=True))
-        return [found.get(place, 0.0) * self._factor(samples) for place in range(len(self.ranks))]
+        return [found.get(place, 0.0) * self.ease * self._factor(samples) for place in range(len(self.ranks))]
 
     def _factor(self, samples: int) -> float:
         """Returns how much longer a step with so many samples takes than one with those of the example."""
         step = self.profile.devices[self.ranks[0]].step
         return step.at(samples) / step.at(self.profile.batch_size)
+
+
+def eased(crew: Crew, busy: Sequence[int], node: Sequence[int]) -> Crew:
+    """Returns a crew as fast as it is while only `busy` ranks of its node work."""
+    return replace(crew, ease=max(crew.profile.ease(rank, busy, node) for rank in crew.ranks))
 
 
 def crews_of(ranks: tuple[int, ...], works: Works, profile: Profile) -> list[Crew]:

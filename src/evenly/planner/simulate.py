@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from evenly._errors import SpecError
 from evenly.planner.costs import Works, sum_seconds
-from evenly.planner.replica import Crew
+from evenly.planner.replica import Crew, eased
 from evenly.spec.cluster import Cluster
 from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph
@@ -159,19 +159,15 @@ class _Play:
 
     def _crews(self, ranks: list[int]) -> list[Crew]:
         own = [rank for rank in ranks if self.plan.roles[rank].samples]
-        cut = [replica for replica in self.plan.replicas if replica.ranks[0] in own]
-        if not cut:
-            return [Crew((rank,), self.works, self.profile, self.profile.inside) for rank in own]
-        return [
-            Crew(
-                replica.ranks,
-                self.works,
-                self.profile,
-                self.profile.rate(replica.ranks),
-                replica.layout if len(replica.ranks) > 1 else None,
-            )
-            for replica in cut
-        ]
+        inside = self.profile.inside
+        crews = [Crew((rank,), self.works, self.profile, inside) for rank in own]
+        if self.plan.replicas:
+            crews = [
+                Crew(held.ranks, self.works, self.profile, inside, held.layout if len(held.ranks) > 1 else None)
+                for held in self.plan.replicas
+                if held.ranks[0] in own
+            ]
+        return [eased(crew, own, ranks) for crew in crews]
 
     def _exchange_s(self) -> float:
         busy = [ranks for ranks in self.plan.nodes if any(self.plan.roles[rank].samples for rank in ranks)]

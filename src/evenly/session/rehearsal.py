@@ -44,7 +44,7 @@ def rehearse(
             party.among(ranks, f"rehearsal {ranks}"), traced, cluster.among(ranks), device, timeout_s
         )
         slowest = max(ranks, key=lambda rank: (steps[rank].at(profile.batch_size), rank))
-        mine[slowest] = max(0.0, seconds - steps[slowest].at(SAMPLES))
+        mine[slowest] = max(0.0, seconds - profile.ease(slowest, ranks, node.ranks) * steps[slowest].at(SAMPLES))
     alarm = Alarm(party.chapter("rehearsal"))
     try:
         waiter = Waiter(alarm, place="the rehearsal", timeout_s=timeout_s)

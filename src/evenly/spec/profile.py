@@ -73,6 +73,9 @@ class DeviceProfile(Value):
     free_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="0: not known")
     unit: Annotated[int, Field(ge=1)] = Field(default=1, description="the multiple of filters that it likes")
     spread: Annotated[float, Field(ge=0)] = Field(default=0.0, description="of repeated steps, over their median")
+    alone: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="the time of a step while the others of its node rest, over that while all work"
+    )
     averaging_s: Annotated[float, Field(ge=0)] | None = Field(
         default=None, description="what a step takes more if gradients are averaged with faster ranks; None: not known"
     )
@@ -170,6 +173,17 @@ class Profile(Document):
             sample_bytes=graph.sample_bytes,
             is_measured=False,
         )
+
+    def ease(self, rank: int, busy: Iterable[int], node: Iterable[int]) -> float:
+        """Returns how much of its time a rank needs while only `busy` of its node work: 1 if all do.
+
+        Devices of a node share memory, power, sometimes cores; what the others take away goes by how fast they are.
+        """
+        speed = {other: 1.0 / self.devices[other].step.at(self.batch_size) for other in node if other != rank}
+        if not speed:
+            return 1.0
+        taken = sum(speed[other] for other in busy if other != rank and other in speed) / sum(speed.values())
+        return self.devices[rank].alone + (1.0 - self.devices[rank].alone) * taken
 
     def rate(self, ranks: Iterable[int], *, across: bool = False) -> Rate:
         """Returns the worst latency and bandwidth of the wires among these ranks, inside a node or across nodes."""

@@ -45,6 +45,14 @@ class DeviceSurvey:
             found[size], self.spread = reading.seconds, reading.spread
         return Curve(sizes=tuple(found), seconds=tuple(found.values()))
 
+    def alone(self, step: Curve) -> float:
+        """Returns the time of a step now, while others rest, over what it was."""
+        model = copy.deepcopy(self._traced.model).to(self._device).train()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
+        affordable = [size for size in step.sizes if step.at(size) <= self._budget_s / 20]
+        size = max(affordable, default=min(step.sizes))
+        return min(1.0, self._watch.read(lambda: self._train(model, optimizer, size)).seconds / step.at(size))
+
     def layers(self, step: Curve) -> dict[str, LayerCurves]:
         """Returns the curves of every form of convolution and linear layer that the budget allows to time."""
         forms = dict(self._forms())

@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from evenly.comm import Alarm, Party, Waiter, backend_for, gather_json, open_group
 from evenly.graph import Traced
@@ -49,6 +50,7 @@ def measure_cluster(
             unit=_unit(device, traced),
             spread=survey.spread,
         )
+        mine = mine.model_copy(update={"alone": _alone(survey, step, party, cluster, everybody, waiter, tell)})
         lanes = _lanes(party, cluster, device, waiter, budget_s, tell)
         rows = gather_json(
             [mine.model_dump(), [lane.model_dump() for lane in lanes], survey.sample_bytes()], everybody, waiter
@@ -71,6 +73,26 @@ def measure_cluster(
         raise
     finally:
         alarm.close()
+
+
+def _alone(
+    survey: DeviceSurvey,
+    step: Curve,
+    party: Party,
+    cluster: Cluster,
+    everybody: dist.ProcessGroup,
+    waiter: Waiter,
+    tell: Callable[[str], None],
+) -> float:
+    """Returns how this rank's step changes while the others of its node rest; they take turns."""
+    node = cluster.nodes[cluster.node_of(party.rank)].ranks
+    found = 1.0
+    for turn in range(max(len(other.ranks) for other in cluster.nodes)):
+        gather_json(None, everybody, waiter)
+        if turn < len(node) and node[turn] == party.rank and len(node) > 1:
+            tell("a step while the others rest")
+            found = survey.alone(step)
+    return found
 
 
 def _completed(devices: list[DeviceProfile], batch: int) -> list[DeviceProfile]:
