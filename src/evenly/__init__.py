@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from evenly._errors import (
         CheckpointError,
-        DataError,
         EvenlyError,
-        LaunchError,
         MismatchError,
         NonFiniteError,
         PeerError,
@@ -19,19 +17,18 @@ if TYPE_CHECKING:
     )
     from evenly.batches import feed
     from evenly.graph import trace
+    from evenly.planner import plan
     from evenly.reports import report
-    from evenly.session import Session, discover, shard, synchronize
+    from evenly.session import Session, discover, measure, shard, synchronize
     from evenly.shards import verify
-    from evenly.spec import Cluster, EveryEpoch, EverySteps, Graph, Plan, Run
+    from evenly.spec import Cluster, EveryEpoch, EverySteps, Graph, Plan, Profile, Run
 
 __version__ = "0.1.0"
 
 _ROOMS = {
     "evenly._errors": [
         "CheckpointError",
-        "DataError",
         "EvenlyError",
-        "LaunchError",
         "MismatchError",
         "NonFiniteError",
         "PeerError",
@@ -40,30 +37,32 @@ _ROOMS = {
     "evenly.batches": ["feed"],
     "evenly.graph": ["trace"],
     "evenly.reports": ["report"],
-    "evenly.session": ["Session", "discover", "shard", "synchronize"],
+    "evenly.planner": ["plan"],
+    "evenly.session": ["Session", "discover", "measure", "shard", "synchronize"],
     "evenly.shards": ["verify"],
-    "evenly.spec": ["Cluster", "EveryEpoch", "EverySteps", "Graph", "Plan", "Run"],
+    "evenly.spec": ["Cluster", "EveryEpoch", "EverySteps", "Graph", "Plan", "Profile", "Run"],
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
     "CheckpointError",
     "Cluster",
-    "DataError",
     "EvenlyError",
     "EveryEpoch",
     "EverySteps",
     "Graph",
-    "LaunchError",
     "MismatchError",
     "NonFiniteError",
     "PeerError",
     "Plan",
+    "Profile",
     "Run",
     "Session",
     "SpecError",
     "discover",
     "feed",
+    "measure",
+    "plan",
     "report",
     "shard",
     "synchronize",

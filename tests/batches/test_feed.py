@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import TensorDataset
 
-from evenly import DataError, LaunchError, feed
+from evenly import feed
+from evenly._errors import DataError, LaunchError
 from evenly.batches import Feed
 from evenly.spec import Plan, Role, deal
 from tests.batches.samples import Numbers, cases, epoch_of, feeds, taken

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
-from evenly import DataError, feed
+from evenly import feed
+from evenly._errors import DataError
 from evenly.batches import Feed
 from evenly.spec import Plan, Role
 from tests.batches.samples import Stream, cases, epoch_of, feeds, taken

@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from evenly import DataError, EvenlyError, PeerError
+from evenly import EvenlyError, PeerError
+from evenly._errors import DataError
 from evenly.comm import Alarm, Party, Waiter, all_reduce, first_line, open_group
 from tests.ranks import RankError, run_ranks
 

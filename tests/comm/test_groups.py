@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenly import LaunchError
+from evenly._errors import LaunchError
 from evenly.comm import (
     Alarm,
     Party,

@@ -166,7 +166,7 @@ class Session:
         Args:
             model: the network; it is moved to the session's device.
             optimizer: any torch optimizer over its parameters.
-            dataset: a map-style dataset; left out for a second model of the same run (a GAN's), whose loader is None.
+            dataset: a dataset or stream; left out for a second model of the same run (a GAN's), whose loader is None.
             plan: who does what.
             name: tells the models of one run apart in checkpoints.
             count: a function of the arguments of `forward` that returns the samples of a batch.
