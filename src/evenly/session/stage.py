@@ -1,5 +1,6 @@
 """The ranks that take part in a run, and what they keep together: meetings, a record, checkpoints."""
 
+import logging
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,8 @@ from evenly.session.checkpoint import Checkpoints
 from evenly.session.ledger import Ledger
 from evenly.session.recorder import Recorder
 from evenly.spec import Cluster, Plan
+
+logger = logging.getLogger(__name__)
 
 OVER = "over"  # told by those who take part to those who are left out
 HEARD_S = 5.0  # the one who keeps the store waits so long for them to hear it
@@ -95,6 +98,7 @@ class Stage:
             self.alarm.check()
             time.sleep(0.2)
         store.set(f"gone/{self.party.rank}", "1")
+        time.sleep(0.5)  # this rank may keep the store, which the others still ask
         raise LeftOut
 
     def close(self) -> None:
@@ -105,9 +109,12 @@ class Stage:
 def _release(party: Party, idle: list[int]) -> None:
     """Tells the ranks that were left out that the run is over, and waits a little until they have heard it."""
     until = time.monotonic() + HEARD_S
-    party.store.set(OVER, "1")
-    while not party.store.check([f"gone/{rank}" for rank in idle]) and time.monotonic() < until:
-        time.sleep(0.05)
+    try:
+        party.store.set(OVER, "1")
+        while not party.store.check([f"gone/{rank}" for rank in idle]) and time.monotonic() < until:
+            time.sleep(0.05)
+    except RuntimeError as error:  # one of them kept the store, and has gone
+        logger.debug("the store of the session is gone: %s", error)
 
 
 def fitting(plan: Plan, cluster: Cluster) -> Plan:
