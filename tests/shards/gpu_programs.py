@@ -17,7 +17,8 @@ from tests.zoo import ZOO
 def compare(devices: Sequence[str], shares: Sequence[float], cases: Sequence[Any], precision: str) -> list[list[Any]]:
     """Returns for each case how far the sharded network is from the truth in float64, beside the plain network.
 
-    In short numbers each case is tried with two inputs.
+    The plain network runs on a GPU and on the CPU, and the larger distance counts: where an activation is next to its
+    kink, rounding alone decides on which side it lies. In short numbers each case is tried with two inputs.
     """
     dist.init_process_group("gloo")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -28,14 +29,14 @@ def compare(devices: Sequence[str], shares: Sequence[float], cases: Sequence[Any
         for number in range(1 if precision == "double" else 2):
             model, example = _case(case, number)
             truth = _train(model, example, "double", torch.device("cpu"))
-            plain = _train(model, example, precision, torch.device(devices[0]))
+            plain = [_distance(_train(model, example, precision, torch.device(d)), truth) for d in (devices[0], "cpu")]
             kind = torch.float64 if precision == "double" else torch.float32
             local = tuple(x.to(device, kind if x.is_floating_point() else x.dtype) for x in example)
             ready = _copy(model).to(device, kind)
             sharded = evenly.shard(ready, local, shares=shares, cut_batch=bool(len(rows) % 2))
             ours = _train(sharded, example, precision, device)
             sharded.close()
-            tries.append([_distance(ours, truth), _distance(plain, truth)])
+            tries.append([_distance(ours, truth), max(plain)])
         rows.append([str(case), tries])
     dist.destroy_process_group()
     return rows

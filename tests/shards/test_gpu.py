@@ -24,7 +24,7 @@ def run(group: str, cases: list, precision: str) -> list[list]:
 def test_sharded_networks_are_as_close_to_the_truth_as_plain_ones(group, cases, precision):
     least = {"double": 1e-9, "float": 1e-4, "bf16": 0.05}[precision]
     for rank, rows in enumerate(run(group, cases, precision)):
-        for case, tries in rows:  # where a ReLU is next to its kink, rounding alone makes another gradient: not always
+        for case, tries in rows:
             told = ", ".join(f"{ours:.2e} (plain {plain:.2e})" for ours, plain in tries)
             assert any(ours <= max(least, 10 * plain) for ours, plain in tries), f"case {case} on rank {rank}: {told}"
 
