@@ -1,5 +1,6 @@
 """What tests of plans in sessions run on every rank."""
 
+import time
 from typing import Any
 
 import torch
@@ -15,11 +16,26 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)).double()
 
 
-def fit(session: evenly.Session, plan: Plan, epochs: int = 2) -> dict[str, Any]:
+class Slow(nn.Module):
+    """Takes its time for every sample, from some step on."""
+
+    def __init__(self, body: nn.Module, sample_s: float, after: int) -> None:
+        super().__init__()
+        self.body, self.sample_s, self.after, self.steps = body, sample_s, after, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        time.sleep(len(x) * self.sample_s * (1 if self.steps <= self.after else 4))
+        return self.body(x)
+
+
+def fit(
+    session: evenly.Session, plan: Plan, epochs: int = 2, size: int = 50, slow_s: float = 0.0, after: int = 10**9
+) -> dict[str, Any]:
     """Trains and returns the parameters, the samples of each batch and the rank."""
     torch.manual_seed(5)
-    dataset = TensorDataset(torch.randn(50, 6, dtype=torch.float64), torch.randint(4, (50,)))
-    model = network()
+    dataset = TensorDataset(torch.randn(size, 6, dtype=torch.float64), torch.randint(4, (size,)))
+    model = Slow(network(), slow_s, after)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     trained, optimizer, loader = session.prepare(model, optimizer, dataset, plan=plan)
     sizes = []
@@ -42,6 +58,22 @@ def uneven(*, samples: list[int], folder: str | None = None) -> dict[str, Any]:
         ]
         return fit(session, Plan(roles=tuple(roles)))
     return {"left_out": True}
+
+
+def slowed(*, samples: list[int], slow_s: list[float], after: int, rebalance: bool) -> dict[str, Any]:
+    """Trains on ranks that take their time for each sample; the last one four times as much after some steps."""
+    with evenly.Session(device="cpu") as session:
+        own = slow_s[session.rank]
+        roles = [Role(rank=rank, node=0, samples=count) for rank, count in enumerate(samples)]
+        last = session.rank == len(samples) - 1
+        return fit(
+            session,
+            Plan(roles=tuple(roles), rebalance=rebalance),
+            size=1200,
+            slow_s=own,
+            after=after if last else 10**9,
+        )
+    return {}
 
 
 def measured(*, batch: int) -> dict[str, Any]:

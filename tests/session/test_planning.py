@@ -37,3 +37,15 @@ def test_a_measurement_becomes_a_plan_that_trains():
     assert sum(busy[0]["planned"]) in (32, 64)  # dealt out, or held together by both
     assert busy[0]["step_s"] > 0
     assert len(busy[0]["sizes"]) == 2
+
+
+def test_batches_follow_a_device_that_becomes_slow_and_nothing_is_lost():
+    slowed = "tests.session.plan_programs:slowed"
+    (alone,) = run_processes(ragged(1), slowed, {"samples": [24], "slow_s": [0.0], "after": 0, "rebalance": False})
+    given = {"samples": [12, 12], "slow_s": [0.002, 0.002], "after": 20, "rebalance": True}
+    first, second = run_processes(ragged(2), slowed, given, limit_s=100)
+    assert all(a + b == 24 for a, b in zip(first["sizes"], second["sizes"], strict=True))
+    assert first["sizes"][:20] == [12] * 20
+    assert first["sizes"][45] >= 17  # 19 of 24 is the ideal
+    torch.testing.assert_close(parameters(first), parameters(alone), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(parameters(second), parameters(first), rtol=0, atol=0)

@@ -107,6 +107,8 @@ class ReplicaGradients(Gradients):
     def _average(self) -> None:
         """Runs when all gradients of a backward are there."""
         self._queued = self._begun = False
+        if self.clock is not None:
+            self.clock.end()
         if self._fresh:  # a second backward through the same batch has its weight, and adds no samples
             self._weight = self._accumulated + self._current
             self._averaged += self._weight

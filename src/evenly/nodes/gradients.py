@@ -99,6 +99,8 @@ class NodeGradients(Gradients):
             self._averaging = Averaging(self._group, self._alarm, samples=samples, step=self.step)
         future = self._averaging.add(bucket.buffer())
         if bucket.is_last():
+            if self.clock is not None:
+                self.clock.end()
             self._averaging.close(bucket.buffer().device)
             self._latest, self.pending = self._averaging, True
             self._averaged += self._averaging.samples

@@ -10,6 +10,7 @@ import torch
 from evenly.comm import Waiter
 from evenly.nodes.membership import Quorum
 from evenly.nodes.state import Entry
+from evenly.nodes.timing import StepClock
 
 
 class Verdict(Protocol):
@@ -28,6 +29,7 @@ class Gradients(ABC):
 
     step: int = 1  # the step that the next backward belongs to
     pending: bool = False  # a backward was averaged and no step has used it yet
+    clock: StepClock | None = None  # told when this rank's own backward is done
 
     @abstractmethod
     def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:

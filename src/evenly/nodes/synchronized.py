@@ -21,6 +21,7 @@ from evenly.nodes.schedule import Schedule
 from evenly.nodes.sharing import Sharing, Verdict
 from evenly.nodes.signature import describe
 from evenly.nodes.state import Entry, averages, difference, kept_buffers, trained_entries
+from evenly.nodes.timing import StepClock
 from evenly.spec import EveryEpoch, EveryGradient, EverySteps, Exchange
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class Synchronized(torch.nn.Module):
         try:
             self._agree_at_start(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
             self._gradients = sharing.gradients(module, find_unused_parameters=find_unused_parameters)
+            self.clock = StepClock(next(module.parameters(), torch.empty(0)).device)
+            self._gradients.clock = self.clock
         except BaseException as error:
             self._alarm.ring(error)
             self._alarm.close()
@@ -103,6 +106,7 @@ class Synchronized(torch.nn.Module):
         if self._closed:
             raise SpecError("a synchronized model was called to train after close(). Train the plain network: .module.")
         self._gradients.step = self.schedule.step + 1
+        self.clock.begin()
         return self._gradients.forward(self._count(*args, **kwargs), *args, **kwargs)
 
     @contextmanager

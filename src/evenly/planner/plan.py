@@ -81,6 +81,7 @@ class _Task:
             exchange=exchange,
             replicas=replicas,
             batch_size=self.batch,
+            rebalance=True,
             graph=self.works.graph.fingerprint,
             predicted=Prediction(step_s=step_s, exchange_s=exchange_s, is_measured=self.profile.is_measured),
         )

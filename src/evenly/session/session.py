@@ -20,11 +20,10 @@ from evenly.session.by_hand import regroup, survey_party
 from evenly.session.checkpoint import apply, restore_random_state
 from evenly.session.full import Trainee
 from evenly.session.planning import plan_run
+from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.sharding import shard_for
-from evenly.session.stage import LeftOut, Stage
+from evenly.session.stage import LINGER_S, LeftOut, Stage
 from evenly.spec import CheckpointSaved, EpochDone, Every, Exchange, Measured, Plan, Profile, RunStarted
-
-LINGER_S = 1.5  # a failing rank 0 keeps the meeting point open so that the others learn why
 
 
 class Session:
@@ -60,11 +59,10 @@ class Session:
             place: this process among the others; found in the environment if left out.
         """
         self._folder = Path(folder) if folder is not None else None
-        self._device_wish, self._nodes_wish = device, nodes
-        self._seed, self._keep, self._resume, self._timeout_s = seed, max(keep, 1), resume, timeout_s
+        self._device_wish, self._nodes_wish, self._seed, self._keep = device, nodes, seed, max(keep, 1)
         if isinstance(checkpoint_every, int) and checkpoint_every < 1:
             raise SpecError(f"checkpoint_every={checkpoint_every} was asked for. Give 1 or more, 'epoch' or None.")
-        self._checkpoint_every, self._place = checkpoint_every, place
+        self._checkpoint_every, self._place, self._resume, self._timeout_s = checkpoint_every, place, resume, timeout_s
         self._alarm: Alarm | None = None
         self._stage: Any = None  # entered with the session
         self._trainees: list[Trainee] = []
@@ -275,6 +273,7 @@ class Session:
         trainee.model.on_exchange.append(self._ledger.count_exchange)
         if trainee.feed is not None:
             trainee.feed.on_end.append(trainee.model.end_epoch)
+        attach_rebalancer(trainee, plan, self._stage)
         if len(self._trainees) == 1:
             self._ledger.step = self._saved_step = trainee.model.schedule.step
             trainee.model.on_step.append(

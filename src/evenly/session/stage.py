@@ -16,6 +16,7 @@ from evenly.spec import Cluster, Plan
 logger = logging.getLogger(__name__)
 
 OVER = "over"  # told by those who take part to those who are left out
+LINGER_S = 1.5  # a failing rank 0 keeps the meeting point open so that the others learn why
 HEARD_S = 5.0  # the one who keeps the store waits so long for them to hear it
 
 

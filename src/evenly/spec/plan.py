@@ -63,6 +63,7 @@ class Plan(Document):
     replicas: tuple[Replica, ...] = Field(default=(), description="who holds a network together; none: nothing is cut")
     batch_size: Annotated[int, Field(ge=0)] = Field(default=0, description="samples of all ranks; 0: not said")
     graph: str = Field(default="", description="fingerprint of the network it was made for; empty: any")
+    rebalance: bool = Field(default=False, description="whether batches follow the devices' speed during a run")
     predicted: Prediction | None = None
 
     @model_validator(mode="after")

@@ -48,6 +48,15 @@ class ExchangeDone(Value):
     weights: tuple[float, ...]
 
 
+class Rebalanced(Value):
+    """The global batch was dealt out anew: the samples of each rank, or of each network held together."""
+
+    event: Literal["rebalanced"] = "rebalanced"
+    at_s: float
+    step: int
+    samples: tuple[int, ...]
+
+
 class EpochDone(Value):
     """A pass over the data ended."""
 
@@ -105,7 +114,15 @@ class RunFinished(Value):
 
 
 Event = Annotated[
-    RunStarted | StepsDone | ExchangeDone | EpochDone | Measured | CheckpointSaved | RunFailed | RunFinished,
+    RunStarted
+    | StepsDone
+    | ExchangeDone
+    | Rebalanced
+    | EpochDone
+    | Measured
+    | CheckpointSaved
+    | RunFailed
+    | RunFinished,
     Field(discriminator="event"),
 ]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
