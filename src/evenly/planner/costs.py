@@ -19,6 +19,7 @@ class Works:
     """The operations of a network that take time, with the weight of each where it was not measured by itself."""
 
     graph: Graph
+    layouts: dict[tuple[tuple[float, ...], bool], Layout] = field(default_factory=dict)  # found so far, by proportions
 
     @cached_property
     def layers(self) -> dict[str, Layer]:

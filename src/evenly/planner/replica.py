@@ -102,7 +102,7 @@ def crews_of(ranks: tuple[int, ...], works: Works, profile: Profile) -> list[Cre
     even = len(set(speeds)) == 1 and not any(profile.devices[rank].layers for rank in ranks)
     found = []
     for cut_batch in (True,) if batch >= MANY * len(ranks) else (False, True) if batch >= 2 else (False,):
-        layout = lay_out(graph, speeds, rates=rates, cut_batch=cut_batch)
+        layout = _laid_out(works, speeds, rates, cut_batch=cut_batch)
         crew = Crew(ranks, works, profile, rate, layout)
         found.append(crew)
         shares = {} if even else balanced_shares(works, layout, crew.times)
@@ -110,6 +110,15 @@ def crews_of(ranks: tuple[int, ...], works: Works, profile: Profile) -> list[Cre
             better = lay_out(graph, speeds, rates=rates, cut_batch=cut_batch, layer_shares=shares)
             found.append(Crew(ranks, works, profile, rate, better))
     return found
+
+
+def _laid_out(works: Works, speeds: Sequence[float], rates: Rates, *, cut_batch: bool) -> Layout:
+    """Returns the layout for ranks of these speeds; ranks of equal proportions have the one that was found first."""
+    parts = tuple(round(speed / max(speeds), 6) for speed in speeds)
+    key = (parts, cut_batch)
+    if key not in works.layouts:
+        works.layouts[key] = lay_out(works.graph, parts, rates=rates, cut_batch=cut_batch)
+    return works.layouts[key]
 
 
 def balanced_shares(works: Works, layout: Layout, times: Sequence[Times]) -> dict[str, list[float]]:
