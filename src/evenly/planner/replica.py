@@ -14,6 +14,7 @@ from evenly.planner.wishes import parts_of
 from evenly.spec.layout import Choice, Layout
 from evenly.spec.profile import Profile, Rate
 
+OVERHEAD = 1.12  # what layers of a cut network were seen to take more than by themselves
 MANY = 8  # samples a rank, from which on a batch is divided finely enough
 
 
@@ -65,14 +66,16 @@ class Crew:
         """Returns what a step with `samples` samples takes."""
         if self.layout is None:
             return self.ease * self.profile.devices[self.ranks[0]].step.at(samples)
-        return self.ease * self.timeline.step_s * self._factor(samples)
+        return OVERHEAD * self.ease * self.timeline.step_s * self._factor(samples)
 
     def compute_s(self, samples: int) -> list[float]:
         """Returns what each rank computes of it."""
         if self.layout is None:
             return [self.ease * self.profile.devices[self.ranks[0]].step.at(samples)]
         found = dict(zip(self.layout.members, self.timeline.compute_s, strict=True))
-        return [found.get(place, 0.0) * self.ease * self._factor(samples) for place in range(len(self.ranks))]
+        return [
+            found.get(place, 0.0) * OVERHEAD * self.ease * self._factor(samples) for place in range(len(self.ranks))
+        ]
 
     def _factor(self, samples: int) -> float:
         """Returns how much longer a step with so many samples takes than one with those of the example."""

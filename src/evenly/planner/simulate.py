@@ -109,11 +109,11 @@ class _Play:
         exchanges: int,
         exchange_s: float,
     ) -> Forecast:
-        size = self.works.parameter_bytes
+        size, nodes = self.works.parameter_bytes, self.plan.nodes
         devices = []
         for role in self.plan.roles:
             works = role.samples > 0
-            ranks = len(self.plan.nodes[role.node])
+            ranks = len(nodes[role.node])
             devices.append(
                 DeviceForecast(
                     rank=role.rank,
