@@ -12,6 +12,8 @@ with the plan. The peer tensor_parallel (see peer_tensor_parallel.py) has the ti
 import argparse
 import json
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,12 +133,15 @@ def timed(way: Way, act: Callable[[], None]) -> None:
     way.seconds.append(time.perf_counter() - began)
 
 
-def worker(name: str, batch: int, rounds: int, ways: int, shares: Sequence[float]) -> None:
+def worker(name: str, batch: int, rounds: int, ways: int, shares: Sequence[float], folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     _, x = case(name, batch)
     y = torch.randint(10, (batch,), generator=torch.Generator().manual_seed(1))
     found = ways_of(name, batch, shares, NAMES[1:ways])
+    (folder / f"ready{dist.get_rank()}").touch()  # torch is loaded and networks are cut: the quotas may begin
+    while not (folder / "go").exists():
+        time.sleep(0.02)
     counted = {}
     for _ in range(rounds + 1):  # the first warms up and is not counted
         for key, way in found.items():
@@ -180,7 +185,7 @@ def resnet_worker() -> None:
         "none": (nn.Sequential(whole.layer3[0], *tail), (2, 512, 8, 8)),
     }
     for key, (model, shape) in networks.items():
-        x = torch.randn(shape)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))  # the same on every rank
         traced = follow(model, x)
         for way, modes in (("alternation", alternation(traced.graph)), ("ours", {})):
             layout = lay_out(traced.graph, [70, 25, 5], modes=modes)
@@ -198,10 +203,19 @@ def resnet_worker() -> None:
 def on_lab(cpu: Sequence[float] | None, *arguments: str) -> dict:
     from evenly.lab import Lab, LabCluster, LabNode
 
-    quotas = tuple(cpu) if cpu else None
-    cluster = LabCluster(nodes=(LabNode(name="box", ranks=3, cpu=quotas),))
-    with Lab(cluster) as lab:
-        result = lab.run([sys.executable, str(Path(__file__).resolve()), *arguments], output="capture", timeout_s=1500)
+    cluster = LabCluster(nodes=(LabNode(name="box", ranks=3),))
+    with tempfile.TemporaryDirectory() as folder, Lab(cluster) as lab:
+
+        def limit() -> None:
+            while not all(Path(folder, f"ready{rank}").exists() for rank in range(3)):
+                time.sleep(0.05)
+            for rank, quota in enumerate(cpu or ()):
+                lab.set_cpu(rank, quota)
+            Path(folder, "go").touch()
+
+        threading.Thread(target=limit, daemon=True).start()
+        words = [sys.executable, str(Path(__file__).resolve()), *arguments, *([folder] if cpu else [])]
+        result = lab.run(words, output="capture", timeout_s=1500)
     result.check()
     print(result.stderr[0][-4000:] if result.stderr else "", file=sys.stderr)
     return json.loads(result.stdout[0].strip().splitlines()[-1])
@@ -254,19 +268,19 @@ def rows_of(network: str, told: dict, batch: int, shares: Sequence[float]) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="about a minute on two cores")
+    parser.add_argument("--quick", action="store_true", help="less than two minutes on two cores")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
-    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     parser.add_argument("--resnet", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.resnet:
         resnet_worker()
         return
     if arguments.worker:
-        name, batch, rounds, ways, shares = arguments.worker
-        worker(name, int(batch), int(rounds), int(ways), [float(share) for share in shares.split(",")])
+        name, batch, rounds, ways, shares, folder = arguments.worker
+        worker(name, int(batch), int(rounds), int(ways), [float(share) for share in shares.split(",")], Path(folder))
         return
-    batch, rounds = (48, 1) if arguments.quick else (96, 3)
+    batch, rounds = (24, 1) if arguments.quick else (96, 3)
     cases = {"cifar": (batch, (70, 25, 5)), "wide": (batch, (50, 30, 20))}
     ways = str(QUICK if arguments.quick else len(NAMES))
     told = {}

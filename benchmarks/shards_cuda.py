@@ -37,7 +37,7 @@ def worker(name: str, batch: int, rounds: int, percent: Sequence[float]) -> None
     rank = dist.get_rank()
     model, x = case(name, batch)
     model, x = model.cuda(), x.cuda()
-    y = torch.randint(10, (batch,), device="cuda")
+    y = torch.randint(10, (batch,), generator=torch.Generator().manual_seed(1)).cuda()  # the same on every rank
 
     def step(module: nn.Module) -> None:
         nn.functional.cross_entropy(module(x), y).backward()
