@@ -268,7 +268,7 @@ def rows_of(network: str, told: dict, batch: int, shares: Sequence[float]) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less than two minutes on two cores")
+    parser.add_argument("--quick", action="store_true", help="one round, about two minutes on two cores")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
     parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     parser.add_argument("--resnet", action="store_true", help=argparse.SUPPRESS)
@@ -280,7 +280,7 @@ def main() -> None:
         name, batch, rounds, ways, shares, folder = arguments.worker
         worker(name, int(batch), int(rounds), int(ways), [float(share) for share in shares.split(",")], Path(folder))
         return
-    batch, rounds = (24, 1) if arguments.quick else (96, 3)
+    batch, rounds = 96, 1 if arguments.quick else 3
     cases = {"cifar": (batch, (70, 25, 5)), "wide": (batch, (50, 30, 20))}
     ways = str(QUICK if arguments.quick else len(NAMES))
     told = {}
