@@ -7,7 +7,7 @@ from functools import cached_property
 from evenly.planner.wishes import Wishes, wishes_of
 from evenly.spec.graph import Graph, Layer
 from evenly.spec.layout import Choice, Layout, Move
-from evenly.spec.profile import DeviceProfile, Meeting, Rate
+from evenly.spec.profile import DeviceProfile, Meeting, Profile, Rate
 
 POINTWISE = 12  # work of one element of an operation that only moves memory, in floating-point operations
 FORWARD = 1 / 3  # of the time of a layer
@@ -29,15 +29,12 @@ class Works:
     @cached_property
     def forms(self) -> dict[str, str]:
         """The form of every layer that can be measured by itself."""
-        return {name: self.graph.form_of(layer) for name, layer in self.layers.items() if is_measurable(layer)}
+        return {name: self.graph.form_of(layer) for name, layer in self.layers.items() if layer.is_measurable}
 
     @cached_property
     def weights(self) -> dict[str, float]:
         """Floating-point operations of forward and backward, those that only move memory included."""
-        return {
-            name: 3.0 * layer.flops + POINTWISE * sum(tensor.numel for tensor in layer.outputs)
-            for name, layer in self.layers.items()
-        }
+        return {name: work_of(layer) for name, layer in self.layers.items()}
 
     @cached_property
     def parameter_bytes(self) -> int:
@@ -59,9 +56,9 @@ class Works:
         return Times(self, device, known, fitting, (whole - fitting * measured) / others if others else 0.0)
 
 
-def is_measurable(layer: Layer) -> bool:
-    """Whether a layer is timed by itself: convolutions and linear layers."""
-    return layer.op in ("conv", "linear") and len(layer.inputs) > 1
+def work_of(layer: Layer) -> float:
+    """Returns the floating-point operations of forward and backward, those that only move memory included."""
+    return 3.0 * layer.flops + POINTWISE * sum(tensor.numel for tensor in layer.outputs)
 
 
 @dataclass(frozen=True)
@@ -208,3 +205,11 @@ def sum_seconds(size_bytes: int, ranks: int, rate: Rate) -> float:
         return 0.0
     messages = 1 + size_bytes // BUCKETS_BYTES
     return 2 * (ranks - 1) * (messages * rate.latency_s + size_bytes / ranks / rate.bytes_per_s)
+
+
+def exchange_seconds(size_bytes: int, nodes: Sequence[Sequence[int]], profile: Profile) -> float:
+    """Returns the seconds in which nodes with these ranks average parameters: across, and spread inside each."""
+    if len(nodes) < 2:
+        return 0.0
+    across = sum_seconds(size_bytes, len(nodes), profile.rate([ranks[0] for ranks in nodes], across=True))
+    return across + max(sum_seconds(size_bytes, len(ranks), profile.rate(ranks)) / 2 for ranks in nodes)

@@ -125,7 +125,7 @@ def _hoped_s(ranks: Sequence[int], works: Works, profile: Profile, samples: floa
     together = 1 / sum(1 / profile.devices[rank].step.at(samples) for rank in ranks)
     if len(ranks) == 1:
         return together
-    layers = [layer for layer in works.layers.values() if layer.op in ("conv", "linear") and len(layer.inputs) > 1]
+    layers = [layer for layer in works.layers.values() if layer.is_measurable]
     tensors, times = works.graph.tensors, samples / profile.batch_size
     sizes = [
         (tensors[x.inputs[0]].size_bytes, tensors[x.inputs[1]].size_bytes, x.outputs[0].size_bytes) for x in layers

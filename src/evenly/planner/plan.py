@@ -7,7 +7,7 @@ from heapq import heapify, heapreplace
 from math import ceil
 
 from evenly._errors import SpecError
-from evenly.planner.costs import Works, sum_seconds
+from evenly.planner.costs import Works, exchange_seconds
 from evenly.planner.layout import lay_out
 from evenly.planner.lines import Line, cut_lines, single_lines
 from evenly.planner.memory import largest_layer, whole_need
@@ -172,17 +172,8 @@ class _Task:
         )
 
     def _exchange_s(self, lines: Sequence[Line | None]) -> float:
-        used = [index for index, line in enumerate(lines) if line is not None]
-        if len(used) < 2:
-            return 0.0
-        leaders = [self.cluster.nodes[index].ranks[0] for index in used]
-        size = self.works.parameter_bytes
-        across = sum_seconds(size, len(used), self.profile.rate(leaders, across=True))
-        inside = max(
-            sum_seconds(size, len(self.cluster.nodes[i].ranks), self.profile.rate(self.cluster.nodes[i].ranks)) / 2
-            for i in used
-        )
-        return across + inside
+        used = [node.ranks for node, line in zip(self.cluster.nodes, lines, strict=True) if line is not None]
+        return exchange_seconds(self.works.parameter_bytes, used, self.profile)
 
     def _period(self, every: Every | None, step_s: float, exchange_s: float, budget: float) -> Period:
         if not 0 < budget < 1:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evenly._errors import SpecError
+from evenly.planner.costs import work_of
 from evenly.planner.cuts import Cuts
 from evenly.planner.rules import options_of
 from evenly.planner.scene import Option, Scene, State
@@ -17,7 +18,6 @@ from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, Choice, Move, MoveNa
 
 WEIGHTED = {"conv", "linear", "embedding"}  # layers that are to be cut: whole only if nothing else can be done
 FORBIDDEN = 1e18
-POINTWISE = 12  # work of one element of an operation that only moves memory
 BEAM = 48
 
 
@@ -215,7 +215,7 @@ class Search:
         whole = option.is_whole or option.mode == "summand"
         key = (layer.name, whole)
         if key not in self._work_of:
-            flops = 3.0 * layer.flops + POINTWISE * sum(tensor.numel for tensor in layer.outputs)
+            flops = work_of(layer)
             self._work_of[key] = flops * self.slowdown if whole else flops
         return self._work_of[key]
 

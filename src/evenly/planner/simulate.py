@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evenly._errors import SpecError
-from evenly.planner.costs import Works, sum_seconds
+from evenly.planner.costs import Works, exchange_seconds, sum_seconds
 from evenly.planner.replica import Crew, eased
 from evenly.spec.cluster import Cluster
 from evenly.spec.forecast import DeviceForecast, Forecast
@@ -171,11 +171,7 @@ class _Play:
 
     def _exchange_s(self) -> float:
         busy = [ranks for ranks in self.plan.nodes if any(self.plan.roles[rank].samples for rank in ranks)]
-        size = self.works.parameter_bytes
-        if len(busy) < 2:
-            return 0.0
-        across = sum_seconds(size, len(busy), self.profile.rate([ranks[0] for ranks in busy], across=True))
-        return across + max(sum_seconds(size, len(ranks), self.profile.rate(ranks)) / 2 for ranks in busy)
+        return exchange_seconds(self.works.parameter_bytes, busy, self.profile)
 
 
 def _factors(random: np.random.Generator, count: int, jitter: float) -> Numbers:

@@ -63,6 +63,11 @@ class Layer(Value):
     flops: Annotated[int, Field(ge=0)] = 0
     note: str = Field(default="", description="why it is opaque")
 
+    @property
+    def is_measurable(self) -> bool:
+        """Whether it is timed by itself: convolutions and linear layers."""
+        return self.op in ("conv", "linear") and len(self.inputs) > 1
+
 
 class Graph(Document):
     """A network traced with an example: its operations in order."""

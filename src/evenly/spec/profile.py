@@ -14,7 +14,6 @@ from evenly.spec.graph import Graph
 from evenly.spec.layout import numbers_of
 
 Positive = Annotated[float, Field(gt=0)]
-Mode = Literal["outputs", "inputs", "samples"]  # what of a layer is cut
 
 
 class Curve(Value):

@@ -128,7 +128,7 @@ class DeviceSurvey:
     def _forms(self) -> Iterator[tuple[str, tuple[fx.Node, Layer]]]:
         nodes = {node.name: node for node in self._traced.program.graph.nodes}
         for layer in self._graph.layers:
-            if layer.op in ("conv", "linear") and len(layer.inputs) > 1:
+            if layer.is_measurable:
                 yield self._graph.form_of(layer), (nodes[layer.name], layer)
 
 
