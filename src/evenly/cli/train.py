@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenly._errors import SpecError
+from evenly.cli._quantities import numbers_between_commas
 
 if TYPE_CHECKING:
     from evenly.recipes.config import RecipeConfig
@@ -47,7 +48,10 @@ def train(
     kind, run = _recipe(recipe)
     if shares is not None and "shares" not in kind.model_fields:
         raise SpecError(f"--shares was given, but the recipe {recipe!r} does not cut layers. Use cifar or mnist.")
-    changes = [*(change or []), *([f"shares={_numbers(shares)}"] if shares is not None else [])]
+    changes = [
+        *(change or []),
+        *([f"shares={numbers_between_commas(shares, '--shares')}"] if shares is not None else []),
+    ]
     if settings:
         for name, field in kind.model_fields.items():
             print(f"{name} = {field.default}" + (f"  ({field.description})" if field.description else ""))
@@ -59,20 +63,6 @@ def train(
         run(kind.build(config, changes), folder=folder, data=data, resume=not fresh, listener=watcher)
     finally:
         watcher.close()
-
-
-def _numbers(shares: str) -> list[float]:
-    """Returns what stands between the commas."""
-    numbers = []
-    for part in shares.split(","):
-        try:
-            numbers.append(float(part))
-        except ValueError:
-            raise SpecError(
-                f"--shares {shares} was given, but {part!r} is not a number. Write --shares 70,25,5: one number for "
-                "each rank that holds a part of the network."
-            ) from None
-    return numbers
 
 
 def _recipe(name: str) -> tuple[type["RecipeConfig"], Callable[..., float]]:
