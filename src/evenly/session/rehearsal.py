@@ -12,7 +12,7 @@ from evenly.comm import Alarm, Party, Waiter, gather_json, open_group
 from evenly.graph import Traced
 from evenly.nodes import join_nodes
 from evenly.spec import Cluster, EverySteps, Exchange, Profile
-from evenly.survey import fastest_groups
+from evenly.survey import fastest_groups, inputs_of
 
 SAMPLES = 2  # of each rank: little to compute
 STEPS = 5
@@ -74,13 +74,7 @@ def _joint_step_s(party: Party, traced: Traced, cluster: Cluster, device: torch.
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
     exchange = Exchange(timeout_s=timeout_s)
     joined = join_nodes(model, optimizer, party=party, cluster=cluster, period=EverySteps(10**9), exchange=exchange)
-    given = {
-        layer.where: torch.zeros(
-            (SAMPLES, *layer.outputs[0].shape[1:]), dtype=getattr(torch, layer.outputs[0].dtype), device=device
-        )
-        for layer in traced.graph.layers
-        if layer.op == "input" and layer.outputs
-    }
+    given = inputs_of(traced.graph, SAMPLES, device)
     seconds = []
     for _ in range(STEPS + 1):
         began = time.perf_counter()

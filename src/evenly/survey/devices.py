@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from evenly.graph import Traced
-from evenly.spec import Curve, Layer, LayerCurves
+from evenly.spec import Curve, Graph, Layer, LayerCurves
 from evenly.survey.stopwatch import Stopwatch
 
 PARTS = (1.0, 0.25, 0.5, 0.75, 0.125)  # of a layer, the most telling first
@@ -95,25 +95,19 @@ class DeviceSurvey:
 
         own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            outputs = model(**self._inputs(samples))
+            outputs = model(**inputs_of(self._graph, samples, self._device))
         del outputs
         return sum(size for place, size in kept.items() if place not in own)
 
     def _train(self, model: nn.Module, optimizer: torch.optim.Optimizer, samples: int) -> None:
-        outputs = [x for x in pytree.tree_leaves(model(**self._inputs(samples))) if isinstance(x, torch.Tensor)]
+        outputs = [
+            x
+            for x in pytree.tree_leaves(model(**inputs_of(self._graph, samples, self._device)))
+            if isinstance(x, torch.Tensor)
+        ]
         sum(x.float().square().mean() for x in outputs if x.requires_grad).backward()  # type: ignore[union-attr]  # there is one
         optimizer.step()
         optimizer.zero_grad()
-
-    def _inputs(self, samples: int) -> dict[str, torch.Tensor]:
-        made = {}
-        for layer in self._graph.layers:
-            if layer.op != "input" or not layer.outputs:
-                continue
-            tensor = layer.outputs[0]
-            shape = (samples, *tensor.shape[1:]) if tensor.shape[:1] == (self._batch,) else tensor.shape
-            made[layer.where] = _filled(shape, getattr(torch, tensor.dtype), self._device)
-        return made
 
     def _sizes(self) -> list[int]:
         """Returns the batches to try, small ones first."""
@@ -130,6 +124,17 @@ class DeviceSurvey:
         for layer in self._graph.layers:
             if layer.is_measurable:
                 yield self._graph.form_of(layer), (nodes[layer.name], layer)
+
+
+def inputs_of(graph: Graph, samples: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Returns what forward takes, like the example but with so many samples."""
+    made = {}
+    for layer in graph.layers:
+        if layer.op == "input" and layer.outputs:
+            tensor = layer.outputs[0]
+            shape = (samples, *tensor.shape[1:]) if tensor.shape[:1] == (graph.batch_size,) else tensor.shape
+            made[layer.where] = _filled(shape, getattr(torch, tensor.dtype), device)
+    return made
 
 
 class Probe:
