@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import Claim, median, tell
+from benchmarks.common import Claim, median, spread, tell
 
 CASES: dict[str, dict[str, Any]] = {
     "equal": {"cpu": [[0.7, 0.7]]},
@@ -32,7 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
     "little memory": {"cpu": [[0.8, 0.5]], "memory_samples": 12},
     "100/30": {"cpu": [[1.0, 0.3]]},
 }
-BATCH = 48
+BATCH = 64
+STEPS = 8  # of a round, unless there is a period
+HOPELESS = 1.5  # a plan that was so many times slower than the best in two rounds is not run again
 SLOW_AT = 30  # the step at which a device becomes slow
 
 
@@ -50,13 +52,13 @@ def network() -> Any:
 
 
 def alternatives(
-    cluster: Any, profile: Any, graph: Any, free: list[int] | None, memory: list[int] | None
+    chosen: Any, cluster: Any, profile: Any, graph: Any, free: list[int] | None, memory: list[int] | None
 ) -> dict[str, Any]:
-    """Returns plans as a person would make them, by name."""
+    """Returns plans as a person would make them, by name; none of them is the chosen one."""
     from evenly.planner import lay_out
     from evenly.planner.costs import Works
     from evenly.planner.memory import cut_needs
-    from evenly.spec import EverySteps, Plan, Replica, Role, deal
+    from evenly.spec import Plan, Replica, Role, deal
 
     ranks = range(cluster.world_size)
     speed = {rank: 1.0 / profile.devices[rank].step.at(BATCH) for rank in ranks}
@@ -70,7 +72,7 @@ def alternatives(
             Role(rank=r, node=cluster.node_of(r), samples=counts.get(r, 0), left_out="" if counts.get(r) else "by hand")
             for r in ranks
         ]
-        made[name] = Plan(roles=tuple(roles), replicas=replicas, period=EverySteps(8))
+        made[name] = Plan(roles=tuple(roles), replicas=replicas, period=chosen.period)
 
     add("fastest alone", {order[0]: BATCH})
     add("equal batches", dict(zip(ranks, deal(BATCH, [1.0] * len(ranks)), strict=True)))
@@ -79,9 +81,14 @@ def alternatives(
         chosen = sorted(order[:size])
         add(f"{size} fastest, equal batches", dict(zip(chosen, deal(BATCH, [1.0] * size), strict=True)))
         add(f"{size} fastest, by speed", dict(zip(chosen, deal(BATCH, [speed[r] for r in chosen]), strict=True)))
-    halves = [deal(BATCH, [speed[r] ** power for r in ranks]) for power in (0.5, 1.5)]
-    for name, counts in zip(("milder", "stronger"), halves, strict=True):
-        if all(counts):
+    leader = order[0]
+    for name, weigh in (
+        ("milder", lambda r: speed[r] ** 0.5),
+        ("stronger", lambda r: speed[r] ** 1.5),
+        ("a quarter more for the fastest", lambda r: speed[r] * (1.25 if r == leader else 1.0)),
+        ("a quarter less for the fastest", lambda r: speed[r] * (0.75 if r == leader else 1.0)),
+    ):
+        if all(counts := deal(BATCH, [weigh(r) for r in ranks])):
             add(f"batches by speed, {name}", dict(zip(ranks, counts, strict=True)))
     if len(cluster.nodes) == 1:
         for name, shares, cut in (
@@ -94,7 +101,14 @@ def alternatives(
             if memory is not None and any(n.samples_in(m) < BATCH for n, m in zip(needs, memory, strict=True)):
                 continue
             add(name, dict.fromkeys(ranks, BATCH), (Replica(ranks=tuple(ranks), layout=layout),))
-    return {name: plan for name, plan in made.items() if all(c > 0 for c in plan.batch_shares)}
+    fitting = {name: plan for name, plan in made.items() if all(c > 0 for c in plan.batch_shares)}
+    return {name: plan for name, plan in fitting.items() if _told(plan) != _told(chosen)}
+
+
+def _told(plan: Any) -> tuple[Any, ...]:
+    """Returns what makes a plan different from others."""
+    layouts = [(replica.ranks, replica.layout.model_dump_json()) for replica in plan.replicas]
+    return ([role.samples for role in plan.roles], layouts)
 
 
 class Way:
@@ -156,41 +170,63 @@ class Way:
             close()
 
 
-def worker(name: str, rounds: int, steps: int, folder: str) -> None:
+class Quotas:
+    """How ranks on the lab ask for the CPU time of their devices to be limited, or not: through files in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._asked = Path(folder), 0
+
+    def ask(self, rank: int) -> None:
+        """Waits until all ranks have asked and the next quotas hold."""
+        self._asked += 1
+        (self._folder / f"{self._asked}.{rank}").touch()
+        _wait_for(self._folder / f"{self._asked}.done")
+
+    def serve(self, lab: Any, answers: list[list[float | None]]) -> None:
+        """Sets these quotas, one list after another, whenever all ranks have asked."""
+        for number, quotas in enumerate(answers, start=1):
+            for rank in range(len(quotas)):
+                _wait_for(self._folder / f"{number}.{rank}")
+            for rank, quota in enumerate(quotas):
+                lab.set_cpu(rank, quota)
+            (self._folder / f"{number}.done").touch()
+
+
+def worker(name: str, rounds: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
     from evenly.comm import party_of
-    from evenly.graph import trace
+    from evenly.graph import follow
     from evenly.planner import plan, simulate
-    from evenly.session import discover, measure
+    from evenly.session import discover
+    from evenly.session.by_hand import measure_party
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, quotas = dist.get_rank(), Quotas(folder)
     example = torch.randn(BATCH, 3, 32, 32)
     network()(example[:2]).sum().backward()  # loads what a first step loads
-    Path(folder, f"ready{rank}").touch()
-    while not Path(folder, "go").exists():  # the quotas are set now
-        time.sleep(0.05)
-    quotas = [quota for node in CASES[name]["cpu"] for quota in node]
-    cluster = discover()
-    profile = measure(network(), example, quick=True)
-    graph = trace(network(), example)
-    limits = None
-    memory = None
+    traced = follow(network(), example)
+    cluster, graph, device = discover(), traced.graph, torch.device("cpu")
+    quotas.ask(rank)  # from here on devices are uneven
+    profile = measure_party(party_of(), traced, cluster, device, quick=rounds < 2, timeout_s=600.0)
+    quotas.ask(rank)  # plans are made without limits, or a slow device would take minutes
+    limits = memory = None
     if "memory_samples" in CASES[name]:
         limits = [CASES[name]["memory_samples"], 10**6]
         memory = [4 * graph.parameter_bytes + limits[0] * profile.sample_bytes, 10**12]
-    chosen = plan(cluster, profile, graph, batch_size=BATCH, every=8, memory_bytes=memory)
-    plans = {"chosen": chosen, **alternatives(cluster, profile, graph, limits, memory)}
+    chosen = plan(cluster, profile, graph, batch_size=BATCH, memory_bytes=memory)
+    plans = {"chosen": chosen, **alternatives(chosen, cluster, profile, graph, limits, memory)}
     plans = {
         key: type(chosen).from_json(text) for key, text in _same({k: p.to_json() for k, p in plans.items()}).items()
     }
     ways = {key: Way(made, cluster, party_of(), number) for number, (key, made) in enumerate(plans.items())}
-    for round_number in range(rounds + 1):
-        for way in ways.values():
-            way.run(1 if round_number == 0 else steps, quotas[rank])
+    steps = getattr(chosen.period, "steps", STEPS)  # a period, so that every round has one exchange
+    for way in ways.values():
+        way.run(2, 1.0)
+    quotas.ask(rank)
+    run_in_turns(ways, rounds, steps, [quota for node in CASES[name]["cpu"] for quota in node][rank])
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, {key: (way.seconds[1:], way.busy[1:]) for key, way in ways.items()})
     if rank == 0:
@@ -205,6 +241,27 @@ def worker(name: str, rounds: int, steps: int, folder: str) -> None:
         way.close()
     dist.barrier()
     os._exit(0)
+
+
+def run_in_turns(ways: dict[str, Way], rounds: int, steps: int, quota: float) -> None:
+    """Runs the plans in turns; those that are far behind after two rounds stop there."""
+    going = dict(ways)
+    for number in range(rounds):
+        for way in going.values():
+            way.run(steps, quota)
+        if number == 1:
+            slowest = {key: _largest(median(way.seconds[1:]) if way.takes_part else 0.0) for key, way in ways.items()}
+            going = {key: way for key, way in ways.items() if slowest[key] < HOPELESS * min(slowest.values())}
+
+
+def _largest(seconds: float) -> float:
+    """Returns the largest of all ranks' numbers."""
+    import torch
+    import torch.distributed as dist
+
+    number = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return float(number)
 
 
 def slowing_worker(folder: str) -> None:
@@ -223,8 +280,8 @@ def slowing_worker(folder: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         plan = Plan(roles=tuple(roles), rebalance=True)
         model, optimizer, loader = session.prepare(model, optimizer, data, plan=plan)
-        Path(folder, f"ready{session.rank}").touch()
-        _wait_for(Path(folder, "go"))
+        quotas = Quotas(folder)
+        quotas.ask(session.rank)
         rates: list[float] = []
         tries = [BATCH // 5 + change for change in range(-4, 5)]
         for _ in session.epochs(1):
@@ -236,8 +293,7 @@ def slowing_worker(folder: str) -> None:
                 rates.append(BATCH / (time.perf_counter() - began))
                 step = len(rates)
                 if step == SLOW_AT:
-                    Path(folder, f"slow{session.rank}").touch()
-                    _wait_for(Path(folder, "slowed"))
+                    quotas.ask(session.rank)
                 if step >= SLOW_AT + 50 and (step - SLOW_AT - 50) % 6 == 0:
                     loader.between[1:] = []  # from here on batches are fixed
                     place = (step - SLOW_AT - 50) // 6
@@ -261,16 +317,8 @@ def rebalanced_rate() -> tuple[float, list[dict[str, Any]]]:
     from evenly.lab import Lab, LabCluster, LabNode
 
     with tempfile.TemporaryDirectory() as folder, Lab(LabCluster(nodes=(LabNode(name="n", ranks=2),))) as lab:
-
-        def slow() -> None:
-            for words, quotas in (("ready", (0.7, 0.7)), ("slow", (0.7, 0.175))):
-                for rank in range(2):
-                    _wait_for(Path(folder, f"{words}{rank}"))
-                for rank, quota in enumerate(quotas):
-                    lab.set_cpu(rank, quota)
-                Path(folder, "go" if words == "ready" else "slowed").touch()
-
-        threading.Thread(target=slow, daemon=True).start()
+        quotas: list[list[float | None]] = [[0.7, 0.7], [0.7, 0.175]]
+        threading.Thread(target=Quotas(folder).serve, args=(lab, quotas), daemon=True).start()
         words = [sys.executable, str(Path(__file__).resolve()), "--slowing", folder]
         result = lab.run(words, output="capture", timeout_s=600)
     rates = json.loads(result.stdout[0].strip().splitlines()[-1])["rates"]
@@ -293,26 +341,19 @@ def _same(value: Any) -> Any:
     return box[0]
 
 
-def on_lab(name: str, rounds: int, steps: int) -> dict[str, Any]:
+def on_lab(name: str, rounds: int) -> dict[str, Any]:
     from evenly.lab import Lab, LabCluster, LabNode
 
     case = CASES[name]
     nodes = [
         LabNode(name=f"n{i}", ranks=len(cpu), rate_mbit=case.get("rate_mbit")) for i, cpu in enumerate(case["cpu"])
     ]
-    quotas = [quota for cpu in case["cpu"] for quota in cpu]
+    quotas: list[float | None] = [quota for cpu in case["cpu"] for quota in cpu]
     with tempfile.TemporaryDirectory() as folder, Lab(LabCluster(nodes=tuple(nodes))) as lab:
-
-        def limit() -> None:
-            while not all(Path(folder, f"ready{rank}").exists() for rank in range(len(quotas))):
-                time.sleep(0.1)
-            for rank, quota in enumerate(quotas):
-                lab.set_cpu(rank, quota)
-            Path(folder, "go").touch()
-
-        threading.Thread(target=limit, daemon=True).start()
-        words = [sys.executable, str(Path(__file__).resolve()), "--worker", name, str(rounds), str(steps), folder]
-        result = lab.run(words, output="capture", timeout_s=900)
+        answers = [quotas, [None] * len(quotas), quotas]
+        threading.Thread(target=Quotas(folder).serve, args=(lab, answers), daemon=True).start()
+        words = [sys.executable, str(Path(__file__).resolve()), "--worker", name, str(rounds), folder]
+        result = lab.run(words, output="capture", timeout_s=1200)
     result.check()
     return json.loads(result.stdout[0].strip().splitlines()[-1])
 
@@ -321,7 +362,8 @@ def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for key in told["predicted"]:
         seen = [(seconds, busy) for seconds, busy in (rank[key] for rank in told["seen"]) if seconds]
-        step = median([max(pair) for pair in zip(*(seconds for seconds, _ in seen), strict=True)])
+        rounds = [max(pair) for pair in zip(*(seconds for seconds, _ in seen), strict=True)]
+        step = median(rounds)
         waits = [1 - median(busy) for _, busy in seen]
         rows.append(
             {
@@ -329,6 +371,7 @@ def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
                 "plan": key,
                 "samples": "/".join(map(str, told["samples"][key])),
                 "ms_per_step": 1e3 * step,
+                "ms_spread": spread([1e3 * seconds for seconds in rounds]),
                 "predicted_ms": 1e3 * told["predicted"][key],
                 "prediction_error": told["predicted"][key] / step - 1,
                 "least_wait": max(0.0, min(waits)),
@@ -376,19 +419,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one cluster and few rounds, about a minute on two cores")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
     parser.add_argument("--only", help="one cluster: " + ", ".join(CASES))
-    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--slowing", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.slowing:
         slowing_worker(arguments.slowing)
         return
     if arguments.worker:
-        name, rounds, steps, folder = arguments.worker
-        worker(name, int(rounds), int(steps), folder)
+        name, rounds, folder = arguments.worker
+        worker(name, int(rounds), folder)
         return
     names = [arguments.only] if arguments.only else ["equal", "100/30"] if arguments.quick else list(CASES)
-    rounds, steps = (1, 8) if arguments.quick else (3, 8)  # a period, so that every round has one exchange
-    rows = [row for name in names for row in rows_of(name, on_lab(name, rounds, steps))]
+    rounds = 1 if arguments.quick else 6
+    rows = [row for name in names for row in rows_of(name, on_lab(name, rounds))]
     if arguments.only:
         report(rows, None, None, save=False)
         return
@@ -419,7 +462,7 @@ def report(rows: list[dict[str, Any]], large: tuple[float, float] | None, rate: 
     if equal:
         speedup = equal[0]["ms_per_step"] / chosen["100/30"]["ms_per_step"]
         claims.append(Claim("uneven_batch_speedup_100_30", speedup, 1.8, "higher"))
-    note = f"Global batch of {BATCH}; quotas of a core, ranks on loopback or shaped links; every = 8 between nodes."
+    note = f"Global batch of {BATCH}; quotas of a core, ranks on loopback or shaped links."
     tell("plan", rows, claims, note=note, save=save)
 
 

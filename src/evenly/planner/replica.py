@@ -14,7 +14,7 @@ from evenly.planner.wishes import parts_of
 from evenly.spec.layout import Choice, Layout
 from evenly.spec.profile import Profile, Rate
 
-OVERHEAD = 1.12  # what layers of a cut network were seen to take more than by themselves
+OVERHEAD = 1.12  # what a step of a cut network takes over its layers and messages, where none was tried
 MANY = 8  # samples a rank, from which on a batch is divided finely enough
 
 
@@ -62,11 +62,16 @@ class Crew:
         known = [seconds for seconds in own if seconds is not None]
         return max(known) / len(self.ranks) if len(known) == len(own) else None
 
+    @cached_property
+    def overhead(self) -> float:
+        """What a step of a cut network takes over what its layers and messages take one by one."""
+        return self.profile.cut_factor(self.ranks, otherwise=OVERHEAD)
+
     def seconds(self, samples: int) -> float:
         """Returns what a step with `samples` samples takes."""
         if self.layout is None:
             return self.ease * self.profile.devices[self.ranks[0]].step.at(samples)
-        return OVERHEAD * self.ease * self.timeline.step_s * self._factor(samples)
+        return self.overhead * self.ease * self.timeline.step_s * self._factor(samples)
 
     def compute_s(self, samples: int) -> list[float]:
         """Returns what each rank computes of it."""
@@ -74,7 +79,8 @@ class Crew:
             return [self.ease * self.profile.devices[self.ranks[0]].step.at(samples)]
         found = dict(zip(self.layout.members, self.timeline.compute_s, strict=True))
         return [
-            found.get(place, 0.0) * OVERHEAD * self.ease * self._factor(samples) for place in range(len(self.ranks))
+            found.get(place, 0.0) * self.overhead * self.ease * self._factor(samples)
+            for place in range(len(self.ranks))
         ]
 
     def _factor(self, samples: int) -> float:

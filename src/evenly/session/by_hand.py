@@ -84,7 +84,7 @@ def measure_party(
     limits: Any = {"timeout_s": timeout_s, "tell": tell or (lambda _: None)}
     chapter = party.chapter("measure")
     profile = measure_cluster(chapter, traced, cluster, device, quick=quick, parent=parent, **limits)
-    return rehearse(party.chapter("rehearse"), traced, cluster, profile, device, **limits)
+    return rehearse(party.chapter("rehearse"), traced, cluster, profile, device, quick=quick, **limits)
 
 
 def synchronize(

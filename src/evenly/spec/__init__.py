@@ -6,7 +6,7 @@ from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import Layout, deal
 from evenly.spec.period import Every, EveryEpoch, EveryGradient, EverySteps, Period, period_of
 from evenly.spec.plan import Exchange, Plan, Prediction, Replica, Role
-from evenly.spec.profile import Curve, DeviceProfile, Lane, LayerCurves, Meeting, Profile, Rate, check_speeds
+from evenly.spec.profile import Curve, CutStep, DeviceProfile, Lane, LayerCurves, Meeting, Profile, Rate, check_speeds
 from evenly.spec.run import (
     CheckpointSaved,
     EpochDone,
@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointSaved",
     "Cluster",
     "Curve",
+    "CutStep",
     "Device",
     "DeviceForecast",
     "DeviceProfile",

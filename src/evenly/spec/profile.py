@@ -107,6 +107,13 @@ class Meeting(Value):
     gathers: Curve
 
 
+class CutStep(Value):
+    """A step of a network cut over these ranks: what it took over what its layers and messages take one by one."""
+
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=2)
+    factor: Positive
+
+
 class Profile(Document):
     """The devices and wires of a cluster, measured with one network and batch."""
 
@@ -117,6 +124,7 @@ class Profile(Document):
     devices: tuple[DeviceProfile, ...] = Field(min_length=1)
     lanes: tuple[Lane, ...] = Field(default=(), description="those that were measured")
     meetings: tuple[Meeting, ...] = Field(default=(), description="groups that were seen to sum and gather")
+    cuts: tuple[CutStep, ...] = Field(default=(), description="steps of cut networks that were tried")
     inside: Rate = Field(default=Rate(latency_s=2e-5, bytes_per_s=1e10), description="other ways inside a node")
     across: Rate = Field(default=Rate(latency_s=1e-4, bytes_per_s=1.25e8), description="other ways between nodes")
     sample_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="kept for backward for each sample")
@@ -203,6 +211,12 @@ class Profile(Document):
         gathers = [others * rate.latency_s + size * others / len(own) / rate.bytes_per_s for size in sizes]
         curve = Curve(sizes=sizes, seconds=tuple(max(1e-12, seconds) for seconds in gathers))
         return Meeting(ranks=tuple(sorted(own)) if len(own) > 1 else (0, 0), sums=curve.scaled(2.0), gathers=curve)
+
+    def cut_factor(self, ranks: Iterable[int], *, otherwise: float) -> float:
+        """Returns what a step of a network cut over ranks takes over its parts: as a group around them was seen to."""
+        own = set(ranks)
+        around = [cut for cut in self.cuts if own <= set(cut.ranks)]
+        return min(around, key=lambda cut: len(cut.ranks)).factor if around else otherwise
 
     @property
     def fingerprint(self) -> str:

@@ -1,7 +1,7 @@
 """The world -> Cluster -> Profile."""
 
-from evenly.survey.devices import inputs_of
+from evenly.survey.devices import inputs_of, train_step
 from evenly.survey.discover import describe_device, survey_cluster
 from evenly.survey.measure import fastest_groups, measure_cluster
 
-__all__ = ["describe_device", "fastest_groups", "inputs_of", "measure_cluster", "survey_cluster"]
+__all__ = ["describe_device", "fastest_groups", "inputs_of", "measure_cluster", "survey_cluster", "train_step"]

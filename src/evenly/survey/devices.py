@@ -1,8 +1,10 @@
 """One device and one network: seconds of a step against samples, and of each form of layer against its width."""
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import psutil
@@ -34,16 +36,28 @@ class DeviceSurvey:
         """Returns the seconds of a training step against samples."""
         model = copy.deepcopy(self._traced.model).to(self._device).train()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
-        found: dict[int, float] = {}
         until = time.perf_counter() + self._budget_s / 2
-        for size in self._sizes():
-            expected = found[max(found)] * size / max(found) if found else 0.0
-            if found and time.perf_counter() + 2 * expected > until:
-                break
-            self._tell(f"a step with {size} samples")
-            reading = self._watch.read(lambda size=size: self._train(model, optimizer, size))  # type: ignore[misc]  # bound at once
-            found[size], self.spread = reading.seconds, reading.spread
-        return Curve(sizes=tuple(found), seconds=tuple(found.values()))
+        found: dict[int, list[float]] = {}
+        while True:  # in rounds, so that what disturbs for a moment does not fall on one size alone
+            for size in self._sizes():
+                expected = self._expected(found, size)
+                if found and time.perf_counter() + expected > until:
+                    return self._curve(found)
+                self._tell(f"a step with {size} samples")
+                act = functools.partial(train_step, model, optimizer, self._inputs(size))
+                found.setdefault(size, []).extend(self._watch.readings(act))
+
+    @staticmethod
+    def _expected(found: dict[int, list[float]], size: int) -> float:
+        """Returns how long a step of this size should take, by the steps so far; the first of a size warms up."""
+        if size in found:
+            return found[size][-1]
+        return 2 * found[max(found)][-1] * size / max(found) if found else 0.0
+
+    def _curve(self, found: dict[int, list[float]]) -> Curve:
+        largest = found[max(found)]
+        self.spread = (max(largest) - min(largest)) / median(largest)
+        return Curve(sizes=tuple(found), seconds=tuple(max(1e-9, median(seconds)) for seconds in found.values()))
 
     def alone(self, step: Curve) -> float:
         """Returns the time of a step now, while others rest, over what it was."""
@@ -51,7 +65,8 @@ class DeviceSurvey:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
         affordable = [size for size in step.sizes if step.at(size) <= self._budget_s / 20]
         size = max(affordable, default=min(step.sizes))
-        return min(1.0, self._watch.read(lambda: self._train(model, optimizer, size)).seconds / step.at(size))
+        given = self._inputs(size)
+        return min(1.0, self._watch.read(lambda: train_step(model, optimizer, given)) / step.at(size))
 
     def layers(self, step: Curve) -> dict[str, LayerCurves]:
         """Returns the curves of every form of convolution and linear layer that the budget allows to time."""
@@ -71,7 +86,7 @@ class DeviceSurvey:
                     continue
                 self._tell(f"{part:.0%} of {form}")
                 for mode, size, act in probe.acts(part):
-                    found[form].setdefault(mode, {})[size] = watch.read(act).seconds * scale
+                    found[form].setdefault(mode, {})[size] = watch.read(act) * scale
         return {form: _curves(found[form], probe.sizes) for form, probe in probes.items() if found[form]}
 
     def free_bytes(self, ranks_here: int) -> int:
@@ -95,19 +110,12 @@ class DeviceSurvey:
 
         own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            outputs = model(**inputs_of(self._graph, samples, self._device))
+            outputs = model(**self._inputs(samples))
         del outputs
         return sum(size for place, size in kept.items() if place not in own)
 
-    def _train(self, model: nn.Module, optimizer: torch.optim.Optimizer, samples: int) -> None:
-        outputs = [
-            x
-            for x in pytree.tree_leaves(model(**inputs_of(self._graph, samples, self._device)))
-            if isinstance(x, torch.Tensor)
-        ]
-        sum(x.float().square().mean() for x in outputs if x.requires_grad).backward()  # type: ignore[union-attr]  # there is one
-        optimizer.step()
-        optimizer.zero_grad()
+    def _inputs(self, samples: int) -> dict[str, torch.Tensor]:
+        return inputs_of(self._graph, samples, self._device)
 
     def _sizes(self) -> list[int]:
         """Returns the batches to try, small ones first."""
@@ -126,14 +134,22 @@ class DeviceSurvey:
                 yield self._graph.form_of(layer), (nodes[layer.name], layer)
 
 
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, torch.Tensor]) -> None:
+    """Makes one step on these inputs, with a loss that every output takes part in."""
+    outputs = [x for x in pytree.tree_leaves(model(**given)) if isinstance(x, torch.Tensor) and x.requires_grad]
+    torch.stack([x.float().square().mean() for x in outputs]).sum().backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def inputs_of(graph: Graph, samples: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns what forward takes, like the example but with so many samples."""
-    made = {}
+    """Returns what forward takes, like the example but with so many samples; on every rank the same."""
+    made, generator = {}, torch.Generator().manual_seed(0)
     for layer in graph.layers:
         if layer.op == "input" and layer.outputs:
             tensor = layer.outputs[0]
             shape = (samples, *tensor.shape[1:]) if tensor.shape[:1] == (graph.batch_size,) else tensor.shape
-            made[layer.where] = _filled(shape, getattr(torch, tensor.dtype), device)
+            made[layer.where] = _filled(shape, getattr(torch, tensor.dtype), generator).to(device)
     return made
 
 
@@ -172,8 +188,8 @@ class Probe:
         return {"outputs": self._weight[self._out], "inputs": self._weight[self._in], "samples": self._batch}
 
     def _act(self, input_shape: tuple[int, ...], weight_shape: tuple[int, ...]) -> Callable[[], None]:
-        x = _filled(input_shape, self._dtype, self._device).requires_grad_(self._has_grad)
-        weight = _filled(weight_shape, self._dtype, self._device).requires_grad_()
+        x = _filled(input_shape, self._dtype).to(self._device).requires_grad_(self._has_grad)
+        weight = _filled(weight_shape, self._dtype).to(self._device).requires_grad_()
         target: Any = self._node.target
         settings, named = self._node.args[2:], self._node.kwargs
         wanted = [x, weight] if self._has_grad else [weight]
@@ -198,8 +214,8 @@ def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
     """Returns numbers to compute with; zeros are whole numbers that any embedding knows."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=dtype, device=device)
-    return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.randn(shape, dtype=dtype, generator=generator)
+    return torch.zeros(shape, dtype=dtype)

@@ -3,7 +3,6 @@
 import platform
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from evenly.spec import Cluster, Curve, DeviceProfile, Lane, Meeting, Profile
 from evenly.survey.devices import DeviceSurvey
 from evenly.survey.lanes import measure_lanes
 from evenly.survey.meetings import measure_meetings
+from evenly.survey.pooling import pooled
 
 QUICK_S, THOROUGH_S = 14.0, 60.0
 MOST_MEETING = 16  # ranks of a node whose meetings are measured
@@ -55,13 +55,15 @@ def measure_cluster(
         rows = gather_json(
             [mine.model_dump(), [lane.model_dump() for lane in lanes], survey.sample_bytes()], everybody, waiter
         )
-        seen = _meetings(party, alarm, cluster, [row[0]["step"] for row in rows], device, timeout_s, tell)
+        batch = max(1, traced.graph.batch_size)
+        devices = _completed(pooled([DeviceProfile(**row[0]) for row in rows], cluster, batch), batch)
+        steps = [device_profile.step for device_profile in devices]
+        seen = _meetings(party, alarm, cluster, steps, batch, device, timeout_s, tell)
         told = gather_json([meeting.model_dump() for meeting in seen], everybody, waiter)
-        devices = _completed([DeviceProfile(**row[0]) for row in rows], max(1, traced.graph.batch_size))
         return Profile(
             cluster=cluster.fingerprint,
             graph=traced.graph.fingerprint,
-            batch_size=max(1, traced.graph.batch_size),
+            batch_size=batch,
             devices=tuple(devices),
             meetings=tuple(Meeting(**meeting) for row in told for meeting in row),
             lanes=tuple(Lane(**lane) for row in rows for lane in row[1]),
@@ -146,7 +148,8 @@ def _meetings(
     party: Party,
     alarm: Alarm,
     cluster: Cluster,
-    steps: Sequence[Any],
+    steps: Sequence[Curve],
+    batch: int,
     device: torch.device,
     timeout_s: float,
     tell: Callable[[str], None],
@@ -155,8 +158,7 @@ def _meetings(
     ranks = cluster.nodes[cluster.node_of(party.rank)].ranks
     if len(ranks) < 2 or len(ranks) > MOST_MEETING:
         return []
-    curves = [Curve(**step) for step in steps]
-    groups = fastest_groups(ranks, curves, max(max(curve.sizes) for curve in curves))
+    groups = fastest_groups(ranks, steps, batch)
     backend = backend_for([cluster.device_of(rank) for rank in ranks])
     where = device if backend == "nccl" else torch.device("cpu")
     return measure_meetings(party, alarm, groups, timeout_s=timeout_s, device=where, backend=backend, tell=tell)

@@ -10,14 +10,6 @@ import torch
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Repeated times: their median, and how far they lie apart compared with it."""
-
-    seconds: float
-    spread: float
-
-
-@dataclass(frozen=True)
 class Stopwatch:
     """Times work on one device.
 
@@ -31,8 +23,12 @@ class Stopwatch:
     most: int = 9
     row_s: float = 0.04
 
-    def read(self, act: Callable[[], object]) -> Reading:
-        """Returns the time that `act` takes once it is warm."""
+    def read(self, act: Callable[[], object]) -> float:
+        """Returns the seconds that `act` takes once it is warm."""
+        return max(median(self.readings(act)), 1e-9)
+
+    def readings(self, act: Callable[[], object]) -> list[float]:
+        """Returns the seconds that `act` takes, again and again once it is warm."""
         first = self.once(act)
         seconds = [first] if first > self.enough_s else []  # what takes that long is not slower because it is cold
         began = time.perf_counter()
@@ -41,8 +37,7 @@ class Stopwatch:
             seconds.append(self.once(lambda times=times: [act() for _ in range(times)]) / times)  # type: ignore[misc]  # bound at once
             if len(seconds) >= self.least and time.perf_counter() - began > self.enough_s:
                 break
-        middle = max(median(seconds), 1e-9)
-        return Reading(middle, (max(seconds) - min(seconds)) / middle)
+        return seconds
 
     def once(self, act: Callable[[], object]) -> float:
         """Returns the seconds of one time."""

@@ -1,0 +1,29 @@
+"""The cut network that is worth trying: what its steps take tells how far the sum of its parts can be trusted."""
+
+from collections.abc import Sequence
+
+from evenly.planner.costs import Works
+from evenly.planner.lines import cut_lines, single_lines
+from evenly.planner.replica import Crew
+from evenly.spec.graph import Graph
+from evenly.spec.profile import Profile
+
+PROMISING = 1.15  # a cut whose parts take so much longer than whole networks at most
+
+
+def cut_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> Crew | None:
+    """Returns the ranks of a node, and the layout, of the most promising cut network; None if there is none.
+
+    Promising is one that may be faster than whole networks on each rank, or the only one for which there is memory.
+    """
+    works, batch = Works(graph), profile.batch_size
+    free = [device.free_bytes for device in profile.devices]
+    whole_s = min(
+        (line.least_s(batch) for line in single_lines(ranks, works, profile, free, batch)), default=float("inf")
+    )
+    seconds = whole_s if whole_s < float("inf") else 0.0
+    lines = cut_lines(ranks, works, profile, free, batch, seconds=seconds, samples=batch)
+    best = min(lines, key=lambda line: line.least_s(batch), default=None)
+    if best is None or best.least_s(batch) > PROMISING * whole_s:
+        return None
+    return max((crew for crew in best.crews if crew.layout is not None), key=lambda crew: len(crew.ranks), default=None)
