@@ -78,9 +78,9 @@ def alternatives(
     add("equal batches", dict(zip(ranks, deal(BATCH, [1.0] * len(ranks)), strict=True)))
     add("batches by speed", dict(zip(ranks, deal(BATCH, [speed[r] for r in ranks]), strict=True)))
     for size in range(2, len(order)):
-        chosen = sorted(order[:size])
-        add(f"{size} fastest, equal batches", dict(zip(chosen, deal(BATCH, [1.0] * size), strict=True)))
-        add(f"{size} fastest, by speed", dict(zip(chosen, deal(BATCH, [speed[r] for r in chosen]), strict=True)))
+        few = sorted(order[:size])
+        add(f"{size} fastest, equal batches", dict(zip(few, deal(BATCH, [1.0] * size), strict=True)))
+        add(f"{size} fastest, by speed", dict(zip(few, deal(BATCH, [speed[r] for r in few]), strict=True)))
     leader = order[0]
     for name, weigh in (
         ("milder", lambda r: speed[r] ** 0.5),

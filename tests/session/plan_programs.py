@@ -1,6 +1,7 @@
 """What tests of plans in sessions run on every rank."""
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,3 +87,46 @@ def measured(*, batch: int) -> dict[str, Any]:
         result["step_s"] = plan.predicted.step_s if plan.predicted else 0.0
         return result
     return {"left_out": True}
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 4)).double()
+
+
+def _rest(seconds: float, _: torch.Tensor) -> None:
+    time.sleep(seconds)
+
+
+def cut_and_slowed(*, nodes: int, after: int, rebalance: bool, size: int = 1200, unit_s: float = 0.0) -> dict[str, Any]:
+    """Trains a network cut over the two ranks of each node; the last rank needs four times as long after some steps."""
+    with evenly.Session(device="cpu", nodes=[[2 * node, 2 * node + 1] for node in range(nodes)]) as session:
+        torch.manual_seed(5)
+        dataset = TensorDataset(torch.randn(size, 6, dtype=torch.float64), torch.randint(4, (size,)))
+        model = wide()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        plan = session.plan(model, torch.randn(12, 6, dtype=torch.float64), batch_size=12, shares=[1, 1], every=4)
+        plan = plan.model_copy(update={"rebalance": rebalance})
+        events: list[Any] = []
+        session.listen(events.append)
+        trained, optimizer, loader = session.prepare(model, optimizer, dataset, plan=plan)
+        losses, rows, sizes = [], [], []
+        slows = session.rank == session.world_size - 1
+        for _ in session.epochs(2):
+            for x, y in loader:
+                weight = dict(trained.module.named_parameters())["0.weight"]
+                rows.append(len(weight))
+                sizes.append(loader.samples)
+                unit = unit_s * (4 if slows and len(rows) > after else 1)
+                hook = weight.register_hook(partial(_rest, len(weight) * unit))
+                loss = nn.functional.cross_entropy(trained(x), y)
+                loss.backward()
+                hook.remove()
+                losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+        full = evenly.shards.full_state_dict(trained, optimizer)
+        told = [value.flatten().tolist() for value in full["model"].values()]
+        moves = [event.shares for event in events if event.event == "rebalanced"]
+        return {"parameters": told, "losses": losses, "rows": rows, "sizes": sizes, "moves": moves}
+    return {}

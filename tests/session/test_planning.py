@@ -1,5 +1,6 @@
 """Plans in sessions: unequal batches train as on one device, ranks may be left out, measurements become plans."""
 
+import pytest
 import torch
 
 from evenly import Run
@@ -49,3 +50,24 @@ def test_batches_follow_a_device_that_becomes_slow_and_nothing_is_lost():
     assert first["sizes"][45] >= 17  # 19 of 24 is the ideal
     torch.testing.assert_close(parameters(first), parameters(alone), rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(parameters(second), parameters(first), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_units_of_a_cut_network_follow_a_device_that_becomes_slow_and_the_losses_stay(nodes: int) -> None:
+    program = "tests.session.plan_programs:cut_and_slowed"
+    given = {"nodes": nodes, "after": 20, "unit_s": 0.0005}
+    moved = run_processes(ragged(2 * nodes), program, {**given, "rebalance": True}, limit_s=100)
+    still = run_processes(ragged(2 * nodes), program, {**given, "rebalance": False, "unit_s": 0.0}, limit_s=100)
+    rows = [result["rows"] for result in moved]
+    assert all(a + b == 48 for node in range(nodes) for a, b in zip(rows[2 * node], rows[2 * node + 1], strict=True))
+    assert rows[-1][:20] == [24] * 20
+    assert rows[-1][40] <= 13  # 10 of 48 is the ideal
+    assert moved[0]["moves"]
+    assert all(result["rows"][-1] == 24 for result in still)
+    for result, other in zip(moved, still, strict=True):
+        until = next((step for step, size in enumerate(result["sizes"]) if size != 12), None)  # batches follow later
+        assert until is None or rows[-1][until - 1] < 24
+        torch.testing.assert_close(result["losses"][:until], other["losses"][:until], rtol=1e-9, atol=1e-11)
+        if until is None:
+            torch.testing.assert_close(parameters(result), parameters(other), rtol=1e-8, atol=1e-10)
+    assert nodes > 1 or moved[0]["sizes"] == still[0]["sizes"]

@@ -252,7 +252,7 @@ def moved(sharded: Sharded, move: str) -> list[str]:
 
 
 def layers(sharded: Sharded) -> dict[str, Any]:
-    return {t.name: layer for layer in sharded._program._traced.graph.layers for t in layer.outputs}
+    return {t.name: layer for layer in sharded._program.traced.graph.layers for t in layer.outputs}
 
 
 @pytest.mark.parametrize("name", ["small", "small32", "resnet18"])
@@ -277,7 +277,7 @@ def test_a_sum_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         with opened(party) as (model, sharded, example):
             first = moved(sharded, "reduce")[0]
             users = [
-                layer.where or layer.name for layer in sharded._program._traced.graph.layers if first in layer.inputs
+                layer.where or layer.name for layer in sharded._program.traced.graph.layers if first in layer.inputs
             ]
             return verify(model, sharded, example), users
 

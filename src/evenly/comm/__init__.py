@@ -14,7 +14,7 @@ from evenly.comm.moves import (
     gather_json,
 )
 from evenly.comm.party import Party, party_of
-from evenly.comm.placement import Placement, full_shape, place, placement_of
+from evenly.comm.placement import Placement, full_shape, is_retired, place, placement_of, retire
 from evenly.comm.shifts import MOVES, Shift
 from evenly.comm.slices import Segment, refine, slices
 from evenly.comm.wire import Pending, Traffic, Wire, count_of, put, take
@@ -43,6 +43,7 @@ __all__ = [
     "first_line",
     "full_shape",
     "gather_json",
+    "is_retired",
     "open_group",
     "open_groups",
     "party_of",
@@ -51,6 +52,7 @@ __all__ = [
     "put",
     "refine",
     "require_same",
+    "retire",
     "slices",
     "take",
 ]

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,18 +16,36 @@ from evenly.comm.alarm import Alarm
 QUIET_S = 2.0  # a longer wait for others to come is told to them
 
 
+class Watch(Protocol):
+    """A clock that stands still while a rank waits for others."""
+
+    def pause(self) -> None:
+        """A wait begins."""
+
+    def resume(self) -> None:
+        """A wait is over."""
+
+
 class Waiter:
     """Waits for collectives at one place of the program, listening to the alarm meanwhile."""
 
     def __init__(self, alarm: Alarm, *, place: str, step: int = 0, timeout_s: float = 600.0) -> None:
         self.alarm, self.place, self.step, self.timeout_s = alarm, place, step, timeout_s
         self.on_quiet: Callable[[], None] | None = None  # called once in a wait that is not short
+        self.watch: Watch | None = None
 
     def wait(self, works: Iterable[dist.Work], *, meeting: bool = False) -> None:
         """Returns when all `works` are done; raises `PeerError` for a rank that failed, left or did not come.
 
         A `meeting` is a small message that only waits for others to come: who waits long there tells the others.
         """
+        if self.watch is not None:
+            self.watch.pause()
+        self._wait(works, meeting=meeting)
+        if self.watch is not None:
+            self.watch.resume()
+
+    def _wait(self, works: Iterable[dist.Work], *, meeting: bool) -> None:
         began, told = time.monotonic(), self.on_quiet is None
         for work in works:
             done = threading.Event()

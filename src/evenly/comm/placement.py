@@ -45,6 +45,16 @@ def place(tensor: torch.Tensor, placement: Placement) -> None:
     setattr(tensor, _MARK, placement)
 
 
+def retire(tensor: torch.Tensor) -> None:
+    """Notes on a parameter that another one has taken its place, as its part has another size now."""
+    setattr(tensor, _MARK, "retired")
+
+
+def is_retired(tensor: torch.Tensor) -> bool:
+    """Returns whether another parameter has taken the place of this one."""
+    return getattr(tensor, _MARK, None) == "retired"
+
+
 def full_shape(tensor: torch.Tensor) -> torch.Size:
     """Returns the shape of the tensor of which a parameter or buffer is a part."""
     placement = placement_of(tensor)

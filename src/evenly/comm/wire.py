@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from evenly._errors import MismatchError, SpecError
 from evenly.comm.alarm import Alarm
 from evenly.comm.groups import close_groups
-from evenly.comm.moves import Waiter, all_reduce, all_to_all, broadcast, gather_json
+from evenly.comm.moves import Waiter, Watch, all_reduce, all_to_all, broadcast, gather_json
 
 Segments = Sequence[tuple[int, int]]
 
@@ -65,6 +66,10 @@ class Wire:
         self.failed: Exception | None = None
         self._waiter = Waiter(alarm, place="a layer cut over ranks", timeout_s=timeout_s)
         self._waiter.on_quiet = self._tell_batch
+
+    def watch(self, clock: Watch | None) -> None:
+        """Lets a clock stand still while this rank waits for others."""
+        self._waiter.watch = clock
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -143,6 +148,39 @@ class Wire:
 
         return Pending(finish, [work], self._waiter)
 
+    def redeal(self, part: torch.Tensor, dim: int, before: Sequence[Segments], after: Sequence[Segments]) -> Pending:
+        """Starts dealing a tensor out anew: rank r has the indices `before[r]` of `dim` and will have `after[r]`.
+
+        Only what changes hands travels.
+        """
+        own, wanted = before[self.rank], after[self.rank]
+        if self.size == 1 or tuple(before) == tuple(after):
+            return Pending(lambda: part)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        going = {rank: within(own, shared(own, after[rank])) for rank in others}
+        coming = {rank: within(wanted, shared(before[rank], wanted)) for rank in others}
+        rest = part.shape[:dim] + part.shape[dim + 1 :]
+        counts = [count_of(coming[rank]) if rank in coming else 0 for rank in range(self.size)]
+        pieces = [take(part.detach(), dim, going.get(rank, ())).reshape(-1) for rank in range(self.size)]
+        sent = torch.cat(pieces)
+        received = sent.new_empty(sum(counts) * rest.numel())
+        sizes = [count * rest.numel() for count in counts]
+        work = all_to_all(received, sent, sizes, [piece.numel() for piece in pieces], self.group)
+        stay = sum(count_of(shared(a, b)) for a, b in zip(before, after, strict=True))
+        moving = sum(map(count_of, after)) - stay
+        self.traffic.add("units", moving * rest.numel() * part.element_size())
+
+        def finish() -> torch.Tensor:
+            made = part.new_empty(*part.shape[:dim], count_of(wanted), *part.shape[dim + 1 :])
+            stays = shared(own, wanted)
+            put(made, take(part.detach(), dim, within(own, stays)), dim, within(wanted, stays))
+            for rank, block in enumerate(torch.split(received, sizes)):
+                piece = block.view(*part.shape[:dim], counts[rank], *part.shape[dim + 1 :])
+                put(made, piece, dim, coming.get(rank, ()))
+            return made
+
+        return Pending(finish, [work], self._waiter)
+
     def scatter_sum(
         self, summand: torch.Tensor, dim: int, segments: Sequence[Segments], *, name: str = "scatter_sum"
     ) -> Pending:
@@ -201,6 +239,30 @@ def _alike(mine: Sequence[float], other: Sequence[float]) -> bool:
 def count_of(ranges: Segments) -> int:
     """Returns how many indices the ranges hold."""
     return sum(stop - start for start, stop in ranges)
+
+
+def shared(some: Segments, others: Segments) -> Segments:
+    """Returns the indices that are in both, in the order of `others`.
+
+    >>> shared(((0, 4), (8, 10)), ((2, 9),))
+    ((2, 4), (8, 9))
+    """
+    common = ((max(a, c), min(b, d)) for c, d in others for a, b in sorted(some))
+    return tuple((start, stop) for start, stop in common if start < stop)
+
+
+def within(own: Segments, ranges: Segments) -> Segments:
+    """Returns where indices lie in the part of a rank that holds `own`; each range lies in one of its own.
+
+    >>> within(((0, 4), (8, 10)), ((2, 4), (8, 9)))
+    ((2, 4), (4, 5))
+    """
+    starts = dict(zip(own, accumulate([0, *(stop - start for start, stop in own)]), strict=False))
+    found = []
+    for start, stop in ranges:
+        home = next(segment for segment in own if segment[0] <= start and stop <= segment[1])
+        found.append((starts[home] + start - home[0], starts[home] + stop - home[0]))
+    return tuple(found)
 
 
 def take(x: torch.Tensor, dim: int, ranges: Segments) -> torch.Tensor:

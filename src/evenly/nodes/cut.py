@@ -34,12 +34,34 @@ class CutSharing(Sharing):
         self._groups, self._alarm, self._wire, self._joint = groups, alarm, wire, joint
         self._open, self._settings, self._state_placement = open_group, settings, state_placement
         self._meetings: list[Meeting] = []
+        self._live: ReplicaGradients | None = None
+        self._learned = 0
         if wire is not None:
             wire.alarm.follow(alarm)  # who waits in a layer hears what the other nodes say
 
     def level(self, module: torch.nn.Module, waiter: Waiter) -> None:
         """Learns how all replicas are cut, and takes over the state of rank 0's replica."""
+        self._learn(module, waiter)
+        own = self._nodes[self._groups.index]
+        items = [(name, tensor.detach().clone()) for name, tensor in named_tensors(module).items()]
+        self._inside.reduce(items, waiter, weight=float(self._replica is own[0]), kind="copy")
+        self._across.reduce(items, waiter, weight=float(0 in self._groups.ranks), kind="copy")
+        self._across.spread(items, waiter)
+        for (_, value), tensor in zip(items, named_tensors(module).values(), strict=True):
+            tensor.copy_(value)
+
+    def relearn(self, module: torch.nn.Module, waiter: Waiter) -> None:
+        """Learns how replicas are cut now; their parts have new places."""
+        for meeting in self._meetings:
+            meeting.close()
+        self._meetings = []
+        self._learn(module, waiter)
+        if self._live is not None:
+            self._live.follow(self._gradients)
+
+    def _learn(self, module: torch.nn.Module, waiter: Waiter) -> None:
         rank = self._groups.party.rank
+        self._learned += 1
         self._nodes = find_replicas(module, self._groups, waiter)
         self._shapes = full_shapes(module)
         own = self._nodes[self._groups.index]
@@ -51,16 +73,10 @@ class CutSharing(Sharing):
         self._gradients = self._meet("gradients", shared, trained, spreads=len(shared) > 1)
         self._inside = self._meet("inside", [[replica] for replica in own], self._shapes, spreads=False)
         self._across = self._meet("across", self._nodes, self._shapes, spreads=True)
-        items = [(name, tensor.detach().clone()) for name, tensor in named_tensors(module).items()]
-        self._inside.reduce(items, waiter, weight=float(self._replica is own[0]), kind="copy")
-        self._across.reduce(items, waiter, weight=float(0 in self._groups.ranks), kind="copy")
-        self._across.spread(items, waiter)
-        for (_, value), tensor in zip(items, named_tensors(module).values(), strict=True):
-            tensor.copy_(value)
 
     def gradients(self, module: torch.nn.Module, *, find_unused_parameters: bool) -> ReplicaGradients:
         """Returns what averages over the replicas of the node."""
-        return ReplicaGradients(
+        self._live = ReplicaGradients(
             module,
             self._gradients,
             self._groups.gradients,
@@ -69,6 +85,7 @@ class CutSharing(Sharing):
             alarm=self._alarm,
             timeout_s=self._settings.timeout_s,
         )
+        return self._live
 
     def state(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Entry]:
         """Returns what lies as its parameter does."""
@@ -111,7 +128,7 @@ class CutSharing(Sharing):
         self, name: str, sides: Sequence[Sequence[Replica]], shapes: Mapping[str, Shape], *, spreads: bool
     ) -> Meeting:
         rank = self._groups.party.rank
-        meeting = Meeting(name, sides, shapes, rank=rank, open_group=self._open, spreads=spreads)
+        meeting = Meeting(f"{name}{self._learned}", sides, shapes, rank=rank, open_group=self._open, spreads=spreads)
         self._meetings.append(meeting)
         return meeting
 

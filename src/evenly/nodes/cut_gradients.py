@@ -93,6 +93,12 @@ class ReplicaGradients(Gradients):
         latest, self._latest = self._latest, None
         return latest
 
+    def follow(self, meeting: Meeting) -> None:
+        """Goes on with the parameters that the module has now, which meet in `meeting`."""
+        self.close()
+        self._meeting = meeting
+        self._hooks = [_on_gradient(p, self._arrived) for p in self._module.parameters() if p.requires_grad]
+
     def close(self) -> None:
         """Removes the hooks."""
         for hook in self._hooks:

@@ -61,6 +61,10 @@ class Sharing(ABC):
         """Gives every rank the state of rank 0; all ranks call it together, once, before all else."""
 
     @abstractmethod
+    def relearn(self, module: torch.nn.Module, waiter: Waiter) -> None:
+        """Goes on after parts of a cut network have changed hands; all ranks call it together."""
+
+    @abstractmethod
     def gradients(self, module: torch.nn.Module, *, find_unused_parameters: bool) -> Gradients:
         """Returns what averages the gradients of `module` inside the node."""
 

@@ -17,6 +17,7 @@ import torch
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Alarm, Groups, Waiter, placement_of, require_same
 from evenly.nodes.membership import Ballot, Membership, Quorum
+from evenly.nodes.replicas import wire_of
 from evenly.nodes.schedule import Schedule
 from evenly.nodes.sharing import Sharing, Verdict
 from evenly.nodes.signature import describe
@@ -82,6 +83,9 @@ class Synchronized(torch.nn.Module):
             self._gradients = sharing.gradients(module, find_unused_parameters=find_unused_parameters)
             self.clock = StepClock(next(module.parameters(), torch.empty(0)).device)
             self._gradients.clock = self.clock
+            self._wire = wire_of(module)
+            if self._wire is not None:
+                self._wire.watch(self.clock)
         except BaseException as error:
             self._alarm.ring(error)
             self._alarm.close()
@@ -153,10 +157,17 @@ class Synchronized(torch.nn.Module):
         self._closed = True
         for hook in self._hooks:
             hook.remove()
+        if self._wire is not None:
+            self._wire.watch(None)
         self._gradients.close()
         self._alarm.close()
         self._sharing.close()
         self._groups.close(failed=self._alarm.has_rung)
+
+    def relearn(self) -> None:
+        """Goes on after parts of the network have changed hands, between two steps; all ranks call it together."""
+        self._guarded(lambda waiter: self._sharing.relearn(self.module, waiter))
+        self._agreed = _copies(kept_buffers(self.module))
 
     def require_finite(self) -> None:
         """Raises `NonFiniteError` for the last step where its gradients were not finite and nobody has looked yet."""

@@ -6,32 +6,51 @@ import torch
 
 MOST = 64  # steps that are remembered
 
+Moment = float | torch.cuda.Event
+
 
 class StepClock:
-    """Runs from the first forward of a step to the end of its own backward; on CUDA it reads the device's time."""
+    """Runs from the first forward of a step to the end of its own backward; on CUDA it reads the device's time.
+
+    It stands still while the rank waits for others inside the step, as the ranks of a cut network do in every layer.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._began: float | torch.cuda.Event | None = None
-        self._spans: list[tuple[float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        self._runs = False
+        self._began: Moment | None = None
+        self._spans: list[tuple[Moment, Moment]] = []  # of the step that runs
+        self._steps: list[list[tuple[Moment, Moment]]] = []
 
     def begin(self) -> None:
         """Starts, unless it runs already: a step may have several forwards."""
-        if self._began is None:
+        if not self._runs:
+            self._runs, self._began, self._spans = True, self._now(), []
+
+    def pause(self) -> None:
+        """Stands still."""
+        if self._runs and self._began is not None:
+            self._spans.append((self._began, self._now()))
+            self._began = None
+
+    def resume(self) -> None:
+        """Goes on."""
+        if self._runs and self._began is None:
             self._began = self._now()
 
     def end(self) -> None:
         """Notes a step."""
-        if self._began is not None:
-            self._spans = [*self._spans, (self._began, self._now())][-MOST:]
-            self._began = None
+        if self._runs:
+            self.pause()
+            self._steps = [*self._steps, self._spans][-MOST:]
+            self._runs = False
 
     def take(self) -> list[float]:
         """Returns the seconds of the steps since the last call."""
-        spans, self._spans = self._spans, []
-        return [_between(*span) for span in spans]
+        steps, self._steps = self._steps, []
+        return [sum(_between(*span) for span in spans) for spans in steps]
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _now(self) -> Moment:
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no annotation here
@@ -39,7 +58,7 @@ class StepClock:
         return event
 
 
-def _between(first: float | torch.cuda.Event, last: float | torch.cuda.Event) -> float:
+def _between(first: Moment, last: Moment) -> float:
     if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
         last.synchronize()
         return float(first.elapsed_time(last)) / 1e3

@@ -31,6 +31,9 @@ class WholeSharing(Sharing):
             waiter.wait([broadcast(scratch, self._groups.world, source=0)])
             flat.unpack(scratch)
 
+    def relearn(self, module: torch.nn.Module, waiter: Waiter) -> None:
+        """Nothing changes hands where every rank has all."""
+
     def gradients(self, module: torch.nn.Module, *, find_unused_parameters: bool) -> NodeGradients:
         """Returns torch's DDP on the node's group."""
         return NodeGradients(

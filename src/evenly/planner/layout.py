@@ -60,6 +60,37 @@ def lay_out(
     )
 
 
+def relaid(graph: Graph, layout: Layout, factors: Sequence[float]) -> Layout:
+    """Returns the same layout with other shares: every rank has `factors[rank]` times what it had of each layer.
+
+    What layers do stays as it is, where the new shares allow it.
+
+    Args:
+        graph: the network.
+        layout: how it is cut.
+        factors: one number above 0 for each rank.
+    """
+    shares = [share * factor for share, factor in zip(layout.shares, factors, strict=True)]
+    own = {
+        choice.where: [count * factor for count, factor in zip(_held(layout, choice), factors, strict=True)]
+        for choice in layout.choices
+        if choice.mode == "partitioned" and choice.where
+    }
+    cut_batch = any(cut.rows for cut in layout.cuts)
+    modes = {choice.layer: [choice.mode] for choice in layout.choices if choice.mode != "source"}
+    return lay_out(graph, shares, layer_shares=own, modes=modes, cut_batch=cut_batch)
+
+
+LEAST = 0.25  # units that a rank without any in a layer is taken to have, as it may become fast
+
+
+def _held(layout: Layout, choice: Choice) -> list[float]:
+    """Returns how many outputs of a layer each rank has."""
+    record = next(record for record in choice.gives if record.state == "sharded")
+    counts = dict(zip(layout.members, layout.cuts[record.cut].counts(), strict=True))
+    return [max(LEAST, counts[rank]) if rank in counts else 0.0 for rank in range(len(layout.shares))]
+
+
 def _own_shares(
     graph: Graph, given: Mapping[str, Sequence[float]], ranks: int, members: tuple[int, ...]
 ) -> dict[str, tuple[float, ...]]:

@@ -4,7 +4,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class _Scene:
         return min(self.node, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
 
     def averaged(self) -> dict[str, Any]:
-        """Returns what averaging adds to the steps of the slowest of each group, and how much longer all steps take."""
+        """Returns what averaging adds to the steps of the slowest of each group, and how much longer own steps take."""
         added, factor = {}, 1.0
         for ranks in fastest_groups(self.node, self.steps, self.profile.batch_size) if len(self.node) > 1 else []:
             if self.party.rank not in ranks:
@@ -96,12 +96,13 @@ class _Scene:
             sizes = [[FEW] * len(ranks)]
             if len(ranks) == len(self.node):
                 sizes.append(self._by_speed(ranks))
-            seconds = self._joint_s(ranks, sizes)
-            alone = [max(self._own_s(ranks, rank, n) for rank, n in zip(ranks, few, strict=True)) for few in sizes]
-            if len(seconds) > 1 and alone[1] > TELLING * alone[0]:
-                factor = min(3.0, max(0.7, (seconds[1] - seconds[0]) / (alone[1] - alone[0])))
+            seconds, computing = self._joint_s(ranks, sizes)
+            own = [self._own_s(ranks, self.party.rank, few[ranks.index(self.party.rank)]) for few in sizes]
+            if len(own) > 1 and own[1] > TELLING * own[0]:
+                factor = min(3.0, max(0.7, (computing[1] - computing[0]) / (own[1] - own[0])))
             slowest = max(ranks, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
-            added[str(slowest)] = max(0.0, seconds[0] - factor * self._own_s(ranks, slowest, FEW))
+            if self.party.rank == slowest:
+                added[str(slowest)] = max(0.0, seconds[0] - factor * own[0])
         return {"added": added, "factor": factor}
 
     def cut_found(self) -> dict[str, Any] | None:
@@ -146,8 +147,9 @@ class _Scene:
     def _times(self, expected_s: float) -> int:
         return min(MOST, max(LEAST, round(self.enough_s / expected_s)))
 
-    def _joint_s(self, ranks: Sequence[int], sizes: Sequence[Sequence[int]]) -> list[float]:
-        """Returns the seconds of a step in which these ranks average gradients, for each of the batches."""
+    def _joint_s(self, ranks: Sequence[int], sizes: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
+        """Returns, for each of the batches, the seconds of a step in which these ranks average gradients, and those in
+        which this rank computes."""
         model = copy.deepcopy(self.traced.model).to(self.device).train()
         joined = join_nodes(
             model,
@@ -157,12 +159,14 @@ class _Scene:
             period=EverySteps(10**9),
             exchange=Exchange(timeout_s=self.timeout_s),
         )
-        trial, seconds = _Trial(joined, self.traced, self.device, optimizer), []
+        trial = _Trial(joined, self.traced, self.device, optimizer)
+        seconds, computing = [], []
         for samples in sizes:
             expected_s = max(self._own_s(ranks, rank, count) for rank, count in zip(ranks, samples, strict=True))
             seconds.append(trial.step_s(samples[list(ranks).index(self.party.rank)], self._times(expected_s)))
+            computing.append(median(joined.clock.take()))
         joined.close()
-        return seconds
+        return seconds, computing
 
 
 class _Trial:
@@ -199,16 +203,17 @@ def _corrected(profile: Profile, cluster: Cluster, rows: Sequence[dict[str, Any]
     """Returns the profile with what was found; the fastest rank of a node has that of the next, scaled."""
     batch = profile.batch_size
     added = {int(rank): seconds for row in rows for rank, seconds in row["added"].items()}
-    devices = list(profile.devices)
+    devices, steps = list(profile.devices), [device.step for device in profile.devices]
     for node in cluster.nodes:
         if len(node.ranks) < 2:
             continue
-        factor = median(rows[rank]["factor"] for rank in node.ranks)
-        order = sorted(node.ranks, key=lambda rank: (devices[rank].step.at(batch), rank))
+        factors = {rank: rows[rank]["factor"] for rank in node.ranks}
+        order = sorted(node.ranks, key=lambda rank: (steps[rank].at(batch), rank))
         for place, rank in enumerate(order):
             other = order[1] if place == 0 else rank
-            averaging_s = added[other] * devices[rank].step.at(batch) / devices[other].step.at(batch)
-            devices[rank] = _slowed(devices[rank], factor).model_copy(update={"averaging_s": averaging_s})
+            averaging_s = added[other] * steps[rank].at(batch) / steps[other].at(batch)
+            alike = [factors[peer] for peer in order if steps[peer] == steps[rank]]
+            devices[rank] = _slowed(devices[rank], mean(alike)).model_copy(update={"averaging_s": averaging_s})
     return profile.model_copy(update={"devices": tuple(devices)})
 
 

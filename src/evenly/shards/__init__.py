@@ -4,6 +4,7 @@ from evenly.shards.checking import Report, verify
 from evenly.shards.clipping import clip_grad_norm_
 from evenly.shards.drift import DriftMonitor
 from evenly.shards.join import example_of, join_shards, shard_model
+from evenly.shards.moving import immovable, reshard
 from evenly.shards.optim import Adafactor, Lamb
 from evenly.shards.placement import Placement, placement_of
 from evenly.shards.scaling import GradScaler
@@ -21,9 +22,11 @@ __all__ = [
     "clip_grad_norm_",
     "example_of",
     "full_state_dict",
+    "immovable",
     "join_shards",
     "load_full_state_dict",
     "placement_of",
+    "reshard",
     "shard_model",
     "verify",
 ]

@@ -121,7 +121,7 @@ class _Trial:
         shortest = min((x.dtype.itemsize for x in floats), default=8)
         self._is_short = shortest < 8
         self._rtol = RTOL.get(shortest, 2e-2) if rtol is None else rtol
-        self._traced = program._traced
+        self._traced = program.traced
         self._owners, always = chances(self._traced)
         if always:
             raise SpecError(

@@ -8,7 +8,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Pending, Wire
-from evenly.shards.placement import Placement, placement_of
+from evenly.shards.placement import Placement, is_retired, placement_of
 
 
 class Sums:
@@ -68,6 +68,11 @@ def clip_grad_norm_(
         error_if_nonfinite: whether a norm that is NaN or infinite raises `NonFiniteError` and leaves the gradients.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(is_retired(parameter) for parameter in given):
+        raise SpecError(
+            "gradients were to be clipped of parameters that others have taken the place of, as units of the network "
+            "changed hands. Ask for them anew at every step: clip_grad_norm_(model.parameters(), ...)."
+        )
     held = [(parameter.grad, placement_of(parameter)) for parameter in given if parameter.grad is not None]
     if any(placement is not None and placement.is_cut for _, placement in held):
         total = _norm_over_wires(held, float(norm_type))

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import torch
 
-from evenly.comm import Placement, place, placement_of
+from evenly.comm import Placement, is_retired, place, placement_of, retire
 
-__all__ = ["Placement", "place", "placement_of", "placements"]
+__all__ = ["Placement", "is_retired", "place", "placement_of", "placements", "retire"]
 
 
 def placements(tensors: Iterable[torch.Tensor]) -> list[Placement]:

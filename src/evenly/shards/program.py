@@ -38,7 +38,8 @@ class Program:
     """The steps of one rank."""
 
     def __init__(self, traced: Traced, layout: Layout, model: nn.Module, wire: Wire, dice: Dice) -> None:
-        self._traced, self._layout, self._model, self._wire, self._dice = traced, layout, model, wire, dice
+        self.traced = traced  # without data
+        self._layout, self._model, self._wire, self._dice = layout, model, wire, dice
         self._layers = {layer.name: layer for layer in traced.graph.layers}
         self._choices = {choice.layer: choice for choice in layout.choices}
         self._moves = {(move.tensor, move.after): move for move in layout.moves}
@@ -80,7 +81,7 @@ class Program:
 
     def _formed(self, result: Any) -> Any:
         """Returns what forward returned in the tuples, lists and dicts that it made."""
-        form = self._traced.form
+        form = self.traced.form
         leaves = pytree.tree_leaves(result)
         return pytree.tree_unflatten(leaves, form) if form is not None and form.num_leaves == len(leaves) else result
 
@@ -108,8 +109,8 @@ class Program:
         self._step(node.name, [], [key], run)
 
     def _site(self, node: fx.Node, layer: Layer, choice: Choice, number: int) -> Site:
-        switches = self._traced.switches.get(node.name, {})
-        return Site(node, layer, choice, number, self._model, self._traced.program, switches)
+        switches = self.traced.switches.get(node.name, {})
+        return Site(node, layer, choice, number, self._model, self.traced.program, switches)
 
     def _operation(self, node: fx.Node, layer: Layer, number: int) -> None:
         site = self._site(node, layer, self._choices[node.name], number)
@@ -213,7 +214,7 @@ class Program:
             self._step(f"{name}:{move.name}", [(name, move.before)], [key], self._mover(move))
         elif name in self._paths:
             fetch = operator.attrgetter(self._paths[name])
-            owner = self._traced.program if self._layers[name].op == "constant" else self._model
+            owner = self.traced.program if self._layers[name].op == "constant" else self._model
 
             def run(now: Pass) -> None:
                 now.values[key] = fetch(owner)

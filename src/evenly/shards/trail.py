@@ -134,7 +134,7 @@ class Trace:
 
     def first(self, compared: list[Gaps], settled: Callable[[Gaps], dict[str, float]], rtol: float) -> str | None:
         """Returns the layer whose output, or then whose output's gradient, is the first to differ."""
-        layers = self._program._traced.graph.layers
+        layers = self._program.traced.graph.layers
         where = {tensor.name: layer.where or layer.name for layer in layers for tensor in layer.outputs}
         for gaps in compared:
             for name, gap in settled(gaps).items():

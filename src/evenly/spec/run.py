@@ -49,12 +49,13 @@ class ExchangeDone(Value):
 
 
 class Rebalanced(Value):
-    """The global batch was dealt out anew: the samples of each rank, or of each network held together."""
+    """Work was dealt out anew: the samples of each rank or network, and the shares of the ranks of cut networks."""
 
     event: Literal["rebalanced"] = "rebalanced"
     at_s: float
     step: int
     samples: tuple[int, ...]
+    shares: tuple[tuple[float, ...], ...] = ()
 
 
 class EpochDone(Value):

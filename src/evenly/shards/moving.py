@@ -1,0 +1,161 @@
+"""Units that change hands while a network trains: parameters, gradients, buffers, and the optimizer's state of them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from evenly._errors import SpecError
+from evenly.shards.cutting import homes
+from evenly.shards.optim import state_placement
+from evenly.shards.placement import Placement, place, placement_of, retire
+from evenly.shards.program import Program
+from evenly.shards.sharded import Sharded
+from evenly.spec.layout import REPLICATED, Layout
+
+Homes = Callable[[str, Placement], Placement]  # where the tensor of this name lies from now on
+
+
+def immovable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Returns why units of a network cannot change hands; empty if they can."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if placement_of(tensor) is None:
+            return "a tensor was put in place of another after sharding"
+    for parameter, key, value in _slots(optimizer):
+        home = placement_of(parameter)
+        has_place = state_placement(optimizer, parameter, key, value) is not None
+        if home is not None and home.is_cut and value.numel() != 1 and not has_place:
+            return f"{type(optimizer).__name__}'s {key!r} of {home.name!r} has no rule"
+    return ""
+
+
+@torch.no_grad()
+def reshard(model: Sharded, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+    """Cuts a network anew, in place, between two steps; all of its ranks call it together.
+
+    Only what changes hands travels. Parameters whose part has another size become new ones, in the network and in the
+    optimizer; what is computed stays the same.
+
+    Args:
+        model: the network.
+        optimizer: an optimizer of its parameters; its state moves with them.
+        layout: how it is cut from now on, over the same ranks.
+    """
+    if layout.graph != model.layout.graph or layout.members != model.layout.members:
+        raise SpecError(
+            f"a network cut over the ranks {list(model.layout.members)} was to be cut anew by a layout for "
+            f"{list(layout.members)}, or for another network. Make a layout for the same network and ranks."
+        )
+    model._require_open()
+    program = model._program
+    if program is not None:
+        with model.wire.telling():
+            _Move(model, optimizer, _homes(program, layout)).run()
+        model._program = Program(program.traced, layout, model, model.wire, model._dice)
+    model.layout = layout
+    model._expected = {name: tensor.shape for name, tensor in model.named_parameters()}
+    model._stand = (0, False)
+
+
+def _homes(program: Program, layout: Layout) -> Homes:
+    records = dict(homes(program.traced, layout))
+
+    def placed(name: str, old: Placement) -> Placement:
+        record = records.get(name, REPLICATED)
+        if record.state != "sharded":
+            return Placement(old.name, old.shape, old.wire)
+        return Placement(old.name, old.shape, old.wire, record.dim, layout.cuts[record.cut].segments)
+
+    return placed
+
+
+class _Move:
+    """All tensors of one network and its optimizer, moved one after another, in the same order on every rank."""
+
+    def __init__(self, model: Sharded, optimizer: torch.optim.Optimizer, placed: Homes) -> None:
+        self._model, self._optimizer = model, optimizer
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self._tensors = {id(tensor): tensor for _, tensor in named}
+        self._before: dict[int, Placement] = {}
+        self._after: dict[int, Placement] = {}
+        for name, tensor in named:
+            old = placement_of(tensor)
+            if old is None:
+                raise SpecError(f"{name!r} of a network cut over ranks does not say where it lies. Shard it anew.")
+            self._before[id(tensor)] = old
+            found = placed(name, old)  # of several names of one tensor, any may be the one that is cut
+            if found.is_cut or id(tensor) not in self._after:
+                self._after[id(tensor)] = found
+        slots = [(id(value), state_placement(optimizer, p, key, value)) for p, key, value in _slots(optimizer)]
+        self._slots_before = {key: found for key, found in slots if found is not None}
+
+    def run(self) -> None:
+        """Moves everything."""
+        new = {key: self._moved_tensor(tensor) for key, tensor in self._tensors.items()}
+        for module in self._model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        held[name] = new[id(tensor)]  # type: ignore[assignment]  # a Parameter stays one
+        for group in self._optimizer.param_groups:
+            group["params"] = [self._with_slots(old, new.get(id(old), old)) for old in group["params"]]
+
+    def _moved_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor to go on with: the same where its part keeps its shape."""
+        before, after = self._before[id(tensor)], self._after[id(tensor)]
+        if before == after:
+            return tensor
+        part = moved(tensor, before, after)
+        gradient = None if tensor.grad is None else moved(tensor.grad, before, after)
+        if part.shape == tensor.shape:
+            tensor.detach().copy_(part)
+            made = tensor
+        elif isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(part, requires_grad=tensor.requires_grad)
+            vars(made).update(vars(tensor))  # marks that users put on parameters
+            tensor.grad = None
+            retire(tensor)
+        else:
+            made = part
+            vars(made).update(vars(tensor))
+        made.grad = gradient
+        place(made, after)
+        return made
+
+    def _with_slots(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Returns the parameter, with the optimizer's state of the old one cut as the new one is."""
+        before, after = self._before.get(id(old)), self._after.get(id(old))
+        held = self._optimizer.state.pop(old, None)
+        if held is not None:
+            if before != after:
+                held = {key: pytree.tree_map(partial(self._moved_slot, key, new), value) for key, value in held.items()}
+            self._optimizer.state[new] = held
+        return new
+
+    def _moved_slot(self, key: str, new: torch.Tensor, value: Any) -> Any:
+        before = self._slots_before.get(id(value))
+        after = state_placement(self._optimizer, new, key, new)
+        return value if before is None or after is None else moved(value, before, after)
+
+
+def moved(part: torch.Tensor, before: Placement, after: Placement) -> torch.Tensor:
+    """Returns this rank's part of a tensor that lay as `before` says and will lie as `after` says."""
+    if before.dim is None:
+        return part.detach() if after.dim is None else after.part(part)
+    if after.dim is None:
+        return before.full(part)
+    if before.dim == after.dim:
+        return before.wire.redeal(part.detach(), before.dim, before.segments, after.segments).wait()
+    return after.part(before.full(part))
+
+
+def _slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+    """Yields the tensors of an optimizer's state, with their parameter and name."""
+    state: Mapping[Any, Any] = optimizer.state
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in state.get(parameter, {}).items():
+                yield from ((parameter, key, leaf) for leaf in pytree.tree_leaves(value) if torch.is_tensor(leaf))
