@@ -69,5 +69,7 @@ def test_units_of_a_cut_network_follow_a_device_that_becomes_slow_and_the_losses
         assert until is None or rows[-1][until - 1] < 24
         torch.testing.assert_close(result["losses"][:until], other["losses"][:until], rtol=1e-9, atol=1e-11)
         if until is None:
-            torch.testing.assert_close(parameters(result), parameters(other), rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(
+                parameters(result), parameters(other), rtol=1e-7, atol=1e-8
+            )  # 200 steps of AdamW
     assert nodes > 1 or moved[0]["sizes"] == still[0]["sizes"]
