@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 BATCH = 64
 STEPS = 8  # of a round, unless there is a period
-HOPELESS = 1.5  # a plan that was so many times slower than the best in two rounds is not run again
+HOPELESS = 1.5  # a plan that was so many times slower than the best in a round is not run again
 SLOW_AT = 30  # the step at which a device becomes slow
 
 
@@ -244,12 +244,12 @@ def worker(name: str, rounds: int, folder: str) -> None:
 
 
 def run_in_turns(ways: dict[str, Way], rounds: int, steps: int, quota: float) -> None:
-    """Runs the plans in turns; those that are far behind after two rounds stop there."""
+    """Runs the plans in turns; those that are far behind after the first round stop there."""
     going = dict(ways)
     for number in range(rounds):
         for way in going.values():
             way.run(steps, quota)
-        if number == 1:
+        if number == 0:
             slowest = {key: _largest(median(way.seconds[1:]) if way.takes_part else 0.0) for key, way in ways.items()}
             going = {key: way for key, way in ways.items() if slowest[key] < HOPELESS * min(slowest.values())}
 
@@ -264,8 +264,11 @@ def _largest(seconds: float) -> float:
     return float(number)
 
 
-def slowing_worker(folder: str) -> None:
-    """Trains while the second device becomes four times slower, then tries fixed batches for the best rate there is."""
+def slowing_worker(what: str, folder: str) -> None:
+    """Trains while the second device becomes four times slower, then tries fixed shares for the best rate there is.
+
+    What follows the speed is batches, or units of a network that is cut over both.
+    """
     import torch
     from torch.utils.data import TensorDataset
 
@@ -275,15 +278,17 @@ def slowing_worker(folder: str) -> None:
     torch.set_num_threads(1)
     data = TensorDataset(torch.randn(BATCH * 400, 3, 32, 32), torch.randint(10, (BATCH * 400,)))
     with evenly.Session(device="cpu") as session:
-        roles = [Role(rank=rank, node=0, samples=BATCH // 2) for rank in range(2)]
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        plan = Plan(roles=tuple(roles), rebalance=True)
+        plan = Plan(roles=tuple(Role(rank=rank, node=0, samples=BATCH // 2) for rank in range(2)))
+        if what == "units":
+            plan = session.plan(model, torch.randn(BATCH, 3, 32, 32), batch_size=BATCH, shares=[1, 1], cut_batch=True)
+        plan = plan.model_copy(update={"rebalance": True})
         model, optimizer, loader = session.prepare(model, optimizer, data, plan=plan)
         quotas = Quotas(folder)
         quotas.ask(session.rank)
         rates: list[float] = []
-        tries = [BATCH // 5 + change for change in range(-4, 5)]
+        tries = [(10 + change) / 50 for change in range(-6, 7)]  # of the work, for the slow device
         for _ in session.epochs(1):
             began = time.perf_counter()
             for x, y in loader:
@@ -295,11 +300,11 @@ def slowing_worker(folder: str) -> None:
                 if step == SLOW_AT:
                     quotas.ask(session.rank)
                 if step >= SLOW_AT + 50 and (step - SLOW_AT - 50) % 6 == 0:
-                    loader.between[1:] = []  # from here on batches are fixed
+                    loader.between[1:] = []  # from here on shares are fixed
                     place = (step - SLOW_AT - 50) // 6
                     if place == len(tries):
                         break
-                    loader.reshare([BATCH - tries[place], tries[place]])
+                    share_out(what, tries[place], model, optimizer, loader)
                 began = time.perf_counter()
             break
         if session.rank == 0:
@@ -307,29 +312,43 @@ def slowing_worker(folder: str) -> None:
         os._exit(0)
 
 
+def share_out(what: str, part: float, model: Any, optimizer: Any, loader: Any) -> None:
+    """Gives the second device a part of the work."""
+    from evenly.planner import relaid
+    from evenly.shards import reshard
+
+    if what == "batches":
+        few = max(1, round(BATCH * part))
+        loader.reshare([BATCH - few, few])
+        return
+    layout = model.module.layout
+    total = sum(layout.shares)
+    wanted = [(1 - part) * total / layout.shares[0], part * total / layout.shares[1]]
+    reshard(model.module, optimizer, relaid(model.module._program.traced.graph, layout, wanted))
+    model.relearn()
+
+
 def _wait_for(path: Path) -> None:
     while not path.exists():
         time.sleep(0.02)
 
 
-def rebalanced_rate() -> tuple[float, list[dict[str, Any]]]:
-    """Returns the rate from 20 steps after a device was slowed on, over the best that fixed batches reach then."""
+def rebalanced_rate(what: str) -> tuple[float, dict[str, Any]]:
+    """Returns the rate from 20 steps after a device was slowed on, over the best that fixed shares reach then."""
     from evenly.lab import Lab, LabCluster, LabNode
 
     with tempfile.TemporaryDirectory() as folder, Lab(LabCluster(nodes=(LabNode(name="n", ranks=2),))) as lab:
         quotas: list[list[float | None]] = [[0.7, 0.7], [0.7, 0.175]]
         threading.Thread(target=Quotas(folder).serve, args=(lab, quotas), daemon=True).start()
-        words = [sys.executable, str(Path(__file__).resolve()), "--slowing", folder]
+        words = [sys.executable, str(Path(__file__).resolve()), "--slowing", what, folder]
         result = lab.run(words, output="capture", timeout_s=600)
+    result.check()
     rates = json.loads(result.stdout[0].strip().splitlines()[-1])["rates"]
     tried = [median(rates[start + 1 : start + 6]) for start in range(SLOW_AT + 50, len(rates) - 5, 6)]
     reached, before = median(rates[SLOW_AT + 20 : SLOW_AT + 50]), median(rates[5:SLOW_AT])
     dip = median(rates[SLOW_AT : SLOW_AT + 5])
-    row = {
-        "cluster": "slowed",
-        "plan": f"{before:.0f}, then {dip:.0f}, then {reached:.0f} samples/s; at best {max(tried):.0f}",
-    }
-    return reached / max(tried), [row]
+    told = f"{before:.0f}, then {dip:.0f}, then {reached:.0f} samples/s; at best {max(tried):.0f}"
+    return reached / max(tried), {"cluster": f"slowed, {what} follow", "plan": told}
 
 
 def _same(value: Any) -> Any:
@@ -418,16 +437,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one cluster and few rounds, about a minute on two cores")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
-    parser.add_argument("--only", help="one cluster: " + ", ".join(CASES))
+    parser.add_argument("--only", help="one part: batches, units (that follow a slowed device), " + ", ".join(CASES))
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--slowing", help=argparse.SUPPRESS)
+    parser.add_argument("--slowing", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.slowing:
-        slowing_worker(arguments.slowing)
+        slowing_worker(*arguments.slowing)
         return
     if arguments.worker:
         name, rounds, folder = arguments.worker
         worker(name, int(rounds), folder)
+        return
+    if arguments.only in ("batches", "units"):
+        print(rebalanced_rate(arguments.only))
         return
     names = [arguments.only] if arguments.only else ["equal", "100/30"] if arguments.quick else list(CASES)
     rounds = 1 if arguments.quick else 6
@@ -435,9 +457,9 @@ def main() -> None:
     if arguments.only:
         report(rows, None, None, save=False)
         return
-    rate, more = rebalanced_rate()
-    rows += [{**dict.fromkeys(rows[0]), **row} for row in more]
-    report(rows, plan_large(), rate, save=arguments.save)
+    slowed = [rebalanced_rate(what) for what in ("batches", "units")]
+    rows += [{**dict.fromkeys(rows[0]), **row} for _, row in slowed]
+    report(rows, plan_large(), min(rate for rate, _ in slowed), save=arguments.save)
 
 
 def report(rows: list[dict[str, Any]], large: tuple[float, float] | None, rate: float | None, *, save: bool) -> None:

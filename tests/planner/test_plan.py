@@ -87,6 +87,25 @@ def made_bytes(graph: Graph, count: int) -> int:
     return 4 * graph.parameter_bytes + count * graph.sample_bytes
 
 
+@pytest.fixture(scope="module")
+def heavy() -> Graph:
+    """Nearly all of its memory is parameters."""
+    layers = [nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)]
+    return trace(nn.Sequential(*layers), torch.randn(8, 256))
+
+
+@pytest.mark.parametrize("parts", [(0.3, 0.9), (0.9, 0.3), (0.3, 0.3, 0.6), (0.2, 0.2, 0.2, 0.6)])
+def test_shares_of_a_cut_network_follow_memory_where_no_device_holds_all_of_it(heavy, parts):
+    whole = 4 * heavy.parameter_bytes + 8 * heavy.sample_bytes
+    memory = [int(part * whole) for part in parts]
+    made = planned(heavy, [1.0] * len(parts), memory_bytes=memory)
+    (replica,) = made.replicas
+    assert all(made.roles[rank].memory_bytes <= memory[rank] for rank in replica.ranks)
+    assert made.batch_size == 8
+    largest = max(replica.ranks, key=lambda rank: memory[rank])
+    assert made.roles[largest].memory_bytes == max(made.roles[rank].memory_bytes for rank in replica.ranks)
+
+
 def test_impossible_memory_is_told_with_the_layer_and_how_much_is_missing(graph):
     with pytest.raises(SpecError, match=r"largest layer is '5\.weight'.* GB too little"):
         planned(graph, [1, 1], memory_bytes=[1000, 1000])

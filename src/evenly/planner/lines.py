@@ -83,12 +83,15 @@ def cut_lines(
 Known = dict[tuple[object, ...], list[Crew]]
 
 
-def _crews(ranks: tuple[int, ...], works: Works, profile: Profile, known: Known) -> list[Crew]:
+def _crews(
+    ranks: tuple[int, ...], works: Works, profile: Profile, free: Sequence[int], samples: int, known: Known
+) -> list[Crew]:
     """Returns the ways in which ranks hold a network; equal ranks hold it in equal ways."""
     devices = [profile.devices[rank] for rank in ranks]
-    key = tuple((device.step, device.rank if device.layers else -1) for device in devices)
+    own = [(device.step, device.rank if device.layers else -1, free[device.rank]) for device in devices]
+    key = (*own, samples)
     if key not in known:
-        known[key] = crews_of(ranks, works, profile)
+        known[key] = crews_of(ranks, works, profile, free=free, samples=samples)
     return [replace(crew, ranks=ranks) for crew in known[key]]
 
 
@@ -103,7 +106,8 @@ def _formed(
 ) -> Iterator[Line]:
     busy = [rank for crew in formation for rank in crew]
     rate = profile.rate(busy)
-    ways = [[eased(way, busy, node) for way in _crews(crew, works, profile, known)] for crew in formation]
+    each = -(-batch // len(formation))  # samples of a crew, if all are alike
+    ways = [[eased(way, busy, node) for way in _crews(crew, works, profile, free, each, known)] for crew in formation]
     for number in range(max(len(way) for way in ways)):
         crews = tuple(way[min(number, len(way) - 1)] for way in ways)
         size = works.parameter_bytes // max(len(crew.ranks) for crew in crews)

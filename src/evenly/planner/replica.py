@@ -1,12 +1,14 @@
 """One replica: a rank alone, or several that hold one network together, and the seconds it takes for some samples."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import lcm
 
 from evenly.planner.balance import Seconds, balance
 from evenly.planner.costs import Timeline, Times, Works, timeline_of
+from evenly.planner.fitting import fitting_shares
 from evenly.planner.layout import lay_out
 from evenly.planner.memory import Need, cut_needs, whole_need
 from evenly.planner.search import Rates
@@ -15,6 +17,7 @@ from evenly.spec.layout import Choice, Layout
 from evenly.spec.profile import Profile, Rate
 
 OVERHEAD = 1.12  # what a step of a cut network takes over its layers and messages, where none was tried
+LIKED = 1.03  # what a block may take longer to be dealt out in the multiples of filters that devices like
 MANY = 8  # samples a rank, from which on a batch is divided finely enough
 
 
@@ -94,8 +97,13 @@ def eased(crew: Crew, busy: Sequence[int], node: Sequence[int]) -> Crew:
     return replace(crew, ease=max(crew.profile.ease(rank, busy, node) for rank in crew.ranks))
 
 
-def crews_of(ranks: tuple[int, ...], works: Works, profile: Profile) -> list[Crew]:
-    """Returns the ways in which ranks can hold one network: cut by their speeds, and balanced block by block."""
+def crews_of(
+    ranks: tuple[int, ...], works: Works, profile: Profile, *, free: Sequence[int] = (), samples: int = 0
+) -> list[Crew]:
+    """Returns the ways in which ranks can hold one network: cut by their speeds, and balanced block by block.
+
+    If none of these has the memory (`free`, by rank) for so many samples, also cut as their memory allows it.
+    """
     rate = profile.rate(ranks)
     alone = Crew(ranks, works, profile, rate)
     if len(ranks) == 1:
@@ -118,7 +126,26 @@ def crews_of(ranks: tuple[int, ...], works: Works, profile: Profile) -> list[Cre
         if shares:
             better = lay_out(graph, speeds, rates=rates, cut_batch=cut_batch, layer_shares=shares)
             found.append(Crew(ranks, works, profile, rate, better))
+    if free and all(crew.most_samples(free) < samples for crew in found):
+        found += _fitting(alone, speeds, rates, [free[rank] or math.inf for rank in ranks], samples)
     return found
+
+
+def _fitting(alone: Crew, speeds: Sequence[float], rates: Rates, free: Sequence[float], samples: int) -> Iterator[Crew]:
+    """Yields the crew in shares for which there is memory, cut along the batch too if that fits, if not then not."""
+
+    def crew_of(shares: Sequence[float], cut_batch: bool) -> Crew:
+        return replace(alone, layout=_laid_out(alone.works, shares, rates, cut_batch=cut_batch))
+
+    for cut_batch in (True, False) if alone.works.graph.batch_size > 1 else (False,):
+
+        def needs(shares: list[float], cut_batch: bool = cut_batch) -> list[float]:
+            return [need.fixed_bytes + need.sample_bytes * samples for need in crew_of(shares, cut_batch).needs]
+
+        shares = fitting_shares(speeds, free, needs)
+        if shares is not None:
+            yield crew_of(shares, cut_batch)
+            return
 
 
 def _laid_out(works: Works, speeds: Sequence[float], rates: Rates, *, cut_batch: bool) -> Layout:
@@ -151,9 +178,25 @@ def balanced_shares(works: Works, layout: Layout, times: Sequence[Times]) -> dic
         size, unit = layout.cuts[number].size, _unit(works, makers[0])
         if size // unit < 2:
             continue
-        counts = balance(size // unit, [_block(blocks[number], size, unit, own) for own in times])
+        counts = _dealt(blocks[number], size, unit, times)
         shares |= {choice.where: [float(count) for count in counts] for choice in makers}
     return shares
+
+
+def _dealt(members: Sequence[tuple[str, str]], size: int, unit: int, times: Sequence[Times]) -> list[int]:
+    """Returns the filters of each rank: in the multiples that devices like, where that costs next to nothing.
+
+    Curves are measured at few sizes and do not show what odd ones cost.
+    """
+    found = {}
+    for step in (unit, lcm(unit, *(own.device.unit for own in times))):
+        if size % step == 0:
+            seconds = [_block(members, size, step, own) for own in times]
+            counts = balance(size // step, seconds)
+            found[step] = max(act(count) for act, count in zip(seconds, counts, strict=True) if count), counts
+    fine_s, _ = found[unit]
+    step = max(step for step, (slowest, _) in found.items() if slowest <= LIKED * fine_s)
+    return [count * step for count in found[step][1]]
 
 
 def _unit(works: Works, maker: Choice) -> int:

@@ -1,7 +1,5 @@
 """Steps as they will be: gradients averaged inside a node, a network cut over ranks; a profile is corrected by them."""
 
-import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
@@ -11,15 +9,16 @@ import torch
 
 from evenly.comm import Alarm, Party, Waiter, gather_json, open_group
 from evenly.graph import Traced
-from evenly.nodes import join_nodes
 from evenly.planner import cut_to_try
+from evenly.session.trials import Ensemble, Trial
 from evenly.shards import join_shards
-from evenly.spec import Cluster, Curve, CutStep, DeviceProfile, EverySteps, Exchange, Layout, Profile, deal
-from evenly.survey import fastest_groups, inputs_of, train_step
+from evenly.spec import Cluster, Curve, CutStep, DeviceProfile, Layout, Profile, deal
+from evenly.survey import fastest_groups
 
 FEW = 2  # samples of each rank: little to compute
-LEAST, MOST = 3, 40  # steps of a kind
+LEAST, MOST = 2, 40  # steps of a kind
 QUICK_S, THOROUGH_S = 1.5, 6.0  # for the steps of a kind
+ROUNDS = 3  # of steps together and alone
 TELLING = 2.0  # a large step must be so many times a small one to say how fast ranks are in step
 
 
@@ -87,23 +86,40 @@ class _Scene:
         return min(self.node, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
 
     def averaged(self) -> dict[str, Any]:
-        """Returns what averaging adds to the steps of the slowest of each group, and how much longer own steps take."""
-        added, factor = {}, 1.0
+        """Returns what averaging adds to the steps of the slowest of each group, how much longer own steps take while
+        all ranks are in step, and how long while the others rest."""
+        told: dict[str, Any] = {"added": {}, "factor": 1.0, "alone": 1.0}
         for ranks in fastest_groups(self.node, self.steps, self.profile.batch_size) if len(self.node) > 1 else []:
             if self.party.rank not in ranks:
                 continue
             self.tell(f"ranks {ranks} averaging gradients")
-            sizes = [[FEW] * len(ranks)]
-            if len(ranks) == len(self.node):
-                sizes.append(self._by_speed(ranks))
-            seconds, computing = self._joint_s(ranks, sizes)
-            own = [self._own_s(ranks, self.party.rank, few[ranks.index(self.party.rank)]) for few in sizes]
-            if len(own) > 1 and own[1] > TELLING * own[0]:
-                factor = min(3.0, max(0.7, (computing[1] - computing[0]) / (own[1] - own[0])))
+            ensemble = Ensemble(self.party, ranks, self.traced, self.cluster, self.device, timeout_s=self.timeout_s)
             slowest = max(ranks, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
+            few = ensemble.together(FEW, self._times(self._own_s(ranks, slowest, FEW), self.enough_s / 3))
+            if len(ranks) == len(self.node):
+                told |= self._in_step(ensemble, ranks, few.computing_s)
             if self.party.rank == slowest:
-                added[str(slowest)] = max(0.0, seconds[0] - factor * own[0])
-        return {"added": added, "factor": factor}
+                told["added"][str(slowest)] = max(0.0, few.seconds - told["factor"] * self._own_s(ranks, slowest, FEW))
+            ensemble.close()
+        return told
+
+    def _in_step(self, ensemble: Ensemble, ranks: list[int], few_s: float) -> dict[str, float]:
+        """Returns how much longer than by itself a step takes with all others in step, and with all others at rest.
+
+        Both are read in turns, as a machine may be faster now and slower then.
+        """
+        sizes = self._by_speed(ranks)
+        mine = sizes[ranks.index(self.party.rank)]
+        longest_s = max(self._own_s(ranks, rank, samples) for rank, samples in zip(ranks, sizes, strict=True))
+        own_s, own_few_s = (self._own_s(ranks, self.party.rank, samples) for samples in (mine, FEW))
+        computing, alone = [], []
+        for _ in range(ROUNDS):
+            computing.append(ensemble.together(mine, self._times(longest_s, self.enough_s / ROUNDS)).computing_s)
+            alone.append(ensemble.alone(mine, self._times(own_s, self.enough_s / ROUNDS / len(ranks))))
+        if own_s < TELLING * own_few_s:
+            return {}
+        factor = min(3.0, max(0.5, (median(computing) - few_s) / (own_s - own_few_s)))
+        return {"factor": factor, "alone": min(1.0, median(alone) / (factor * own_s))}
 
     def cut_found(self) -> dict[str, Any] | None:
         """Returns, on the fastest rank of a node, the cut network to try there."""
@@ -127,8 +143,8 @@ class _Scene:
             devices=[self.cluster.device_of(rank) for rank in found["ranks"]],
             timeout_s=self.timeout_s,
         )
-        trial = _Trial(sharded.train(), self.traced, self.device)
-        seconds = trial.step_s(self.profile.batch_size, self._times(found["parts_s"]))
+        trial = Trial(sharded.train(), self.traced, self.device)
+        seconds = trial.step_s(self.profile.batch_size, self._times(found["parts_s"], self.enough_s))
         sharded.close()
         is_first = self.party.rank == found["ranks"][0]
         return {"ranks": found["ranks"], "factor": seconds / found["parts_s"]} if is_first else None
@@ -142,61 +158,12 @@ class _Scene:
         return [max(1, count) for count in deal(max(len(ranks), round(samples)), speeds)]
 
     def _own_s(self, ranks: Sequence[int], rank: int, samples: int) -> float:
+        """Returns what a rank needs for a step by itself, while these ranks work."""
         return self.profile.ease(rank, ranks, self.node) * self.steps[rank].at(samples)
 
-    def _times(self, expected_s: float) -> int:
-        return min(MOST, max(LEAST, round(self.enough_s / expected_s)))
-
-    def _joint_s(self, ranks: Sequence[int], sizes: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
-        """Returns, for each of the batches, the seconds of a step in which these ranks average gradients, and those in
-        which this rank computes."""
-        model = copy.deepcopy(self.traced.model).to(self.device).train()
-        joined = join_nodes(
-            model,
-            optimizer := _optimizer(model),
-            party=self.party.among(ranks, f"rehearsal {ranks}"),
-            cluster=self.cluster.among(ranks),
-            period=EverySteps(10**9),
-            exchange=Exchange(timeout_s=self.timeout_s),
-        )
-        trial = _Trial(joined, self.traced, self.device, optimizer)
-        seconds, computing = [], []
-        for samples in sizes:
-            expected_s = max(self._own_s(ranks, rank, count) for rank, count in zip(ranks, samples, strict=True))
-            seconds.append(trial.step_s(samples[list(ranks).index(self.party.rank)], self._times(expected_s)))
-            computing.append(median(joined.clock.take()))
-        joined.close()
-        return seconds, computing
-
-
-class _Trial:
-    """A network that makes steps which change nothing."""
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        traced: Traced,
-        device: torch.device,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
-        self._model, self._traced, self._device = model, traced, device
-        self._optimizer = optimizer or _optimizer(model)
-
-    def step_s(self, samples: int, times: int) -> float:
-        """Returns the seconds of a step with so many samples; the first one warms up."""
-        given = inputs_of(self._traced.graph, samples, self._device)
-        seconds = []
-        for _ in range(times + 1):
-            began = time.perf_counter()
-            train_step(self._model, self._optimizer, given)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            seconds.append(time.perf_counter() - began)
-        return median(seconds[1:])
-
-
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
+    def _times(self, expected_s: float, enough_s: float) -> int:
+        """Returns how many steps to make."""
+        return min(MOST, max(LEAST, round(enough_s / expected_s)))
 
 
 def _corrected(profile: Profile, cluster: Cluster, rows: Sequence[dict[str, Any]]) -> Profile:
@@ -213,12 +180,13 @@ def _corrected(profile: Profile, cluster: Cluster, rows: Sequence[dict[str, Any]
             other = order[1] if place == 0 else rank
             averaging_s = added[other] * steps[rank].at(batch) / steps[other].at(batch)
             alike = [factors[peer] for peer in order if steps[peer] == steps[rank]]
-            devices[rank] = _slowed(devices[rank], mean(alike)).model_copy(update={"averaging_s": averaging_s})
+            alone = [rows[peer]["alone"] for peer in order if steps[peer] == steps[rank]]
+            known = {"averaging_s": averaging_s, "alone": mean(alone)}
+            devices[rank] = _slowed(devices[rank], mean(alike)).model_copy(update=known)
     return profile.model_copy(update={"devices": tuple(devices)})
 
 
 def _slowed(device: DeviceProfile, factor: float) -> DeviceProfile:
-    """Returns a device that takes `factor` times as long while others work, and alone as long as before."""
+    """Returns a device that takes `factor` times as long."""
     layers = {form: own.scaled(factor) for form, own in device.layers.items()}
-    alone = min(1.0, device.alone / factor)
-    return device.model_copy(update={"step": device.step.scaled(factor), "layers": layers, "alone": alone})
+    return device.model_copy(update={"step": device.step.scaled(factor), "layers": layers})

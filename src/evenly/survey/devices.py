@@ -59,15 +59,6 @@ class DeviceSurvey:
         self.spread = (max(largest) - min(largest)) / median(largest)
         return Curve(sizes=tuple(found), seconds=tuple(max(1e-9, median(seconds)) for seconds in found.values()))
 
-    def alone(self, step: Curve) -> float:
-        """Returns the time of a step now, while others rest, over what it was."""
-        model = copy.deepcopy(self._traced.model).to(self._device).train()
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
-        affordable = [size for size in step.sizes if step.at(size) <= self._budget_s / 20]
-        size = max(affordable, default=min(step.sizes))
-        given = self._inputs(size)
-        return min(1.0, self._watch.read(lambda: train_step(model, optimizer, given)) / step.at(size))
-
     def layers(self, step: Curve) -> dict[str, LayerCurves]:
         """Returns the curves of every form of convolution and linear layer that the budget allows to time."""
         forms = dict(self._forms())

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import torch
-import torch.distributed as dist
 
 from evenly.comm import Alarm, Party, Waiter, backend_for, gather_json, open_group
 from evenly.graph import Traced
@@ -50,7 +49,6 @@ def measure_cluster(
             unit=_unit(device, traced),
             spread=survey.spread,
         )
-        mine = mine.model_copy(update={"alone": _alone(survey, step, party, cluster, everybody, waiter, tell)})
         lanes = _lanes(party, cluster, device, waiter, budget_s, tell)
         rows = gather_json(
             [mine.model_dump(), [lane.model_dump() for lane in lanes], survey.sample_bytes()], everybody, waiter
@@ -75,26 +73,6 @@ def measure_cluster(
         raise
     finally:
         alarm.close()
-
-
-def _alone(
-    survey: DeviceSurvey,
-    step: Curve,
-    party: Party,
-    cluster: Cluster,
-    everybody: dist.ProcessGroup,
-    waiter: Waiter,
-    tell: Callable[[str], None],
-) -> float:
-    """Returns how this rank's step changes while the others of its node rest; they take turns."""
-    node = cluster.nodes[cluster.node_of(party.rank)].ranks
-    found = 1.0
-    for turn in range(max(len(other.ranks) for other in cluster.nodes)):
-        gather_json(None, everybody, waiter)
-        if turn < len(node) and node[turn] == party.rank and len(node) > 1:
-            tell("a step while the others rest")
-            found = survey.alone(step)
-    return found
 
 
 def _completed(devices: list[DeviceProfile], batch: int) -> list[DeviceProfile]:
@@ -166,7 +144,8 @@ def _meetings(
 
 def _unit(device: torch.device, traced: Traced) -> int:
     """Returns the multiple of filters that a device computes best: of tensor cores, or of vectors."""
-    halves = any(p.dtype in (torch.float16, torch.bfloat16) for p in traced.model.parameters())
+    size = max((p.dtype.itemsize for p in traced.model.parameters()), default=4)
     if device.type == "cuda":
-        return 8 if halves else 4
-    return 1
+        return 8 if size < 4 else 4
+    vector_bytes = {"AVX2": 32, "AVX512": 64}.get(torch.backends.cpu.get_cpu_capability(), 16)
+    return max(1, vector_bytes // size)

@@ -1,0 +1,102 @@
+"""Steps that change nothing, to see how long they take: of one network, of ranks together, of one after another."""
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from evenly.comm import Alarm, Party, Waiter, close_groups, gather_json, open_group
+from evenly.graph import Traced
+from evenly.nodes import join_nodes
+from evenly.spec import Cluster, EverySteps, Exchange
+from evenly.survey import inputs_of, train_step
+
+
+class Trial:
+    """A network that makes steps which change nothing."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        traced: Traced,
+        device: torch.device,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self._model, self._traced, self._device = model, traced, device
+        self._optimizer = optimizer or still_optimizer(model)
+
+    def step_s(self, samples: int, times: int) -> float:
+        """Returns the seconds of a step with so many samples; the first one warms up."""
+        given = inputs_of(self._traced.graph, samples, self._device)
+        seconds = []
+        for _ in range(times + 1):
+            began = time.perf_counter()
+            train_step(self._model, self._optimizer, given)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            seconds.append(time.perf_counter() - began)
+        return median(seconds[1:])
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A step of some ranks together, and the part of it in which this rank computes."""
+
+    seconds: float
+    computing_s: float
+
+
+class Ensemble:
+    """Ranks that make steps together, averaging gradients, or one after another while the others rest."""
+
+    def __init__(
+        self,
+        party: Party,
+        ranks: Sequence[int],
+        traced: Traced,
+        cluster: Cluster,
+        device: torch.device,
+        *,
+        timeout_s: float,
+    ) -> None:
+        own = party.among(ranks, f"ensemble {list(ranks)}")
+        model = copy.deepcopy(traced.model).to(device).train()
+        optimizer = still_optimizer(model)
+        exchange, period = Exchange(timeout_s=timeout_s), EverySteps(10**9)
+        self._joined = join_nodes(
+            model, optimizer, party=own, cluster=cluster.among(ranks), period=period, exchange=exchange
+        )
+        self._trial = Trial(self._joined, traced, device, optimizer)
+        self._single = Trial(copy.deepcopy(traced.model).to(device).train(), traced, device)
+        self._alarm = Alarm(own.chapter("turns"))
+        self._waiter = Waiter(self._alarm, place="taking turns", timeout_s=timeout_s)
+        self._group = open_group(self._alarm.party, "turns", range(len(ranks)), backend="gloo", timeout_s=timeout_s)
+
+    def together(self, samples: int, times: int) -> Joint:
+        """Returns a step in which this rank has so many samples; all ranks make as many steps."""
+        seconds = self._trial.step_s(samples, times)
+        return Joint(seconds, median(self._joined.clock.take()))
+
+    def alone(self, samples: int, times: int) -> float:
+        """Returns the seconds of a step by itself while the others rest; the ranks take turns."""
+        found = 0.0
+        for turn in range(self._alarm.party.size):
+            gather_json(None, self._group, self._waiter)
+            if turn == self._alarm.party.rank:
+                found = self._single.step_s(samples, times)
+        gather_json(None, self._group, self._waiter)
+        return found
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._joined.close()
+        self._alarm.close()
+        close_groups([self._group])
+
+
+def still_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Returns an optimizer that does the work of a step and leaves the parameters where they are."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
