@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "little memory": {"cpu": [[0.8, 0.5]], "memory_samples": 12},
     "100/30": {"cpu": [[1.0, 0.3]]},
 }
+UNEVEN = "100/30"  # for unequal batches against equal ones
 BATCH = 64
 STEPS = 8  # of a round, unless there is a period
 HOPELESS = 1.5  # a plan that was so many times slower than the best in a round is not run again
@@ -463,7 +464,8 @@ def main() -> None:
 
 
 def report(rows: list[dict[str, Any]], large: tuple[float, float] | None, rate: float | None, *, save: bool) -> None:
-    chosen = {row["cluster"]: row for row in rows if row["plan"] == "chosen"}
+    plans = {row["cluster"]: row for row in rows if row["plan"] == "chosen"}
+    chosen = {name: row for name, row in plans.items() if name != UNEVEN or len(plans) == 1}  # that one has its own bar
     best = {
         name: min(r["ms_per_step"] for r in rows if r["cluster"] == name and r["plan"] != "chosen") for name in chosen
     }
@@ -480,9 +482,9 @@ def report(rows: list[dict[str, Any]], large: tuple[float, float] | None, rate: 
             Claim("simulate_10000_nodes_1000_steps_s", large[1], 10.0, "lower"),
             Claim("rebalanced_rate_over_possible", rate, 0.85, "higher"),
         ]
-    equal = [r for r in rows if r["cluster"] == "100/30" and r["plan"] == "equal batches"]
+    equal = [r for r in rows if r["cluster"] == UNEVEN and r["plan"] == "equal batches"]
     if equal:
-        speedup = equal[0]["ms_per_step"] / chosen["100/30"]["ms_per_step"]
+        speedup = equal[0]["ms_per_step"] / plans[UNEVEN]["ms_per_step"]
         claims.append(Claim("uneven_batch_speedup_100_30", speedup, 1.8, "higher"))
     note = f"Global batch of {BATCH}; quotas of a core, ranks on loopback or shaped links."
     tell("plan", rows, claims, note=note, save=save)

@@ -17,8 +17,8 @@ from evenly.survey import fastest_groups
 
 FEW = 2  # samples of each rank: little to compute
 LEAST, MOST = 2, 40  # steps of a kind
-QUICK_S, THOROUGH_S = 1.5, 6.0  # for the steps of a kind
-ROUNDS = 3  # of steps together and alone
+QUICK_S, THOROUGH_S = 1.5, 8.0  # for the steps of a kind
+ROUND_S = 1.5  # of them together and alone, at least
 TELLING = 2.0  # a large step must be so many times a small one to say how fast ranks are in step
 
 
@@ -113,9 +113,10 @@ class _Scene:
         longest_s = max(self._own_s(ranks, rank, samples) for rank, samples in zip(ranks, sizes, strict=True))
         own_s, own_few_s = (self._own_s(ranks, self.party.rank, samples) for samples in (mine, FEW))
         computing, alone = [], []
-        for _ in range(ROUNDS):
-            computing.append(ensemble.together(mine, self._times(longest_s, self.enough_s / ROUNDS)).computing_s)
-            alone.append(ensemble.alone(mine, self._times(own_s, self.enough_s / ROUNDS / len(ranks))))
+        rounds = max(1, int(self.enough_s / ROUND_S))
+        for _ in range(rounds):
+            computing.append(ensemble.together(mine, self._times(longest_s, self.enough_s / rounds)).computing_s)
+            alone.append(ensemble.alone(mine, self._times(own_s, self.enough_s / rounds / len(ranks))))
         if own_s < TELLING * own_few_s:
             return {}
         factor = min(3.0, max(0.5, (median(computing) - few_s) / (own_s - own_few_s)))

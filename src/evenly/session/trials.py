@@ -14,6 +14,8 @@ from evenly.nodes import join_nodes
 from evenly.spec import Cluster, EverySteps, Exchange
 from evenly.survey import inputs_of, train_step
 
+WARM = 2  # steps until memory has found its place
+
 
 class Trial:
     """A network that makes steps which change nothing."""
@@ -29,16 +31,16 @@ class Trial:
         self._optimizer = optimizer or still_optimizer(model)
 
     def step_s(self, samples: int, times: int) -> float:
-        """Returns the seconds of a step with so many samples; the first one warms up."""
+        """Returns the seconds of a step with so many samples; the first ones warm up."""
         given = inputs_of(self._traced.graph, samples, self._device)
         seconds = []
-        for _ in range(times + 1):
+        for _ in range(times + WARM):
             began = time.perf_counter()
             train_step(self._model, self._optimizer, given)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             seconds.append(time.perf_counter() - began)
-        return median(seconds[1:])
+        return median(seconds[WARM:])
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Ensemble:
     def together(self, samples: int, times: int) -> Joint:
         """Returns a step in which this rank has so many samples; all ranks make as many steps."""
         seconds = self._trial.step_s(samples, times)
-        return Joint(seconds, median(self._joined.clock.take()))
+        return Joint(seconds, median(self._joined.clock.take()[WARM:]))
 
     def alone(self, samples: int, times: int) -> float:
         """Returns the seconds of a step by itself while the others rest; the ranks take turns."""
