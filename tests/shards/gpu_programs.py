@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import evenly
-from evenly.shards import Sharded, placement_of
+from evenly.planner import lay_out
+from evenly.shards import Sharded, full_state_dict, placement_of, reshard
 from tests.shards.grammar import sample
 from tests.zoo import ZOO
 
@@ -141,3 +142,30 @@ def overhead(batch: int, rounds: int) -> dict[str, float]:
     sharded.close()
     dist.destroy_process_group()
     return {name: statistics.median(values[2:]) for name, values in seconds.items()}
+
+
+def moving(devices: Sequence[str], ways: Sequence[Sequence[float]], case: str) -> float:
+    """Returns how far training with another split at every step is from plain training in float64."""
+    dist.init_process_group("gloo")
+    device = torch.device(devices[dist.get_rank()])
+    model, example = _case(case)
+    plain = _copy(model).double()
+    optimizers = [torch.optim.AdamW(plain.parameters(), lr=1e-3)]
+    ready = _copy(model).double().to(device)
+    local = tuple(x.to(device, torch.float64 if x.is_floating_point() else x.dtype) for x in example)
+    given = tuple(x.double() if x.is_floating_point() else x for x in example)
+    sharded = evenly.shard(ready, local, shares=ways[0])
+    optimizers.append(torch.optim.AdamW(sharded.parameters(), lr=1e-3))
+    graph = evenly.trace(ready, local)
+    for shares in ways:
+        reshard(sharded, optimizers[1], lay_out(graph, shares))
+        for network, optimizer, batch in ((plain, optimizers[0], given), (sharded, optimizers[1], local)):
+            leaves = [x for x in pytree.tree_leaves(network(*batch)) if isinstance(x, Tensor) and x.requires_grad]
+            sum(x.square().mean() for x in leaves).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    full = full_state_dict(sharded, device="cpu")["model"]
+    far = max(float((full[name].cpu() - p).abs().max()) for name, p in plain.state_dict().items())
+    sharded.close()
+    dist.destroy_process_group()
+    return far

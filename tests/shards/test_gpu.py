@@ -41,3 +41,14 @@ def test_verify_finds_no_difference_on_unlike_devices():
     for reports in run_processes(ragged(3), "tests.shards.gpu_programs:check", arguments, limit_s=110):
         for ok, text in reports:
             assert ok, text
+
+
+@pytest.mark.parametrize("case", ["resnet18", "vit_small_module"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_units_change_hands_between_unlike_devices(group, case):
+    devices, shares = GROUPS[group]
+    ways = [shares, shares[::-1], [1.0] * len(shares), shares]
+    program = "tests.shards.gpu_programs:moving"
+    arguments = {"devices": devices, "ways": ways, "case": case}
+    for far in run_processes(ragged(len(devices)), program, arguments, limit_s=200):
+        assert far < 1e-7

@@ -1,0 +1,58 @@
+"""What is measured: real ranks, equal devices that share what they measured, times that grow with the work."""
+
+import pytest
+
+from evenly import Profile
+from evenly.spec import Curve, DeviceProfile
+from evenly.survey.pooling import pooled
+from tests.processes import run_processes
+from tests.ranks import cluster_of, ragged
+
+MEASURED = "tests.survey.measure_programs:measured"
+
+
+def check(results: list[dict], batch: int) -> None:
+    """The profile is the same on all ranks, and says what it should."""
+    profile = Profile.from_json(results[0]["profile"])
+    assert len({result["profile"] for result in results}) == 1
+    for device in profile.devices:
+        assert device.step.at(batch) > device.step.at(1) > 0
+        assert set(device.step.sizes) <= set(range(1, batch + 1))
+        assert len(device.layers) == 3
+        assert device.free_bytes > 0
+        assert device.unit > 1
+        assert device.averaging_s is not None
+    assert {(lane.source, lane.target) for lane in profile.lanes} == {(0, 1), (1, 0)}
+    assert profile.meetings[0].ranks == (0, 1)
+    assert profile.sample_bytes > 0
+    for result in results:
+        assert sum(result["samples"]) == batch
+        assert result["step_s"] > 0
+        assert any("averaging" in words for words in result["told"])
+
+
+def test_two_real_ranks_measure_and_plan():
+    check(run_processes(ragged(2), MEASURED, {"device": "cpu", "batch": 16}, limit_s=100), 16)
+
+
+@pytest.mark.gpu
+def test_ranks_on_a_gpu_measure_and_plan():
+    check(run_processes(ragged(2), MEASURED, {"device": "cuda", "batch": 256}, limit_s=100), 256)
+
+
+def device(rank: int, seconds: float, spread: float = 0.1) -> DeviceProfile:
+    return DeviceProfile(rank=rank, step=Curve(sizes=(8, 16), seconds=(seconds / 2, seconds)), spread=spread)
+
+
+def test_devices_that_cannot_be_told_apart_are_equal():
+    found = pooled([device(0, 1.0), device(1, 1.06), device(2, 3.0)], cluster_of([[0, 1, 2]]), 16)
+    assert found[0].step == found[1].step
+    assert found[0].step.at(16) == pytest.approx(1.03)
+    assert found[2].step.at(16) == 3.0
+
+
+def test_devices_of_other_nodes_or_clearly_other_speed_stay_apart():
+    apart = [device(0, 1.0), device(1, 1.06)]
+    assert pooled(apart, cluster_of([[0], [1]]), 16) == apart
+    clear = [device(0, 1.0, 0.01), device(1, 1.06, 0.01)]
+    assert pooled(clear, cluster_of([[0, 1]]), 16) == clear
