@@ -380,9 +380,11 @@ def on_lab(name: str, rounds: int) -> dict[str, Any]:
 
 def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    for key in told["predicted"]:
+    ours: list[float] = []
+    for key in told["predicted"]:  # the chosen plan first
         seen = [(seconds, busy) for seconds, busy in (rank[key] for rank in told["seen"]) if seconds]
         rounds = [max(pair) for pair in zip(*(seconds for seconds, _ in seen), strict=True)]
+        ours = ours or rounds
         step = median(rounds)
         waits = [1 - median(busy) for _, busy in seen]
         rows.append(
@@ -393,6 +395,7 @@ def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
                 "ms_per_step": 1e3 * step,
                 "ms_spread": spread([1e3 * seconds for seconds in rounds]),
                 "predicted_ms": 1e3 * told["predicted"][key],
+                "chosen_over": median([a / b for a, b in zip(ours, rounds, strict=False)]),  # round by round
                 "prediction_error": told["predicted"][key] / step - 1,
                 "least_wait": max(0.0, min(waits)),
                 "most_wait": max(0.0, max(waits)),
@@ -453,7 +456,7 @@ def main() -> None:
         print(rebalanced_rate(arguments.only))
         return
     names = [arguments.only] if arguments.only else ["equal", "100/30"] if arguments.quick else list(CASES)
-    rounds = 1 if arguments.quick else 6
+    rounds = 1 if arguments.quick else 12
     rows = [row for name in names for row in rows_of(name, on_lab(name, rounds))]
     if arguments.only:
         report(rows, None, None, save=False)
@@ -466,15 +469,13 @@ def main() -> None:
 def report(rows: list[dict[str, Any]], large: tuple[float, float] | None, rate: float | None, *, save: bool) -> None:
     plans = {row["cluster"]: row for row in rows if row["plan"] == "chosen"}
     chosen = {name: row for name, row in plans.items() if name != UNEVEN or len(plans) == 1}  # that one has its own bar
-    best = {
-        name: min(r["ms_per_step"] for r in rows if r["cluster"] == name and r["plan"] != "chosen") for name in chosen
+    over = {
+        name: max(r["chosen_over"] for r in rows if r["cluster"] == name and r["plan"] != "chosen") for name in chosen
     }
     claims = [
         Claim("worst_prediction_error", max(abs(row["prediction_error"]) for row in chosen.values()), 0.1, "lower"),
         Claim("worst_wait_fraction", max(row["least_wait"] for row in chosen.values()), 0.1, "lower"),
-        Claim(
-            "worst_chosen_over_best_alternative", max(chosen[n]["ms_per_step"] / best[n] for n in chosen), 1.03, "lower"
-        ),
+        Claim("worst_chosen_over_best_alternative", max(over.values()), 1.03, "lower"),
     ]
     if large is not None and rate is not None:
         claims += [
