@@ -35,7 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
 UNEVEN = "100/30"  # for unequal batches against equal ones
 BATCH = 64
 STEPS = 8  # of a round, unless there is a period
-HOPELESS = 1.5  # a plan that was so many times slower than the best in a round is not run again
+FEW = 3  # steps of the first round
+HOPELESS = 1.5  # a plan that was so many times slower than the best in the first round is not run again
 SLOW_AT = 30  # the step at which a device becomes slow
 
 
@@ -245,14 +246,16 @@ def worker(name: str, rounds: int, folder: str) -> None:
 
 
 def run_in_turns(ways: dict[str, Way], rounds: int, steps: int, quota: float) -> None:
-    """Runs the plans in turns; those that are far behind after the first round stop there."""
-    going = dict(ways)
-    for number in range(rounds):
-        for way in going.values():
+    """Runs the plans in turns; those that are far behind after a few steps stop there."""
+    for way in ways.values():
+        way.run(FEW, quota)
+    slowest = {key: _largest(way.seconds[-1] if way.takes_part else 0.0) for key, way in ways.items()}
+    going = [way for key, way in ways.items() if slowest[key] < HOPELESS * min(slowest.values())]
+    for way in going:
+        way.seconds[1:], way.busy[1:] = [], []
+    for _ in range(rounds):
+        for way in going:
             way.run(steps, quota)
-        if number == 0:
-            slowest = {key: _largest(median(way.seconds[1:]) if way.takes_part else 0.0) for key, way in ways.items()}
-            going = {key: way for key, way in ways.items() if slowest[key] < HOPELESS * min(slowest.values())}
 
 
 def _largest(seconds: float) -> float:
