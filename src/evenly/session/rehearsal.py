@@ -19,6 +19,7 @@ FEW = 2  # samples of each rank: little to compute
 LEAST, MOST = 2, 40  # steps of a kind
 QUICK_S, THOROUGH_S = 1.5, 8.0  # for the steps of a kind
 ROUND_S = 1.5  # of them together and alone, at least
+LEAST_FACTOR, MOST_FACTOR = 0.5, 3.0  # what steps in step take over those that run freely; beyond that it is chance
 TELLING = 2.0  # a large step must be so many times a small one to say how fast ranks are in step
 
 
@@ -117,9 +118,10 @@ class _Scene:
         for _ in range(rounds):
             computing.append(ensemble.together(mine, self._times(longest_s, self.enough_s / rounds)).computing_s)
             alone.append(ensemble.alone(mine, self._times(own_s, self.enough_s / rounds / len(ranks))))
-        if own_s < TELLING * own_few_s:
-            return {}
-        factor = min(3.0, max(0.5, (median(computing) - few_s) / (own_s - own_few_s)))
+        factor = median(computing) / own_s
+        if own_s > TELLING * own_few_s:  # what is fixed in a step falls out
+            factor = (median(computing) - few_s) / (own_s - own_few_s)
+        factor = min(MOST_FACTOR, max(LEAST_FACTOR, factor))
         return {"factor": factor, "alone": min(1.0, median(alone) / (factor * own_s))}
 
     def cut_found(self) -> dict[str, Any] | None:
