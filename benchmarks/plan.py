@@ -5,8 +5,8 @@ ranks and a slow link; one device with little memory. In each the devices and li
 runs beside at least six plans made by hand, in turns, a few steps each, round after round; figures are medians. How
 long a rank waits is read from its CPU time: one that never waits uses all of its quota.
 
-Also: unequal batches on 100 % and 30 % of a core beside equal ones, the time to plan ResNet-152 for 1,024 devices, the
-time to simulate 10,000 nodes.
+Also: unequal batches on 100 % and 30 % of a core beside equal ones, and the accuracy with both; a device that becomes
+four times slower in the middle of a run; the time to plan ResNet-152 for 1,024 devices, and to simulate 10,000 nodes.
 """
 
 import argparse
@@ -332,6 +332,52 @@ def share_out(what: str, part: float, model: Any, optimizer: Any, loader: Any) -
     model.relearn()
 
 
+def accuracy_worker(samples: str, seed: int) -> None:
+    """Trains on Fashion-MNIST with these samples on each rank and tells the accuracy."""
+    import torch
+
+    import evenly
+    from evenly.recipes.fashion_data import load_fashion
+    from evenly.recipes.resnet import SmallResNet
+    from evenly.spec import Plan, Role
+
+    torch.set_num_threads(1)
+    train, test = load_fashion(None, limit=5120)
+    with evenly.Session(device="cpu", seed=seed) as session:
+        torch.manual_seed(seed)
+        model = SmallResNet(8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        roles = [Role(rank=rank, node=0, samples=int(count)) for rank, count in enumerate(samples.split("/"))]
+        model, optimizer, loader = session.prepare(model, optimizer, train, plan=Plan(roles=tuple(roles)))
+        for _ in session.epochs(2):
+            for x, y in loader:
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        model.eval()
+        x, y = (tensor[:2000] for tensor in test.tensors)
+        with torch.no_grad():
+            right = (model(x).argmax(1) == y).float().mean().item()
+        if session.rank == 0:
+            print(json.dumps({"accuracy": right}), flush=True)
+
+
+def accuracies() -> dict[str, Any]:
+    """Returns the accuracy with equal and with unequal batches of the same 64 samples, three seeds each."""
+    from evenly.lab import Lab, LabCluster, LabNode
+
+    found: dict[str, list[float]] = {"32/32": [], "49/15": []}
+    with Lab(LabCluster(nodes=(LabNode(name="n", ranks=2),))) as lab:
+        for seed in range(3):
+            for samples, seen in found.items():
+                words = [sys.executable, str(Path(__file__).resolve()), "--accuracy", samples, str(seed)]
+                result = lab.run(words, output="capture", timeout_s=300)
+                result.check()
+                seen.append(json.loads(result.stdout[0].strip().splitlines()[-1])["accuracy"])
+    told = "; ".join(f"{samples} {', '.join(f'{a:.1%}' for a in seen)}" for samples, seen in found.items())
+    return {"cluster": "accuracy", "plan": f"Fashion-MNIST, 2 epochs of 5120, three seeds: {told}"}
+
+
 def _wait_for(path: Path) -> None:
     while not path.exists():
         time.sleep(0.02)
@@ -446,10 +492,14 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
     parser.add_argument("--only", help="one part: batches, units (that follow a slowed device), " + ", ".join(CASES))
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--accuracy", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--slowing", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.slowing:
         slowing_worker(*arguments.slowing)
+        return
+    if arguments.accuracy:
+        accuracy_worker(arguments.accuracy[0], int(arguments.accuracy[1]))
         return
     if arguments.worker:
         name, rounds, folder = arguments.worker
@@ -465,7 +515,8 @@ def main() -> None:
         report(rows, None, None, save=False)
         return
     slowed = [rebalanced_rate(what) for what in ("batches", "units")]
-    rows += [{**dict.fromkeys(rows[0]), **row} for _, row in slowed]
+    others = [row for _, row in slowed] + ([] if arguments.quick else [accuracies()])
+    rows += [{**dict.fromkeys(rows[0]), **row} for row in others]
     report(rows, plan_large(), min(rate for rate, _ in slowed), save=arguments.save)
 
 

@@ -99,6 +99,7 @@ class _Scene:
             few = ensemble.together(FEW, self._times(self._own_s(ranks, slowest, FEW), self.enough_s / 3))
             if len(ranks) == len(self.node):
                 told |= self._in_step(ensemble, ranks, few.computing_s)
+                told["added"] |= self._on_fastest(ensemble, ranks, told["factor"])
             if self.party.rank == slowest:
                 told["added"][str(slowest)] = max(0.0, few.seconds - told["factor"] * self._own_s(ranks, slowest, FEW))
             ensemble.close()
@@ -123,6 +124,21 @@ class _Scene:
             factor = (median(computing) - few_s) / (own_s - own_few_s)
         factor = min(MOST_FACTOR, max(LEAST_FACTOR, factor))
         return {"factor": factor, "alone": min(1.0, median(alone) / (factor * own_s))}
+
+    def _on_fastest(self, ensemble: Ensemble, ranks: list[int], factor: float) -> dict[str, float]:
+        """Returns, on the fastest rank, what averaging adds to its steps while the others have little to do.
+
+        It is not told where the others would still be the last to finish.
+        """
+        sizes = dict(zip(ranks, self._by_speed(ranks), strict=True))
+        own_s = self._own_s(ranks, self.fastest, sizes[self.fastest])
+        longest_s = max(self._own_s(ranks, rank, FEW) for rank in ranks if rank != self.fastest)
+        if own_s < TELLING * longest_s:
+            return {}
+        samples = sizes[self.fastest] if self.party.rank == self.fastest else FEW
+        joint = ensemble.together(samples, self._times(own_s, self.enough_s / 3))
+        is_mine = self.party.rank == self.fastest
+        return {str(self.fastest): max(0.0, joint.seconds - factor * own_s)} if is_mine else {}
 
     def cut_found(self) -> dict[str, Any] | None:
         """Returns, on the fastest rank of a node, the cut network to try there."""
@@ -170,22 +186,22 @@ class _Scene:
 
 
 def _corrected(profile: Profile, cluster: Cluster, rows: Sequence[dict[str, Any]]) -> Profile:
-    """Returns the profile with what was found; the fastest rank of a node has that of the next, scaled."""
+    """Returns the profile with what was found; where it is not known of the fastest, that of the next, scaled."""
     batch = profile.batch_size
     added = {int(rank): seconds for row in rows for rank, seconds in row["added"].items()}
     devices, steps = list(profile.devices), [device.step for device in profile.devices]
     for node in cluster.nodes:
         if len(node.ranks) < 2:
             continue
-        factors = {rank: rows[rank]["factor"] for rank in node.ranks}
         order = sorted(node.ranks, key=lambda rank: (steps[rank].at(batch), rank))
-        for place, rank in enumerate(order):
-            other = order[1] if place == 0 else rank
-            averaging_s = added[other] * steps[rank].at(batch) / steps[other].at(batch)
-            alike = [factors[peer] for peer in order if steps[peer] == steps[rank]]
-            alone = [rows[peer]["alone"] for peer in order if steps[peer] == steps[rank]]
-            known = {"averaging_s": averaging_s, "alone": mean(alone)}
-            devices[rank] = _slowed(devices[rank], mean(alike)).model_copy(update=known)
+        for rank in order:
+            alike = [peer for peer in order if steps[peer] == steps[rank]]
+            known = [added[peer] for peer in alike if peer in added]
+            next_s = added[order[1]] * steps[rank].at(batch) / steps[order[1]].at(batch)
+            averaging_s = mean(known) if known else next_s
+            alone = mean(rows[peer]["alone"] for peer in alike)
+            slowed = _slowed(devices[rank], mean(rows[peer]["factor"] for peer in alike))
+            devices[rank] = slowed.model_copy(update={"averaging_s": averaging_s, "alone": alone})
     return profile.model_copy(update={"devices": tuple(devices)})
 
 
