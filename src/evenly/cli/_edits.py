@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from evenly._errors import SpecError
 from evenly.cli._quantities import factor_of
-from evenly.spec import Cluster, DeviceProfile, Graph, Lane, LayerCurves, Node, Plan, Profile, Rate, period_of
+from evenly.spec import Cluster, DeviceProfile, Graph, Lane, Node, Plan, Profile, Rate, period_of
 
 
 def with_period(plan: Plan, period: str) -> Plan:
@@ -106,14 +106,7 @@ def _times(rate: Rate, factor: float) -> Rate:
 
 
 def _slowed(device: DeviceProfile, seconds: float) -> DeviceProfile:
-    layers = {
-        form: LayerCurves(
-            outputs=curves.outputs.scaled(seconds),
-            inputs=curves.inputs.scaled(seconds),
-            samples=curves.samples.scaled(seconds),
-        )
-        for form, curves in device.layers.items()
-    }
+    layers = {form: curves.scaled(seconds) for form, curves in device.layers.items()}
     return DeviceProfile(**{**dict(device), "step": device.step.scaled(seconds), "layers": layers})
 
 

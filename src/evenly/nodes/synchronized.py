@@ -110,7 +110,7 @@ class Synchronized(torch.nn.Module):
         if self._closed:
             raise SpecError("a synchronized model was called to train after close(). Train the plain network: .module.")
         self._gradients.step = self.schedule.step + 1
-        self.clock.begin()
+        self.clock.begin(self._gradients.step)
         return self._gradients.forward(self._count(*args, **kwargs), *args, **kwargs)
 
     @contextmanager
@@ -164,10 +164,13 @@ class Synchronized(torch.nn.Module):
         self._sharing.close()
         self._groups.close(failed=self._alarm.has_rung)
 
-    def relearn(self) -> None:
-        """Goes on after parts of the network have changed hands, between two steps; all ranks call it together."""
+    def relearn(self, agreed: dict[str, torch.Tensor]) -> None:
+        """Goes on after parts of the network have changed hands, between two steps; all ranks call it together.
+
+        `agreed` are this rank's parts of the buffers of the last exchange, cut as the buffers are now.
+        """
         self._guarded(lambda waiter: self._sharing.relearn(self.module, waiter))
-        self._agreed = _copies(kept_buffers(self.module))
+        self._agreed = _copies(agreed)
 
     def require_finite(self) -> None:
         """Raises `NonFiniteError` for the last step where its gradients were not finite and nobody has looked yet."""

@@ -17,15 +17,17 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.is_wanted = False  # somebody will ask for the times
+        self._step = 0
         self._runs = False
         self._began: Moment | None = None
         self._spans: list[tuple[Moment, Moment]] = []  # of the step that runs
         self._steps: list[list[tuple[Moment, Moment]]] = []
 
-    def begin(self) -> None:
-        """Starts, unless it runs already: a step may have several forwards."""
-        if not self._runs:
-            self._runs, self._began, self._spans = True, self._now(), []
+    def begin(self, step: int) -> None:
+        """Starts, unless it runs already in this step, which may have several forwards."""
+        if self.is_wanted and (not self._runs or step != self._step):
+            self._step, self._runs, self._began, self._spans = step, True, self._now(), []
 
     def pause(self) -> None:
         """Stands still."""

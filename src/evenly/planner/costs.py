@@ -27,6 +27,11 @@ class Works:
         return {layer.name: layer for layer in self.graph.layers if layer.kind not in ("source", "output")}
 
     @cached_property
+    def kinds(self) -> dict[str, str]:
+        """What makes each tensor: "parameter", or another operation."""
+        return {tensor.name: layer.op for layer in self.graph.layers for tensor in layer.outputs}
+
+    @cached_property
     def forms(self) -> dict[str, str]:
         """The form of every layer that can be measured by itself."""
         return {name: self.graph.form_of(layer) for name, layer in self.layers.items() if layer.is_measurable}
@@ -40,6 +45,12 @@ class Works:
     def parameter_bytes(self) -> int:
         """The bytes of all parameters."""
         return self.graph.parameter_bytes
+
+    @cached_property
+    def travelling_bytes(self) -> int:
+        """The bytes of all parameters as they travel between ranks: short numbers in float32."""
+        held = [layer.outputs[0] for layer in self.graph.layers if layer.op == "parameter"]
+        return sum(max(tensor.size_bytes, 4 * tensor.numel) for tensor in held)
 
     @cached_property
     def wishes(self) -> Wishes:
@@ -84,6 +95,13 @@ class Times:
             return self.fitting * curves.samples.at(part * curves.samples.sizes[-1])
         return self.fitting * (curves.inputs if mode == "reduced" else curves.outputs).at(count)
 
+    def whole(self, name: str) -> float:
+        """Returns the seconds of all of an operation."""
+        form = self.known.get(name)
+        if form is None:
+            return self.works.weights[name] * self.per_weight
+        return self.fitting * self.device.layers[form].outputs.seconds[-1]
+
     def _of_step(self, part: float) -> float:
         """Returns the part of a step's time that a part of its work takes: more, where there is a fixed cost."""
         if part not in self.parts:
@@ -98,7 +116,6 @@ class Stretch:
 
     seconds: tuple[float, ...]
     meeting_s: float = 0.0
-    sent_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,16 +133,6 @@ class Timeline:
     def compute_s(self) -> list[float]:
         """Seconds in which each rank computes."""
         return [sum(part) for part in zip(*(stretch.seconds for stretch in self.stretches), strict=True)]
-
-    @cached_property
-    def meeting_s(self) -> float:
-        """Seconds on the wires."""
-        return sum(stretch.meeting_s for stretch in self.stretches)
-
-    @cached_property
-    def sent_bytes(self) -> int:
-        """Bytes of all ranks."""
-        return sum(stretch.sent_bytes for stretch in self.stretches)
 
 
 def timeline_of(works: Works, layout: Layout, devices: Sequence[Times], meeting: Meeting) -> Timeline:
@@ -159,29 +166,27 @@ def _stretches(
         own = [portion * time for time in _seconds(choice, layout, devices)]
         if not forward:
             work = [a + b for a, b in zip(work, own, strict=True)]
-        for count, seconds in _meetings(choice, moves, size, meeting, forward=forward):
-            yield Stretch(tuple(work), seconds, count)
+        for seconds in _meetings(choice, moves, size, meeting, forward=forward):
+            yield Stretch(tuple(work), seconds)
             work = [0.0] * size
         if forward:
             work = [a + b for a, b in zip(work, own, strict=True)]
     yield Stretch(tuple(work))
 
 
-def _meetings(
-    choice: Choice, moves: Sequence[Move], size: int, meeting: Meeting, *, forward: bool
-) -> Iterator[tuple[int, float]]:
-    """Returns the bytes and seconds of every message that comes with an operation."""
+def _meetings(choice: Choice, moves: Sequence[Move], size: int, meeting: Meeting, *, forward: bool) -> Iterator[float]:
+    """Returns the seconds of every message that comes with an operation."""
     others = max(1, size - 1)
     for move in moves:
         count = move.forward_bytes if forward else move.backward_bytes
         is_sum = move.name == ("reduce" if forward else "copy")
         if count:
             full = count // others  # bytes of the whole tensor, twice that in a sum
-            yield count, meeting.sums.at(full / 2) if is_sum else meeting.gathers.at(full)
+            yield meeting.sums.at(full / 2) if is_sum else meeting.gathers.at(full)
     if choice.sent_bytes and choice.messages:
         each = choice.sent_bytes // choice.messages
-        for _ in range(max(1, choice.messages // 2)):
-            yield each, meeting.sums.at(each / others / 2)
+        for _ in range(choice.messages - choice.messages // 2 if forward else choice.messages // 2):
+            yield meeting.sums.at(each / others / 2)
 
 
 def _seconds(choice: Choice, layout: Layout, devices: Sequence[Times]) -> list[float]:
@@ -191,8 +196,7 @@ def _seconds(choice: Choice, layout: Layout, devices: Sequence[Times]) -> list[f
     records = choice.needs if choice.mode == "reduced" else (*choice.gives, *choice.needs)
     record = next((record for record in records if record.state == "sharded"), None)
     if record is None or choice.mode in ("whole", "summand"):
-        size = devices[0].works.layers[choice.layer].outputs[0].shape[1:2]
-        return [times.of(choice.layer, "whole", 1.0, size[0] if size else 1) for times in devices]
+        return [times.whole(choice.layer) for times in devices]
     cut = layout.cuts[record.cut]
     counts = cut.counts()
     mode = "bystander" if cut.rows else choice.mode

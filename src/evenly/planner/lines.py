@@ -110,7 +110,7 @@ def _formed(
     ways = [[eased(way, busy, node) for way in _crews(crew, works, profile, free, each, known)] for crew in formation]
     for number in range(max(len(way) for way in ways)):
         crews = tuple(way[min(number, len(way) - 1)] for way in ways)
-        size = works.parameter_bytes // max(len(crew.ranks) for crew in crews)
+        size = works.travelling_bytes // max(len(crew.ranks) for crew in crews)
         limits = tuple(min(batch, crew.most_samples(free)) for crew in crews)
         estimated = sum_seconds(size, len(crews), rate)
         averaging = tuple(

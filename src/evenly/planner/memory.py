@@ -6,6 +6,7 @@ from evenly.planner.costs import Works
 from evenly.spec.graph import Graph
 from evenly.spec.layout import Layout, Record
 
+UNKNOWN = 1 << 40  # samples that a device of unknown memory holds
 COPIES = 4  # of every parameter: itself, its gradient, two slots of the optimizer
 
 
@@ -19,7 +20,7 @@ class Need:
     def samples_in(self, free_bytes: int) -> int:
         """Returns the samples that fit; free memory of 0 bytes is not known and holds everything."""
         if not free_bytes:
-            return 1 << 40
+            return UNKNOWN
         return max(0, free_bytes - self.fixed_bytes) // max(1, self.sample_bytes)
 
 
@@ -29,7 +30,7 @@ def whole_need(works: Works, sample_bytes: int) -> Need:
 
 
 def cut_needs(works: Works, layout: Layout, sample_bytes: int) -> list[Need]:
-    """Returns what each member of a layout needs: its parts of parameters, and of what is computed."""
+    """Returns what each member of a layout needs: its parts of parameters and of what is computed, what it gathers."""
     size = len(layout.members)
     fixed, made, total = [0.0] * size, [0.0] * size, 0.0
     homes: dict[str, Record] = {}
@@ -44,6 +45,11 @@ def cut_needs(works: Works, layout: Layout, sample_bytes: int) -> list[Need]:
             for tensor, record in zip(layer.outputs, choice.gives, strict=False):
                 total += tensor.size_bytes
                 made = [a + tensor.size_bytes * b for a, b in zip(made, _parts(layout, record), strict=True)]
+    for move in layout.moves:
+        is_gathered = move.before.state == "sharded" and move.after.state != "sharded"
+        if is_gathered and works.kinds.get(move.tensor) != "parameter":  # all of it is kept, beside the part
+            kept = tensors[move.tensor].size_bytes
+            made = [a + kept * (1 - b) for a, b in zip(made, _parts(layout, move.before), strict=True)]
     for layer in works.graph.layers:
         if layer.op == "parameter":
             parts = _parts(layout, homes.get(layer.name, Record("replicated")))

@@ -10,7 +10,7 @@ from evenly._errors import SpecError
 from evenly.planner.costs import Works, exchange_seconds
 from evenly.planner.layout import lay_out
 from evenly.planner.lines import Line, cut_lines, single_lines
-from evenly.planner.memory import largest_layer, whole_need
+from evenly.planner.memory import UNKNOWN, largest_layer, whole_need
 from evenly.spec.cluster import Cluster
 from evenly.spec.graph import Graph
 from evenly.spec.period import Every, EveryGradient, EverySteps, Period, period_of
@@ -69,7 +69,7 @@ class _Task:
 
     def plan(self, every: Every | None, budget: float, exchange: Exchange) -> Plan:
         lines, counts, step_s = self._solve()
-        exchange_s = self._exchange_s(lines)
+        exchange_s = self._exchange_s(lines, counts)
         period = self._period(every, step_s, exchange_s, budget)
         if isinstance(period, EveryGradient):
             step_s += exchange_s
@@ -171,9 +171,10 @@ class _Task:
             "more memory."
         )
 
-    def _exchange_s(self, lines: Sequence[Line | None]) -> float:
-        used = [node.ranks for node, line in zip(self.cluster.nodes, lines, strict=True) if line is not None]
-        return exchange_seconds(self.works.parameter_bytes, used, self.profile)
+    def _exchange_s(self, lines: Sequence[Line | None], counts: Sequence[list[int]]) -> float:
+        each = zip(self.cluster.nodes, lines, counts, strict=True)
+        used = [node.ranks for node, line, samples in each if line is not None and any(samples)]
+        return exchange_seconds(self.works.travelling_bytes, used, self.profile)
 
     def _period(self, every: Every | None, step_s: float, exchange_s: float, budget: float) -> Period:
         if not 0 < budget < 1:
@@ -188,10 +189,12 @@ class _Task:
             line = lines[index]
             for crew, samples in zip(line.crews if line else (), counts[index], strict=True):
                 computing = crew.compute_s(samples)
+                most = crew.most_samples(self.free)
                 for rank, seconds, need in zip(crew.ranks, computing, crew.needs, strict=True):
                     roles[rank] = self._role(
                         rank, index, samples=samples, compute_s=seconds,
                         memory_bytes=need.fixed_bytes + need.sample_bytes * samples,
+                        most_samples=most if most < UNKNOWN else 0, free_bytes=self.free[rank],
                     )  # fmt: skip
             for rank in node.ranks:
                 if rank not in roles or not roles[rank].samples:

@@ -176,7 +176,7 @@ def balanced_shares(works: Works, layout: Layout, times: Sequence[Times]) -> dic
     shares: dict[str, list[float]] = {}
     for number, makers in owners.items():
         size, unit = layout.cuts[number].size, _unit(works, makers[0])
-        if size // unit < 2:
+        if size // unit < 2 or size % unit:  # parts of unlike units, as fused queries and fewer keys, go by speed
             continue
         counts = _dealt(blocks[number], size, unit, times)
         shares |= {choice.where: [float(count) for count in counts] for choice in makers}

@@ -109,11 +109,11 @@ class _Play:
         exchanges: int,
         exchange_s: float,
     ) -> Forecast:
-        size, nodes = self.works.parameter_bytes, self.plan.nodes
+        size, nodes = self.works.travelling_bytes, self.plan.nodes
         devices = []
         for role in self.plan.roles:
             works = role.samples > 0
-            ranks = len(nodes[role.node])
+            ranks = sum(self.plan.roles[rank].samples > 0 for rank in nodes[role.node])
             devices.append(
                 DeviceForecast(
                     rank=role.rank,
@@ -122,7 +122,7 @@ class _Play:
                     compute_s=float(computed[role.rank]),
                     wires_s=steps * wires[role.rank] + exchanges * exchange_s if works else 0.0,
                     wait_s=max(0.0, float(waited[role.rank])) if works else seconds,
-                    sent_bytes=steps * sent[role.rank] + 2 * exchanges * size / ranks if works else 0.0,
+                    sent_bytes=steps * sent[role.rank] + 2 * exchanges * size / max(1, ranks) if works else 0.0,
                 )
             )
         total = self.plan.batch_size or sum(role.samples for role in self.plan.roles)
@@ -139,7 +139,7 @@ class _Play:
         """Returns what each rank computes in a step, how long it is on the wires, and the bytes it sends."""
         compute = np.zeros(len(self.plan.roles))
         wires, sent = [0.0] * len(compute), [0.0] * len(compute)
-        size = self.works.parameter_bytes
+        size = self.works.travelling_bytes
         for ranks in self.plan.nodes:
             crews = self._crews(ranks)
             rate = self.profile.rate([rank for crew in crews for rank in crew.ranks]) if crews else self.profile.inside
@@ -171,7 +171,7 @@ class _Play:
 
     def _exchange_s(self) -> float:
         busy = [ranks for ranks in self.plan.nodes if any(self.plan.roles[rank].samples for rank in ranks)]
-        return exchange_seconds(self.works.parameter_bytes, busy, self.profile)
+        return exchange_seconds(self.works.travelling_bytes, busy, self.profile)
 
 
 def _factors(random: np.random.Generator, count: int, jitter: float) -> Numbers:

@@ -83,8 +83,10 @@ def measure_party(
     """Returns the profile of the ranks of `party`: devices, wires, and steps in which gradients are averaged."""
     limits: Any = {"timeout_s": timeout_s, "tell": tell or (lambda _: None)}
     chapter = party.chapter("measure")
-    profile = measure_cluster(chapter, traced, cluster, device, quick=quick, parent=parent, **limits)
-    return rehearse(party.chapter("rehearse"), traced, cluster, profile, device, quick=quick, **limits)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # what is drawn later stays the same
+        profile = measure_cluster(chapter, traced, cluster, device, quick=quick, parent=parent, **limits)
+        room = party.chapter("rehearse")
+        return rehearse(room, traced, cluster, profile, device, quick=quick, parent=parent, **limits)
 
 
 def synchronize(

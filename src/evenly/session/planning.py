@@ -48,9 +48,10 @@ def plan_run(
         raise SpecError(
             "global_batch was given without a network. Give the model and an example too: plan(model, example)."
         )
-    if shares is not None:
+    if shares is not None or cut_batch:
         raise SpecError(
-            "shares and global_batch were given, but a plan from measurements finds shares itself. Give one."
+            f"{'cut_batch' if shares is None else 'shares'} and global_batch were given, but a plan from measurements "
+            "finds shares and cuts itself. Give batch_size instead, or leave it out."
         )
     wishes: Any = {"batch_size": global_batch, "every": every, "exchange": exchange}
     return plan_measured(stage, device, model, example, profile=profile, tell=tell, **wishes)
@@ -72,4 +73,4 @@ def plan_measured(
         limits: Any = {"timeout_s": TIMEOUT_S, "tell": tell, "parent": stage.alarm}
         profile = measure_party(stage.party, traced, stage.cluster, device, quick=profile == "quick", **limits)
     plan = planner.plan(stage.cluster, profile, traced.graph, **wishes)
-    return Plan.from_json(stage.assembly.gather(plan.to_json(), "the plan")[0])
+    return Plan.from_json(stage.assembly.gather(plan.to_json() if stage.party.rank == 0 else None, "the plan")[0])

@@ -1,16 +1,22 @@
 """Batches, and units of cut networks, that follow the speed of the devices while a run goes on."""
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
+import torch
+
 from evenly._errors import SpecError
-from evenly.planner import relaid
+from evenly.planner import balance, relaid
+from evenly.planner.costs import Works
+from evenly.planner.memory import cut_needs
 from evenly.session.full import Trainee
 from evenly.session.stage import Stage
-from evenly.shards import Sharded, immovable, reshard
-from evenly.spec import Layout, Plan, Rebalanced, deal
+from evenly.shards import Sharded, immovable, moved, placement_of, reshard
+from evenly.spec import EveryGradient, Layout, Plan, Rebalanced
 
 logger = logging.getLogger(__name__)
 
@@ -20,23 +26,27 @@ PATIENCE = 2  # looks in a row that must say so
 
 
 class Rebalancer:
-    """Compares, every few steps, how long the ranks compute, and deals work out anew where that pays.
+    """Compares how long the ranks compute, and deals work out anew where that pays.
 
-    All ranks look at the same step and decide the same. First the ranks of one network that is cut hand units over to
-    each other, then the global batch is dealt out anew. What a rank computes is taken to grow with what it has; as that
-    is not quite so, a change is followed by smaller ones, and where changes do not help they become rare. The samples
-    of a step stay the same in all, and gradients are weighted by them: the run goes on as it would have.
+    It looks every few steps, or at exchanges where nodes meet only for these. All ranks look after the same step and
+    decide the same. First the ranks of one network that is cut hand units over to each other, then the global batch is
+    dealt out anew. What a rank computes is taken to grow with what it has; as that is not quite so, a change is
+    followed by smaller ones, and where changes do not help they become rare. Nobody gets more than its memory holds.
+    The samples of a step stay the same in all, and gradients are weighted by them: the run goes on as it would have.
     """
 
     def __init__(self, trainee: Trainee, plan: Plan, stage: Stage) -> None:
-        self._trainee, self._assembly, self._rank = trainee, stage.assembly, stage.party.rank
+        self._trainee, self._assembly, self._rank, self._plan = trainee, stage.assembly, stage.party.rank, plan
         self._groups = [replica.ranks for replica in plan.replicas] or [(rank,) for rank in plan.takers]
         self._layouts = [replica.layout for replica in plan.replicas]
+        self._limits = [plan.roles[rank].most_samples or sum(plan.batch_shares) for rank in plan.takers]
+        self._waits = len(plan.nodes) > 1 and not isinstance(plan.period, EveryGradient)  # until nodes meet anyway
         self.samples = list(plan.batch_shares)
         self.on_change: list[Callable[[], None]] = []
         self._units, self._batches = Doubt(), Doubt()
-        self._due: dict[int, list[float]] = {}  # by network: what each of its ranks is to have, over what it has
-        self._steps = 0
+        at = trainee.model.schedule
+        self._step, self._looked, self._exchanges = at.step, at.step, at.exchanges
+        trainee.model.clock.is_wanted = True
 
     @property
     def shares(self) -> list[tuple[float, ...]]:
@@ -44,31 +54,34 @@ class Rebalancer:
         return [layout.shares for layout in self._layouts]
 
     def look(self) -> None:
-        """Called between steps by every rank."""
-        self._steps += 1
-        if self._steps % EVERY == 0:
-            own = self._trainee.model.clock.take()
-            row = [median(own) if own else 0.0, self._can_move()]
-            rows = self._assembly.gather(row, "the balance of ranks")
-            self._decide([seconds for seconds, _ in rows], may_move=all(can for _, can in rows))
-        if self._due and (len(self._layouts) == 1 or self._trainee.model.schedule.since == 0):
-            self._move()
+        """Called between batches by every rank; a step may take several of them."""
+        at = self._trainee.model.schedule
+        if at.step == self._step:
+            return
+        self._step = at.step
+        if at.step - self._looked < EVERY or (self._waits and at.exchanges == self._exchanges):
+            return
+        steps, self._looked, self._exchanges = at.step - self._looked, at.step, at.exchanges
+        own = self._trainee.model.clock.take()
+        rows = self._assembly.gather([median(own) if own else 0.0, self._can_move()], "the balance of ranks")
+        patience = PATIENCE if steps < PATIENCE * EVERY else 1  # a median of many steps is enough
+        self._decide([row[0] for row in rows], may_move=all(row[1] for row in rows), patience=patience)
 
     def _can_move(self) -> bool:
         module = self._trainee.model.module
         return isinstance(module, Sharded) and not immovable(module, self._trainee.optimizer)
 
-    def _decide(self, seconds: Sequence[float], *, may_move: bool) -> None:
+    def _decide(self, seconds: Sequence[float], *, may_move: bool, patience: int) -> None:
         found = {
             place: factors
             for place, (ranks, layout) in enumerate(zip(self._groups, self._layouts, strict=False))
             if may_move and (factors := unit_factors(layout, [seconds[rank] for rank in ranks])) is not None
         }
         slowest = [max(seconds[rank] for rank in ranks) for ranks in self._groups]
-        if self._units.agrees(max(slowest), wanted=bool(found)):
-            self._due = found
-        better = None if found or self._due else rebalanced(self.samples, slowest)
-        if self._batches.agrees(max(slowest), wanted=better is not None) and better is not None:
+        if self._units.agrees(max(slowest), wanted=bool(found), patience=patience) and self._move(found):
+            return
+        better = rebalanced(self.samples, slowest, self._limits)
+        if self._batches.agrees(max(slowest), wanted=better is not None, patience=patience) and better is not None:
             self._deal(better)
 
     def _deal(self, samples: list[int]) -> None:
@@ -77,33 +90,55 @@ class Rebalancer:
             self._trainee.feed.reshare(samples)
         self._tell(f"batches are {samples}")
 
-    def _move(self) -> None:
-        """Lets units of the networks that are due change hands; the first rank of each finds the new layout."""
-        due, self._due = self._due, {}
-        mine = next((place for place in due if self._groups[place][0] == self._rank), None)
+    def _move(self, due: dict[int, list[float]]) -> bool:
+        """Lets units of networks change hands; a rank of each finds the new layout. Returns whether any do."""
+        finders = {place: self._groups[place][self._layouts[place].members[0]] for place in due}
+        mine = next((place for place, rank in finders.items() if rank == self._rank), None)
         rows = self._assembly.gather(self._relaid(mine, due), "units that change hands")
-        for place in due:
-            text = rows[self._groups[place][0]]
-            if text is None:
-                continue
-            self._layouts[place] = layout = Layout.model_validate_json(text)
-            module = self._trainee.model.module
-            if self._rank in self._groups[place] and isinstance(module, Sharded):
-                reshard(module, self._trainee.optimizer, layout)
-        self._trainee.model.relearn()
+        found = {place: Layout.model_validate_json(rows[rank]) for place, rank in finders.items() if rows[rank]}
+        if not found:
+            return False
+        agreed = dict(self._trainee.model.agreed_buffers)
+        for place, layout in found.items():
+            self._layouts[place] = layout
+            if self._rank in self._groups[place]:
+                agreed = self._recut(layout, agreed)
+        self._trainee.model.relearn(agreed)
         self._trainee.model.clock.take()
         self._tell(f"shares are {[[round(share, 3) for share in shares] for shares in self.shares]}")
+        return True
+
+    def _recut(self, layout: Layout, agreed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Cuts this rank's network anew, and the buffers of the last exchange with it."""
+        module = self._trainee.model.module
+        if not isinstance(module, Sharded):
+            return agreed
+        before = {name: placement_of(buffer) for name, buffer in module.named_buffers()}
+        reshard(module, self._trainee.optimizer, layout)
+        after = {name: placement_of(buffer) for name, buffer in module.named_buffers()}
+        return {
+            name: value if (old := before[name]) is None or (new := after[name]) is None else moved(value, old, new)
+            for name, value in agreed.items()
+        }
 
     def _relaid(self, place: int | None, due: dict[int, list[float]]) -> str | None:
+        """Returns the new layout of a network, if it is another one and there is memory for it."""
         program = getattr(self._trainee.model.module, "_program", None)
         if place is None or program is None:
             return None
+        old, graph = self._layouts[place], program.traced.graph
         try:
-            layout = relaid(program.traced.graph, self._layouts[place], due[place])
+            layout = relaid(graph, old, due[place])
         except SpecError as error:
             logger.warning("units of a network stay where they are: %s", error)
             return None
-        return layout.model_dump_json() if layout.members == self._layouts[place].members else None
+        if layout.members != old.members or layout.cuts == old.cuts:
+            return None
+        works, samples = Works(graph), self.samples[place]
+        for member, need in zip(layout.members, cut_needs(works, layout, graph.sample_bytes), strict=True):
+            if need.samples_in(self._plan.roles[self._groups[place][member]].free_bytes) < samples:
+                return None
+        return layout.model_dump_json()
 
     def _tell(self, what: str) -> None:
         logger.info("%s from step %d on", what, self._trainee.model.schedule.step + 1)
@@ -112,27 +147,27 @@ class Rebalancer:
 
 
 class Doubt:
-    """Lets a change through when enough looks in a row want it; more, where the last one did not help."""
+    """Lets a change through when enough looks in a row want it; more and more, where the last one did not help."""
 
     def __init__(self) -> None:
-        self._patience, self._agreeing = PATIENCE, 0
+        self._doubt, self._agreeing = 1, 0
         self._before: float | None = None  # the slowest, when the last change was let through
 
-    def agrees(self, slowest: float, *, wanted: bool) -> bool:
+    def agrees(self, slowest: float, *, wanted: bool, patience: int = PATIENCE) -> bool:
         """Returns whether to change something now; `slowest` are the seconds of the slowest rank.
 
         >>> doubt = Doubt()
-        >>> [doubt.agrees(1.0, wanted=True) for _ in range(8)]
-        [False, True, False, False, False, True, False, False]
+        >>> [look for look in range(1, 40) if doubt.agrees(1.0, wanted=True)]
+        [2, 6, 14, 30]
         """
         if not wanted:
-            self._patience, self._agreeing, self._before = PATIENCE, 0, None
+            self._doubt, self._agreeing, self._before = 1, 0, None
             return False
         self._agreeing += 1
-        if self._agreeing < self._patience:
+        if self._agreeing < patience * self._doubt:
             return False
-        if self._before is not None and self._agreeing == PATIENCE and slowest * (1 + (GAIN - 1) / 2) > self._before:
-            self._patience, self._before = 2 * self._patience, None
+        if self._before is not None and slowest * (1 + (GAIN - 1) / 2) > self._before:
+            self._doubt, self._before = 2 * self._doubt, None
             return False
         self._agreeing, self._before = 0, slowest
         return True
@@ -153,19 +188,23 @@ def attach_rebalancer(trainee: Trainee, plan: Plan, stage: Stage) -> None:
     trainee.feed.between.append(balance.look)
 
 
-def rebalanced(samples: Sequence[int], seconds: Sequence[float]) -> list[int] | None:
+def rebalanced(samples: Sequence[int], seconds: Sequence[float], limits: Sequence[int]) -> list[int] | None:
     """Returns other samples for which the slowest would be clearly faster; None where nothing is to be gained.
 
-    >>> rebalanced([24, 24], [0.1, 0.4]), rebalanced([24, 24], [0.2, 0.21])
-    ([38, 10], None)
+    >>> rebalanced([24, 24], [0.1, 0.4], [48, 48]), rebalanced([24, 24], [0.2, 0.21], [48, 48])
+    ([39, 9], None)
+    >>> rebalanced([24, 24], [0.1, 0.4], [30, 48])
+    [30, 18]
     """
     if len(samples) < 2 or not all(samples) or min(seconds) <= 0:
         return None
-    speeds = [count / second for count, second in zip(samples, seconds, strict=True)]
-    counts = [max(1, count) for count in deal(sum(samples), speeds)]
+    each = [second / count for count, second in zip(samples, seconds, strict=True)]
+    limits = [max(limit, count) for limit, count in zip(limits, samples, strict=True)]
+    acts = [partial(operator.mul, own) for own in each]
+    counts = [max(1, count) for count in balance(sum(samples), acts, limits)]
     while sum(counts) > sum(samples):  # those who got their 1 sample took it from the largest
         counts[counts.index(max(counts))] -= 1
-    slowest = max(count / speed for count, speed in zip(counts, speeds, strict=True))
+    slowest = max(count * own for count, own in zip(counts, each, strict=True))
     return counts if max(seconds) > GAIN * slowest else None
 
 

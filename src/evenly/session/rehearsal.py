@@ -1,15 +1,17 @@
 """Steps as they will be: gradients averaged inside a node, a network cut over ranks; a profile is corrected by them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
 
 import torch
 
-from evenly.comm import Alarm, Party, Waiter, gather_json, open_group
+from evenly.comm import Alarm, Party, Waiter, close_groups, gather_json, open_group
 from evenly.graph import Traced
 from evenly.planner import cut_to_try
+from evenly.planner.replica import eased
 from evenly.session.trials import Ensemble, Trial
 from evenly.shards import join_shards
 from evenly.spec import Cluster, Curve, CutStep, DeviceProfile, Layout, Profile, deal
@@ -33,6 +35,7 @@ def rehearse(
     quick: bool,
     timeout_s: float,
     tell: Callable[[str], None],
+    parent: Alarm | None = None,
 ) -> Profile:
     """Returns the profile corrected by real steps; all ranks call it together.
 
@@ -41,21 +44,26 @@ def rehearse(
     speed: ranks in step with each other disturb each other more than ranks that run freely. And if a network cut over
     the ranks of a node may be fast, one is tried.
     """
-    alarm = Alarm(party.chapter("rehearsal"))
+    alarm = Alarm(party.chapter("rehearsal"), parent=parent)
+    group = None
     try:
         waiter = Waiter(alarm, place="the rehearsal", timeout_s=timeout_s)
+        waiter.roll_call()
         group = open_group(alarm.party, "rehearsal", range(party.size), backend="gloo", timeout_s=timeout_s)
         enough_s = QUICK_S if quick else THOROUGH_S
-        scene = _Scene(party, traced, cluster, profile, device, enough_s, timeout_s, tell)
-        rows = gather_json(scene.averaged(), group, waiter)
-        profile = _corrected(profile, cluster, rows)
-        scene = _Scene(party, traced, cluster, profile, device, enough_s, timeout_s, tell)
+        scene = _Scene(party, traced, cluster, profile, device, alarm, enough_s, timeout_s, tell)
+        profile = _corrected(profile, cluster, gather_json(scene.averaged(), group, waiter))
+        scene = replace(scene, profile=profile)
         crews = gather_json(scene.cut_found(), group, waiter)
         tried = gather_json(scene.cut_tried(crews[scene.fastest]), group, waiter)
-        cuts = tuple(CutStep(**cut) for cut in tried if cut is not None)
-        return profile.model_copy(update={"cuts": cuts})
+        return profile.model_copy(update={"cuts": tuple(CutStep(**cut) for cut in tried if cut is not None)})
+    except BaseException as error:
+        alarm.ring(error)
+        raise
     finally:
         alarm.close()
+        if group is not None:
+            close_groups([group], failed=alarm.has_rung)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class _Scene:
     cluster: Cluster
     profile: Profile
     device: torch.device
+    alarm: Alarm
     enough_s: float
     timeout_s: float
     tell: Callable[[str], None]
@@ -87,23 +96,31 @@ class _Scene:
         return min(self.node, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
 
     def averaged(self) -> dict[str, Any]:
-        """Returns what averaging adds to the steps of the slowest of each group, how much longer own steps take while
-        all ranks are in step, and how long while the others rest."""
-        told: dict[str, Any] = {"added": {}, "factor": 1.0, "alone": 1.0}
+        """Returns the seconds of steps with little to compute, by the slowest of each group; how much longer own steps
+        take while all ranks are in step, and how long while the others rest; a step that the fastest rank ends."""
+        told: dict[str, Any] = {"few": [], "factor": 1.0, "alone": 1.0, "fastest": None}
         for ranks in fastest_groups(self.node, self.steps, self.profile.batch_size) if len(self.node) > 1 else []:
             if self.party.rank not in ranks:
                 continue
             self.tell(f"ranks {ranks} averaging gradients")
-            ensemble = Ensemble(self.party, ranks, self.traced, self.cluster, self.device, timeout_s=self.timeout_s)
             slowest = max(ranks, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
-            few = ensemble.together(FEW, self._times(self._own_s(ranks, slowest, FEW), self.enough_s / 3))
-            if len(ranks) == len(self.node):
-                told |= self._in_step(ensemble, ranks, few.computing_s)
-                told["added"] |= self._on_fastest(ensemble, ranks, told["factor"])
-            if self.party.rank == slowest:
-                told["added"][str(slowest)] = max(0.0, few.seconds - told["factor"] * self._own_s(ranks, slowest, FEW))
-            ensemble.close()
+            with self._ensemble(ranks) as ensemble:
+                few = ensemble.together(FEW, self._times(self._own_s(ranks, slowest, FEW), self.enough_s / 3))
+                if self.party.rank == slowest:
+                    told["few"].append([ranks, few.seconds])
+                if len(ranks) == len(self.node):
+                    told |= self._in_step(ensemble, ranks, few.computing_s)
+                    told["fastest"] = self._on_fastest(ensemble, ranks)
         return told
+
+    @contextmanager
+    def _ensemble(self, ranks: Sequence[int]) -> Iterator[Ensemble]:
+        limits: Any = {"timeout_s": self.timeout_s, "parent": self.alarm}
+        ensemble = Ensemble(self.party, ranks, self.traced, self.cluster, self.device, **limits)
+        try:
+            yield ensemble
+        finally:
+            ensemble.close()
 
     def _in_step(self, ensemble: Ensemble, ranks: list[int], few_s: float) -> dict[str, float]:
         """Returns how much longer than by itself a step takes with all others in step, and with all others at rest.
@@ -125,20 +142,19 @@ class _Scene:
         factor = min(MOST_FACTOR, max(LEAST_FACTOR, factor))
         return {"factor": factor, "alone": min(1.0, median(alone) / (factor * own_s))}
 
-    def _on_fastest(self, ensemble: Ensemble, ranks: list[int], factor: float) -> dict[str, float]:
-        """Returns, on the fastest rank, what averaging adds to its steps while the others have little to do.
+    def _on_fastest(self, ensemble: Ensemble, ranks: list[int]) -> list[float] | None:
+        """Returns, on the fastest rank, its samples and the seconds of a step in which the others have little to do.
 
-        It is not told where the others would still be the last to finish.
+        It is not tried where the others would still be the last to finish.
         """
         sizes = dict(zip(ranks, self._by_speed(ranks), strict=True))
         own_s = self._own_s(ranks, self.fastest, sizes[self.fastest])
         longest_s = max(self._own_s(ranks, rank, FEW) for rank in ranks if rank != self.fastest)
         if own_s < TELLING * longest_s:
-            return {}
+            return None
         samples = sizes[self.fastest] if self.party.rank == self.fastest else FEW
         joint = ensemble.together(samples, self._times(own_s, self.enough_s / 3))
-        is_mine = self.party.rank == self.fastest
-        return {str(self.fastest): max(0.0, joint.seconds - factor * own_s)} if is_mine else {}
+        return [samples, joint.seconds] if self.party.rank == self.fastest else None
 
     def cut_found(self) -> dict[str, Any] | None:
         """Returns, on the fastest rank of a node, the cut network to try there."""
@@ -147,7 +163,7 @@ class _Scene:
         crew = cut_to_try(self.node, self.profile, self.traced.graph)
         if crew is None or crew.layout is None:
             return None
-        parts_s = crew.ease * crew.timeline.step_s
+        parts_s = eased(crew, crew.ranks, self.node).ease * crew.timeline.step_s  # others rest meanwhile
         return {"ranks": list(crew.ranks), "layout": crew.layout.model_dump_json(), "parts_s": parts_s}
 
     def cut_tried(self, found: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -161,10 +177,13 @@ class _Scene:
             party=self.party.among(found["ranks"], f"cut {found['ranks']}"),
             devices=[self.cluster.device_of(rank) for rank in found["ranks"]],
             timeout_s=self.timeout_s,
+            parent=self.alarm,
         )
-        trial = Trial(sharded.train(), self.traced, self.device)
-        seconds = trial.step_s(self.profile.batch_size, self._times(found["parts_s"], self.enough_s))
-        sharded.close()
+        try:
+            trial = Trial(sharded.train(), self.traced, self.device)
+            seconds = trial.step_s(self.profile.batch_size, self._times(found["parts_s"], self.enough_s))
+        finally:
+            sharded.close()
         is_first = self.party.rank == found["ranks"][0]
         return {"ranks": found["ranks"], "factor": seconds / found["parts_s"]} if is_first else None
 
@@ -174,7 +193,9 @@ class _Scene:
         speeds = [1 / self.steps[rank].at(batch) for rank in ranks]
         expected_s = 1 / sum(speeds)
         samples = batch * min(1.0, self.enough_s / LEAST / expected_s)
-        return [max(1, count) for count in deal(max(len(ranks), round(samples)), speeds)]
+        counts = deal(max(len(ranks), round(samples)), speeds)
+        most = [max(self.steps[rank].sizes) for rank in ranks]  # so many were seen to fit into its memory
+        return [min(top, max(1, count)) for top, count in zip(most, counts, strict=True)]
 
     def _own_s(self, ranks: Sequence[int], rank: int, samples: int) -> float:
         """Returns what a rank needs for a step by itself, while these ranks work."""
@@ -186,23 +207,38 @@ class _Scene:
 
 
 def _corrected(profile: Profile, cluster: Cluster, rows: Sequence[dict[str, Any]]) -> Profile:
-    """Returns the profile with what was found; where it is not known of the fastest, that of the next, scaled."""
-    batch = profile.batch_size
-    added = {int(rank): seconds for row in rows for rank, seconds in row["added"].items()}
-    devices, steps = list(profile.devices), [device.step for device in profile.devices]
+    """Returns the profile with what was found: first how fast ranks are in step, then what averaging adds to that."""
+    steps = [device.step for device in profile.devices]
+    devices = list(profile.devices)
     for node in cluster.nodes:
-        if len(node.ranks) < 2:
-            continue
-        order = sorted(node.ranks, key=lambda rank: (steps[rank].at(batch), rank))
-        for rank in order:
-            alike = [peer for peer in order if steps[peer] == steps[rank]]
-            known = [added[peer] for peer in alike if peer in added]
-            next_s = added[order[1]] * steps[rank].at(batch) / steps[order[1]].at(batch)
-            averaging_s = mean(known) if known else next_s
-            alone = mean(rows[peer]["alone"] for peer in alike)
-            slowed = _slowed(devices[rank], mean(rows[peer]["factor"] for peer in alike))
-            devices[rank] = slowed.model_copy(update={"averaging_s": averaging_s, "alone": alone})
+        for rank in node.ranks if len(node.ranks) > 1 else ():
+            peers = [rows[peer] for peer in node.ranks if steps[peer] == steps[rank]]
+            factor, alone = (mean(row[word] for row in peers) for word in ("factor", "alone"))
+            devices[rank] = _slowed(devices[rank], factor).model_copy(update={"alone": alone})
+    profile = profile.model_copy(update={"devices": tuple(devices)})
+    for node in cluster.nodes:
+        added = _added(profile, node.ranks, rows)
+        order = sorted(node.ranks, key=lambda rank: (steps[rank].at(profile.batch_size), rank))
+        for place, rank in enumerate(order if len(order) > 1 else ()):
+            alike = [added[peer] for peer in node.ranks if steps[peer] == steps[rank] and peer in added]
+            other = next(peer for peer in (*order[place:], *order[::-1]) if peer in added)  # or of a slower one, scaled
+            ratio = steps[rank].at(profile.batch_size) / steps[other].at(profile.batch_size)
+            averaging_s = mean(alike) if alike else added[other] * ratio
+            devices[rank] = devices[rank].model_copy(update={"averaging_s": averaging_s})
     return profile.model_copy(update={"devices": tuple(devices)})
+
+
+def _added(profile: Profile, node: Sequence[int], rows: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """Returns, where it was seen, what averaging adds to the steps of a rank of a node."""
+    found: dict[int, float] = {}
+    for rank in node:
+        for ranks, seconds in rows[rank]["few"]:
+            own_s = profile.ease(rank, ranks, node) * profile.devices[rank].step.at(FEW)
+            found[rank] = max(0.0, seconds - own_s)
+        if rows[rank]["fastest"] is not None:
+            samples, seconds = rows[rank]["fastest"]
+            found[rank] = max(0.0, seconds - profile.devices[rank].step.at(samples))
+    return found
 
 
 def _slowed(device: DeviceProfile, factor: float) -> DeviceProfile:

@@ -66,7 +66,6 @@ class Session:
         self._alarm: Alarm | None = None
         self._stage: Any = None  # entered with the session
         self._trainees: list[Trainee] = []
-        self._restored: dict[str, Any] | None = None
         self._epoch = self._saved_step = 0
         self._tracked, self._settings = dict[str, Any](), dict[str, Any]()
 
@@ -97,7 +96,7 @@ class Session:
     def _enter(self, stage: Stage) -> None:
         """Goes on with the ranks of `stage`."""
         if stage is not self._stage:
-            self._stage, self.cluster, self._restored = stage, stage.cluster, stage.restored
+            self._stage, self.cluster = stage, stage.cluster
             self.rank, self.world_size = stage.party.rank, stage.party.size
             self._assembly, self._recorder, self._ledger = stage.assembly, stage.recorder, stage.ledger
             self._closing.callback(stage.close)
@@ -195,24 +194,25 @@ class Session:
             find_unused_parameters=find_unused_parameters,
         )
         trainee = Trainee(name, synchronized, optimizer, batches)
-        if self._restored is not None:
-            apply(self._restored, trainee)
+        if (restored := self._stage.restored()) is not None:
+            apply(restored, trainee)
         self._enrol(trainee, plan)
         return synchronized, optimizer, batches
 
     def track(self, **things: Any) -> None:
         """Keeps things with `state_dict` and `load_state_dict` (schedulers, a GradScaler) in the checkpoints."""
         self._tracked.update(things)
+        restored = self._stage.restored()
         for name, thing in things.items():
-            if self._restored is not None and name in self._restored["rank"]["tracked"]:
-                thing.load_state_dict(self._restored["rank"]["tracked"][name])
+            if restored is not None and name in restored["rank"]["tracked"]:
+                thing.load_state_dict(restored["rank"]["tracked"][name])
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yields the epochs still to do; exchanges, records and saves at the end of each, and finishes the run."""
-        if self._restored is not None:
-            self._epoch = int(self._restored["manifest"]["epoch"])
-            restore_random_state(self._restored)
-            self._restored = None
+        if (restored := self._stage.restored()) is not None:
+            self._epoch = int(restored["manifest"]["epoch"])
+            restore_random_state(restored)
+            self._stage.begin()
         self._ledger.start()
         while self._epoch < count:
             for trainee in self._trainees:

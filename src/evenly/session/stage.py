@@ -41,7 +41,8 @@ class Stage:
         self._active: list[int] = []  # ranks of a larger stage that this one was made of
         self._wishes: dict[str, Any] = {"folder": folder, "resume": resume, "timeout_s": timeout_s}
         self.checkpoints: Checkpoints | None = None
-        self.restored: dict[str, Any] | None = None
+        self._restored: list[dict[str, Any] | None] = []  # what was found, once it was looked for
+        self._room = party.chapter("room")  # for those that are left out
         with ExitStack() as opened:  # closed again if something goes wrong before the end
             self._open(opened, folder, resume, timeout_s)
             self._closing = opened.pop_all()
@@ -58,15 +59,23 @@ class Stage:
         if folder is not None:
             nodes = self.cluster.rank_lists()
             self.checkpoints = Checkpoints(folder / "checkpoints", self.assembly, rank=party.rank, nodes=nodes)
-            self._find(resume=resume)
+            if not resume:
+                self.checkpoints.set_aside()
 
-    def _find(self, *, resume: bool) -> None:
-        if self.checkpoints is None:
-            return
-        if not resume:
-            self.checkpoints.set_aside()
-        elif (latest := self.checkpoints.latest()) is not None:
-            self.restored = self.checkpoints.load(latest)
+    def restored(self) -> dict[str, Any] | None:
+        """Returns the newest checkpoint, if the run is to go on from one; all ranks of the stage call it together.
+
+        It is looked for only when it is known who takes part: those that were left out have none.
+        """
+        if not self._restored:
+            latest = self.checkpoints.latest() if self.checkpoints is not None and self._wishes["resume"] else None
+            found = self.checkpoints.load(latest) if self.checkpoints is not None and latest is not None else None
+            self._restored = [found]
+        return self._restored[0]
+
+    def begin(self) -> None:
+        """Lets go of the checkpoint: the run has gone on from it."""
+        self._restored = [None]
 
     def take_part(self, plan: Plan) -> tuple["Stage", Plan]:
         """Returns the stage and plan of the ranks that take part; the others wait here until the run is over.
@@ -87,14 +96,15 @@ class Stage:
         party = self.party.among(plan.active, f"active {plan.active}")
         alarm = Alarm(party.chapter("alarm"), parent=self.alarm)
         stage = Stage(party, self.cluster.among(plan.active), alarm, **{**self._wishes, "resume": True})
+        stage._wishes["resume"] = self._wishes["resume"]  # what was there before is set aside already
         stage.recorder.listeners, stage._active = listeners, plan.active
         stage._closing.callback(alarm.close)
-        stage._closing.callback(_release, self.party, [role.rank for role in plan.roles if role.left_out])
+        stage._closing.callback(_release, self._room, [role.rank for role in plan.roles if role.left_out])
         return stage
 
     def _sit_out(self) -> None:
         self._closing.close()
-        store = self.party.store
+        store = self._room.store
         while not store.check([OVER]):
             self.alarm.check()
             time.sleep(0.2)

@@ -63,17 +63,22 @@ class Ensemble:
         device: torch.device,
         *,
         timeout_s: float,
+        parent: Alarm,
     ) -> None:
         own = party.among(ranks, f"ensemble {list(ranks)}")
         model = copy.deepcopy(traced.model).to(device).train()
+        used = {layer.where for layer in traced.graph.layers if layer.op == "parameter"}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name in used)  # DDP would wait for the others
         optimizer = still_optimizer(model)
         exchange, period = Exchange(timeout_s=timeout_s), EverySteps(10**9)
         self._joined = join_nodes(
-            model, optimizer, party=own, cluster=cluster.among(ranks), period=period, exchange=exchange
+            model, optimizer, party=own, cluster=cluster.among(ranks), period=period, exchange=exchange, parent=parent
         )
+        self._joined.clock.is_wanted = True
         self._trial = Trial(self._joined, traced, device, optimizer)
         self._single = Trial(copy.deepcopy(traced.model).to(device).train(), traced, device)
-        self._alarm = Alarm(own.chapter("turns"))
+        self._alarm = Alarm(own.chapter("turns"), parent=parent)
         self._waiter = Waiter(self._alarm, place="taking turns", timeout_s=timeout_s)
         self._group = open_group(self._alarm.party, "turns", range(len(ranks)), backend="gloo", timeout_s=timeout_s)
 

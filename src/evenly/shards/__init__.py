@@ -4,7 +4,7 @@ from evenly.shards.checking import Report, verify
 from evenly.shards.clipping import clip_grad_norm_
 from evenly.shards.drift import DriftMonitor
 from evenly.shards.join import example_of, join_shards, shard_model
-from evenly.shards.moving import immovable, reshard
+from evenly.shards.moving import immovable, moved, reshard
 from evenly.shards.optim import Adafactor, Lamb
 from evenly.shards.placement import Placement, placement_of
 from evenly.shards.scaling import GradScaler
@@ -25,6 +25,7 @@ __all__ = [
     "immovable",
     "join_shards",
     "load_full_state_dict",
+    "moved",
     "placement_of",
     "reshard",
     "shard_model",

@@ -16,6 +16,7 @@ from evenly.shards.program import Program
 from evenly.shards.sharded import Sharded
 from evenly.spec.layout import REPLICATED, Layout
 
+OURS = 1  # hooks on a parameter that averages gradients, and is led over
 Homes = Callable[[str, Placement], Placement]  # where the tensor of this name lies from now on
 
 
@@ -24,6 +25,9 @@ def immovable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     for tensor in (*model.parameters(), *model.buffers()):
         if placement_of(tensor) is None:
             return "a tensor was put in place of another after sharding"
+    for name, own in model.named_parameters():
+        if own._backward_hooks or len(getattr(own, "_post_accumulate_grad_hooks", None) or ()) > OURS:
+            return f"a hook on {name!r} would be lost"
     for parameter, key, value in _slots(optimizer):
         home = placement_of(parameter)
         has_place = state_placement(optimizer, parameter, key, value) is not None
@@ -89,19 +93,29 @@ class _Move:
             found = placed(name, old)  # of several names of one tensor, any may be the one that is cut
             if found.is_cut or id(tensor) not in self._after:
                 self._after[id(tensor)] = found
+        self._seats: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                for name, own in held.items():
+                    self._seats.setdefault(id(own), []).append((held, name))
+        self._groups: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                self._groups.setdefault(id(parameter), []).append((group["params"], index))
         slots = [(id(value), state_placement(optimizer, p, key, value)) for p, key, value in _slots(optimizer)]
         self._slots_before = {key: found for key, found in slots if found is not None}
 
     def run(self) -> None:
-        """Moves everything."""
-        new = {key: self._moved_tensor(tensor) for key, tensor in self._tensors.items()}
-        for module in self._model.modules():
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        held[name] = new[id(tensor)]  # type: ignore[assignment]  # a Parameter stays one
-        for group in self._optimizer.param_groups:
-            group["params"] = [self._with_slots(old, new.get(id(old), old)) for old in group["params"]]
+        """Moves everything, one tensor after another, so that only one is held twice."""
+        while self._tensors:
+            key, tensor = next(iter(self._tensors.items()))
+            del self._tensors[key]
+            new = self._moved_tensor(tensor)
+            for held, name in self._seats[key]:
+                held[name] = new
+            for params, index in self._groups.get(key, ()):
+                params[index] = new
+            self._move_slots(tensor, new)
 
     def _moved_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor to go on with: the same where its part keeps its shape."""
@@ -125,15 +139,13 @@ class _Move:
         place(made, after)
         return made
 
-    def _with_slots(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Returns the parameter, with the optimizer's state of the old one cut as the new one is."""
-        before, after = self._before.get(id(old)), self._after.get(id(old))
-        held = self._optimizer.state.pop(old, None)
+    def _move_slots(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Cuts the optimizer's state of a parameter as the new one is."""
+        held = self._optimizer.state.pop(old, None) if id(old) in self._groups else None
         if held is not None:
-            if before != after:
-                held = {key: pytree.tree_map(partial(self._moved_slot, key, new), value) for key, value in held.items()}
+            for key in held if self._before[id(old)] != self._after[id(old)] else ():
+                held[key] = pytree.tree_map(partial(self._moved_slot, key, new), held[key])
             self._optimizer.state[new] = held
-        return new
 
     def _moved_slot(self, key: str, new: torch.Tensor, value: Any) -> Any:
         before = self._slots_before.get(id(value))

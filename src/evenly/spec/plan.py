@@ -21,6 +21,8 @@ class Role(Value):
     left_out: str = Field(default="", description="why the rank takes no part; empty: it does")
     compute_s: Annotated[float, Field(ge=0)] = Field(default=0.0, description="predicted for a step; 0: not known")
     memory_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="predicted; 0: not known")
+    free_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="that it may use; 0: not known")
+    most_samples: Annotated[int, Field(ge=0)] = Field(default=0, description="for which it has memory; 0: not known")
 
 
 class Prediction(Value):
@@ -28,7 +30,6 @@ class Prediction(Value):
 
     step_s: Annotated[float, Field(gt=0)]
     exchange_s: Annotated[float, Field(ge=0)] = 0.0
-    averaging_s: Annotated[float, Field(ge=0)] = Field(default=0.0, description="of a step, inside the node")
     is_measured: bool = Field(default=True, description="whether from measurements, or from what was said")
 
 
@@ -63,7 +64,7 @@ class Plan(Document):
     replicas: tuple[Replica, ...] = Field(default=(), description="who holds a network together; none: nothing is cut")
     batch_size: Annotated[int, Field(ge=0)] = Field(default=0, description="samples of all ranks; 0: not said")
     graph: str = Field(default="", description="fingerprint of the network it was made for; empty: any")
-    rebalance: bool = Field(default=False, description="whether batches follow the devices' speed during a run")
+    rebalance: bool = Field(default=False, description="whether batches and units follow the devices' speed")
     predicted: Prediction | None = None
 
     @model_validator(mode="after")

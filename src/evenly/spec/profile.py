@@ -13,6 +13,7 @@ from evenly.spec.cluster import Cluster
 from evenly.spec.graph import Graph
 from evenly.spec.layout import numbers_of
 
+AT_LEAST = 0.5  # of what is in proportion, a size far beyond those that were measured is taken to need
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -42,7 +43,13 @@ class Curve(Value):
         line = seconds[place - 1] + (seconds[place] - seconds[place - 1]) * (size - a) / (b - a)
         if size < sizes[0]:  # never faster than in proportion, never slower than the smallest that was measured
             return min(max(line, seconds[0] * size / sizes[0]), seconds[0])
-        return line if size <= sizes[-1] else max(line, seconds[-1])
+        return line if size <= sizes[-1] else self._beyond(size, line)
+
+    def _beyond(self, size: float, line: float) -> float:
+        """Returns the seconds of a size beyond all that were measured: the last two may lie flat by chance."""
+        first, last = (self.sizes[0], self.seconds[0]), (self.sizes[-1], self.seconds[-1])
+        mean = last[1] + (last[1] - first[1]) / (last[0] - first[0]) * (size - last[0])
+        return max(line, mean, last[1], AT_LEAST * last[1] * size / last[0])
 
     def scaled(self, factor: float) -> Self:
         """Returns the curve of a device on which everything takes `factor` times as long."""

@@ -29,6 +29,7 @@ class DeviceSurvey:
         self._graph = traced.graph
         self._batch = max(1, traced.graph.batch_size)
         self._budget_s = budget_s
+        self._most = self._batch  # samples for which there is memory, as far as was seen
         self._watch = Stopwatch(device, enough_s=min(0.5, budget_s / 60))
         self.spread = 0.0
 
@@ -44,8 +45,15 @@ class DeviceSurvey:
                 if found and time.perf_counter() + expected > until:
                     return self._curve(found)
                 self._tell(f"a step with {size} samples")
-                act = functools.partial(train_step, model, optimizer, self._inputs(size))
-                found.setdefault(size, []).extend(self._watch.readings(act))
+                try:
+                    act = functools.partial(train_step, model, optimizer, self._inputs(size))
+                    found.setdefault(size, []).extend(self._watch.readings(act))
+                except torch.OutOfMemoryError:
+                    if not found.get(min(self._sizes())):
+                        raise  # not even the smallest fits
+                    torch.cuda.empty_cache()
+                    self._most, found = size - 1, {few: seen for few, seen in found.items() if few < size}
+                    break
 
     @staticmethod
     def _expected(found: dict[int, list[float]], size: int) -> float:
@@ -81,9 +89,12 @@ class DeviceSurvey:
         return {form: _curves(found[form], probe.sizes) for form, probe in probes.items() if found[form]}
 
     def free_bytes(self, ranks_here: int) -> int:
-        """Returns the memory that this rank may use."""
+        """Returns the memory that this rank may use, of a device that it shares with others; what the network has of it
+        now is counted as free."""
         if self._device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self._device)[0])
+            kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            held = sum(p.numel() * p.element_size() for p in self._traced.model.parameters() if p.device.type == "cuda")
+            return (int(torch.cuda.mem_get_info(self._device)[0]) + kept + held) // max(1, ranks_here)
         return int(psutil.virtual_memory().available) // max(1, ranks_here)
 
     def sample_bytes(self) -> int:
@@ -110,7 +121,8 @@ class DeviceSurvey:
 
     def _sizes(self) -> list[int]:
         """Returns the batches to try, small ones first."""
-        return sorted({max(min(2, self._batch), round(self._batch * part)) for part in BATCHES})
+        wished = {max(min(2, self._batch), round(self._batch * part)) for part in BATCHES}
+        return sorted(size for size in wished if size <= self._most)
 
     def _probe_batch(self, step: Curve) -> int:
         """Returns the samples with which layers are timed: fewer on a slow device, so that all parts are reached."""
@@ -208,5 +220,5 @@ def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
     """Returns numbers to compute with; zeros are whole numbers that any embedding knows."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=dtype, generator=generator)
+        return torch.rand(shape, dtype=dtype, generator=generator)  # not negative: a network may take logarithms
     return torch.zeros(shape, dtype=dtype)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from evenly.comm import Party, Waiter, all_to_all, close_groups, open_group
 from evenly.spec import Lane, Rate
+from evenly.survey.stopwatch import finish
 
 ROW_S = 0.1  # messages are sent in rows of about this length: see Stopwatch
 SMALL = 1  # float32 numbers in a ping
@@ -72,6 +73,7 @@ class _Direction:
             for _ in range(times):
                 self._send(load, there=True)
                 self._send(answer, there=False)
+            finish(self._device)
             seconds = (time.perf_counter() - began) / times
             times = max(1, min(100, ceil(ROW_S / max(1e-6, self._agreed(seconds)))))
         return self._agreed(seconds)

@@ -39,13 +39,14 @@ def measure_cluster(
         budget_s = QUICK_S if quick else THOROUGH_S
         node = cluster.nodes[cluster.node_of(party.rank)]
         survey = DeviceSurvey(traced, device, budget_s=budget_s, tell=tell)
+        free_bytes = survey.free_bytes(sum(_shares_device(cluster, party.rank, other) for other in node.ranks))
         gather_json(None, everybody, waiter)  # so that all work at the same time
         step = survey.step()
         mine = DeviceProfile(
             rank=party.rank,
             step=step,
             layers=survey.layers(step),
-            free_bytes=survey.free_bytes(len(node.ranks)),
+            free_bytes=free_bytes,
             unit=_unit(device, traced),
             spread=survey.spread,
         )
@@ -73,6 +74,12 @@ def measure_cluster(
         raise
     finally:
         alarm.close()
+
+
+def _shares_device(cluster: Cluster, rank: int, other: int) -> bool:
+    """Whether two ranks of a node take memory from one another."""
+    mine, theirs = cluster.device_of(rank), cluster.device_of(other)
+    return mine.kind == theirs.kind and mine.identity == theirs.identity
 
 
 def _completed(devices: list[DeviceProfile], batch: int) -> list[DeviceProfile]:
@@ -107,19 +114,19 @@ def _lanes(
         if party.rank not in ranks or len(ranks) < 2:
             continue
         backend = backend_for([cluster.device_of(rank) for rank in ranks])
-        where = device if backend == "nccl" else torch.device("cpu")
         pairs = list(combinations(ranks, 2))
         if len(pairs) > MOST_PAIRS:
             pairs = [(rank, ranks[(place + 1) % len(ranks)]) for place, rank in enumerate(ranks)]
         enough_s = budget_s / 4 / len(pairs) / 8
-        found += measure_lanes(party, waiter, where, pairs, backend=backend, enough_s=enough_s, tell=tell)
+        found += measure_lanes(party, waiter, device, pairs, backend=backend, enough_s=enough_s, tell=tell)
     return found
 
 
 def fastest_groups(ranks: Sequence[int], steps: Sequence[Curve], batch: int) -> list[list[int]]:
-    """Returns the two, three, ... fastest of some ranks, as plans choose them."""
+    """Returns the two, three, four, then the 8, 16, ... fastest of some ranks, and all: plans choose such groups."""
     order = sorted(ranks, key=lambda rank: (steps[rank].at(batch), rank))
-    return [sorted(order[:count]) for count in range(2, len(order) + 1)]
+    counts = {2, 3, 4, *(1 << power for power in range(3, 12)), len(order)}
+    return [sorted(order[:count]) for count in sorted(counts) if 1 < count <= len(order)]
 
 
 def _meetings(
@@ -138,8 +145,7 @@ def _meetings(
         return []
     groups = fastest_groups(ranks, steps, batch)
     backend = backend_for([cluster.device_of(rank) for rank in ranks])
-    where = device if backend == "nccl" else torch.device("cpu")
-    return measure_meetings(party, alarm, groups, timeout_s=timeout_s, device=where, backend=backend, tell=tell)
+    return measure_meetings(party, alarm, groups, timeout_s=timeout_s, device=device, backend=backend, tell=tell)
 
 
 def _unit(device: torch.device, traced: Traced) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from evenly.comm import Alarm, Party, Wire, close_groups, open_group
 from evenly.spec import Curve, Meeting
+from evenly.survey.stopwatch import finish
 
 SIZES = (1 << 12, 1 << 18, 1 << 21)  # bytes: 4 KiB, 256 KiB, 2 MiB
 ROW_S = 0.15  # messages are sent in rows of about this length: see Stopwatch
@@ -72,6 +73,7 @@ class _Room:
             began = time.perf_counter()
             for _ in range(times):
                 act()
+            finish(self._device)
             own = torch.tensor([(time.perf_counter() - began) / times], device=self._device)
             seconds = float(self._wire.sum(own, largest=True).wait()[0])
             times = max(1, min(100, ceil(ROW_S / max(1e-6, seconds))))

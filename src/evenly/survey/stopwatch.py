@@ -41,12 +41,14 @@ class Stopwatch:
 
     def once(self, act: Callable[[], object]) -> float:
         """Returns the seconds of one time."""
-        self._synchronize()
+        finish(self.device)
         began = time.perf_counter()
         act()
-        self._synchronize()
+        finish(self.device)
         return time.perf_counter() - began
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+
+def finish(device: torch.device) -> None:
+    """Returns when a device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
