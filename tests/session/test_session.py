@@ -112,11 +112,11 @@ def test_a_missing_file_and_a_broken_manifest_are_told(tmp_path):
         loop(session)
     (newest,) = (tmp_path / "checkpoints").glob("step-*")
     (newest / "node-0.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="node-0"), evenly.Session(tmp_path):
-        pass
+    with pytest.raises(CheckpointError, match="node-0"), evenly.Session(tmp_path) as session:
+        loop(session)
     (newest / "manifest.json").write_text('{"version": 1, ')
-    with pytest.raises(CheckpointError, match="manifest"), evenly.Session(tmp_path):
-        pass
+    with pytest.raises(CheckpointError, match="manifest"), evenly.Session(tmp_path) as session:
+        loop(session)
     with evenly.Session(tmp_path, resume=False) as session:
         loop(session)
 

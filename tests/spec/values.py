@@ -93,9 +93,7 @@ def plans(draw: st.DrawFn) -> Plan:
         for rank, node in sorted((rank, node) for node, ranks in enumerate(lists) for rank in ranks)
         for taking in [{"left_out": "slow"} if rank in idle else {"samples": draw(samples)}]
     ]
-    predicted = draw(
-        st.none() | st.builds(Prediction, step_s=positive, exchange_s=nonnegative, averaging_s=nonnegative)
-    )
+    predicted = draw(st.none() | st.builds(Prediction, step_s=positive, exchange_s=nonnegative))
     size = draw(st.sampled_from([0, sum(role.samples for role in roles)]))
     return Plan(
         roles=roles,
