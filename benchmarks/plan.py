@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ class Way:
         self.takes_part = party.rank in plan.active
         if not self.takes_part:
             return
+        self._exchanges = len({plan.roles[rank].node for rank in plan.active}) > 1
         own = party.among(plan.active, f"way{number}")
         alarm = Alarm(own.chapter("alarm"))
         stage = Stage(own, cluster.among(plan.active), alarm, folder=None, resume=False, timeout_s=300.0)
@@ -158,13 +160,21 @@ class Way:
 
         dist.barrier()
         began, used = time.perf_counter(), time.process_time()
+        ends = [began]
         for _ in range(steps if self.takes_part else 0):
             self.step()
-        seconds = time.perf_counter() - began
+            ends.append(time.perf_counter())
         if self.takes_part:
-            self.seconds.append(seconds / steps)
-            self.busy.append((time.process_time() - used) / seconds / quota)
+            self.seconds.append(self._typical([after - before for before, after in pairwise(ends)]))
+            self.busy.append((time.process_time() - used) / (ends[-1] - began) / quota)
         dist.barrier()
+
+    def _typical(self, seconds: list[float]) -> float:
+        """Returns the median of steps; the exchange at the end of a period, if there is one, is spread over it."""
+        if not self._exchanges:
+            return median(seconds)
+        middle = median(seconds[:-1])
+        return middle + max(0.0, seconds[-1] - middle) / len(seconds)
 
     def close(self) -> None:
         """Ends the connections."""
