@@ -1,6 +1,8 @@
 """What tests of plans in sessions run on every rank."""
 
+import os
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,9 +33,15 @@ class Slow(nn.Module):
 
 
 def fit(
-    session: evenly.Session, plan: Plan, epochs: int = 2, size: int = 50, slow_s: float = 0.0, after: int = 10**9
+    session: evenly.Session,
+    plan: Plan,
+    epochs: int = 2,
+    size: int = 50,
+    slow_s: float = 0.0,
+    after: int = 10**9,
+    batches: int = 1,
 ) -> dict[str, Any]:
-    """Trains and returns the parameters, the samples of each batch and the rank."""
+    """Trains with so many batches a step and returns the parameters, the samples of each batch and the rank."""
     torch.manual_seed(5)
     dataset = TensorDataset(torch.randn(size, 6, dtype=torch.float64), torch.randint(4, (size,)))
     model = Slow(network(), slow_s, after)
@@ -43,29 +51,44 @@ def fit(
     for _ in session.epochs(epochs):
         for x, y in loader:
             sizes.append(loader.samples)
-            nn.functional.cross_entropy(trained(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            is_last = len(sizes) % batches == 0
+            with nullcontext() if is_last else trained.no_sync():
+                nn.functional.cross_entropy(trained(x), y).backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
     told = [value.flatten().tolist() for value in trained.module.parameters()]
     return {"parameters": told, "sizes": sizes, "rank": session.rank, "world": session.world_size}
 
 
-def uneven(*, samples: list[int], folder: str | None = None) -> dict[str, Any]:
-    """Trains with these samples on each rank; 0 leaves a rank out."""
-    with evenly.Session(folder, device="cpu") as session:
+def uneven(*, samples: list[int], folder: str | None = None, epochs: int = 2, local: bool = False) -> dict[str, Any]:
+    """Trains with these samples on each rank; 0 leaves a rank out. Folders may be local to each rank."""
+    own = f"{folder}/{os.environ['RANK']}" if folder and local else folder
+    with evenly.Session(own, device="cpu") as session:
         roles = [
             Role(rank=rank, node=session.cluster.node_of(rank), samples=count, left_out="" if count else "too slow")
             for rank, count in enumerate(samples)
         ]
-        return fit(session, Plan(roles=tuple(roles)))
+        return fit(session, Plan(roles=tuple(roles)), epochs=epochs)
     return {"left_out": True}
 
 
-def slowed(*, samples: list[int], slow_s: list[float], after: int, rebalance: bool) -> dict[str, Any]:
+def slowed(
+    *,
+    samples: list[int],
+    slow_s: list[float],
+    after: int,
+    rebalance: bool,
+    most: list[int] | None = None,
+    batches: int = 1,
+) -> dict[str, Any]:
     """Trains on ranks that take their time for each sample; the last one four times as much after some steps."""
     with evenly.Session(device="cpu") as session:
         own = slow_s[session.rank]
-        roles = [Role(rank=rank, node=0, samples=count) for rank, count in enumerate(samples)]
+        limits = most or [0] * len(samples)
+        roles = [
+            Role(rank=rank, node=0, samples=count, most_samples=limits[rank]) for rank, count in enumerate(samples)
+        ]
         last = session.rank == len(samples) - 1
         return fit(
             session,
@@ -73,6 +96,7 @@ def slowed(*, samples: list[int], slow_s: list[float], after: int, rebalance: bo
             size=1200,
             slow_s=own,
             after=after if last else 10**9,
+            batches=batches,
         )
     return {}
 

@@ -52,6 +52,36 @@ def test_batches_follow_a_device_that_becomes_slow_and_nothing_is_lost():
     torch.testing.assert_close(parameters(second), parameters(first), rtol=0, atol=0)
 
 
+def test_batches_follow_no_further_than_memory_reaches():
+    given = {"samples": [12, 12], "slow_s": [0.002, 0.002], "after": 10, "rebalance": True, "most": [15, 24]}
+    first, second = run_processes(ragged(2), "tests.session.plan_programs:slowed", given, limit_s=100)
+    assert first["sizes"][-1] == 15
+    assert second["sizes"][-1] == 9
+
+
+def test_batches_change_between_steps_only():
+    slowed = "tests.session.plan_programs:slowed"
+    given = {"samples": [12, 12], "slow_s": [0.001, 0.001], "after": 10, "rebalance": True, "batches": 2}
+    first, second = run_processes(ragged(2), slowed, given, limit_s=100)
+    pairs = list(zip(first["sizes"][::2], first["sizes"][1::2], strict=True))
+    assert all(a == b for a, b in pairs)
+    assert pairs[-1][0] > 12
+    alone = {**given, "samples": [24], "slow_s": [0.0], "rebalance": False}
+    (truth,) = run_processes(ragged(1), slowed, alone)
+    torch.testing.assert_close(parameters(second), parameters(truth), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_run_with_ranks_left_out_goes_on_from_its_checkpoint(tmp_path, local):
+    given = {"samples": [0, 7, 3, 0], "local": local}
+    run_processes(ragged(2, 2), UNEVEN, {**given, "folder": str(tmp_path / "a"), "epochs": 1})
+    resumed = run_processes(ragged(2, 2), UNEVEN, {**given, "folder": str(tmp_path / "a"), "epochs": 2})
+    at_once = run_processes(ragged(2, 2), UNEVEN, {**given, "folder": str(tmp_path / "b"), "epochs": 2})
+    assert len(resumed[1]["sizes"]) == len(at_once[1]["sizes"]) // 2
+    for rank in (1, 2):
+        torch.testing.assert_close(parameters(resumed[rank]), parameters(at_once[rank]), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_units_of_a_cut_network_follow_a_device_that_becomes_slow_and_the_losses_stay(nodes: int) -> None:
     program = "tests.session.plan_programs:cut_and_slowed"

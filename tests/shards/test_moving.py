@@ -169,6 +169,21 @@ def test_a_layout_for_other_ranks_is_refused() -> None:
         run_ranks(2, other_ranks)
 
 
+def with_hook(party: Party) -> tuple[str, str]:
+    with cut(party, "small", [50, 50]) as (model, _):
+        optimizer = SGD(model.parameters(), lr=0.1)
+        hook = next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
+        found = immovable(model, optimizer)
+        hook.remove()
+        return found, immovable(model, optimizer)
+
+
+def test_hooks_on_parameters_keep_units_where_they_are() -> None:
+    for found, later in run_ranks(2, with_hook):
+        assert "hook" in found
+        assert not later
+
+
 class Odd(SGD):
     """Keeps something that is no part of its parameter."""
 

@@ -10,13 +10,29 @@ import evenly
 from evenly.planner import simulate
 
 
+class Network(nn.Module):
+    """Takes logarithms of what it is given, and has a layer that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.Flatten())
+        self.head, self.unused = nn.Linear(32 * 144, 10), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body((x.abs() + 1e-3).log()))
+
+
 def measured(*, device: str, batch: int) -> dict[str, Any]:
     """Measures, plans, and returns the profile and what is predicted."""
     dist.init_process_group("gloo")
-    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.Flatten(), nn.Linear(32 * 144, 10))
+    model = Network()
     example = torch.randn(batch, 3, 16, 16, device=device)
     told: list[str] = []
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
     profile = evenly.measure(model.to(device), example, quick=True, tell=told.append)
+    assert torch.equal(torch.rand(3), expected), "measuring changed the random numbers of the program"
     cluster, graph = evenly.discover(device=device), evenly.trace(model, example)
     made = evenly.plan(cluster, profile, graph, batch_size=batch)
     forecast = simulate(made, cluster, profile, graph, steps=10)

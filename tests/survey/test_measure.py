@@ -44,6 +44,12 @@ def device(rank: int, seconds: float, spread: float = 0.1) -> DeviceProfile:
     return DeviceProfile(rank=rank, step=Curve(sizes=(8, 16), seconds=(seconds / 2, seconds)), spread=spread)
 
 
+def test_a_flat_end_of_a_curve_does_not_make_any_size_free():
+    flat = Curve(sizes=(16, 48, 64), seconds=(0.1, 0.3, 0.3))
+    assert flat.at(128) > 0.5
+    assert Curve(sizes=(8, 64), seconds=(0.3, 0.3)).at(6400) == pytest.approx(15.0)
+
+
 def test_devices_that_cannot_be_told_apart_are_equal():
     found = pooled([device(0, 1.0), device(1, 1.06), device(2, 3.0)], cluster_of([[0, 1, 2]]), 16)
     assert found[0].step == found[1].step
@@ -54,5 +60,7 @@ def test_devices_that_cannot_be_told_apart_are_equal():
 def test_devices_of_other_nodes_or_clearly_other_speed_stay_apart():
     apart = [device(0, 1.0), device(1, 1.06)]
     assert pooled(apart, cluster_of([[0], [1]]), 16) == apart
+    noisy = [device(0, 1.0, 0.6), device(1, 1.33, 0.6)]
+    assert pooled(noisy, cluster_of([[0, 1]]), 16) == noisy
     clear = [device(0, 1.0, 0.01), device(1, 1.06, 0.01)]
     assert pooled(clear, cluster_of([[0, 1]]), 16) == clear
