@@ -5,6 +5,6 @@ from evenly.planner.layout import lay_out, relaid
 from evenly.planner.plan import plan
 from evenly.planner.search import Rates
 from evenly.planner.simulate import simulate
-from evenly.planner.trial import cut_to_try
+from evenly.planner.trial import cut_to_try, group_to_try
 
-__all__ = ["Rates", "balance", "cut_to_try", "lay_out", "plan", "relaid", "simulate"]
+__all__ = ["Rates", "balance", "cut_to_try", "group_to_try", "lay_out", "plan", "relaid", "simulate"]

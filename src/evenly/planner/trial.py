@@ -1,4 +1,4 @@
-"""The cut network that is worth trying: what its steps take tells how far the sum of its parts can be trusted."""
+"""What is worth trying before a plan is made: real steps tell how far the sum of their parts can be trusted."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,20 @@ from evenly.spec.graph import Graph
 from evenly.spec.profile import Profile
 
 PROMISING = 1.15  # a cut whose parts take so much longer than whole networks at most
+
+
+def group_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> list[int]:
+    """Returns the ranks of a node that do best with whole networks, by what is known so far; two of them at least."""
+    works, batch = Works(graph), profile.batch_size
+    free = [device.free_bytes for device in profile.devices]
+    lines = single_lines(ranks, works, profile, free, batch)
+    best = min(lines, key=lambda line: line.least_s(batch), default=None)
+    if best is None or best.least_s(batch) == float("inf"):
+        return sorted(ranks)
+    counts = best.samples(best.least_s(batch))
+    found = [crew.ranks[0] for crew, count in zip(best.crews, counts, strict=True) if count]
+    fastest = sorted(ranks, key=lambda rank: (profile.devices[rank].step.at(batch), rank))
+    return sorted(found if len(found) > 1 else fastest[:2])
 
 
 def cut_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> Crew | None:

@@ -10,7 +10,7 @@ import torch
 
 from evenly.comm import Alarm, Party, Waiter, close_groups, gather_json, open_group
 from evenly.graph import Traced
-from evenly.planner import cut_to_try
+from evenly.planner import cut_to_try, group_to_try
 from evenly.planner.replica import eased
 from evenly.session.trials import Ensemble, Trial
 from evenly.shards import join_shards
@@ -40,9 +40,9 @@ def rehearse(
     """Returns the profile corrected by real steps; all ranks call it together.
 
     The two, three, ... fastest ranks of a node average gradients of few samples: what such a step takes more than the
-    slowest of them needs by itself is what averaging adds there. All ranks of a node make steps with batches by their
-    speed: ranks in step with each other disturb each other more than ranks that run freely. And if a network cut over
-    the ranks of a node may be fast, one is tried.
+    slowest of them needs by itself is what averaging adds there. The ranks that seem to do best together make steps
+    with batches by their speed: ranks in step with each other disturb each other more than ranks that run freely. And
+    if a network cut over the ranks of a node may be fast, one is tried.
     """
     alarm = Alarm(party.chapter("rehearsal"), parent=parent)
     group = None
@@ -97,9 +97,13 @@ class _Scene:
 
     def averaged(self) -> dict[str, Any]:
         """Returns the seconds of steps with little to compute, by the slowest of each group; how much longer own steps
-        take while all ranks are in step, and how long while the others rest; a step that the fastest rank ends."""
+        take in step with others, and how long while the others rest; a step that the fastest rank ends."""
         told: dict[str, Any] = {"few": [], "factor": 1.0, "alone": 1.0, "fastest": None}
-        for ranks in fastest_groups(self.node, self.steps, self.profile.batch_size) if len(self.node) > 1 else []:
+        if len(self.node) < 2:
+            return told
+        likely = group_to_try(self.node, self.profile, self.traced.graph)
+        groups = fastest_groups(self.node, self.steps, self.profile.batch_size)
+        for ranks in (*(group for group in groups if group != likely), likely):
             if self.party.rank not in ranks:
                 continue
             self.tell(f"ranks {ranks} averaging gradients")
@@ -108,7 +112,8 @@ class _Scene:
                 few = ensemble.together(FEW, self._times(self._own_s(ranks, slowest, FEW), self.enough_s / 3))
                 if self.party.rank == slowest:
                     told["few"].append([ranks, few.seconds])
-                if len(ranks) == len(self.node):
+                told["factor"] = _bounded(max(1.0, few.computing_s / self._own_s(ranks, self.party.rank, FEW)))
+                if ranks == likely:
                     told |= self._in_step(ensemble, ranks, few.computing_s)
                     told["fastest"] = self._on_fastest(ensemble, ranks)
         return told
@@ -139,7 +144,7 @@ class _Scene:
         factor = median(computing) / own_s
         if own_s > TELLING * own_few_s:  # what is fixed in a step falls out
             factor = (median(computing) - few_s) / (own_s - own_few_s)
-        factor = min(MOST_FACTOR, max(LEAST_FACTOR, factor))
+        factor = _bounded(factor)
         return {"factor": factor, "alone": min(1.0, median(alone) / (factor * own_s))}
 
     def _on_fastest(self, ensemble: Ensemble, ranks: list[int]) -> list[float] | None:
@@ -148,13 +153,14 @@ class _Scene:
         It is not tried where the others would still be the last to finish.
         """
         sizes = dict(zip(ranks, self._by_speed(ranks), strict=True))
-        own_s = self._own_s(ranks, self.fastest, sizes[self.fastest])
-        longest_s = max(self._own_s(ranks, rank, FEW) for rank in ranks if rank != self.fastest)
+        fastest = min(ranks, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
+        own_s = self._own_s(ranks, fastest, sizes[fastest])
+        longest_s = max(self._own_s(ranks, rank, FEW) for rank in ranks if rank != fastest)
         if own_s < TELLING * longest_s:
             return None
-        samples = sizes[self.fastest] if self.party.rank == self.fastest else FEW
+        samples = sizes[fastest] if self.party.rank == fastest else FEW
         joint = ensemble.together(samples, self._times(own_s, self.enough_s / 3))
-        return [samples, joint.seconds] if self.party.rank == self.fastest else None
+        return [samples, joint.seconds] if self.party.rank == fastest else None
 
     def cut_found(self) -> dict[str, Any] | None:
         """Returns, on the fastest rank of a node, the cut network to try there."""
@@ -204,6 +210,10 @@ class _Scene:
     def _times(self, expected_s: float, enough_s: float) -> int:
         """Returns how many steps to make."""
         return min(MOST, max(LEAST, round(enough_s / expected_s)))
+
+
+def _bounded(factor: float) -> float:
+    return min(MOST_FACTOR, max(LEAST_FACTOR, factor))
 
 
 def _corrected(profile: Profile, cluster: Cluster, rows: Sequence[dict[str, Any]]) -> Profile:
