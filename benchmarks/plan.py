@@ -35,9 +35,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 UNEVEN = "100/30"  # for unequal batches against equal ones
 BATCH = 64
-STEPS = 8  # of a round, unless there is a period
+STEPS = 8  # of a round
 FEW = 3  # steps of the first round
-HOPELESS = 1.5  # a plan that was so many times slower than the best in the first round is not run again
+HOPELESS = 1.3  # a plan that was so many times slower than the best in the first round is not run again
 SLOW_AT = 30  # the step at which a device becomes slow
 
 
@@ -104,8 +104,13 @@ def alternatives(
             if memory is not None and any(n.samples_in(m) < BATCH for n, m in zip(needs, memory, strict=True)):
                 continue
             add(name, dict.fromkeys(ranks, BATCH), (Replica(ranks=tuple(ranks), layout=layout),))
-    fitting = {name: plan for name, plan in made.items() if all(c > 0 for c in plan.batch_shares)}
-    return {name: plan for name, plan in fitting.items() if _told(plan) != _told(chosen)}
+    found: dict[str, Any] = {}
+    known = [_told(chosen)]
+    for name, plan in made.items():
+        if all(c > 0 for c in plan.batch_shares) and _told(plan) not in known:
+            found[name] = plan
+            known.append(_told(plan))
+    return found
 
 
 def _told(plan: Any) -> tuple[Any, ...]:
@@ -127,10 +132,10 @@ class Way:
 
         self.seconds: list[float] = []
         self.busy: list[float] = []
+        self.exchanges: list[float] = []  # seconds for each step of a period
         self.takes_part = party.rank in plan.active
         if not self.takes_part:
             return
-        self._exchanges = len({plan.roles[rank].node for rank in plan.active}) > 1
         own = party.among(plan.active, f"way{number}")
         alarm = Alarm(own.chapter("alarm"))
         stage = Stage(own, cluster.among(plan.active), alarm, folder=None, resume=False, timeout_s=300.0)
@@ -140,6 +145,8 @@ class Way:
         part = shard_for(model, self._optimizer, inner, stage, timeout_s=300.0)
         settings = {"period": inner.period, "exchange": inner.exchange, "parent": alarm}
         self._model = join_nodes(part, self._optimizer, party=own, cluster=stage.cluster, **settings)
+        steps = getattr(inner.period, "steps", 1)
+        self._model.on_exchange.append(lambda done: self.exchanges.append(done.seconds / steps))
         samples = inner.roles[own.rank].samples
         generator = torch.Generator().manual_seed(1)
         self._x = torch.randn(samples, 3, 32, 32, generator=generator)
@@ -165,16 +172,9 @@ class Way:
             self.step()
             ends.append(time.perf_counter())
         if self.takes_part:
-            self.seconds.append(self._typical([after - before for before, after in pairwise(ends)]))
+            self.seconds.append(median([after - before for before, after in pairwise(ends)]))
             self.busy.append((time.process_time() - used) / (ends[-1] - began) / quota)
         dist.barrier()
-
-    def _typical(self, seconds: list[float]) -> float:
-        """Returns the median of steps; the exchange at the end of a period, if there is one, is spread over it."""
-        if not self._exchanges:
-            return median(seconds)
-        middle = median(seconds[:-1])
-        return middle + max(0.0, seconds[-1] - middle) / len(seconds)
 
     def close(self) -> None:
         """Ends the connections."""
@@ -234,16 +234,16 @@ def worker(name: str, rounds: int, folder: str) -> None:
         key: type(chosen).from_json(text) for key, text in _same({k: p.to_json() for k, p in plans.items()}).items()
     }
     ways = {key: Way(made, cluster, party_of(), number) for number, (key, made) in enumerate(plans.items())}
-    steps = getattr(chosen.period, "steps", STEPS)  # a period, so that every round has one exchange
     for way in ways.values():
         way.run(2, 1.0)
     quotas.ask(rank)
-    run_in_turns(ways, rounds, steps, [quota for node in CASES[name]["cpu"] for quota in node][rank])
+    run_in_turns(ways, rounds, [quota for node in CASES[name]["cpu"] for quota in node][rank])
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, {key: (way.seconds[1:], way.busy[1:]) for key, way in ways.items()})
+    dist.all_gather_object(told, {key: (way.seconds[1:], way.busy[1:], way.exchanges) for key, way in ways.items()})
     if rank == 0:
         forecasts = {
-            key: simulate(made, cluster, profile, graph, steps=steps * 4).step_s for key, made in plans.items()
+            key: simulate(made, cluster, profile, graph, steps=4 * getattr(chosen.period, "steps", STEPS)).step_s
+            for key, made in plans.items()
         }
         counts = {key: [role.samples for role in made.roles] for key, made in plans.items()}
         words = {"seen": told, "predicted": forecasts, "samples": counts, "explained": chosen.explain()}
@@ -255,7 +255,7 @@ def worker(name: str, rounds: int, folder: str) -> None:
     os._exit(0)
 
 
-def run_in_turns(ways: dict[str, Way], rounds: int, steps: int, quota: float) -> None:
+def run_in_turns(ways: dict[str, Way], rounds: int, quota: float) -> None:
     """Runs the plans in turns; those that are far behind after a few steps stop there."""
     for way in ways.values():
         way.run(FEW, quota)
@@ -263,9 +263,9 @@ def run_in_turns(ways: dict[str, Way], rounds: int, steps: int, quota: float) ->
     going = [way for key, way in ways.items() if slowest[key] < HOPELESS * min(slowest.values())]
     for way in going:
         way.seconds[1:], way.busy[1:] = [], []
-    for _ in range(rounds if steps <= STEPS else max(4, rounds * STEPS // steps)):
+    for _ in range(rounds):
         for way in going:
-            way.run(steps, quota)
+            way.run(STEPS, quota)
 
 
 def _largest(seconds: float) -> float:
@@ -441,8 +441,10 @@ def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     ours: list[float] = []
     for key in told["predicted"]:  # the chosen plan first
-        seen = [(seconds, busy) for seconds, busy in (rank[key] for rank in told["seen"]) if seconds]
-        rounds = [max(pair) for pair in zip(*(seconds for seconds, _ in seen), strict=True)]
+        seen = [row[key] for row in told["seen"] if row[key][0]]
+        between = [seconds for _, _, exchanges in seen for seconds in exchanges]
+        spread_s = median(between) if between else 0.0
+        rounds = [max(pair) + spread_s for pair in zip(*(seconds for seconds, _, _ in seen), strict=True)]
         ours = ours or rounds
         step = median(rounds)
         quotas = [quota for node in CASES[name]["cpu"] for quota in node]

@@ -41,8 +41,9 @@ def rehearse(
 
     The two, three, ... fastest ranks of a node average gradients of few samples: what such a step takes more than the
     slowest of them needs by itself is what averaging adds there. The ranks that seem to do best together make steps
-    with batches by their speed: ranks in step with each other disturb each other more than ranks that run freely. And
-    if a network cut over the ranks of a node may be fast, one is tried.
+    with batches by their speed: ranks in step with each other disturb each other more than ranks that run freely. A
+    rank that is alone in its node does so by itself, as what is slow for a while should be so for all. And if a network
+    cut over the ranks of a node may be fast, one is tried.
     """
     alarm = Alarm(party.chapter("rehearsal"), parent=parent)
     group = None
@@ -99,8 +100,6 @@ class _Scene:
         """Returns the seconds of steps with little to compute, by the slowest of each group; how much longer own steps
         take in step with others, and how long while the others rest; a step that the fastest rank ends."""
         told: dict[str, Any] = {"few": [], "factor": 1.0, "alone": 1.0, "fastest": None}
-        if len(self.node) < 2:
-            return told
         likely = group_to_try(self.node, self.profile, self.traced.graph)
         groups = fastest_groups(self.node, self.steps, self.profile.batch_size)
         for ranks in (*(group for group in groups if group != likely), likely):
@@ -110,12 +109,12 @@ class _Scene:
             slowest = max(ranks, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
             with self._ensemble(ranks) as ensemble:
                 few = ensemble.together(FEW, self._times(self._own_s(ranks, slowest, FEW), self.enough_s / 3))
-                if self.party.rank == slowest:
+                if self.party.rank == slowest and len(ranks) > 1:
                     told["few"].append([ranks, few.seconds])
                 told["factor"] = _bounded(max(1.0, few.computing_s / self._own_s(ranks, self.party.rank, FEW)))
                 if ranks == likely:
                     told |= self._in_step(ensemble, ranks, few.computing_s)
-                    told["fastest"] = self._on_fastest(ensemble, ranks)
+                    told["fastest"] = self._on_fastest(ensemble, ranks) if len(ranks) > 1 else None
         return told
 
     @contextmanager
@@ -145,7 +144,8 @@ class _Scene:
         if own_s > TELLING * own_few_s:  # what is fixed in a step falls out
             factor = (median(computing) - few_s) / (own_s - own_few_s)
         factor = _bounded(factor)
-        return {"factor": factor, "alone": min(1.0, median(alone) / (factor * own_s))}
+        is_single = len(ranks) == 1
+        return {"factor": factor, "alone": 1.0 if is_single else min(1.0, median(alone) / (factor * own_s))}
 
     def _on_fastest(self, ensemble: Ensemble, ranks: list[int]) -> list[float] | None:
         """Returns, on the fastest rank, its samples and the seconds of a step in which the others have little to do.
@@ -221,7 +221,7 @@ def _corrected(profile: Profile, cluster: Cluster, rows: Sequence[dict[str, Any]
     steps = [device.step for device in profile.devices]
     devices = list(profile.devices)
     for node in cluster.nodes:
-        for rank in node.ranks if len(node.ranks) > 1 else ():
+        for rank in node.ranks:
             peers = [rows[peer] for peer in node.ranks if steps[peer] == steps[rank]]
             factor, alone = (mean(row[word] for row in peers) for word in ("factor", "alone"))
             devices[rank] = _slowed(devices[rank], factor).model_copy(update={"alone": alone})
