@@ -14,7 +14,7 @@ from evenly.nodes import join_nodes
 from evenly.spec import Cluster, EverySteps, Exchange
 from evenly.survey import inputs_of, train_step
 
-WARM = 2  # steps until memory has found its place
+WARM = 1  # steps until memory has found its place
 
 
 class Trial:

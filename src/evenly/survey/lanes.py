@@ -11,7 +11,7 @@ from evenly.comm import Party, Waiter, all_to_all, close_groups, open_group
 from evenly.spec import Lane, Rate
 from evenly.survey.stopwatch import finish
 
-ROW_S = 0.1  # messages are sent in rows of about this length: see Stopwatch
+ROW_S = 0.06  # messages are sent in rows of about this length: see Stopwatch
 SMALL = 1  # float32 numbers in a ping
 STREAMS = (1 << 14, 1 << 18, 1 << 20)  # float32 numbers in larger messages: 64 KiB, 1 MiB, 4 MiB
 

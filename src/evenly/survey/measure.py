@@ -14,7 +14,7 @@ from evenly.survey.lanes import measure_lanes
 from evenly.survey.meetings import measure_meetings
 from evenly.survey.pooling import pooled
 
-QUICK_S, THOROUGH_S = 10.0, 60.0
+QUICK_S, THOROUGH_S = 4.0, 60.0
 MOST_MEETING = 16  # ranks of a node whose meetings are measured
 MOST_PAIRS = 28  # of a node of 8; larger nodes are measured round the ring
 

@@ -11,7 +11,7 @@ from evenly.spec import Curve, Meeting
 from evenly.survey.stopwatch import finish
 
 SIZES = (1 << 12, 1 << 18, 1 << 21)  # bytes: 4 KiB, 256 KiB, 2 MiB
-ROW_S = 0.15  # messages are sent in rows of about this length: see Stopwatch
+ROW_S = 0.08  # messages are sent in rows of about this length: see Stopwatch
 
 
 def measure_meetings(
