@@ -106,6 +106,27 @@ def test_shares_of_a_cut_network_follow_memory_where_no_device_holds_all_of_it(h
     assert made.roles[largest].memory_bytes == max(made.roles[rank].memory_bytes for rank in replica.ranks)
 
 
+class GroupedAttention(nn.Module):
+    """Six query heads, two key heads, one fused projection: the parts have unlike units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(96, 96 + 2 * 32), nn.Linear(96, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).split([96, 32, 32], dim=-1)
+        q, k, v = (part.view(*part.shape[:2], -1, 16).transpose(1, 2) for part in (q, k, v))
+        k, v = (part.repeat_interleave(3, dim=1) for part in (k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+def test_parts_of_unlike_units_can_be_planned():
+    graph = trace(GroupedAttention(), torch.randn(2, 8, 96))
+    made = planned(graph, [3.0, 1.0], memory_bytes=[4 * graph.parameter_bytes, 4 * graph.parameter_bytes])
+    assert made.batch_size == 2
+
+
 def test_impossible_memory_is_told_with_the_layer_and_how_much_is_missing(graph):
     with pytest.raises(SpecError, match=r"largest layer is '5\.weight'.* GB too little"):
         planned(graph, [1, 1], memory_bytes=[1000, 1000])
