@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
@@ -52,7 +53,8 @@ def rehearse(
         waiter.roll_call()
         group = open_group(alarm.party, "rehearsal", range(party.size), backend="gloo", timeout_s=timeout_s)
         enough_s = QUICK_S if quick else THOROUGH_S
-        scene = _Scene(party, traced, cluster, profile, device, alarm, enough_s, timeout_s, tell)
+        meet = partial(gather_json, None, group, waiter)
+        scene = _Scene(party, traced, cluster, profile, device, alarm, meet, enough_s, timeout_s, tell)
         profile = _corrected(profile, cluster, gather_json(scene.averaged(), group, waiter))
         scene = replace(scene, profile=profile)
         crews = gather_json(scene.cut_found(), group, waiter)
@@ -77,12 +79,13 @@ class _Scene:
     profile: Profile
     device: torch.device
     alarm: Alarm
+    meet: Callable[[], object]
     enough_s: float
     timeout_s: float
     tell: Callable[[str], None]
 
     @property
-    def node(self) -> Sequence[int]:
+    def node(self) -> tuple[int, ...]:
         """The ranks of this rank's node."""
         return self.cluster.nodes[self.cluster.node_of(self.party.rank)].ranks
 
@@ -101,21 +104,29 @@ class _Scene:
         take in step with others, and how long while the others rest; a step that the fastest rank ends."""
         told: dict[str, Any] = {"few": [], "factor": 1.0, "alone": 1.0, "fastest": None}
         likely = group_to_try(self.node, self.profile, self.traced.graph)
-        groups = fastest_groups(self.node, self.steps, self.profile.batch_size)
-        for ranks in (*(group for group in groups if group != likely), likely):
-            if self.party.rank not in ranks:
-                continue
-            self.tell(f"ranks {ranks} averaging gradients")
-            slowest = max(ranks, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
-            with self._ensemble(ranks) as ensemble:
-                few = ensemble.together(FEW, self._times(self._own_s(ranks, slowest, FEW), self.enough_s / 3))
-                if self.party.rank == slowest and len(ranks) > 1:
-                    told["few"].append([ranks, few.seconds])
-                told["factor"] = _bounded(max(1.0, few.computing_s / self._own_s(ranks, self.party.rank, FEW)))
-                if ranks == likely:
-                    told |= self._in_step(ensemble, ranks, few.computing_s)
-                    told["fastest"] = self._on_fastest(ensemble, ranks) if len(ranks) > 1 else None
+        for ranks in fastest_groups(self.node, self.steps, self.profile.batch_size):
+            if self.party.rank in ranks and ranks != likely:
+                with self._ensemble(ranks) as ensemble:
+                    self._with_few(ensemble, ranks, told)
+        self.meet()
+        if self.party.rank not in likely:
+            self._in_step(None, likely, 0.0)
+            return told
+        with self._ensemble(likely) as ensemble:
+            few_s = self._with_few(ensemble, likely, told)
+            told |= self._in_step(ensemble, likely, few_s)
+            told["fastest"] = self._on_fastest(ensemble, likely) if len(likely) > 1 else None
         return told
+
+    def _with_few(self, ensemble: Ensemble, ranks: list[int], told: dict[str, Any]) -> float:
+        """Notes a step with little to compute, and returns the seconds in which this rank computes in it."""
+        self.tell(f"ranks {ranks} averaging gradients")
+        slowest = max(ranks, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
+        few = ensemble.together(FEW, self._times(self._own_s(ranks, slowest, FEW), self.enough_s / 3))
+        if self.party.rank == slowest and len(ranks) > 1:
+            told["few"].append([ranks, few.seconds])
+        told["factor"] = _bounded(max(1.0, few.computing_s / self._own_s(ranks, self.party.rank, FEW)))
+        return few.computing_s
 
     @contextmanager
     def _ensemble(self, ranks: Sequence[int]) -> Iterator[Ensemble]:
@@ -126,25 +137,34 @@ class _Scene:
         finally:
             ensemble.close()
 
-    def _in_step(self, ensemble: Ensemble, ranks: list[int], few_s: float) -> dict[str, float]:
+    def _in_step(self, ensemble: Ensemble | None, ranks: list[int], few_s: float) -> dict[str, float]:
         """Returns how much longer than by itself a step takes with all others in step, and with all others at rest.
 
-        Both are read in turns, as a machine may be faster now and slower then.
+        All nodes do so at the same time, and in turns, as a machine may be faster now and slower then. Without an
+        ensemble a rank only waits for the others.
         """
         sizes = self._by_speed(ranks)
-        mine = sizes[ranks.index(self.party.rank)]
+        mine = sizes[ranks.index(self.party.rank)] if ensemble is not None else FEW
         longest_s = max(self._own_s(ranks, rank, samples) for rank, samples in zip(ranks, sizes, strict=True))
         own_s, own_few_s = (self._own_s(ranks, self.party.rank, samples) for samples in (mine, FEW))
         computing, alone = [], []
-        rounds = max(1, int(self.enough_s / ROUND_S))
+        rounds, turns = max(1, int(self.enough_s / ROUND_S)), max(len(node.ranks) for node in self.cluster.nodes)
         for _ in range(rounds):
-            computing.append(ensemble.together(mine, self._times(longest_s, self.enough_s / rounds)).computing_s)
-            alone.append(ensemble.alone(mine, self._times(own_s, self.enough_s / rounds / len(ranks))))
+            self.meet()
+            if ensemble is not None:
+                computing.append(ensemble.together(mine, self._times(longest_s, self.enough_s / rounds)).computing_s)
+            for turn in range(turns):
+                self.meet()
+                if ensemble is not None and self.node[turn : turn + 1] == (self.party.rank,):
+                    alone.append(ensemble.alone(mine, self._times(own_s, self.enough_s / rounds / turns)))
+        self.meet()
+        if ensemble is None:
+            return {}
         factor = median(computing) / own_s
         if own_s > TELLING * own_few_s:  # what is fixed in a step falls out
             factor = (median(computing) - few_s) / (own_s - own_few_s)
         factor = _bounded(factor)
-        is_single = len(ranks) == 1
+        is_single = len(self.node) == 1
         return {"factor": factor, "alone": 1.0 if is_single else min(1.0, median(alone) / (factor * own_s))}
 
     def _on_fastest(self, ensemble: Ensemble, ranks: list[int]) -> list[float] | None:

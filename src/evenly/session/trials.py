@@ -1,4 +1,4 @@
-"""Steps that change nothing, to see how long they take: of one network, of ranks together, of one after another."""
+"""Steps that change nothing, to see how long they take: of one network, of ranks together."""
 
 import copy
 import time
@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from evenly.comm import Alarm, Party, Waiter, close_groups, gather_json, open_group
+from evenly.comm import Alarm, Party
 from evenly.graph import Traced
 from evenly.nodes import join_nodes
 from evenly.spec import Cluster, EverySteps, Exchange
@@ -52,7 +52,7 @@ class Joint:
 
 
 class Ensemble:
-    """Ranks that make steps together, averaging gradients, or one after another while the others rest."""
+    """Ranks that make steps together, averaging gradients, or each by itself."""
 
     def __init__(
         self,
@@ -78,9 +78,6 @@ class Ensemble:
         self._joined.clock.is_wanted = True
         self._trial = Trial(self._joined, traced, device, optimizer)
         self._single = Trial(copy.deepcopy(traced.model).to(device).train(), traced, device)
-        self._alarm = Alarm(own.chapter("turns"), parent=parent)
-        self._waiter = Waiter(self._alarm, place="taking turns", timeout_s=timeout_s)
-        self._group = open_group(self._alarm.party, "turns", range(len(ranks)), backend="gloo", timeout_s=timeout_s)
 
     def together(self, samples: int, times: int) -> Joint:
         """Returns a step in which this rank has so many samples; all ranks make as many steps."""
@@ -88,20 +85,12 @@ class Ensemble:
         return Joint(seconds, median(self._joined.clock.take()[WARM:]))
 
     def alone(self, samples: int, times: int) -> float:
-        """Returns the seconds of a step by itself while the others rest; the ranks take turns."""
-        found = 0.0
-        for turn in range(self._alarm.party.size):
-            gather_json(None, self._group, self._waiter)
-            if turn == self._alarm.party.rank:
-                found = self._single.step_s(samples, times)
-        gather_json(None, self._group, self._waiter)
-        return found
+        """Returns the seconds of a step by itself, while the others rest."""
+        return self._single.step_s(samples, times)
 
     def close(self) -> None:
         """Ends the connections."""
         self._joined.close()
-        self._alarm.close()
-        close_groups([self._group])
 
 
 def still_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
