@@ -93,6 +93,12 @@ def alternatives(
     ):
         if all(counts := deal(BATCH, [weigh(r) for r in ranks])):
             add(f"batches by speed, {name}", dict(zip(ranks, counts, strict=True)))
+    if free is not None:
+        small = min(ranks, key=lambda r: free[r])
+        others = [r for r in ranks if r != small]
+        for few in sorted({0, 1, *(free[small] * part // 6 for part in range(2, 7))}):
+            rest = deal(BATCH - few, [speed[r] for r in others])
+            add(f"{few} for the one with little memory", {**dict(zip(others, rest, strict=True)), small: few})
     if len(cluster.nodes) == 1:
         for name, shares, cut in (
             ("cut, equal", [1.0] * len(ranks), False),
