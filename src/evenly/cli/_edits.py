@@ -39,7 +39,7 @@ def with_slow(profile: Profile, wish: str) -> Profile:
             f"--slow {wish} was given, but the ranks are 0 to {len(profile.devices) - 1}. Give one of these."
         )
     seconds = 1 / factor_of(factor, f"--slow {rank}=")
-    devices = tuple(_slowed(d, seconds) if d.rank == rank else d for d in profile.devices)
+    devices = tuple(d.scaled(seconds) if d.rank == rank else d for d in profile.devices)
     return Profile(**{**dict(profile), "devices": devices})
 
 
@@ -103,11 +103,6 @@ def _lanes(profile: Profile, near: Sequence[int], new: int) -> list[Lane]:
 
 def _times(rate: Rate, factor: float) -> Rate:
     return Rate(latency_s=rate.latency_s, bytes_per_s=rate.bytes_per_s * factor)
-
-
-def _slowed(device: DeviceProfile, seconds: float) -> DeviceProfile:
-    layers = {form: curves.scaled(seconds) for form, curves in device.layers.items()}
-    return DeviceProfile(**{**dict(device), "step": device.step.scaled(seconds), "layers": layers})
 
 
 def require_samples(plan: Plan, graph: Graph, cluster: Cluster) -> None:

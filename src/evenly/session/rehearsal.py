@@ -15,7 +15,7 @@ from evenly.planner import cut_to_try, group_to_try
 from evenly.planner.replica import eased
 from evenly.session.trials import Ensemble, Trial
 from evenly.shards import join_shards
-from evenly.spec import Cluster, Curve, CutStep, DeviceProfile, Layout, Profile, deal
+from evenly.spec import Cluster, Curve, CutStep, Layout, Profile, deal
 from evenly.survey import fastest_groups
 
 FEW = 2  # samples of each rank: little to compute
@@ -244,7 +244,7 @@ def _corrected(profile: Profile, cluster: Cluster, rows: Sequence[dict[str, Any]
         for rank in node.ranks:
             peers = [rows[peer] for peer in node.ranks if steps[peer] == steps[rank]]
             factor, alone = (mean(row[word] for row in peers) for word in ("factor", "alone"))
-            devices[rank] = _slowed(devices[rank], factor).model_copy(update={"alone": alone})
+            devices[rank] = devices[rank].scaled(factor).model_copy(update={"alone": alone})
     profile = profile.model_copy(update={"devices": tuple(devices)})
     for node in cluster.nodes:
         added = _added(profile, node.ranks, rows)
@@ -269,9 +269,3 @@ def _added(profile: Profile, node: Sequence[int], rows: Sequence[dict[str, Any]]
             samples, seconds = rows[rank]["fastest"]
             found[rank] = max(0.0, seconds - profile.devices[rank].step.at(samples))
     return found
-
-
-def _slowed(device: DeviceProfile, factor: float) -> DeviceProfile:
-    """Returns a device that takes `factor` times as long."""
-    layers = {form: own.scaled(factor) for form, own in device.layers.items()}
-    return device.model_copy(update={"step": device.step.scaled(factor), "layers": layers})

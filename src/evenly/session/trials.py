@@ -12,7 +12,7 @@ from evenly.comm import Alarm, Party
 from evenly.graph import Traced
 from evenly.nodes import join_nodes
 from evenly.spec import Cluster, EverySteps, Exchange
-from evenly.survey import inputs_of, train_step
+from evenly.survey import finish, inputs_of, train_step
 
 WARM = 1  # steps until memory has found its place
 
@@ -37,8 +37,7 @@ class Trial:
         for _ in range(times + WARM):
             began = time.perf_counter()
             train_step(self._model, self._optimizer, given)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            finish(self._device)
             seconds.append(time.perf_counter() - began)
         return median(seconds[WARM:])
 

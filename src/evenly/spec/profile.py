@@ -86,6 +86,11 @@ class DeviceProfile(Value):
         default=None, description="what a step takes more if gradients are averaged with faster ranks; None: not known"
     )
 
+    def scaled(self, factor: float) -> Self:
+        """Returns the device on which every step and layer takes `factor` times as long."""
+        layers = {form: own.scaled(factor) for form, own in self.layers.items()}
+        return self.model_copy(update={"step": self.step.scaled(factor), "layers": layers})
+
 
 class Rate(Value):
     """What a wire does: seconds = latency_s + bytes / bytes_per_s."""

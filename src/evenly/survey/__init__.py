@@ -3,5 +3,14 @@
 from evenly.survey.devices import inputs_of, train_step
 from evenly.survey.discover import describe_device, survey_cluster
 from evenly.survey.measure import fastest_groups, measure_cluster
+from evenly.survey.stopwatch import finish
 
-__all__ = ["describe_device", "fastest_groups", "inputs_of", "measure_cluster", "survey_cluster", "train_step"]
+__all__ = [
+    "describe_device",
+    "fastest_groups",
+    "finish",
+    "inputs_of",
+    "measure_cluster",
+    "survey_cluster",
+    "train_step",
+]

@@ -18,7 +18,7 @@ def pooled(devices: Sequence[DeviceProfile], cluster: Cluster, batch: int) -> li
         for ranks in _alike([found[rank] for rank in node.ranks], cluster, batch):
             group = [found[rank] for rank in ranks]
             step, layers = _mean([device.step for device in group]), _mean_layers([device.layers for device in group])
-            common = {"step": step, "layers": layers, "alone": mean(device.alone for device in group)}
+            common = {"step": step, "layers": layers}
             found |= {device.rank: device.model_copy(update=common) for device in group}
     return [found[rank] for rank in sorted(found)]
 
