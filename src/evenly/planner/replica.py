@@ -14,7 +14,7 @@ from evenly.planner.memory import Need, cut_needs, whole_need
 from evenly.planner.search import Rates
 from evenly.planner.wishes import parts_of
 from evenly.spec.layout import Choice, Layout
-from evenly.spec.profile import Profile, Rate
+from evenly.spec.profile import Profile
 
 OVERHEAD = 1.12  # what a step of a cut network takes over its layers and messages, where none was tried
 LIKED = 1.03  # what a block may take longer to be dealt out in the multiples of filters that devices like
@@ -28,7 +28,6 @@ class Crew:
     ranks: tuple[int, ...]
     works: Works
     profile: Profile
-    rate: Rate
     layout: Layout | None = None
     ease: float = 1.0  # what of its time it needs, as not all of its node work
 
@@ -104,8 +103,7 @@ def crews_of(
 
     If none of these has the memory (`free`, by rank) for so many samples, also cut as their memory allows it.
     """
-    rate = profile.rate(ranks)
-    alone = Crew(ranks, works, profile, rate)
+    alone = Crew(ranks, works, profile)
     if len(ranks) == 1:
         return [alone]
     graph, batch = works.graph, profile.batch_size
@@ -120,12 +118,12 @@ def crews_of(
     found = []
     for cut_batch in (True,) if batch >= MANY * len(ranks) else (False, True) if batch >= 2 else (False,):
         layout = _laid_out(works, speeds, rates, cut_batch=cut_batch)
-        crew = Crew(ranks, works, profile, rate, layout)
+        crew = Crew(ranks, works, profile, layout)
         found.append(crew)
         shares = {} if even else balanced_shares(works, layout, crew.times)
         if shares:
             better = lay_out(graph, speeds, rates=rates, cut_batch=cut_batch, layer_shares=shares)
-            found.append(Crew(ranks, works, profile, rate, better))
+            found.append(Crew(ranks, works, profile, better))
     if free and all(crew.most_samples(free) < samples for crew in found):
         found += _fitting(alone, speeds, rates, [free[rank] or math.inf for rank in ranks], samples)
     return found

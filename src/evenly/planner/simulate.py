@@ -159,11 +159,10 @@ class _Play:
 
     def _crews(self, ranks: list[int]) -> list[Crew]:
         own = [rank for rank in ranks if self.plan.roles[rank].samples]
-        inside = self.profile.inside
-        crews = [Crew((rank,), self.works, self.profile, inside) for rank in own]
+        crews = [Crew((rank,), self.works, self.profile) for rank in own]
         if self.plan.replicas:
             crews = [
-                Crew(held.ranks, self.works, self.profile, inside, held.layout if len(held.ranks) > 1 else None)
+                Crew(held.ranks, self.works, self.profile, held.layout if len(held.ranks) > 1 else None)
                 for held in self.plan.replicas
                 if held.ranks[0] in own
             ]
