@@ -20,7 +20,7 @@ from evenly.survey import fastest_groups
 
 FEW = 2  # samples of each rank: little to compute
 LEAST, MOST = 2, 40  # steps of a kind
-QUICK_S, THOROUGH_S = 0.6, 8.0  # for the steps of a kind
+QUICK_S, THOROUGH_S = 0.6, 20.0  # for the steps of a kind
 ROUND_S = 1.5  # of them together and alone, at least
 LEAST_FACTOR, MOST_FACTOR = 0.5, 3.0  # what steps in step take over those that run freely; beyond that it is chance
 TELLING = 2.0  # a large step must be so many times a small one to say how fast ranks are in step
