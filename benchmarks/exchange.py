@@ -3,6 +3,9 @@
 All methods run in one go on the lab (2 nodes x 2 ranks, 200 Mbit/s): same network, data, steps and period. They take
 turns, a few steps each, round after round; figures are medians over rounds. Bytes are read from the link's counter.
 The network has 2.0 million parameters and little work per parameter, so that the wire matters on two slow cores.
+
+With --full there are more peers and all forms of our own exchange, on links of 200 and of 50 Mbit/s, with 2 x 2 and
+with 3 + 1 ranks. A round of ours begins and ends when no exchange is under way, so nothing is sent in another's turn.
 """
 
 import argparse
@@ -11,7 +14,9 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,10 +41,12 @@ def network() -> nn.Module:
 
 
 class Method:
-    """One way to train: `model` is called, `step` follows backward."""
+    """One way to train: `model` is called, `step` follows backward; `lead` steps after an exchange it is all there."""
 
-    def __init__(self, model: nn.Module, plain: nn.Module, step: Callable[[], None], zero: Callable[[], None]) -> None:
-        self.model, self.plain, self.step, self.zero = model, plain, step, zero
+    def __init__(
+        self, model: nn.Module, plain: nn.Module, step: Callable[[], None], zero: Callable[[], None], *, lead: int = 0
+    ) -> None:
+        self.model, self.plain, self.step, self.zero, self.lead = model, plain, step, zero, lead
         self.seconds: list[float] = []  # of each step's share of a round
         self.sent: list[list[int]] = []  # bytes per node of each round
 
@@ -73,24 +80,93 @@ def post_local(nodes: list[list[int]], *, hierarchical: bool = False) -> Method:
     return Method(ddp, plain, optimizer.step, optimizer.zero_grad)
 
 
-def ours(nodes: list[list[int]], *, every: int | str = PERIOD) -> Method:
+def fp16_hook(nodes: list[list[int]]) -> Method:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    method = global_ddp(nodes)
+    method.model.register_comm_hook(None, fp16_compress_hook)
+    return method
+
+
+def accelerate_local(nodes: list[list[int]]) -> Method:
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    accelerator = Accelerator(cpu=True)
+    plain = network()
+    model, optimizer = accelerator.prepare(plain, optimizer_of(plain))
+    local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=PERIOD, enabled=True)
+    local.__enter__()
+
+    def step() -> None:
+        optimizer.step()
+        local.step()
+
+    return Method(model, plain, step, optimizer.zero_grad)
+
+
+def diloco(nodes: list[list[int]]) -> Method:
+    """DiLoCo as one writes it with torch's own averaging: DDP inside the node, outer SGD with Nesterov's momentum."""
+    from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+    plain = network()
+    subgroup, _ = dist.new_subgroups_by_enumeration(nodes)
+    ddp = nn.parallel.DistributedDataParallel(plain, process_group=subgroup)
+    inner, points = optimizer_of(plain), [nn.Parameter(p.detach().clone()) for p in plain.parameters()]
+    outer = torch.optim.SGD(points, lr=0.7, momentum=0.9, nesterov=True)
+    made = [0]
+
+    def step() -> None:
+        inner.step()
+        made[0] += 1
+        if made[0] % PERIOD == 0:
+            average_parameters(plain.parameters(), dist.group.WORLD)
+            for point, parameter in zip(points, plain.parameters(), strict=True):
+                point.grad = point.detach() - parameter.detach()
+            outer.step()
+            with torch.no_grad():
+                for point, parameter in zip(points, plain.parameters(), strict=True):
+                    parameter.copy_(point)
+
+    return Method(ddp, plain, step, inner.zero_grad)
+
+
+def ours(nodes: list[list[int]], *, every: int | str = PERIOD, **exchange: Any) -> Method:
     import evenly
 
     plain = network()
     optimizer = optimizer_of(plain)
-    model = evenly.synchronize(plain, optimizer, every=every, nodes=nodes)
-    return Method(model, plain, optimizer.step, optimizer.zero_grad)
+    model = evenly.synchronize(plain, optimizer, every=every, nodes=nodes, **exchange)
+    return Method(model, plain, optimizer.step, optimizer.zero_grad, lead=exchange.get("overlap", 0))
 
 
-def methods(nodes: list[list[int]]) -> dict[str, Method]:
-    return {
-        "global DDP": global_ddp(nodes),
-        "post_localSGD": post_local(nodes),
-        "hierarchical": post_local(nodes, hierarchical=True),
-        "evenly": ours(nodes),
-        "evenly, global": ours(nodes, every="global"),
-        "no exchange": ours(nodes, every=10**9),
-    }
+Make = Callable[[list[list[int]]], Method]
+
+METHODS: dict[str, Make] = {
+    "global DDP": global_ddp,
+    "post_localSGD": post_local,
+    "hierarchical": partial(post_local, hierarchical=True),
+    "evenly": ours,
+    "evenly, global": partial(ours, every="global"),
+    "no exchange": partial(ours, every=10**9),
+}
+FULL: dict[str, Make] = {
+    "no exchange": partial(ours, every=10**9),
+    "global DDP": global_ddp,
+    "DDP, fp16 hook": fp16_hook,
+    "post_localSGD": post_local,
+    "accelerate LocalSGD": accelerate_local,
+    "DiLoCo by hand": diloco,
+    "evenly, fp32 waited for": ours,
+    "evenly, fp32": partial(ours, overlap=6),
+    "evenly, bf16": partial(ours, overlap=6, codec="bf16"),
+    "evenly, int8": partial(ours, overlap=6, codec="int8"),
+    "evenly, int4": partial(ours, overlap=6, codec="int4"),
+    "evenly, int8, 2 fragments": partial(ours, overlap=3, codec="int8", fragments=2),
+    "evenly, int8, Nesterov": partial(ours, overlap=6, codec="int8", outer="nesterov"),
+}
+SLOW = ("global DDP", "DDP, fp16 hook")  # one period a round is enough of them
+PEERS = ("global DDP", "DDP, fp16 hook", "post_localSGD", "accelerate LocalSGD", "DiLoCo by hand")
 
 
 def sent_by_nodes(nodes: list[list[int]]) -> list[int]:
@@ -124,7 +200,7 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
     return float((model(images).argmax(1) == labels).float().mean())
 
 
-def worker(rounds: int, steps: int) -> None:
+def worker(rounds: int, steps: int, *, full: bool) -> None:
     from evenly.recipes.fashion_data import load_fashion
 
     dist.init_process_group("gloo")
@@ -134,20 +210,24 @@ def worker(rounds: int, steps: int) -> None:
     nodes = evenly.discover().rank_lists()
     train, test = load_fashion()
     images, labels = train.tensors
-    ways = methods(nodes)
+    ways = {name: make(nodes) for name, make in (FULL if full else METHODS).items()}
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1))
-    for number in range(rounds + 1):  # the first warms up and is not counted
-        batches = []
-        for step in range(steps):
-            start = ((number * steps + step) * world + rank) * BATCH
-            chosen = order[[(start + i) % len(order) for i in range(BATCH)]]
-            batches.append((images[chosen], labels[chosen]))
-        for method in ways.values():
-            run_round(method, batches, nodes)
+
+    def batches(first: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        starts = [((first + step) * world + rank) * BATCH for step in range(count)]
+        rows = [order[[(start + i) % len(order) for i in range(BATCH)]] for start in starts]
+        return [(images[chosen], labels[chosen]) for chosen in rows]
+
+    for method in ways.values():  # a period warms up, and some steps let what is under way arrive
+        run_round(method, batches(0, PERIOD + method.lead), nodes)
+    for number in range(1, rounds + 1):
+        for name, method in ways.items():
+            count = PERIOD if full and name in SLOW else steps
+            run_round(method, batches(number * steps, count), nodes)
     size = sum(p.numel() * p.element_size() for p in network().parameters())
     result = {
         name: {
-            "seconds": way.seconds[1:],
+            "seconds": way.seconds[1:],  # without the first round
             "sent": way.sent[1:],
             "accuracy": accuracy(way.plain, test.tensors[0][:2000], test.tensors[1][:2000]),
         }
@@ -167,21 +247,82 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="under a minute on two cores")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
     parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of each node's link")
-    parser.add_argument("--worker", nargs=2, type=int, metavar=("ROUNDS", "STEPS"), help=argparse.SUPPRESS)
+    parser.add_argument("--full", action="store_true", help="all peers and forms, two links, 2 x 2 and 3 + 1 ranks")
+    parser.add_argument("--worker", nargs=3, type=int, metavar=("ROUNDS", "STEPS", "FULL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        worker(*arguments.worker)
+        rounds, steps, full = arguments.worker
+        worker(rounds, steps, full=bool(full))
         return
+    rounds, steps = (2, PERIOD) if arguments.quick else (6, 2 * PERIOD)
+    if arguments.full:
+        rounds, steps = (1, 2 * PERIOD) if arguments.quick else (5, 4 * PERIOD)
+        cases = [((2, 2), 200.0), ((2, 2), 50.0), ((3, 1), 200.0), ((3, 1), 50.0)]
+        told = {case: on_lab(*case, rounds, steps, full=True) for case in cases}
+        report_full(told, rounds=rounds, steps=steps, save=arguments.save)
+        return
+    told = on_lab((2, 2), arguments.rate, rounds, steps, full=False)
+    report(told, rounds=rounds, steps=steps, rate=arguments.rate, save=arguments.save)
+
+
+def on_lab(ranks: tuple[int, ...], rate: float, rounds: int, steps: int, *, full: bool) -> dict:
+    """Returns what the ranks of these nodes saw, with links of so many Mbit/s."""
     from evenly.lab import Lab, LabCluster, LabNode
 
-    rounds, steps = (2, PERIOD) if arguments.quick else (6, 2 * PERIOD)
-    cluster = LabCluster(nodes=tuple(LabNode(name=f"node{i}", ranks=2, rate_mbit=arguments.rate) for i in range(2)))
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(rounds), str(steps)]
-    with Lab(cluster) as lab:
-        result = lab.run(command, output="capture", timeout_s=1200)
+    nodes = tuple(LabNode(name=f"node{i}", ranks=count, rate_mbit=rate) for i, count in enumerate(ranks))
+    command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(rounds), str(steps), str(int(full))]
+    with Lab(LabCluster(nodes=nodes)) as lab:
+        result = lab.run(command, output="capture", timeout_s=1500)
     result.check()
-    told = json.loads(result.stdout[0].strip().splitlines()[-1])
-    report(told, rounds=rounds, steps=steps, rate=arguments.rate, save=arguments.save)
+    print(f"{ranks} ranks at {rate:g} Mbit/s: done", file=sys.stderr, flush=True)
+    return json.loads(result.stdout[0].strip().splitlines()[-1])
+
+
+def report_full(told: dict, *, rounds: int, steps: int, save: bool) -> None:
+    """Tells the rows of all links and nodes, and what was promised."""
+    rows, over, bytes_of, best = [], {}, {}, {}
+    for (ranks, rate), seen in told.items():
+        size, ways = seen["parameter_bytes"], seen["methods"]
+        limit = ways["no exchange"]["seconds"]
+        for name, way in ways.items():
+            made = PERIOD if name in SLOW else steps
+            part = median([free / own for free, own in zip(limit, way["seconds"], strict=True)])
+            over[ranks, rate, name] = part
+            bytes_of[ranks, rate, name] = median([sum(sent) / made for sent in way["sent"]]) / size
+            rows.append(
+                {
+                    "nodes": " + ".join(map(str, ranks)),
+                    "mbit_per_s": rate,
+                    "method": name,
+                    "ms_per_step": 1e3 * median(way["seconds"]),
+                    "spread_ms": spread([1e3 * s for s in way["seconds"]]),
+                    "throughput_over_limit": part,
+                    "times_model_size_per_step": bytes_of[ranks, rate, name],
+                }
+            )
+        forms = [name for name in ways if name.startswith("evenly")]
+        best[ranks, rate] = max(forms, key=lambda name, case=(ranks, rate): over[(*case, name)])
+    ours_over = {case: over[(*case, name)] for case, name in best.items()}
+    peers = [max(over[ranks, rate, peer] for peer in PEERS) for ranks, rate in best if rate == 50.0]
+    at_50 = [value for (_, rate), value in ours_over.items() if rate == 50.0]
+    even = ((2, 2), 200.0)
+    claims = [
+        Claim("throughput_over_limit_200mbit", min(v for (_, r), v in ours_over.items() if r == 200.0), 0.95, "higher"),
+        Claim("throughput_over_limit_50mbit", min(at_50), 0.90, "higher"),
+        Claim(
+            "throughput_over_best_peer_50mbit", min(a / b for a, b in zip(at_50, peers, strict=True)), 1.25, "higher"
+        ),
+        Claim("bytes_fp32_per_step", bytes_of[(*even, "evenly, fp32")], 0.27, "lower"),
+        Claim("bytes_bf16_per_step", bytes_of[(*even, "evenly, bf16")], 0.14, "lower"),
+        Claim("bytes_int8_per_step", bytes_of[(*even, "evenly, int8")], 0.075, "lower"),
+        Claim("bytes_int4_per_step", bytes_of[(*even, "evenly, int4")], 0.042, "lower"),
+        Claim("ddp_over_limit_50mbit", max(over[r, m, "global DDP"] for r, m in best if m == 50.0), 0.25, "lower"),
+    ]
+    note = (
+        f"K' = {PERIOD}, batch {BATCH} a rank, {rounds} rounds of {steps} steps a method, in turns; "
+        "'no exchange' is the limit. Bytes are those of both directions, read at the links."
+    )
+    tell("exchange_full", rows, claims, note=note, save=save)
 
 
 def report(told: dict, *, rounds: int, steps: int, rate: float, save: bool) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import Claim, median, spread, tell
+from benchmarks.common import COMMIT, RESULTS, Claim, median, spread, tell
 
 CASES: dict[str, dict[str, Any]] = {
     "equal": {"cpu": [[0.7, 0.7]]},
@@ -486,6 +486,7 @@ def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "cluster": name,
+                "commit": COMMIT,
                 "plan": key,
                 "samples": "/".join(map(str, told["samples"][key])),
                 "ms_per_step": 1e3 * step,
@@ -537,8 +538,10 @@ def plan_large() -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one cluster and few rounds, about a minute on two cores")
-    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
-    parser.add_argument("--only", help="one part: batches, units (that follow a slowed device), " + ", ".join(CASES))
+    parser.add_argument(
+        "--save", action="store_true", help="keep the result in benchmarks/results/; with --only its part"
+    )
+    parser.add_argument("--only", help="one part: slowed (a device that becomes slow), " + ", ".join(CASES))
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--accuracy", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--slowing", nargs=2, help=argparse.SUPPRESS)
@@ -553,8 +556,10 @@ def main() -> None:
         name, rounds, folder = arguments.worker
         worker(name, int(rounds), folder)
         return
-    if arguments.only in ("batches", "units"):
-        print(rebalanced_rate(arguments.only))
+    if arguments.only == "slowed":
+        slowed_rows = [rebalanced_rate(what) for what in ("batches", "units")]
+        kept, large, _ = with_kept([row for _, row in slowed_rows], "slowed")
+        report(kept, large, min(rate for rate, _ in slowed_rows), save=arguments.save)
         return
     names = [arguments.only] if arguments.only else ["equal", "100/30"] if arguments.quick else list(CASES)
     rounds = 1 if arguments.quick else ROUNDS
@@ -567,6 +572,9 @@ def main() -> None:
             print(f"{name}: {row['plan']} {row['samples']} {words}", file=sys.stderr, flush=True)
         over, error = max(row["chosen_over"] for row in found[1:]), found[0]["prediction_error"]
         print(f"{name}: {over:.3f} times the best by hand, predicted {error:+.1%}", file=sys.stderr, flush=True)
+    if arguments.only and arguments.save:
+        report(*with_kept(rows, arguments.only), save=True)
+        return
     if arguments.only:
         report(rows, None, None, save=False)
         return
@@ -574,6 +582,21 @@ def main() -> None:
     others = [row for _, row in slowed] + ([] if arguments.quick else [accuracies()])
     rows += [{**dict.fromkeys(rows[0]), **row} for row in others]
     report(rows, plan_large(), min(rate for rate, _ in slowed), save=arguments.save)
+
+
+def with_kept(
+    rows: list[dict[str, Any]], name: str
+) -> tuple[list[dict[str, Any]], tuple[float, float] | None, float | None]:
+    """Returns the kept result with the rows of one cluster run anew: each row tells the commit that it was run at."""
+    kept = json.loads((RESULTS / "plan.json").read_text())
+    values = {claim["name"]: claim["value"] for claim in kept["claims"]}
+    before = [{"commit": kept["commit"], **row} for row in kept["rows"]]
+    of_part = [row["cluster"].split(",")[0] == name for row in before]
+    place = of_part.index(True) if any(of_part) else len(before)
+    others = [row for row, is_part in zip(before, of_part, strict=True) if not is_part]
+    rows = [{**dict.fromkeys(before[0]), "commit": COMMIT, **row} for row in rows]
+    large = values["plan_resnet152_1024_devices_s"], values["simulate_10000_nodes_1000_steps_s"]
+    return [*others[:place], *rows, *others[place:]], large, values["rebalanced_rate_over_possible"]
 
 
 def report(rows: list[dict[str, Any]], large: tuple[float, float] | None, rate: float | None, *, save: bool) -> None:

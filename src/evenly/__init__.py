@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from evenly.reports import report
     from evenly.session import Session, discover, measure, shard, synchronize
     from evenly.shards import verify
-    from evenly.spec import Cluster, EveryEpoch, EverySteps, Graph, Plan, Profile, Run
+    from evenly.spec import Adaptive, Cluster, EveryEpoch, EverySteps, Graph, Plan, Profile, Run
 
 __version__ = "0.1.0"
 
@@ -40,11 +40,12 @@ _ROOMS = {
     "evenly.planner": ["plan"],
     "evenly.session": ["Session", "discover", "measure", "shard", "synchronize"],
     "evenly.shards": ["verify"],
-    "evenly.spec": ["Cluster", "EveryEpoch", "EverySteps", "Graph", "Plan", "Profile", "Run"],
+    "evenly.spec": ["Adaptive", "Cluster", "EveryEpoch", "EverySteps", "Graph", "Plan", "Profile", "Run"],
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
+    "Adaptive",
     "CheckpointError",
     "Cluster",
     "EvenlyError",

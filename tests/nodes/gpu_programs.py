@@ -10,7 +10,13 @@ from tests.nodes.test_exactness import OPTIMIZERS, batches, network
 
 
 def train(
-    nodes: list[list[int]], *, optimizer: str, every: int | str, steps: int = 6, precision: str = "double"
+    nodes: list[list[int]],
+    *,
+    optimizer: str,
+    every: int | str,
+    steps: int = 6,
+    precision: str = "double",
+    exchange: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Returns the parameters and buffers after every step, as nested lists."""
     torch.backends.cudnn.deterministic = True
@@ -19,7 +25,7 @@ def train(
         if precision != "double":
             model.float()
         made = OPTIMIZERS[optimizer](model)
-        synchronized = evenly.synchronize(model, made, every=every, nodes=nodes)
+        synchronized = evenly.synchronize(model, made, every=every, nodes=nodes, **(exchange or {}))
         scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16", init_scale=2.0**8)
         trace = [_numbers(model)]
         for row in batches(session.world_size, steps):

@@ -150,12 +150,12 @@ def test_nan_steps_are_skipped_when_asked():
 
 
 @pytest.mark.parametrize("nodes", [ragged(1, 1), ragged(2), ragged(2, 1)], ids=str)
-@pytest.mark.parametrize("every", [100, 4])
-def test_unequal_numbers_of_steps_are_told(nodes, every):
+@pytest.mark.parametrize(("every", "overlap"), [(100, 0), (4, 0), (4, 3)])
+def test_unequal_numbers_of_steps_are_told(nodes, every, overlap):
     ranks = sum(map(len, nodes))
 
     def act(party):
-        synchronized, optimizer = join(party, nodes, nn.Linear(4, 1), every=every)
+        synchronized, optimizer = join(party, nodes, nn.Linear(4, 1), every=every, overlap=overlap)
         try:
             steps(synchronized, optimizer, 9 if party.rank else 10)
             synchronized.finish()
@@ -181,14 +181,16 @@ def test_an_empty_data_shard_is_told(nodes):
         assert isinstance(error, LockstepError)
 
 
-def test_a_rank_that_never_arrives_is_named_at_the_time_limit():
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_rank_that_never_arrives_is_named_at_the_time_limit(overlap):
     def act(party):
-        synchronized, optimizer = join(party, ragged(1, 1, 1), nn.Linear(4, 1), every=2, timeout_s=1.5)
+        settings = {"timeout_s": 1.5, "overlap": overlap}
+        synchronized, optimizer = join(party, ragged(1, 1, 1), nn.Linear(4, 1), every=2, **settings)
         try:
             if party.rank == 2:
                 time.sleep(4)  # alive, but elsewhere
                 return
-            steps(synchronized, optimizer, 2)
+            steps(synchronized, optimizer, 2 + overlap)
         finally:
             synchronized.close()
 
@@ -201,9 +203,10 @@ def test_a_rank_that_never_arrives_is_named_at_the_time_limit():
         assert "ranks [2] did not arrive" in str(error)
 
 
-def test_an_error_in_the_loop_of_one_rank_reaches_the_others():
+@pytest.mark.parametrize(("every", "overlap"), [(50, 0), (2, 2)])
+def test_an_error_in_the_loop_of_one_rank_reaches_the_others(every, overlap):
     def act(party):
-        synchronized, optimizer = join(party, ragged(2, 1), nn.Linear(4, 1), every=50)
+        synchronized, optimizer = join(party, ragged(2, 1), nn.Linear(4, 1), every=every, overlap=overlap)
         try:
             for _ in range(300):
                 steps(synchronized, optimizer, 1)
@@ -247,6 +250,41 @@ def test_a_failed_exchange_leaves_the_parameters_untouched():
     with pytest.raises(RankError):
         run_ranks(2, act)
     torch.testing.assert_close(kept["after"], kept["before"], rtol=0, atol=0)
+
+
+def test_a_failed_exchange_beside_the_training_leaves_the_parameters_untouched():
+    kept = {}
+
+    def act(party):
+        model = nn.Linear(4, 1)
+        settings = {"timeout_s": 1.0, "overlap": 2, "codec": "int8"}
+        synchronized, optimizer = join(party, ragged(1, 1), model, every=3, **settings)
+        try:
+            steps(synchronized, optimizer, 2 if party.rank else 4)
+            if party.rank == 1:
+                time.sleep(3)
+                return
+            kept["before"] = [p.detach().clone() for p in model.parameters()]
+            try:
+                synchronized._advance(0.0)  # the fifth step: the exchange begun after the third cannot be merged
+            finally:
+                kept["after"] = [p.detach().clone() for p in model.parameters()]
+        finally:
+            synchronized.close()
+
+    with pytest.raises(RankError):
+        run_ranks(2, act)
+    torch.testing.assert_close(kept["after"], kept["before"], rtol=0, atol=0)
+
+
+def test_a_model_closed_with_an_exchange_under_way():
+    def act(party):
+        settings = {"overlap": 2, "timeout_s": 20.0}
+        synchronized, optimizer = join(party, ragged(1, 1), nn.Linear(4, 1), every=3, **settings)
+        steps(synchronized, optimizer, 3)
+        synchronized.close()
+
+    run_ranks(2, act)
 
 
 def test_forward_without_a_tensor_asks_for_count():

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tests.nodes.test_exactness import CLUSTERS, OPTIMIZERS, batches, expected
+from evenly.spec import EverySteps, Exchange
+from tests.nodes.overlapped import Overlapped
+from tests.nodes.test_exactness import CLUSTERS, OPTIMIZERS, batches, expected, network
 from tests.processes import collect, run_processes, start_processes
 from tests.ranks import ragged
 
@@ -26,6 +28,35 @@ def test_parameters_and_buffers_after_every_step(shape, every):
             got = [torch.tensor(values, dtype=torch.float64) for values in result["trace"][step]]
             want = [tensor.double() for tensor in row[rank]]
             torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9, msg=lambda m, at=step: f"step {at}: {m}")
+
+
+@pytest.mark.parametrize(
+    "exchange", [{"overlap": 1}, {"overlap": 2, "fragments": 2, "optimizer_state": "average"}, {"outer": "nesterov"}]
+)
+@pytest.mark.parametrize("shape", ["2x2", "3+1"])
+def test_exchanges_beside_the_training(shape, exchange):
+    nodes, settings = CLUSTERS[shape], Exchange(**exchange)
+    arguments = {"nodes": nodes, "optimizer": "adam", "every": 2, "exchange": exchange}
+    results = run_processes(nodes, TRAIN, arguments, limit_s=100)
+    reference = Overlapped(network(), OPTIMIZERS["adam"], nodes, EverySteps(2), settings)
+    for step, row in enumerate(batches(4, 6), start=1):
+        reference.train(row)
+        for rank, replica in enumerate(reference.replicas):
+            got = [torch.tensor(values, dtype=torch.float64) for values in results[rank]["trace"][step]]
+            want = [tensor.detach().double() for tensor in (*replica.parameters(), *replica.buffers())]
+            torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9, msg=lambda m, at=step: f"step {at}: {m}")
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+def test_codes_leave_all_nodes_with_the_same_bits(codec):
+    nodes = CLUSTERS["3+1"]
+    arguments = {"nodes": nodes, "optimizer": "momentum", "every": 2, "exchange": {"codec": codec}}
+    first, *others = (result["trace"] for result in run_processes(nodes, TRAIN, arguments, limit_s=100))
+    exact = expected(nodes, OPTIMIZERS["momentum"], 2, batches(4, 6))
+    for step in (2, 4, 6):
+        assert all(other[step] == first[step] for other in others), f"everywhere after step {step}"
+        for got, want in zip(first[step], exact[step][0], strict=True):
+            torch.testing.assert_close(torch.tensor(got).double(), want.double(), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

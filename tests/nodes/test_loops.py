@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from evenly.nodes import join_nodes
-from evenly.spec import EveryEpoch, EverySteps, period_of
+from evenly.spec import EveryEpoch, EverySteps, Exchange, period_of
 from tests.ranks import cluster_of, ragged, run_ranks
 
 SEEDING = threading.Lock()
@@ -294,6 +294,34 @@ def test_a_closure_and_hooks_of_the_optimizer_still_work():
     assert same(results[0][0], results[1][0])
     assert results[0][1][-1] < results[0][1][0]
     assert results[0][2:] == (4, 4)
+
+
+def test_evaluation_with_an_exchange_under_way_changes_nothing():
+    """The average of the nodes is seen, and training goes on as if nobody had looked."""
+
+    def act(party, looks):
+        torch.manual_seed(0)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        settings = {"exchange": Exchange(overlap=2, codec="int8", fragments=2)}
+        synchronized = join(party, ragged(1, 1), model, optimizer, every=4, **settings)
+        seen = []
+        for step in range(11):
+            loss_of(synchronized, batch(party.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if looks:
+                with synchronized.agreed():
+                    seen.append(parameters(model))
+        synchronized.finish()
+        synchronized.close()
+        return parameters(model), seen
+
+    looked, plain = run_ranks(2, act, True), run_ranks(2, act, False)
+    for (ended, _), (wanted, _) in zip(looked, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ended, wanted, strict=True))
+    for first, second in zip(looked[0][1], looked[1][1], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_agreed_shows_the_average_and_gives_the_state_back():

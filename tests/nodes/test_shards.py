@@ -17,7 +17,8 @@ from evenly.nodes import join_nodes
 from evenly.planner import lay_out
 from evenly.shards import Adafactor, join_shards
 from evenly.shards.optim import state_placement
-from evenly.spec import Exchange, period_of
+from evenly.spec import Exchange, Outer, period_of
+from tests.nodes.overlapped import Overlapped
 from tests.nodes.test_exactness import OPTIMIZERS, SEEDING, batches
 from tests.ranks import RankError, cluster_of, run_ranks
 from tests.reference import Reference
@@ -231,6 +232,42 @@ def test_whole_networks_ranks_without_a_share_and_three_nodes(shape):
 
 def test_optimizer_state_is_averaged_in_global_coordinates():
     check("2+2|3", "adam", 2, steps=4, average_state=True)
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        Exchange(overlap=1),
+        Exchange(overlap=2, fragments=2, optimizer_state="average"),
+        Exchange(outer=Outer(), overlap=1, optimizer_state={"exp_avg": "reset"}),
+    ],
+)
+@pytest.mark.parametrize("shape", ["3|2", "2+2|3", "2|whole"])
+def test_exchanges_of_cut_networks_beside_the_training(shape, exchange):
+    world, make, period = World(MODELS[shape]), OPTIMIZERS["adam"], period_of(2)
+    data = batches(len(world.flat), 6)
+    results = run_ranks(world.size, train, world, make, 2, data, exchange.model_dump())
+    reference = Overlapped(network(), make, world.nodes_of_replicas, period, exchange, rows=False)
+    states = lambda: [[t.detach().clone() for t in tensors(r)] for r in reference.replicas]  # noqa: E731
+    trace = [states()]
+    for row in data:
+        reference.train(row)
+        trace.append(states())
+    reference.finish()
+    compare(world, results, [*trace, states()])
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+def test_codes_of_cut_networks_end_in_the_same_values_everywhere(codec):
+    world = World(MODELS["2+2|3"])
+    data = batches(len(world.flat), 4)
+    results = run_ranks(world.size, train, world, OPTIMIZERS["momentum"], 2, data, {"codec": codec})
+    exact = expected(world, OPTIMIZERS["momentum"], 2, data)
+    for trace, _, _ in results:
+        for moment in (2, 4):
+            for value, first, want in zip(trace[moment], results[0][0][moment], exact[moment][0], strict=True):
+                assert torch.equal(value, first)
+                torch.testing.assert_close(value, want, rtol=0.05, atol=0.05)
 
 
 def test_state_that_is_not_cut_like_its_parameter_stays_local():

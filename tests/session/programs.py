@@ -44,6 +44,7 @@ def train(
     pause_s: float = 0.0,
     device: str = "cpu",
     accumulate: int = 1,
+    exchange: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trains, fails in the way and at the place that is asked for, and returns what the rank ended with."""
     torch.manual_seed(17)
@@ -59,7 +60,7 @@ def train(
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        plan = session.plan(batch_size=4, every=every)
+        plan = session.plan(batch_size=4, every=every, **(exchange or {}))
         synchronized, _, loader = session.prepare(model, optimizer, dataset(), plan=plan)
         session.track(schedule=schedule)
         made = 0

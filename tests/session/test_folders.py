@@ -56,7 +56,7 @@ def test_merging_leaves_alone_what_is_the_same_or_no_float():
 
     def rank(samples, mean):
         state = {"buffers": {"mean": torch.tensor([mean])}, "agreed": {}, "feed": None}
-        progress = {"step": 9, "since": 3, "exchanges": 2, "samples": samples}
+        progress = {"step": 9, "since": [3], "exchanges": 2, "samples": [samples], "counts": [2]}
         return {"trainees": {"m": {**state, "progress": progress}}, "tracked": {}, "random": {}}
 
     merged, local = merge([node(1.0), node(4.0)], [rank(10.0, 0.0), rank(10.0, 3.0), rank(40.0, 6.0)], [[0, 1], [2]])
@@ -66,7 +66,7 @@ def test_merging_leaves_alone_what_is_the_same_or_no_float():
     assert torch.equal(parameters["frozen"], torch.tensor([0.1]))
     assert torch.equal(parameters["table"], torch.tensor([7], dtype=torch.int32))
     torch.testing.assert_close(local["trainees"]["m"]["buffers"]["mean"], torch.tensor([4.5]))
-    assert local["trainees"]["m"]["progress"]["since"] == 0
+    assert local["trainees"]["m"]["progress"]["since"] == [0]
 
 
 def test_names_with_dots_do_not_collide():

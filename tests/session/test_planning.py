@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from evenly import Run
+from evenly.session.rebalancing import lean_factors, unit_factors
+from evenly.spec import Layout
 from tests.processes import run_processes
 from tests.ranks import ragged
 
@@ -103,3 +105,16 @@ def test_units_of_a_cut_network_follow_a_device_that_becomes_slow_and_the_losses
                 parameters(result), parameters(other), rtol=1e-7, atol=1e-8
             )  # 200 steps of AdamW
     assert nodes > 1 or moved[0]["sizes"] == still[0]["sizes"]
+
+
+def test_a_slow_rank_that_messages_keep_busy_gets_fewer_units():
+    layout = Layout.model_construct(shares=(0.8, 0.2), members=(0, 1))
+    alike = [0.32, 0.32]  # both compute equally long, so by that nothing is to be gained
+    assert unit_factors(layout, alike) is None
+    assert lean_factors(layout, alike, alike) is None  # nobody waits
+    first, second = lean_factors(layout, alike, [0.48, 0.48])
+    assert second < 0.7
+    assert 0.8 * first + 0.2 * second == pytest.approx(1.0)
+    slow = [0.32 / 0.8, 0.32 / 0.2]
+    busy = 0.16 / slow[1]
+    assert (0.8 * first + busy) * slow[0] == pytest.approx((0.2 * second + busy) * slow[1])  # all finish together

@@ -25,6 +25,33 @@ def test_resumed_inside_a_period_bit_for_bit(tmp_path):
     assert len({r["model"] for r in resumed}) == 1
 
 
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        {"overlap": 3, "codec": "int8", "optimizer_state": "average"},
+        {"overlap": 4, "fragments": 2, "outer": "nesterov", "codec": "bf16"},
+    ],
+)
+def test_resumed_with_an_exchange_under_way_bit_for_bit(tmp_path, exchange):
+    nodes = ragged(3, 1)
+    whole = run_processes(nodes, TRAIN, {"folder": str(tmp_path / "whole"), "exchange": exchange})
+    crash = {"folder": str(tmp_path / "cut"), "crash_rank": 1, "crash_step": 7, "exchange": exchange}
+    collect(start_processes(nodes, TRAIN, crash))
+    resumed = run_processes(nodes, TRAIN, {"folder": str(tmp_path / "cut"), "exchange": exchange})
+    assert [without(r, "made") for r in resumed] == [without(r, "made") for r in whole]
+    assert resumed[0]["made"] == whole[0]["made"] - 6  # the exchange of step 4 is merged after step 7 or 8
+    assert len({r["model"] for r in resumed}) == 1
+
+
+def test_other_settings_of_the_exchange_are_refused_inside_a_period(tmp_path):
+    nodes = ragged(1, 1)
+    coded = {"folder": str(tmp_path / "run"), "exchange": {"codec": "int8"}}
+    collect(start_processes(nodes, TRAIN, {**coded, "crash_rank": 1, "crash_step": 7}))
+    ended = collect(start_processes(nodes, TRAIN, {"folder": str(tmp_path / "run"), "exchange": {"codec": "fp32"}}))
+    assert all(rank.code != 0 for rank in ended)
+    assert "with other settings of the exchange" in ended[0].errors
+
+
 def test_killed_while_saving_resumes_from_the_checkpoint_before(tmp_path):
     nodes = ragged(1, 1)
     whole = run_processes(nodes, TRAIN, {"folder": str(tmp_path / "whole"), "epochs": 2})

@@ -63,7 +63,7 @@ def edit(plan, path, value):
         (("exchange", "timeout_s"), float("nan"), r"exchange\.timeout_s: .*finite.*given nan"),
         (("exchange", "timeout_s"), float("inf"), r"exchange\.timeout_s: .*finite.*given inf"),
         (("exchange", "timeout_s"), 0, r"exchange\.timeout_s: .*given 0"),
-        (("exchange", "optimizer_state"), "sum", r"exchange\.optimizer_state: .*'keep' or 'average'"),
+        (("exchange", "optimizer_state"), "sum", r"exchange\.optimizer_state: .*'keep', 'average' or 'reset'"),
     ],
 )
 def test_a_hand_edited_plan_is_refused_with_file_and_field(tmp_path, plan_2_1, path, value, told):

@@ -23,7 +23,7 @@ from evenly.cli._known import (
 )
 from evenly.cli._quantities import memories_of
 from evenly.reports import Panel, draw_picture, rank_rows, require_picture
-from evenly.spec import EverySteps, Plan, period_of
+from evenly.spec import Plan, period_of
 
 MOST_STEPS = 10_000  # that are simulated for the table
 
@@ -90,4 +90,5 @@ def plan(
 
 def _steps(made: Plan) -> int:
     """Returns the steps of one period, which is what a mean step is taken over."""
-    return min(MOST_STEPS, made.period.steps) if isinstance(made.period, EverySteps) else 1000
+    steps = {"steps": "steps", "adaptive": "start"}.get(made.period.kind)
+    return min(MOST_STEPS, getattr(made.period, steps)) if steps else 1000

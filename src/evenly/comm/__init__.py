@@ -17,6 +17,7 @@ from evenly.comm.party import Party, party_of
 from evenly.comm.placement import Placement, full_shape, is_retired, place, placement_of, retire
 from evenly.comm.shifts import MOVES, Shift
 from evenly.comm.slices import Segment, refine, slices
+from evenly.comm.staging import off_wire, on_wire
 from evenly.comm.wire import Pending, Traffic, Wire, count_of, put, take
 
 __all__ = [
@@ -44,6 +45,8 @@ __all__ = [
     "full_shape",
     "gather_json",
     "is_retired",
+    "off_wire",
+    "on_wire",
     "open_group",
     "open_groups",
     "party_of",

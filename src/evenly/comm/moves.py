@@ -29,8 +29,11 @@ class Watch(Protocol):
 class Waiter:
     """Waits for collectives at one place of the program, listening to the alarm meanwhile."""
 
-    def __init__(self, alarm: Alarm, *, place: str, step: int = 0, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, alarm: Alarm, *, place: str, step: int = 0, timeout_s: float = 600.0, tells: bool = True
+    ) -> None:
         self.alarm, self.place, self.step, self.timeout_s = alarm, place, step, timeout_s
+        self._tells = tells  # whether others hear of a long wait; in the background it keeps nobody
         self.on_quiet: Callable[[], None] | None = None  # called once in a wait that is not short
         self.watch: Watch | None = None
 
@@ -62,6 +65,12 @@ class Waiter:
                 self.alarm.check()
                 raise self._left(error) from error
 
+    def wait_for(self, done: threading.Event) -> None:
+        """Returns when a thread of this rank has `done` its work with others, listening as `wait` does."""
+        began = time.monotonic()
+        while not done.wait(0.1):
+            self._listen(time.monotonic() - began, meeting=True)
+
     def roll_call(self) -> None:
         """Returns when every rank of the party has come to this place; nothing but the store is needed."""
         keys = [f"roll/{self.place}/{rank}" for rank in range(self.alarm.party.size)]
@@ -83,7 +92,7 @@ class Waiter:
 
     def _listen(self, waited_s: float, *, meeting: bool) -> None:
         self.alarm.check()
-        if meeting and waited_s > min(QUIET_S, self.timeout_s / 4):
+        if meeting and self._tells and waited_s > min(QUIET_S, self.timeout_s / 4):
             self.alarm.waiting(self.place, self.step)
         if waited_s > self.timeout_s:
             error = self._late(waited_s, self.alarm.absent(self.place) if meeting else [])

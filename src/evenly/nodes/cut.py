@@ -7,18 +7,22 @@ from typing import final
 import torch
 
 from evenly.comm import Alarm, Groups, Waiter, Wire
+from evenly.nodes.cargo import Cargo, Pairs
 from evenly.nodes.cut_gradients import ReplicaGradients
 from evenly.nodes.meeting import Items, Meeting, Open
 from evenly.nodes.membership import Quorum
+from evenly.nodes.points import Carried, Part, Points
 from evenly.nodes.replicas import Replica, Shape, find_replicas, full_shapes, named_tensors
 from evenly.nodes.sharing import Sharing
-from evenly.nodes.state import Entry, StatePlacement, state_entries
+from evenly.nodes.state import Entry, StatePlacement, by_slot, state_entries
 from evenly.spec import Exchange
 
 
 @final
 class CutSharing(Sharing):
     """Groups of ranks hold the network together; a node has one such replica or several."""
+
+    splits_rows = False  # a rank's rows are not those of the full tensor
 
     def __init__(
         self,
@@ -44,9 +48,9 @@ class CutSharing(Sharing):
         self._learn(module, waiter)
         own = self._nodes[self._groups.index]
         items = [(name, tensor.detach().clone()) for name, tensor in named_tensors(module).items()]
-        self._inside.reduce(items, waiter, weight=float(self._replica is own[0]), kind="copy")
-        self._across.reduce(items, waiter, weight=float(0 in self._groups.ranks), kind="copy")
-        self._across.spread(items, waiter)
+        self.inside.reduce(items, waiter, weight=float(self._replica is own[0]), kind="copy")
+        self.across.reduce(items, waiter, weight=float(0 in self._groups.ranks), kind="copy")
+        self.across.spread(items, waiter)
         for (_, value), tensor in zip(items, named_tensors(module).values(), strict=True):
             tensor.copy_(value)
 
@@ -71,8 +75,8 @@ class CutSharing(Sharing):
         self._sharing = tuple(everywhere) if self._joint else own
         shared = [[replica] for replica in self._sharing]
         self._gradients = self._meet("gradients", shared, trained, spreads=len(shared) > 1)
-        self._inside = self._meet("inside", [[replica] for replica in own], self._shapes, spreads=False)
-        self._across = self._meet("across", self._nodes, self._shapes, spreads=True)
+        self.inside = self._meet("inside", [[replica] for replica in own], self._shapes, spreads=False)
+        self.across = self._meet("across", self._nodes, self._shapes, spreads=True)
 
     def gradients(self, module: torch.nn.Module, *, find_unused_parameters: bool) -> ReplicaGradients:
         """Returns what averages over the replicas of the node."""
@@ -95,27 +99,29 @@ class CutSharing(Sharing):
         """Returns the elements of the full tensors."""
         return [prod(self._shapes[name]) for name, _ in named]
 
-    def average(
-        self, entries: Sequence[Entry], moves: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter
-    ) -> int:
-        """Averages moves over the replicas of the node, then all of it across nodes, in global coordinates."""
-        if len(self._nodes) == len(self._nodes[0]) == 1:
-            return 0
+    def load(
+        self,
+        entries: Mapping[str, Sequence[Entry]],
+        state: Sequence[Entry] = (),
+        *,
+        change: bool = False,
+    ) -> Cargo:
+        """Returns a snapshot of what this rank holds."""
+        return _Cargo(self, entries, state, change=change)
+
+    def carry_moves(self, moves: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter) -> Items:
+        """Returns moves of buffers averaged over the replicas of the node."""
         scratch = [(name, _travelling(move)) for name, move in moves.items()]
-        self._inside.reduce(scratch, waiter, weight=self._share(quorum))
-        scratch += [(entry.home, _travelling(entry.tensor)) for entry in entries]
-        sent_bytes = self._across.reduce(scratch, waiter, weight=quorum.weights[quorum.node])
-        self._across.spread(scratch, waiter)
-        self._apply(scratch, [*moves.values(), *(entry.tensor for entry in entries)])
-        return sent_bytes
+        self.inside.reduce(scratch, waiter, weight=self._share(quorum))
+        return scratch
 
     def agree_on_largest(self, counters: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter) -> None:
         """Takes the maximum over the replicas of the node, then across nodes."""
         scratch = [(name, counter.long()) for name, counter in counters.items()]
-        self._inside.reduce(scratch, waiter, kind="max")
-        self._across.reduce(scratch, waiter, kind="max")
-        self._across.spread(scratch, waiter)
-        self._apply(scratch, list(counters.values()))
+        self.inside.reduce(scratch, waiter, kind="max")
+        self.across.reduce(scratch, waiter, kind="max")
+        self.across.spread(scratch, waiter)
+        self.apply(scratch, list(counters.values()))
 
     def close(self) -> None:
         """Shuts the groups of all meetings down."""
@@ -139,14 +145,71 @@ class CutSharing(Sharing):
         total = sum(of_rank[replica.ranks[0]] for replica in own)
         return of_rank[self._replica.ranks[0]] / total
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether one replica is all there is."""
+        return len(self._nodes) == len(self._nodes[0]) == 1
+
     @staticmethod
-    def _apply(scratch: Items, tensors: Sequence[torch.Tensor]) -> None:
+    def apply(scratch: Items, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies what has travelled into tensors, in place."""
         for (_, value), tensor in zip(scratch, tensors, strict=True):
-            target = tensor.detach()
-            target.copy_(torch.view_as_complex(value) if target.is_complex() else value)
+            _real(tensor).copy_(value)
+
+
+@final
+class _Cargo(Cargo):
+    def __init__(
+        self, sharing: CutSharing, entries: Mapping[str, Sequence[Entry]], state: Sequence[Entry], *, change: bool
+    ) -> None:
+        super().__init__(change=change)
+        self._sharing = sharing
+        self._entries = [entry for chosen in entries.values() for entry in chosen]
+        self._slots = by_slot(state)
+        self._items: list[tuple[str, torch.Tensor]] = []
+        self._bundles = []
+        for key, chosen in entries.items():
+            items = [(entry.home, _travelling(entry.tensor)) for entry in chosen]
+            self._items += items
+            self._bundles += sharing.across.bundles(items, key=key, change=change)
+        self._slot_items = [[(entry.home, _travelling(entry.tensor)) for entry in slot] for slot in self._slots]
+        self._slot_bundles = [b for items in self._slot_items for b in sharing.across.bundles(items, change=change)]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [bundle.part for bundle in self._bundles]
+
+    def carry(
+        self, points: Points, moves: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter, *, exact: bool
+    ) -> Carried:
+        """Averages moves over the replicas of the node, then all of it across nodes, in global coordinates."""
+        sharing = self._sharing
+        if sharing.is_alone:
+            return Carried()
+        scratch = sharing.carry_moves(moves, quorum, waiter)
+        bundles = [*self._bundles, *self._slot_bundles, *sharing.across.bundles(scratch)]
+        carried = points.agree([bundle.part for bundle in bundles], quorum, waiter, exact=exact)
+        for bundle in bundles:
+            bundle.unpack()
+        slots = [item for items in self._slot_items for item in items]
+        sharing.across.spread([*self._items, *slots, *scratch], waiter)
+        sharing.apply(scratch, list(moves.values()))
+        return carried
+
+    def agreed(self) -> tuple[Pairs, list[Pairs]]:
+        slots = [_pairs(slot, items) for slot, items in zip(self._slots, self._slot_items, strict=True)]
+        return _pairs(self._entries, self._items), slots
+
+
+def _pairs(entries: Sequence[Entry], items: Items) -> Pairs:
+    return [(_real(entry.tensor), value) for entry, (_, value) in zip(entries, items, strict=True)]
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
 def _travelling(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy as it travels: float64 as it is, all other floats as float32, complex numbers as pairs."""
-    real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    real = _real(tensor)
     return real.to(torch.float64 if real.dtype == torch.float64 else torch.float32, copy=True)

@@ -19,9 +19,9 @@ class Flat:
 
     def pack(self, start: int, stop: int, out: torch.Tensor) -> None:
         """Copies the elements [start, stop) into `out`."""
-        for tensor, low, high, begin in self._overlaps(start, stop):
-            place = start if begin < start else begin
-            out[place - start : place - start + high - low].copy_(tensor.reshape(-1)[low:high])
+        pieces = [tensor.reshape(-1)[low:high].to(self.dtype) for tensor, low, high in self._overlaps(start, stop)]
+        if pieces:
+            torch.cat(pieces, out=out)
 
     def unpack(self, source: torch.Tensor) -> None:
         """Copies the whole vector `source` into the tensors, in place."""
@@ -30,12 +30,12 @@ class Flat:
             tensor.copy_(source[offset : offset + tensor.numel()].view(tensor.shape))
             offset += tensor.numel()
 
-    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int]]:
         begin = 0
         for tensor in self.tensors:
             low, high = max(start - begin, 0), min(stop - begin, tensor.numel())
             if low < high:
-                yield tensor, low, high, begin
+                yield tensor, low, high
             begin += tensor.numel()
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from evenly._errors import SpecError
 from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, open_group, open_groups
+from evenly.nodes.codecs import find_codec
 from evenly.nodes.cut import CutSharing
 from evenly.nodes.membership import StaticMembership
 from evenly.nodes.replicas import wire_of
@@ -15,7 +16,7 @@ from evenly.nodes.sharing import Sharing
 from evenly.nodes.state import StatePlacement
 from evenly.nodes.synchronized import Count, Synchronized
 from evenly.nodes.whole import WholeSharing
-from evenly.spec import Cluster, EveryEpoch, EveryGradient, EverySteps, Exchange
+from evenly.spec import AnyPeriod, Cluster, EveryGradient, Exchange, misfit
 
 
 def join_nodes(
@@ -24,7 +25,7 @@ def join_nodes(
     *,
     party: Party,
     cluster: Cluster,
-    period: EverySteps | EveryEpoch | EveryGradient,
+    period: AnyPeriod,
     exchange: Exchange | None = None,
     count: Count | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -38,6 +39,9 @@ def join_nodes(
     optimizer's state is cut; without it, those of the parameter's shape are cut as the parameter is.
     """
     exchange = exchange or Exchange()
+    if case := misfit(period, exchange):
+        raise SpecError(f"{period!r} and {exchange!r} were asked for: {case}.")
+    find_codec(exchange.codec)
     joint = isinstance(period, EveryGradient)
     chapter = party.chapter("synchronize")
     own = cluster.nodes[cluster.node_of(party.rank)].ranks

@@ -1,6 +1,7 @@
 """Sides that hold the same tensors in different cuts, and the groups in which they average them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -8,11 +9,24 @@ import torch.distributed as dist
 
 from evenly.comm import Waiter, all_reduce, broadcast, close_groups
 from evenly.nodes.boxes import Side, Where, boxes
+from evenly.nodes.points import Part
 from evenly.nodes.replicas import Replica, Shape
 
 Items = Sequence[tuple[str, torch.Tensor]]  # the tensor of whose form it is, and this rank's part
 Open = Callable[[str, Sequence[int]], dist.ProcessGroup]
 Parts = dict[str, list[Where]]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What travels together: a vector, and the views of tensors that it was made of."""
+
+    part: Part
+    views: list[torch.Tensor]
+
+    def unpack(self) -> None:
+        """Puts the vector back into the tensors."""
+        _unpack(self.part.values, self.views)
 
 
 class Meeting:
@@ -63,6 +77,17 @@ class Meeting:
         for _, buffer, views in pending:
             _unpack(buffer, views)
         return sent_bytes
+
+    def bundles(self, items: Items, *, key: str = "", change: bool = False) -> list[Bundle]:
+        """Returns copies of what this rank speaks for, one for each circle of owners and each type."""
+        made = []
+        for owners, parts in sorted(self._sums.items()):
+            for views in _by_dtype(items, parts):
+                values = torch.cat([view.reshape(-1) for view in views])
+                kind = str(values.dtype).removeprefix("torch.")
+                name = key and f"{key}/{kind}/{'-'.join(map(str, owners))}"
+                made.append(Bundle(Part(values, self._groups[owners], name, change), views))
+        return made
 
     def spread(self, items: Items, waiter: Waiter) -> None:
         """Gives what each rank speaks for to all ranks of its side that have the same."""

@@ -18,6 +18,7 @@ class Ballot:
     samples: float
     layout: int  # hash of what it is about to send
     backwards: int = 0
+    measured: tuple[float, ...] = (0.0, 0.0, 0.0)  # seconds of a step, of an exchange under way, drift
     doubtful: bool = False  # a backward was not finite and no step followed: a GradScaler may have skipped one
     changed: tuple[bool, ...] = ()  # for each buffer, whether it differs from the last agreed value
 
@@ -30,6 +31,7 @@ class Quorum:
     node: int
     shares: tuple[float, ...]
     peers: tuple[Peers, ...]
+    measured: tuple[float, ...] = (0.0, 0.0, 0.0)  # the largest of all ranks
     changed: tuple[bool, ...] = ()  # for each buffer, whether any rank has changed it
 
 
@@ -51,13 +53,14 @@ class StaticMembership(Membership):
         """Returns all nodes, each weighted by its samples since the last exchange."""
         groups = self._groups
         stand = [ballot.step, ballot.exchange, ballot.layout, ballot.backwards]
-        row = torch.tensor([*stand, ballot.samples, ballot.doubtful, *ballot.changed], dtype=torch.float64)
-        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 6 + buffers]
+        told = [ballot.samples, ballot.doubtful, *ballot.measured, *ballot.changed]
+        row = torch.tensor([*stand, *told], dtype=torch.float64)
+        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 9 + buffers]
         waiter.wait([work], meeting=True)
         self._require_lockstep(siblings, groups.ranks, "rank")
         node = siblings.amax(0)
         node[4] = siblings[:, 4].sum()
-        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 6 + buffers]
+        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 9 + buffers]
         waiter.wait([work for _, work in votes], meeting=True)
         for rows, _ in votes:
             self._require_lockstep(rows, range(len(groups.nodes)), "node")
@@ -67,7 +70,8 @@ class StaticMembership(Membership):
             node=groups.index,
             shares=_fractions(siblings[:, 4].tolist()),
             peers=groups.peers,
-            changed=tuple(bool(value) for value in rows[:, 6:].amax(0)),
+            measured=tuple(rows[:, 6:9].amax(0).tolist()),
+            changed=tuple(bool(value) for value in rows[:, 9:].amax(0)),
         )
 
     def _require_lockstep(self, rows: torch.Tensor, names: "tuple[int, ...] | range", kind: str) -> None:

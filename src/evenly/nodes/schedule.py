@@ -1,36 +1,82 @@
-"""The one agreed counter: how many steps were made, and whether an exchange is due."""
+"""The one agreed counter: how many steps were made, and which exchanges are due."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
-from evenly.spec import EveryEpoch, EveryGradient, EverySteps
+from evenly.spec import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySteps
 
 
-@dataclass
 class Schedule:
-    """Counts steps from 1; skipped steps count, so that no node can shift the schedule of the others."""
+    """Counts steps from 1; skipped steps count, so that no node can shift the schedule of the others.
 
-    period: EverySteps | EveryEpoch | EveryGradient
-    step: int = 0
-    since: int = 0  # steps since the last exchange
-    exchanges: int = 0
+    Of F fragments the f-th, counted from 1, is due after ceil(K' f / F) steps of a period of K'. A new length of the
+    period holds from the next one on.
+    """
 
-    def advance(self) -> bool:
-        """Counts one step; returns whether an exchange is due after it."""
+    def __init__(self, period: AnyPeriod, fragments: int = 1) -> None:
+        self.period, self.fragments = period, fragments
+        self.step = self.exchanges = 0
+        self.next_length = _length(period)
+        self._begun, self._length = 0 if isinstance(period, EveryGradient) else period.warmup, self.next_length
+        self._since = [0] * fragments  # steps since the last exchange of each fragment
+
+    @property
+    def since(self) -> int:
+        """Steps since the oldest of the fragments' last exchanges."""
+        return max(self._since)
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the step just made was one of the first, each of which is followed by an exchange."""
+        return not isinstance(self.period, EveryGradient) and self.step <= self.period.warmup
+
+    def advance(self) -> list[int]:
+        """Counts one step; returns the fragments that are due after it."""
+        if self.step == self._begun:
+            self._length = self.next_length
         self.step += 1
-        self.since += 1
-        match self.period:
-            case EverySteps(steps=steps, warmup=warmup):
-                return self.step <= warmup or (self.step - warmup) % steps == 0
-            case EveryEpoch(warmup=warmup):
-                return self.step <= warmup
-            case EveryGradient():
-                return False
+        self._since = [since + 1 for since in self._since]
+        if self.warms_up:
+            return list(range(self.fragments))
+        if not self._length:
+            return []
+        place, length = self.step - self._begun, self._length
+        if place == length:
+            self._begun = self.step
+        return [f for f in range(self.fragments) if place == -(-length * (f + 1) // self.fragments)]
 
     def due_at_epoch_end(self) -> bool:
         """Returns whether the end of an epoch calls for an exchange."""
-        return self.since > 0 and not isinstance(self.period, EverySteps)
+        return self.since > 0 and isinstance(self.period, EveryEpoch | EveryGradient)
 
-    def exchanged(self) -> None:
-        """Notes that an exchange was made."""
-        self.since = 0
+    def exchanged(self, fragments: Sequence[int]) -> None:
+        """Notes that an exchange of these fragments was begun."""
         self.exchanges += 1
+        for fragment in fragments:
+            self._since[fragment] = 0
+
+    def progress(self) -> dict[str, Any]:
+        """Returns where the counter stands."""
+        lengths = [self._begun, self._length, self.next_length]
+        return {"step": self.step, "since": list(self._since), "exchanges": self.exchanges, "period": lengths}
+
+    def resume(self, progress: dict[str, Any]) -> None:
+        """Goes on from there; a period that is not the one it was saved with begins anew."""
+        self.step, self.exchanges = progress["step"], progress["exchanges"]
+        saved = list(progress["since"])
+        self._since = saved if len(saved) == self.fragments else [max(saved)] * self.fragments
+        begun, length, following = progress["period"]
+        if length == self._length or (length and isinstance(self.period, Adaptive)):
+            self._begun, self._length, self.next_length = begun, length, following
+        else:
+            self._begun = max(self._begun, self.step - self.since)
+
+
+def _length(period: AnyPeriod) -> int:
+    """Returns the steps of the first period; 0 where it is not counted in steps."""
+    match period:
+        case EverySteps(steps=steps):
+            return steps
+        case Adaptive(start=steps):
+            return steps
+    return 0

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from evenly.comm import Waiter
+from evenly.nodes.cargo import Cargo
 from evenly.nodes.membership import Quorum
 from evenly.nodes.state import Entry
 from evenly.nodes.timing import StepClock
@@ -56,6 +57,8 @@ class Gradients(ABC):
 class Sharing(ABC):
     """Who averages what with whom."""
 
+    splits_rows: bool  # whether a fragment may have some rows of a tensor
+
     @abstractmethod
     def level(self, module: torch.nn.Module, waiter: Waiter) -> None:
         """Gives every rank the state of rank 0; all ranks call it together, once, before all else."""
@@ -77,13 +80,10 @@ class Sharing(ABC):
         """Returns the elements of each tensor on one device; named are the parameters or buffers that they lie like."""
 
     @abstractmethod
-    def average(
-        self, entries: Sequence[Entry], moves: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter
-    ) -> int:
-        """Replaces entries by their average over nodes and moves of buffers by that over all batches, in place.
-
-        Returns the bytes this rank handed to slow wires. Nothing changes unless all of it is complete.
-        """
+    def load(
+        self, entries: Mapping[str, Sequence[Entry]], state: Sequence[Entry] = (), *, change: bool = False
+    ) -> Cargo:
+        """Returns a snapshot of parameters, by the key under which their point is remembered, and of state."""
 
     @abstractmethod
     def agree_on_largest(self, counters: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter) -> None:

@@ -1,6 +1,6 @@
 """What an exchange carries besides parameters: buffers, and optimizer state where it is to be averaged."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ class Entry:
     home: str  # the parameter's name
     label: str
     tensor: torch.Tensor
+    slot: str = ""  # of the optimizer's state
 
 
 def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -52,8 +53,27 @@ def state_entries(
     for place, parameter in enumerate(_parameters(optimizer)):
         for slot, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
             if _lies_alike(optimizer, parameter, str(slot), value, placed):
-                found.append(Entry(names[id(parameter)], f"{place}.{slot}", value))
+                found.append(Entry(names[id(parameter)], f"{place}.{slot}", value, str(slot)))
     return found
+
+
+def by_slot(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Returns the entries of each slot of the optimizer's state."""
+    return [[entry for entry in entries if entry.slot == slot] for slot in sorted({entry.slot for entry in entries})]
+
+
+def reset_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, homes: set[str], chosen: Callable[[str], bool]
+) -> None:
+    """Sets the chosen state of the parameters `homes` to zero, as it was before the first step."""
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {}) if name in homes else {}
+        for slot in [slot for slot in state if chosen(str(slot))]:
+            value = state[slot]
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+            elif isinstance(value, int | float):
+                state[slot] = type(value)(0)
 
 
 def _lies_alike(

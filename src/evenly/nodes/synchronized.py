@@ -4,42 +4,28 @@ Gradients are averaged inside a node at every step, parameters across nodes ever
 Reference: Moreno-Alvarez, Paoletti, Cavallaro, Haut, TNNLS 2023, 10.1109/TNNLS.2023.3309735.
 """
 
-import hashlib
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Alarm, Groups, Waiter, placement_of, require_same
-from evenly.nodes.membership import Ballot, Membership, Quorum
+from evenly.nodes.exchanger import Exchanger, copies
+from evenly.nodes.membership import Membership
 from evenly.nodes.replicas import wire_of
 from evenly.nodes.schedule import Schedule
 from evenly.nodes.sharing import Sharing, Verdict
 from evenly.nodes.signature import describe
-from evenly.nodes.state import Entry, averages, difference, kept_buffers, trained_entries
 from evenly.nodes.timing import StepClock
-from evenly.spec import EveryEpoch, EveryGradient, EverySteps, Exchange
+from evenly.nodes.trips import Exchanged
+from evenly.spec import AnyPeriod, EveryGradient, Exchange
 
 logger = logging.getLogger(__name__)
 
 Count = Callable[..., float]
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """One exchange: its number, the step it followed, its duration and the bytes this rank sent across nodes."""
-
-    number: int
-    step: int
-    seconds: float
-    sent_bytes: int
-    weights: tuple[float, ...]
 
 
 class Synchronized(torch.nn.Module):
@@ -56,7 +42,7 @@ class Synchronized(torch.nn.Module):
         groups: Groups,
         membership: Membership,
         sharing: Sharing,
-        period: EverySteps | EveryEpoch | EveryGradient,
+        period: AnyPeriod,
         exchange: Exchange,
         alarm: Alarm,
         count: Count | None = None,
@@ -65,14 +51,11 @@ class Synchronized(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.schedule = Schedule(period)
-        self.samples = 0.0  # used since the last exchange, on this rank
-        self.on_exchange: list[Callable[[Exchanged], None]] = []
+        self.schedule = Schedule(period, exchange.fragments)
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
         self._optimizer, self._settings = optimizer, exchange
-        self._groups, self._membership, self._sharing = groups, membership, sharing
+        self._groups, self._sharing = groups, sharing
         self._count = count or leading_dim
-        self._meetings = 0  # with other nodes, of any kind
         self._closed = False
         self._joint = isinstance(period, EveryGradient)
         self._partners = tuple(range(groups.party.size)) if self._joint else groups.ranks
@@ -86,14 +69,25 @@ class Synchronized(torch.nn.Module):
             self._wire = wire_of(module)
             if self._wire is not None:
                 self._wire.watch(self.clock)
+            self._exchanger = Exchanger(
+                module,
+                optimizer,
+                self.schedule,
+                groups=groups,
+                membership=membership,
+                sharing=sharing,
+                settings=exchange,
+                alarm=alarm,
+                joint=self._joint,
+                before=self.require_finite,
+            )
+            self._exchanger.begin()
         except BaseException as error:
             self._alarm.ring(error)
             self._alarm.close()
             sharing.close()
             groups.close(failed=True)
             raise
-        self._agreed = _copies(kept_buffers(module))
-        self._doubtful = False
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -104,6 +98,7 @@ class Synchronized(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
         self._alarm.check()
+        self._exchanger.check()
         self.settle()
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
@@ -123,34 +118,20 @@ class Synchronized(torch.nn.Module):
         """Tells that a pass over the data is complete; exchanges if the period is an epoch."""
         self.settle()
         if self.schedule.due_at_epoch_end():
-            self._exchange()
+            self._exchanger.exchange(range(self.schedule.fragments))
 
     def finish(self) -> None:
         """Makes the last exchange of a run, so that all ranks end with the same model."""
         self.settle()
-        if self._groups.party.size == 1:
-            return
-        if self.schedule.since:
-            self._exchange()
-        else:
-            self._guarded(lambda waiter: self._convene([], waiter))
+        if self._groups.party.size > 1:
+            self._exchanger.finish()
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Puts the average over all nodes into the module for evaluation, then gives each node its own state back."""
         self.settle()
-        if not self.schedule.since or self._groups.party.size == 1:
+        with self._exchanger.averaged():
             yield
-            return
-        own = [*(entry.tensor for entry in trained_entries(self.module)), *kept_buffers(self.module).values()]
-        kept = [tensor.detach().clone() for tensor in own]
-        self._guarded(self._average_model)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in zip(own, kept, strict=True):
-                    tensor.copy_(value)
 
     def close(self) -> None:
         """Lets go of the optimizer and ends the background thread; the plain network stays in `module`."""
@@ -160,17 +141,24 @@ class Synchronized(torch.nn.Module):
         if self._wire is not None:
             self._wire.watch(None)
         self._gradients.close()
+        landed = self._exchanger.close()
         self._alarm.close()
         self._sharing.close()
-        self._groups.close(failed=self._alarm.has_rung)
+        self._groups.close(failed=self._alarm.has_rung or not landed)
+
+    def agree_for_moving(self) -> None:
+        """Lets all nodes agree before parts of the network change hands, if what is known of exchanges is cut too."""
+        if self._exchanger.remembers:
+            self._exchanger.finish()
 
     def relearn(self, agreed: dict[str, torch.Tensor]) -> None:
         """Goes on after parts of the network have changed hands, between two steps; all ranks call it together.
 
         `agreed` are this rank's parts of the buffers of the last exchange, cut as the buffers are now.
         """
-        self._guarded(lambda waiter: self._sharing.relearn(self.module, waiter))
-        self._agreed = _copies(agreed)
+        self._exchanger.meet(lambda waiter: self._sharing.relearn(self.module, waiter))
+        self._exchanger.agreed = copies(agreed)
+        self._exchanger.begin()
 
     def require_finite(self) -> None:
         """Raises `NonFiniteError` for the last step where its gradients were not finite and nobody has looked yet."""
@@ -181,22 +169,43 @@ class Synchronized(torch.nn.Module):
         """Tells all other ranks that this one failed."""
         self._alarm.ring(error)
 
-    def progress(self) -> dict[str, float]:
+    def progress(self) -> dict[str, Any]:
         """Returns where this rank stands: what a checkpoint needs to go on inside a period."""
-        at = self.schedule
-        return {"step": at.step, "since": at.since, "exchanges": at.exchanges, "samples": self.samples}
+        return {**self.schedule.progress(), **self._exchanger.progress()}
 
-    def resume(self, progress: dict[str, float], agreed: dict[str, torch.Tensor] | None = None) -> None:
+    def exchange_state(self) -> dict[str, Any]:
+        """Returns the tensors of the last exchanges and of those under way; all ranks call it together."""
+        return self._exchanger.state()
+
+    def resume(
+        self,
+        progress: dict[str, Any],
+        agreed: dict[str, torch.Tensor] | None = None,
+        exchange_state: dict[str, Any] | None = None,
+    ) -> None:
         """Goes on from `progress`; `agreed` are the buffers of the last exchange."""
-        at = self.schedule
-        at.step, at.since, at.exchanges = (int(progress[name]) for name in ("step", "since", "exchanges"))
-        self.samples = float(progress["samples"])
-        self._agreed = _copies(kept_buffers(self.module) if agreed is None else agreed)
+        self.schedule.resume(progress)
+        self._exchanger.resume(progress, exchange_state, agreed)
+
+    @property
+    def samples(self) -> float:
+        """The samples used since the last exchange, on this rank."""
+        return self._exchanger.samples
+
+    @property
+    def on_exchange(self) -> list[Callable[[Exchanged], None]]:
+        """Called with every exchange when it was merged."""
+        return self._exchanger.on_exchange
+
+    @property
+    def on_period(self) -> list[Callable[[int, str], None]]:
+        """Called with the steps of a new adaptive period, and why."""
+        return self._exchanger.on_period
 
     @property
     def agreed_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as the last exchange left them."""
-        return self._agreed
+        return self._exchanger.agreed
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._alarm.check()
@@ -217,7 +226,7 @@ class Synchronized(torch.nn.Module):
         if _closure(args, kwargs):
             self._look(self._gradients.last(now=True))
         samples = self._gradients.take_samples()
-        self.samples += samples
+        self._exchanger.count(samples)
         self._advance(samples)
 
     def _meet_nonfinite(self, ranks: list[int], step: int) -> None:
@@ -244,7 +253,7 @@ class Synchronized(torch.nn.Module):
         verdict = self._gradients.last(now=True)
         self._gradients.pending = False
         if verdict is not None and verdict.nonfinite_members():
-            self._doubtful = True
+            self._exchanger.doubtful = True
             gradients = [p.grad for p in self.module.parameters() if p.requires_grad]
             if all(gradient is None or not bool(gradient.any()) for gradient in gradients):
                 self._skip()
@@ -268,64 +277,9 @@ class Synchronized(torch.nn.Module):
         scaler.step = step  # type: ignore[method-assign]  # on this one scaler, as torch's schedulers do with optimizers
 
     def _advance(self, samples: float) -> None:
-        if self.schedule.advance():
-            self._exchange()
+        self._exchanger.after_step(self.schedule.advance())
         for tell in self.on_step:
             tell(self.schedule.step, samples)
-
-    def _exchange(self) -> None:
-        if self._groups.party.size > 1:
-            began = time.monotonic()
-            quorum, sent_bytes = self._guarded(self._average_all)
-            done = Exchanged(
-                self.schedule.exchanges + 1, self.schedule.step, time.monotonic() - began, sent_bytes, quorum.weights
-            )
-            for tell in self.on_exchange:
-                tell(done)
-        self.schedule.exchanged()
-        self.samples, self._doubtful = 0.0, False
-        self._agreed = _copies(kept_buffers(self.module))
-
-    def _average_all(self, waiter: Waiter) -> tuple[Quorum, int]:
-        average_state = self._settings.optimizer_state == "average"
-        return self._average_model(waiter, self._sharing.state(self.module, self._optimizer) if average_state else [])
-
-    def _average_model(self, waiter: Waiter, state: Sequence[Entry] = ()) -> tuple[Quorum, int]:
-        buffers = kept_buffers(self.module)
-        entries = [] if self._joint else [*trained_entries(self.module), *state]
-        named = [*((entry.home, entry.tensor) for entry in entries), *buffers.items()]
-        labels = [*(entry.label for entry in entries), *buffers]
-        sizes = self._sharing.sizes(named)
-        quorum = self._convene([f"{label} {size}" for label, size in zip(labels, sizes, strict=True)], waiter)
-        changed = {name: buffers[name] for name, bit in zip(buffers, quorum.changed, strict=True) if bit}
-        counters = {name: buffer.clone() for name, buffer in changed.items() if not averages(buffer)}
-        moves = {name: difference(b, self._agreed[name]) for name, b in changed.items() if averages(b)}
-        self._sharing.agree_on_largest(counters, quorum, waiter)
-        sent_bytes = self._sharing.average(entries, moves, quorum, waiter)
-        for name, buffer in changed.items():
-            buffer.copy_(counters[name] if name in counters else self._agreed[name] + moves[name])
-        return quorum, sent_bytes
-
-    def _convene(self, layout: list[str], waiter: Waiter) -> Quorum:
-        code = int.from_bytes(hashlib.sha256("\n".join(layout).encode()).digest()[:6])  # exact in a float64
-        changed = (not torch.equal(b, self._agreed[name]) for name, b in kept_buffers(self.module).items())
-        stand = (self.schedule.step, self.schedule.exchanges, self.samples, code, self._alarm.begun)
-        return self._membership.convene(Ballot(*stand, doubtful=self._doubtful, changed=tuple(changed)), waiter)
-
-    def _guarded(self, act: Callable[[Waiter], T]) -> T:
-        """Returns act's result; an error on this rank is told to the others before it is raised."""
-        self._meetings += 1
-        place = f"exchange {self.schedule.exchanges + 1} (meeting {self._meetings})"
-        waiter = Waiter(self._alarm, place=place, step=self.schedule.step, timeout_s=self._settings.timeout_s)
-        try:
-            self.require_finite()
-            with torch.no_grad():
-                result = act(waiter)
-        except Exception as error:
-            self._alarm.ring(error)
-            raise
-        self._alarm.passed(place)
-        return result
 
     def _agree_at_start(self, settings: str) -> None:
         """Makes sure that all ranks were given the same, and gives every rank the state of rank 0."""
@@ -337,10 +291,6 @@ class Synchronized(torch.nn.Module):
         with torch.no_grad():
             self._sharing.level(self.module, waiter)
         self._alarm.passed(waiter.place)
-
-
-def _copies(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: buffer.detach().clone() for name, buffer in buffers.items()}
 
 
 def _closure(args: Any, kwargs: Any) -> bool:

@@ -1,12 +1,21 @@
 """How long this rank computes in a step, without the time in which it waits for others."""
 
 import time
+from dataclasses import dataclass
 
 import torch
 
 MOST = 64  # steps that are remembered
 
 Moment = float | torch.cuda.Event
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The seconds of a step, and those of it in which this rank computes."""
+
+    computing_s: float
+    whole_s: float
 
 
 class StepClock:
@@ -47,10 +56,14 @@ class StepClock:
             self._steps = [*self._steps, self._spans][-MOST:]
             self._runs = False
 
-    def take(self) -> list[float]:
-        """Returns the seconds of the steps since the last call."""
+    def take(self) -> list[Spent]:
+        """Returns what was spent on the steps since the last call."""
         steps, self._steps = self._steps, []
-        return [sum(_between(*span) for span in spans) for spans in steps]
+        return [
+            Spent(sum(_between(*span) for span in spans), _between(spans[0][0], spans[-1][1]))
+            for spans in steps
+            if spans
+        ]
 
     def _now(self) -> Moment:
         if self._device.type != "cuda":

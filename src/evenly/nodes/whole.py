@@ -5,18 +5,21 @@ from typing import final
 
 import torch
 
-from evenly.comm import Alarm, Groups, Waiter, broadcast
-from evenly.nodes import exchange
-from evenly.nodes.flat import Flat
+from evenly.comm import Alarm, Groups, Waiter, all_reduce, broadcast, off_wire, on_wire, slices
+from evenly.nodes.cargo import Cargo, Pairs
+from evenly.nodes.flat import Flat, flats
 from evenly.nodes.gradients import NodeGradients
 from evenly.nodes.membership import Quorum
+from evenly.nodes.points import Carried, Part, Points
 from evenly.nodes.sharing import Sharing
-from evenly.nodes.state import Entry, state_entries
+from evenly.nodes.state import Entry, by_slot, state_entries
 
 
 @final
 class WholeSharing(Sharing):
     """Every rank has all of the network."""
+
+    splits_rows = True
 
     def __init__(self, groups: Groups, alarm: Alarm) -> None:
         self._groups, self._alarm = groups, alarm
@@ -48,18 +51,118 @@ class WholeSharing(Sharing):
         """Returns the elements of each tensor."""
         return [tensor.numel() for _, tensor in named]
 
-    def average(
-        self, entries: Sequence[Entry], moves: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter
-    ) -> int:
-        """Averages moves inside the node, then all of it across nodes."""
-        exchange.average_in_node(list(moves.values()), quorum, self._groups, waiter)
-        if len(quorum.weights) == 1:
-            return 0
-        return exchange.average([*(entry.tensor for entry in entries), *moves.values()], quorum, self._groups, waiter)
+    def load(
+        self, entries: Mapping[str, Sequence[Entry]], state: Sequence[Entry] = (), *, change: bool = False
+    ) -> Cargo:
+        """Returns a snapshot of the slices that this rank owns."""
+        return _Cargo(self._groups, entries, state, change=change)
 
     def agree_on_largest(self, counters: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter) -> None:
         """Takes the maximum inside the node, then across nodes."""
-        exchange.agree_on_largest(list(counters.values()), quorum, self._groups, waiter)
+        tensors = list(counters.values())
+        if not sum(tensor.numel() for tensor in tensors):
+            return
+        flat = Flat(tensors, torch.int64)
+        scratch = flat.scratch()
+        flat.pack(0, flat.total, scratch)
+        largest = on_wire(scratch, self._groups.node)
+        waiter.wait([all_reduce(largest, self._groups.node, largest=True)])
+        copies = [on_wire(largest.clone(), peers.group) for peers in quorum.peers]
+        waiter.wait([all_reduce(copy, p.group, largest=True) for copy, p in zip(copies, quorum.peers, strict=True)])
+        flat.unpack(off_wire(copies[0], scratch.device))
 
     def close(self) -> None:
         """The groups are closed by whoever opened them."""
+
+
+class _Load:
+    """Tensors as one vector, of which this rank brings the slices it owns and gets all."""
+
+    def __init__(self, flat: Flat, groups: Groups, *, key: str = "", change: bool = False) -> None:
+        self.flat, self.scratch = flat, flat.scratch()
+        self.parts = []
+        for number, peers in enumerate(groups.peers):
+            start, stop = peers.segment.range_of(flat.total)
+            if start < stop:
+                values = self.scratch[start:stop]
+                flat.pack(start, stop, values)
+                name = key and f"{key}/{str(flat.dtype).removeprefix('torch.')}/{number}"
+                self.parts.append(Part(values, peers.group, name, change))
+
+
+@final
+class _Cargo(Cargo):
+    def __init__(
+        self, groups: Groups, entries: Mapping[str, Sequence[Entry]], state: Sequence[Entry], *, change: bool
+    ) -> None:
+        super().__init__(change=change)
+        self._groups = groups
+        self._parameters = [
+            _Load(flat, groups, key=key, change=change) for key, chosen in entries.items() for flat in _flats(chosen)
+        ]
+        self._slots = [[_Load(flat, groups, change=change) for flat in _flats(entries)] for entries in by_slot(state)]
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for load in self._parameters for part in load.parts]
+
+    def carry(
+        self, points: Points, moves: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter, *, exact: bool
+    ) -> Carried:
+        """Averages moves inside the node, then all of it across nodes; then the node shares the slices."""
+        moved = flats(list(moves.values()))
+        self._average_in_node(moved, quorum, waiter)
+        if len(quorum.weights) == 1:
+            return Carried()
+        buffers = [_Load(flat, self._groups) for flat in moved]
+        loads = [*self._parameters, *(load for slot in self._slots for load in slot), *buffers]
+        carried = points.agree([part for load in loads for part in load.parts], quorum, waiter, exact=exact)
+        self._share([load.scratch for load in loads], waiter)
+        for load in buffers:
+            load.flat.unpack(load.scratch)
+        return carried
+
+    def agreed(self) -> tuple[Pairs, list[Pairs]]:
+        return _pairs(self._parameters), [_pairs(loads) for loads in self._slots]
+
+    def _average_in_node(self, moved: Sequence[Flat], quorum: Quorum, waiter: Waiter) -> None:
+        """Replaces moves by their average over the node's ranks, weighted by their samples."""
+        for flat in moved:
+            scratch = flat.scratch()
+            flat.pack(0, flat.total, scratch)
+            scratch.mul_(quorum.shares[self._groups.local_rank])
+            if len(self._groups.ranks) > 1:
+                travelling = on_wire(scratch, self._groups.node)
+                waiter.wait([all_reduce(travelling, self._groups.node)])
+                scratch = off_wire(travelling, scratch.device)
+            flat.unpack(scratch)
+
+    def _share(self, vectors: Sequence[torch.Tensor], waiter: Waiter) -> None:
+        """Gives every rank of the node the slices of the others."""
+        node = self._groups.node
+        if len(self._groups.ranks) == 1:
+            return
+        travelling = [on_wire(vector, node) for vector in vectors]
+        waiter.wait(
+            [
+                broadcast(vector[start:stop], node, source=owner)
+                for vector in travelling
+                for owner, (start, stop) in enumerate(slices(self._groups.ranks, vector.numel()))
+                if start < stop
+            ]
+        )
+        for vector, arrived in zip(vectors, travelling, strict=True):
+            if arrived is not vector:
+                vector.copy_(arrived, non_blocking=True)
+
+
+def _flats(entries: Sequence[Entry]) -> list[Flat]:
+    return flats([entry.tensor for entry in entries])
+
+
+def _pairs(loads: Sequence[_Load]) -> Pairs:
+    found = []
+    for load in loads:
+        pieces = torch.split(load.scratch, [tensor.numel() for tensor in load.flat.tensors])
+        found += [(t, piece.view(t.shape)) for t, piece in zip(load.flat.tensors, pieces, strict=True)]
+    return found

@@ -12,9 +12,10 @@ from evenly.planner.layout import lay_out
 from evenly.planner.lines import Line, cut_lines, single_lines
 from evenly.planner.memory import UNKNOWN, largest_layer, whole_need
 from evenly.spec.cluster import Cluster
+from evenly.spec.exchange import Exchange
 from evenly.spec.graph import Graph
-from evenly.spec.period import Every, EveryGradient, EverySteps, Period, period_of
-from evenly.spec.plan import Exchange, Plan, Prediction, Replica, Role
+from evenly.spec.period import Adaptive, Every, EveryGradient, EverySteps, Period, period_of
+from evenly.spec.plan import Plan, Prediction, Replica, Role
 from evenly.spec.profile import Profile
 
 BUDGET = 0.05  # of the time may go into exchanges between nodes, if nothing else is wished
@@ -179,9 +180,13 @@ class _Task:
     def _period(self, every: Every | None, step_s: float, exchange_s: float, budget: float) -> Period:
         if not 0 < budget < 1:
             raise SpecError(f"exchange_budget={budget} was asked for; it is a part of the time, between 0 and 1.")
-        if every is not None or not exchange_s:
-            return period_of("epoch" if every is None else every)
-        return EverySteps(max(1, ceil(exchange_s * (1 - budget) / (step_s * budget))))
+        period = period_of("epoch" if every is None else every)
+        if not exchange_s:
+            return period
+        if isinstance(period, Adaptive) and period.exchange_budget is not None:
+            start = min(period.most, _affordable(step_s, exchange_s, period.exchange_budget))
+            return period.model_copy(update={"start": start})
+        return period if every is not None else EverySteps(_affordable(step_s, exchange_s, budget))
 
     def _roles(self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float) -> tuple[Role, ...]:
         roles: dict[int, Role] = {}
@@ -269,3 +274,8 @@ def _free(cluster: Cluster, profile: Profile, given: Sequence[int] | None) -> tu
             f"memory_bytes={list(given)} was given for {cluster.world_size} ranks. Give one number above 0 for each."
         )
     return tuple(given)
+
+
+def _affordable(step_s: float, exchange_s: float, budget: float) -> int:
+    """Returns the steps between exchanges with which these take a part `budget` of the time."""
+    return max(1, ceil(exchange_s * (1 - budget) / (step_s * budget)))

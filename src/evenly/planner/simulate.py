@@ -11,7 +11,7 @@ from evenly.planner.replica import Crew, eased
 from evenly.spec.cluster import Cluster
 from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph
-from evenly.spec.period import EveryEpoch, EveryGradient, EverySteps
+from evenly.spec.period import Adaptive, EveryEpoch, EveryGradient, EverySteps
 from evenly.spec.plan import Plan
 from evenly.spec.profile import Profile
 
@@ -64,6 +64,8 @@ def _every(plan: Plan, steps_per_epoch: int) -> int:
             return number
         case EveryEpoch():
             return steps_per_epoch
+        case Adaptive(start=number):
+            return number
         case EveryGradient():
             return 1
 

@@ -14,6 +14,7 @@ from evenly.recipes.config import RecipeConfig
 from evenly.recipes.fashion_data import load_fashion
 from evenly.recipes.resnet import SmallResNet
 from evenly.session import Session
+from evenly.spec.exchange import StatePolicy
 
 
 class FashionConfig(RecipeConfig):
@@ -21,8 +22,12 @@ class FashionConfig(RecipeConfig):
 
     epochs: Annotated[int, Field(ge=1, description="passes over the data")] = 3
     batch_size: Annotated[int, Field(ge=1, description="samples of one rank in a step")] = 32
-    every: Annotated[str, Field(description="K': a number of steps, 'epoch' or 'global'")] = "epoch"
-    optimizer_state: Annotated[Literal["keep", "average"], Field(description="keep or average momenta")] = "keep"
+    every: Annotated[str, Field(description="K': a number of steps, 'epoch', 'adaptive' or 'global'")] = "epoch"
+    overlap: Annotated[int, Field(ge=0, description="steps that go on during an exchange")] = 0
+    fragments: Annotated[int, Field(ge=1, description="parts of the parameters, exchanged one by one")] = 1
+    codec: Annotated[str, Field(description="what travels: fp32, bf16, int8 or int4")] = "fp32"
+    outer: Annotated[Literal["nesterov"] | None, Field(description="nesterov, or none: plain averaging")] = None
+    optimizer_state: Annotated[StatePolicy, Field(description="keep, average or reset momenta")] = "keep"
     lr: Annotated[float, Field(gt=0, description="highest learning rate")] = 0.1
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: Annotated[float, Field(ge=0)] = 5e-4
@@ -52,7 +57,8 @@ def train_fashion(
         if listener is not None:
             session.listen(listener)
         model = SmallResNet(config.width, blocks=config.blocks)
-        plan = session.plan(batch_size=config.batch_size, every=config.every, optimizer_state=config.optimizer_state)
+        wishes = config.model_dump(include={"overlap", "fragments", "codec", "outer", "optimizer_state"})
+        plan = session.plan(batch_size=config.batch_size, every=config.every, **wishes)
         steps = config.epochs * math.ceil(len(train) / (config.batch_size * session.world_size))
         size = sum(parameter.numel() for parameter in model.parameters())
         session.describe(**config.model_dump(), total_steps=steps, parameters=size)

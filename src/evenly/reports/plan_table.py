@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from evenly.spec import Cluster, EveryEpoch, EveryGradient, EverySteps, Forecast, Layout, Plan
+from evenly.spec import Adaptive, Cluster, EveryEpoch, EveryGradient, EverySteps, Forecast, Layout, Plan
 from evenly.spec.layout import Choice
 
 WEIGHTED = ("conv", "linear", "embedding", "attention", "recurrent")
@@ -123,6 +123,8 @@ def _often(plan: Plan) -> str:
             return "after every step" if steps == 1 else f"every {steps} steps"
         case EveryEpoch():
             return "once an epoch (taken as 1000 steps)"
+        case Adaptive(start=steps):
+            return f"every {steps} steps at first, then as measured"
         case EveryGradient():
             return "of gradients at every step"
 

@@ -6,7 +6,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
-from evenly.spec import Event, EveryEpoch, EveryGradient, EverySteps, Run, RunFailed, RunFinished, RunStarted
+from evenly.spec import Adaptive, Event, EveryEpoch, EveryGradient, EverySteps, Run, RunFailed, RunFinished, RunStarted
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,8 @@ def _period(started: RunStarted | None) -> str:
             return str(steps)
         case EveryEpoch():
             return "epoch"
+        case Adaptive():
+            return "adaptive"
     return "?"
 
 

@@ -1,7 +1,7 @@
 """The verbs for a plain torch loop, in any process group that a script has opened."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from evenly.session.rehearsal import rehearse
 from evenly.session.sharding import require_scaler
 from evenly.shards import Sharded, example_of, join_shards, shard_model
 from evenly.shards.optim import state_placement
-from evenly.spec import Cluster, Device, Every, Exchange, Node, Plan, Profile, period_of
+from evenly.spec import Cluster, Device, Every, Exchange, ExchangeWishes, Node, Plan, Profile, period_of
 from evenly.survey import measure_cluster, survey_cluster
 
 
@@ -96,12 +96,11 @@ def synchronize(
     every: Every = "epoch",
     nodes: Sequence[Sequence[int]] | None = None,
     group: dist.ProcessGroup | None = None,
-    optimizer_state: Literal["keep", "average"] = "keep",
-    nonfinite: Literal["stop", "skip"] = "stop",
     count: Callable[..., float] | None = None,
     scaler: torch.amp.GradScaler | None = None,
     find_unused_parameters: bool = False,
     timeout_s: float = 600.0,
+    **exchange: Unpack[ExchangeWishes],
 ) -> Synchronized:
     """Returns the module to call: gradients averaged inside a node at every step, parameters across nodes every period.
 
@@ -117,22 +116,25 @@ def synchronize(
             which all ranks average gradients at every step.
         nodes: the ranks of each node, such as `[[0], [1, 2, 3]]`; discovered if left out.
         group: the ranks that train together; torch's default group if left out.
-        optimizer_state: whether momenta stay local (`"keep"`) or are averaged at each exchange (`"average"`).
-        nonfinite: whether a NaN or infinite gradient stops all ranks or skips that step on the ranks that share it.
         count: a function of the arguments of `forward` that returns the samples of a batch; the leading dim of the
             first tensor if left out.
         scaler: the GradScaler of the loop, if it has one: steps that it skips then count on all nodes alike.
         find_unused_parameters: as in torch's DDP, for networks that do not use all parameters in every step.
         timeout_s: how long a rank may wait for the others.
+        exchange: how exchanges are made: `overlap` (steps that go on meanwhile), `fragments` (parts sent one after
+            another), `codec` (`"fp32"`, `"bf16"`, `"int8"`, `"int4"`), `outer` (`"nesterov"`, or another optimizer of
+            torch), `optimizer_state` (`"keep"`, `"average"` or `"reset"` momenta, for all or by name), `state_every`
+            (of so many exchanges one does so), `nonfinite` (a NaN gradient ends the run, `"stop"`, or the step,
+            `"skip"`). The fields of `evenly.spec.Exchange`.
 
     Example:
         ```python
         model = evenly.synchronize(model, optimizer, every=50)
+        model = evenly.synchronize(model, optimizer, every=50, overlap=10, codec="int8")
         ```
     """
     require_scaler(model, scaler)
-    period = period_of(every)
-    exchange = Exchange(optimizer_state=optimizer_state, nonfinite=nonfinite, timeout_s=timeout_s)
+    period, settings = period_of(every), Exchange(**exchange, timeout_s=timeout_s)
     party = party_of(group)
     device = next(iter(model.parameters()), torch.empty(0)).device
     cluster = survey_party(party, device, timeout_s=timeout_s)
@@ -142,7 +144,7 @@ def synchronize(
         party=party,
         cluster=cluster if nodes is None else regroup(cluster, nodes),
         period=period,
-        exchange=exchange,
+        exchange=settings,
         count=count,
         scaler=scaler,
         find_unused_parameters=find_unused_parameters,

@@ -150,6 +150,7 @@ def apply(state: dict[str, Any], trainee: Trainee) -> None:
     trainee.model.resume(
         rank["progress"],
         None if agreed is None else {name: part_of(buffers[name], value.to(device)) for name, value in agreed.items()},
+        rank["exchanges"],
     )
     if trainee.feed is not None:
         trainee.feed.resume(rank["feed"])
@@ -193,6 +194,7 @@ def _local_state(trainee: Trainee, full: dict[str, Any]) -> dict[str, Any]:
         "buffers": full["buffers"],
         "agreed": full["agreed"],
         "progress": trainee.model.progress(),
+        "exchanges": trainee.model.exchange_state(),
         "feed": trainee.feed.state() if trainee.feed is not None else None,
     }
 

@@ -1,13 +1,17 @@
 """Counts what a run does: steps, samples, exchanges, bytes; and tells it."""
 
+import logging
 import time
+from dataclasses import asdict
 from typing import Any
 
 import psutil
 
 from evenly.nodes import Exchanged
 from evenly.session.recorder import Recorder
-from evenly.spec import ExchangeDone, RunFinished, StepsDone
+from evenly.spec import ExchangeDone, PeriodChosen, RunFinished, StepsDone
+
+logger = logging.getLogger(__name__)
 
 TELL_S = 1.0  # progress is told at most this often
 
@@ -42,14 +46,12 @@ class Ledger:
         self.exchanges += 1
         self.exchange_seconds += done.seconds
         self.sent_bytes += done.sent_bytes
-        self._recorder.tell(
-            ExchangeDone,
-            number=done.number,
-            step=done.step,
-            seconds=done.seconds,
-            sent_bytes=done.sent_bytes,
-            weights=done.weights,
-        )
+        self._recorder.tell(ExchangeDone, **asdict(done))
+
+    def tell_period(self, steps: int, why: str) -> None:
+        """Tells a new period."""
+        logger.info("from step %d on nodes exchange every %d steps: %s", self.step + 1, steps, why)
+        self._recorder.tell(PeriodChosen, step=self.step, steps=steps, why=why)
 
     def sums(self) -> dict[str, float]:
         """Returns what the totals need of each rank."""

@@ -12,7 +12,7 @@ def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[
     node, rank = nodes[0], ranks[0]
     trainees = {}
     for name, local in rank["trainees"].items():
-        own = [r["trainees"][name]["progress"]["samples"] for r in ranks]
+        own = [max(r["trainees"][name]["progress"]["samples"]) for r in ranks]
         weights = _fractions([sum(own[r] for r in members) for members in layout])
         state = node[name]
         state["parameters"] = _average([n[name]["parameters"] for n in nodes], weights)
@@ -23,10 +23,16 @@ def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[
         trainees[name] = {
             "buffers": local["buffers"] | _average(buffers, _fractions(own)),
             "agreed": None,
-            "progress": {**local["progress"], "since": 0, "samples": 0.0},
+            "progress": _at_an_exchange(local["progress"]),
+            "exchanges": None,
             "feed": local["feed"],
         }
     return node, {"trainees": trainees, "tracked": rank["tracked"], "random": None}
+
+
+def _at_an_exchange(progress: dict[str, Any]) -> dict[str, Any]:
+    fragments = len(progress["since"])
+    return {**progress, "since": [0] * fragments, "samples": [0.0] * fragments}
 
 
 def _average(rows: list[Tensors], weights: list[float]) -> Tensors:

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 EVERY = 5  # steps between two looks
 GAIN = 1.08  # a step must be predicted to become so many times faster before anything is changed
 PATIENCE = 2  # looks in a row that must say so
+OBVIOUS = 0.6  # what is to lose so much of its units is clear at the first look
+HELPED = 0.97  # what was only tried stays if steps take less than that of what they took
+LEAST_PART = 0.02  # of a network, that a rank keeps
 
 
 class Rebalancer:
@@ -31,7 +34,9 @@ class Rebalancer:
     It looks every few steps, or at exchanges where nodes meet only for these. All ranks look after the same step and
     decide the same. First the ranks of one network that is cut hand units over to each other, then the global batch is
     dealt out anew. What a rank computes is taken to grow with what it has; as that is not quite so, a change is
-    followed by smaller ones, and where changes do not help they become rare. Nobody gets more than its memory holds.
+    followed by smaller ones, and where changes do not help they become rare. Where all compute equally long, it may be
+    that messages keep a slow rank busy: it is tried with fewer units, and gets them back if that does not help. Nobody
+    gets more than its memory holds.
     The samples of a step stay the same in all, and gradients are weighted by them: the run goes on as it would have.
     """
 
@@ -44,6 +49,8 @@ class Rebalancer:
         self.samples = list(plan.batch_shares)
         self.on_change: list[Callable[[], None]] = []
         self._units, self._batches = Doubt(), Doubt()
+        self._tried: tuple[list[Layout], float] | None = None  # layouts before a trial, and the seconds of a step then
+        self._is_lean, self._may_try = False, True  # whether messages keep slow ranks busy, and whether that is open
         at = trainee.model.schedule
         self._step, self._looked, self._exchanges = at.step, at.step, at.exchanges
         trainee.model.clock.is_wanted = True
@@ -63,22 +70,47 @@ class Rebalancer:
             return
         steps, self._looked, self._exchanges = at.step - self._looked, at.step, at.exchanges
         own = self._trainee.model.clock.take()
-        rows = self._assembly.gather([median(own) if own else 0.0, self._can_move()], "the balance of ranks")
+        computing_s = median(spent.computing_s for spent in own) if own else 0.0
+        whole_s = median(spent.whole_s for spent in own) if own else 0.0
+        rows = self._assembly.gather([computing_s, whole_s, self._can_move()], "the balance of ranks")
         patience = PATIENCE if steps < PATIENCE * EVERY else 1  # a median of many steps is enough
-        self._decide([row[0] for row in rows], may_move=all(row[1] for row in rows), patience=patience)
+        seconds, wholes = ([row[place] for row in rows] for place in (0, 1))
+        if self._judged(max(wholes)):
+            self._decide(seconds, wholes, may_move=all(row[2] for row in rows), patience=patience)
+
+    def _judged(self, whole_s: float) -> bool:
+        """Ends a trial: what did not help is taken back. Returns whether anything else may change now."""
+        if self._tried is None:
+            return True
+        (before, before_s), self._tried = self._tried, None
+        if whole_s < HELPED * before_s:
+            self._is_lean = True
+            return True
+        self._may_try = False
+        self._put({place: layout for place, layout in enumerate(before) if layout != self._layouts[place]})
+        return False
 
     def _can_move(self) -> bool:
         module = self._trainee.model.module
         return isinstance(module, Sharded) and not immovable(module, self._trainee.optimizer)
 
-    def _decide(self, seconds: Sequence[float], *, may_move: bool, patience: int) -> None:
-        found = {
-            place: factors
-            for place, (ranks, layout) in enumerate(zip(self._groups, self._layouts, strict=False))
-            if may_move and (factors := unit_factors(layout, [seconds[rank] for rank in ranks])) is not None
-        }
+    def _decide(self, seconds: Sequence[float], wholes: Sequence[float], *, may_move: bool, patience: int) -> None:
+        networks = list(enumerate(zip(self._groups, self._layouts, strict=False))) if may_move else []
+        lean: dict[int, list[float]] = {}
+        plain: dict[int, list[float]] = {}
+        for place, (ranks, layout) in networks:
+            own, whole = ([of[rank] for rank in ranks] for of in (seconds, wholes))
+            plain |= {place: factors} if (factors := unit_factors(layout, own)) is not None else {}
+            lean |= {place: factors} if (factors := lean_factors(layout, own, whole)) is not None else {}
+        found = lean if self._is_lean else plain
         slowest = [max(seconds[rank] for rank in ranks) for ranks in self._groups]
+        patience = 1 if any(min(factors) < OBVIOUS for factors in found.values()) else patience
         if self._units.agrees(max(slowest), wanted=bool(found), patience=patience) and self._move(found):
+            self._may_try = True
+            return
+        before = list(self._layouts)
+        if self._may_try and not found and not self._is_lean and lean and self._move(lean):
+            self._tried = before, max(wholes)
             return
         better = rebalanced(self.samples, slowest, self._limits)
         if self._batches.agrees(max(slowest), wanted=better is not None, patience=patience) and better is not None:
@@ -96,8 +128,14 @@ class Rebalancer:
         mine = next((place for place, rank in finders.items() if rank == self._rank), None)
         rows = self._assembly.gather(self._relaid(mine, due), "units that change hands")
         found = {place: Layout.model_validate_json(rows[rank]) for place, rank in finders.items() if rows[rank]}
+        self._put(found)
+        return bool(found)
+
+    def _put(self, found: dict[int, Layout]) -> None:
+        """Gives networks these layouts; all ranks call it together."""
         if not found:
-            return False
+            return
+        self._trainee.model.agree_for_moving()
         agreed = dict(self._trainee.model.agreed_buffers)
         for place, layout in found.items():
             self._layouts[place] = layout
@@ -106,7 +144,6 @@ class Rebalancer:
         self._trainee.model.relearn(agreed)
         self._trainee.model.clock.take()
         self._tell(f"shares are {[[round(share, 3) for share in shares] for shares in self.shares]}")
-        return True
 
     def _recut(self, layout: Layout, agreed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Cuts this rank's network anew, and the buffers of the last exchange with it."""
@@ -220,3 +257,23 @@ def unit_factors(layout: Layout, seconds: Sequence[float]) -> list[float] | None
     if max(seconds[rank] for rank in layout.members) < GAIN * together:
         return None
     return [together / second if rank in layout.members else 1.0 for rank, second in enumerate(seconds)]
+
+
+def lean_factors(layout: Layout, seconds: Sequence[float], wholes: Sequence[float]) -> list[float] | None:
+    """Returns what each rank should have over what it has, if messages keep a rank busy as long as it is slow.
+
+    A rank with the share w_r computes for c_r seconds, so all of the network would take it s_r = c_r / w_r. Its
+    messages take it k s_r, and no more than it waits: k is the least of the waits over s_r. All finish together after
+    T = (1 + n k) / sum_r 1 / s_r, with the shares T / s_r - k.
+    """
+    members, total = layout.members, sum(layout.shares)
+    if len(members) < 2 or min(seconds[rank] for rank in members) <= 0:
+        return None
+    parts = {rank: layout.shares[rank] / total for rank in members}
+    slow = {rank: seconds[rank] / parts[rank] for rank in members}
+    busy = min(max(0.0, wholes[rank] - seconds[rank]) / slow[rank] for rank in members)
+    together = (1 + len(members) * busy) / sum(1 / slow[rank] for rank in members)
+    if max((parts[rank] + busy) * slow[rank] for rank in members) < GAIN * together:
+        return None
+    wanted = {rank: max(LEAST_PART, together / slow[rank] - busy) for rank in members}
+    return [wanted[rank] / parts[rank] if rank in members else 1.0 for rank in range(len(layout.shares))]

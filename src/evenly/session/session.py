@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch.utils.data import Dataset
@@ -23,7 +23,7 @@ from evenly.session.planning import plan_run
 from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.sharding import shard_for
 from evenly.session.stage import LINGER_S, LeftOut, Stage
-from evenly.spec import CheckpointSaved, EpochDone, Every, Exchange, Measured, Plan, Profile, RunStarted
+from evenly.spec import CheckpointSaved, EpochDone, Every, Exchange, ExchangeWishes, Measured, Plan, Profile, RunStarted
 
 
 class Session:
@@ -132,18 +132,18 @@ class Session:
         cut_batch: bool = False,
         every: Every | None = None,
         profile: Profile | Literal["quick", "thorough"] = "quick",
-        optimizer_state: Literal["keep", "average"] = "keep",
-        nonfinite: Literal["stop", "skip"] = "stop",
+        **exchange: Unpack[ExchangeWishes],
     ) -> Plan:
         """Returns who does what: equal batches of `batch_size`, or `global_batch` dealt out by what is measured.
 
         With `shares` the layers of `model` are cut over as many ranks of a node, which take one batch like `example`.
         With `global_batch` devices are measured with `model` and `example`, unless `profile` is given, and may be left
         out. `every` is an epoch if left out; with `global_batch` as many steps as let exchanges take little time.
+        `exchange` says how nodes exchange (overlap, codec, ...), as in `evenly.synchronize`.
         """
         given: Any = {"batch_size": batch_size, "global_batch": global_batch, "shares": shares, "cut_batch": cut_batch}
-        exchange = Exchange(optimizer_state=optimizer_state, nonfinite=nonfinite, timeout_s=self._timeout_s)
-        return plan_run(self._stage, self.device, model, example, every, profile, exchange, **given)
+        settings = Exchange(**exchange, timeout_s=self._timeout_s)
+        return plan_run(self._stage, self.device, model, example, every, profile, settings, **given)
 
     def prepare(
         self,
@@ -271,6 +271,7 @@ class Session:
         self._trainees.append(trainee)
         self._closing.callback(trainee.close)
         trainee.model.on_exchange.append(self._ledger.count_exchange)
+        trainee.model.on_period.append(self._ledger.tell_period)
         if trainee.feed is not None:
             trainee.feed.on_end.append(trainee.model.end_epoch)
         attach_rebalancer(trainee, plan, self._stage)

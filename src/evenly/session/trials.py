@@ -81,7 +81,7 @@ class Ensemble:
     def together(self, samples: int, times: int) -> Joint:
         """Returns a step in which this rank has so many samples; all ranks make as many steps."""
         seconds = self._trial.step_s(samples, times)
-        return Joint(seconds, median(self._joined.clock.take()[WARM:]))
+        return Joint(seconds, median(spent.computing_s for spent in self._joined.clock.take()[WARM:]))
 
     def alone(self, samples: int, times: int) -> float:
         """Returns the seconds of a step by itself, while the others rest."""

@@ -1,11 +1,12 @@
 """The nouns. No torch, no clock, no files but JSON text."""
 
 from evenly.spec.cluster import Cluster, Device, Link, Node
+from evenly.spec.exchange import Exchange, ExchangeWishes, Outer, misfit
 from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import Layout, deal
-from evenly.spec.period import Every, EveryEpoch, EveryGradient, EverySteps, Period, period_of
-from evenly.spec.plan import Exchange, Plan, Prediction, Replica, Role
+from evenly.spec.period import Adaptive, AnyPeriod, Every, EveryEpoch, EveryGradient, EverySteps, Period, period_of
+from evenly.spec.plan import Plan, Prediction, Replica, Role
 from evenly.spec.profile import Curve, CutStep, DeviceProfile, Lane, LayerCurves, Meeting, Profile, Rate, check_speeds
 from evenly.spec.run import (
     CheckpointSaved,
@@ -13,6 +14,7 @@ from evenly.spec.run import (
     Event,
     ExchangeDone,
     Measured,
+    PeriodChosen,
     Rebalanced,
     Run,
     RunFailed,
@@ -22,6 +24,8 @@ from evenly.spec.run import (
 )
 
 __all__ = [
+    "Adaptive",
+    "AnyPeriod",
     "CheckpointSaved",
     "Cluster",
     "Curve",
@@ -37,6 +41,7 @@ __all__ = [
     "EverySteps",
     "Exchange",
     "ExchangeDone",
+    "ExchangeWishes",
     "Forecast",
     "Graph",
     "Lane",
@@ -47,7 +52,9 @@ __all__ = [
     "Measured",
     "Meeting",
     "Node",
+    "Outer",
     "Period",
+    "PeriodChosen",
     "Plan",
     "Prediction",
     "Profile",
@@ -63,5 +70,6 @@ __all__ = [
     "Tensor",
     "check_speeds",
     "deal",
+    "misfit",
     "period_of",
 ]

@@ -1,13 +1,14 @@
 """When nodes exchange: the periods K' can take."""
 
 import re
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from evenly._errors import SpecError
 from evenly.spec._value import Value
 
+BUDGET = 0.02  # of the time, for exchanges
 WARMUP = Field(default=0, ge=0, strict=True, description="first steps, each followed by an exchange")
 
 
@@ -41,18 +42,46 @@ class EveryGradient(Value):
     kind: Literal["global"] = "global"
 
 
-Period = Annotated[EverySteps | EveryEpoch | EveryGradient, Field(discriminator="kind")]
+class Adaptive(Value):
+    """As many steps as keep one wish: exchanges cost a part of the time, or nodes stay close to each other.
 
-Every = EverySteps | EveryEpoch | EveryGradient | int | str  # what `period_of` understands
+    With `exchange_budget=0.02` training stands still for exchanges in 2 % of the time; with `drift=0.05` nodes go away
+    from their average by 5 % of the length of the parameters. Steps, links and drift are measured while training.
+    """
+
+    kind: Literal["adaptive"] = "adaptive"
+    exchange_budget: Annotated[float, Field(gt=0, lt=1)] | None = None
+    drift: Annotated[float, Field(gt=0)] | None = None
+    start: int = Field(default=4, ge=1, strict=True, description="steps of the first period")
+    most: int = Field(default=1000, ge=1, strict=True, description="steps of the longest period")
+    warmup: int = WARMUP
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_wish(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        has_wish = fields.get("exchange_budget") is not None or fields.get("drift") is not None
+        return fields if has_wish else {**fields, "exchange_budget": BUDGET}
+
+    @model_validator(mode="after")
+    def _has_one_wish(self) -> Self:
+        if self.exchange_budget is not None and self.drift is not None:
+            raise ValueError("give exchange_budget or drift, not both: each alone decides the period")
+        return self
 
 
-def period_of(wish: Every) -> EverySteps | EveryEpoch | EveryGradient:
-    """Returns the period that `wish` means: a period, a number of steps, `"epoch"` or `"global"`.
+AnyPeriod = EverySteps | EveryEpoch | EveryGradient | Adaptive
+Period = Annotated[AnyPeriod, Field(discriminator="kind")]
+
+Every = AnyPeriod | int | str  # what `period_of` understands
+
+
+def period_of(wish: Every) -> AnyPeriod:
+    """Returns the period that `wish` means: a period, a number of steps, `"epoch"`, `"adaptive"` or `"global"`.
 
     >>> period_of(8), period_of("epoch")
     (EverySteps(kind='steps', steps=8, warmup=0), EveryEpoch(kind='epoch', warmup=0))
     """
-    if isinstance(wish, EverySteps | EveryEpoch | EveryGradient):
+    if isinstance(wish, AnyPeriod):
         return wish
     if isinstance(wish, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", wish):
         wish = int(wish)
@@ -60,13 +89,16 @@ def period_of(wish: Every) -> EverySteps | EveryEpoch | EveryGradient:
         if wish < 1:
             raise SpecError(
                 f"every={wish} was asked for, but nodes exchange after every K' steps with K' at least 1. "
-                "Give a positive number, EveryEpoch(), or 'global'."
+                "Give a positive number, EveryEpoch(), Adaptive(), or 'global'."
             )
         return EverySteps(wish)
     if wish == "epoch":
         return EveryEpoch()
+    if wish == "adaptive":
+        return Adaptive()
     if wish == "global":
         return EveryGradient()
     raise SpecError(
-        f"every={wish!r} is not a period. Give a number of steps, 'epoch', 'global', EverySteps(k) or EveryEpoch()."
+        f"every={wish!r} is not a period. Give a number of steps, 'epoch', 'adaptive', 'global', EverySteps(k), "
+        "EveryEpoch() or Adaptive(exchange_budget=0.02)."
     )

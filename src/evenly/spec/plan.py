@@ -7,8 +7,9 @@ from pydantic import Field, model_validator
 
 from evenly.spec._value import Document, Value
 from evenly.spec.cluster import Cluster
+from evenly.spec.exchange import Exchange, misfit
 from evenly.spec.layout import Layout
-from evenly.spec.period import EveryEpoch, EveryGradient, EverySteps, Period
+from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySteps, Period
 
 
 class Role(Value):
@@ -31,14 +32,6 @@ class Prediction(Value):
     step_s: Annotated[float, Field(gt=0)]
     exchange_s: Annotated[float, Field(ge=0)] = 0.0
     is_measured: bool = Field(default=True, description="whether from measurements, or from what was said")
-
-
-class Exchange(Value):
-    """How an exchange treats what is not a parameter, and how long it may take."""
-
-    optimizer_state: Literal["keep", "average"] = "keep"
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    nonfinite: Literal["stop", "skip"] = "stop"
 
 
 class Replica(Value):
@@ -84,6 +77,8 @@ class Plan(Document):
             if len({self.roles[rank].samples for rank in replica.ranks}) > 1:
                 raise ValueError(f"the ranks {list(replica.ranks)} of a replica see one batch; give them equal samples")
         self._samples_add_up()
+        if case := misfit(self.period, self.exchange):
+            raise ValueError(case)
         return self
 
     def _samples_add_up(self) -> None:
@@ -121,7 +116,7 @@ class Plan(Document):
         cluster: Cluster,
         *,
         batch_size: int = 0,
-        period: EverySteps | EveryEpoch | EveryGradient | None = None,
+        period: AnyPeriod | None = None,
         exchange: Exchange | None = None,
     ) -> Self:
         """Returns the plan in which every rank of `cluster` takes `batch_size` samples a step."""
@@ -183,14 +178,43 @@ def _period_words(plan: Plan) -> str:
             often = "step" if steps == 1 else f"{steps} steps"
         case EveryEpoch(warmup=warmup):
             often = "epoch"
+        case Adaptive(warmup=warmup):
+            often = f"so many steps as {wish_words(plan.period)}"
     start = f" (every step for the first {warmup})" if warmup else ""
-    state = "averaged too" if plan.exchange.optimizer_state == "average" else "kept local"
+    how = f"across nodes every {often}{start}{_exchange_words(plan.exchange)}"
     if plan.replicas and len(plan.replicas) == len(plan.nodes):
-        return f"parameters are averaged across nodes every {often}{start}; optimizer state is {state}"
-    return (
-        f"gradients are averaged inside each node at every step, parameters across nodes every {often}{start}; "
-        f"optimizer state is {state}"
+        return f"parameters are averaged {how}"
+    return f"gradients are averaged inside each node at every step, parameters {how}"
+
+
+def wish_words(period: Adaptive) -> str:
+    """Returns what an adaptive period is to keep.
+
+    >>> wish_words(Adaptive(drift=0.1))
+    'keep nodes within 10 % of each other'
+    """
+    if period.exchange_budget is not None:
+        return f"let exchanges take {period.exchange_budget:.2g} of the time"
+    return f"keep nodes within {100 * (period.drift or 0):.3g} % of each other"
+
+
+def _exchange_words(exchange: Exchange) -> str:
+    words = []
+    if exchange.fragments > 1:
+        words.append(f"in {exchange.fragments} fragments")
+    if exchange.overlap:
+        words.append(f"while {counted(exchange.overlap, 'step')} go on")
+    if exchange.codec != "fp32":
+        words.append(f"as {exchange.codec}")
+    if exchange.outer is not None:
+        words.append(f"by {exchange.outer.name} outside")
+    policy = exchange.optimizer_state
+    treated = {"keep": "kept local", "average": "averaged too", "reset": "set to zero"}
+    state = (
+        treated[policy] if isinstance(policy, str) else ", ".join(f"{slot} {treated[p]}" for slot, p in policy.items())
     )
+    often = f" at every {exchange.state_every}th exchange" if exchange.state_every > 1 and state != "kept local" else ""
+    return f"{', ' if words else ''}{', '.join(words)}; optimizer state is {state}{often}"
 
 
 def _replica_words(plan: Plan, replica: Replica) -> str:

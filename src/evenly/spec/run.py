@@ -37,7 +37,11 @@ class StepsDone(Value):
 
 
 class ExchangeDone(Value):
-    """One exchange across nodes as rank 0 saw it."""
+    """One exchange across nodes as rank 0 saw it: begun after `step`, merged after `merged`.
+
+    Training stood still for `waited_s` of its `seconds`. `drift` is how far the node had gone away from the average of
+    all, over the length of the parameters.
+    """
 
     event: Literal["exchange"] = "exchange"
     at_s: float
@@ -46,6 +50,20 @@ class ExchangeDone(Value):
     seconds: float
     sent_bytes: int
     weights: tuple[float, ...]
+    merged: int = 0
+    waited_s: float = 0.0
+    fragments: tuple[int, ...] = (0,)
+    drift: float = 0.0
+
+
+class PeriodChosen(Value):
+    """From here on nodes exchange every so many steps, and why."""
+
+    event: Literal["period"] = "period"
+    at_s: float
+    step: int
+    steps: int
+    why: str
 
 
 class Rebalanced(Value):
@@ -118,6 +136,7 @@ Event = Annotated[
     RunStarted
     | StepsDone
     | ExchangeDone
+    | PeriodChosen
     | Rebalanced
     | EpochDone
     | Measured

@@ -5,13 +5,14 @@ from statistics import mean
 
 from evenly.spec import Cluster, Curve, Device, DeviceProfile, LayerCurves
 
-MOST_NOISE = 0.15  # devices further apart than that are told apart, however much their steps vary
+LEAST_NOISE, MOST_NOISE = 0.1, 0.15  # closer devices are taken to be equal, those further apart to be unequal
 
 
 def pooled(devices: Sequence[DeviceProfile], cluster: Cluster, batch: int) -> list[DeviceProfile]:
     """Returns the devices; those of one node and make whose steps differ less than they vary share their mean.
 
-    Without that, chance would deal equal devices unequal batches.
+    Without that, chance would deal equal devices unequal batches. A few readings may agree by chance, so devices must
+    be further apart than a machine varies from one moment to the next.
     """
     found = {device.rank: device for device in devices}
     for node in cluster.nodes:
@@ -28,7 +29,7 @@ def _alike(devices: Sequence[DeviceProfile], cluster: Cluster, batch: int) -> li
     groups: list[list[DeviceProfile]] = []
     for device in sorted(devices, key=lambda device: (device.step.at(batch), device.rank)):
         for group in groups:
-            noise = min(MOST_NOISE, max(device.spread, *(other.spread for other in group)))
+            noise = min(MOST_NOISE, max(LEAST_NOISE, device.spread, *(other.spread for other in group)))
             is_close = device.step.at(batch) <= (1 + noise) * group[0].step.at(batch)
             if is_close and _make(cluster.device_of(device.rank)) == _make(cluster.device_of(group[0].rank)):
                 group.append(device)

@@ -1,0 +1,28 @@
+"""Tensors on their way to a wire that only knows the host's memory."""
+
+import torch
+import torch.distributed as dist
+
+
+def on_wire(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Returns `tensor` where the group can take it: itself, or a pinned copy on the host for a GPU behind gloo.
+
+    Only the current stream is waited for, so other streams of the device run on.
+    """
+    if not tensor.is_cuda or _serves_cuda(group):
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
+    done.record()
+    done.synchronize()
+    return copy
+
+
+def off_wire(received: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns `received` on `device`."""
+    return received if received.device == device else received.to(device, non_blocking=True)
+
+
+def _serves_cuda(group: dist.ProcessGroup) -> bool:
+    return group._get_backend(torch.device("cuda")).name() == "nccl"

@@ -1,0 +1,76 @@
+"""An exchange under way beside the training."""
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from evenly.comm import Alarm, Waiter
+
+T = TypeVar("T")
+
+
+class Flight(Generic[T]):
+    """Runs `act` on a thread of its own, behind the flight `after`; on a GPU on a stream of its own.
+
+    Flights of a rank follow each other in the order in which they began, which is the same on all ranks.
+    """
+
+    def __init__(
+        self, act: Callable[[], T], *, alarm: Alarm, device: torch.device, after: "Flight[T] | None" = None
+    ) -> None:
+        self._act, self._alarm, self._device, self._after = act, alarm, device, after
+        self._ready = _mark(device)
+        self._done = threading.Event()
+        self._landed: torch.cuda.Event | None = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._fly, name="evenly-exchange", daemon=True).start()
+
+    def wait(self, waiter: Waiter) -> T:
+        """Returns the result; raises what went wrong on any rank."""
+        waiter.wait_for(self._done)
+        self.check()
+        if self._landed is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._landed)
+        return self._result
+
+    def ends_within(self, seconds: float) -> bool:
+        """Returns whether it has ended, well or not, after at most so many seconds."""
+        return self._done.wait(seconds)
+
+    def check(self) -> None:
+        """Raises what has gone wrong on this rank."""
+        if self._error is not None:
+            raise self._error
+
+    def _fly(self) -> None:
+        try:
+            if self._after is not None:
+                self._after._done.wait()
+                self._after = None
+            if self._ready is None:
+                with torch.no_grad():
+                    self._result = self._act()
+            else:
+                self._fly_on_a_stream(self._ready)
+        except BaseException as error:
+            self._error = error
+            self._alarm.ring(error)
+        finally:
+            self._done.set()
+
+    def _fly_on_a_stream(self, ready: torch.cuda.Event) -> None:
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no annotation here
+        with torch.no_grad(), torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            self._result = self._act()
+            self._landed = _mark(self._device)
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,0 +1,248 @@
+"""The points that nodes agree on: parts of the parameters, averaged across nodes in the form the user chose.
+
+With x_n the values of node n, w_n its weight and g the point of the last exchange, the nodes agree on
+
+    g' = g + sum_n w_n (x_n - g),   or   g' = outer(g, gradient = -sum_n w_n (x_n - g)).
+
+With a codec d_n = x_n - g + e_n travels coded, where e_n is what the code of the last exchange lost; the sums travel
+coded to those who need them, and all nodes take the decoded ones, so g' is the same everywhere to the last bit.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenly._errors import SpecError
+from evenly.comm import Waiter, all_gather, all_reduce, all_to_all, off_wire, on_wire
+from evenly.nodes.codecs import Codec, find_codec
+from evenly.nodes.membership import Quorum
+from evenly.spec import Exchange, Outer
+
+NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+
+
+@dataclass
+class Part:
+    """A flat vector that one rank of every node speaks for; `group` has these ranks in the order of the nodes."""
+
+    values: torch.Tensor  # before: of this node; after: those agreed on, or the change to them
+    group: dist.ProcessGroup
+    key: str = ""  # of the point that is remembered; without one the values are averaged as they are
+    change: bool = False
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What an exchange cost this rank in bytes to other nodes, and how far its node had gone away from the average."""
+
+    sent_bytes: int = 0
+    distance: float = 0.0  # squared, to the average
+    length: float = 0.0  # squared, of the average
+
+    @property
+    def drift(self) -> float:
+        """The distance to the average over its length."""
+        return math.sqrt(self.distance / self.length) if self.length else 0.0
+
+    def __add__(self, other: "Carried") -> "Carried":
+        return Carried(self.sent_bytes + other.sent_bytes, self.distance + other.distance, self.length + other.length)
+
+
+@dataclass(frozen=True)
+class _Point:
+    agreed: torch.Tensor
+    lost: torch.Tensor | None = None  # [nodes, piece], of the own differences by their code
+    lost_sum: torch.Tensor | None = None  # [piece], of the sum that this rank made
+    outer: torch.optim.Optimizer | None = None
+
+
+class Points:
+    """What one rank remembers of the last exchange of each part, where the settings need it."""
+
+    def __init__(self, settings: Exchange) -> None:
+        self._codec, self._outer = find_codec(settings.codec), settings.outer
+        self._points: dict[str, _Point] = {}
+        if self._outer is not None:
+            _make_outer(self._outer, torch.zeros(1))  # refused now, not at the first exchange
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether anything has to be remembered."""
+        return self._codec is not None or self._outer is not None
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        """Remembers values that are the same on all nodes."""
+        for part in parts if self.are_kept else ():
+            self._points[part.key] = self._point(part.values.clone())
+
+    def agree(self, parts: Sequence[Part], quorum: Quorum, waiter: Waiter, *, exact: bool) -> Carried:
+        """Replaces the values of each part by those agreed on, or by the change to them; if `exact`, without codes."""
+        codec = None if exact else self._codec
+        coded = [part for part in parts if codec is not None and part.key]
+        plain = [part for part in parts if codec is None or not part.key]
+        sums = _begin_sums(plain, quorum)
+        carried = Carried(sum(2 * (len(quorum.weights) - 1) * p.values.nbytes // len(quorum.weights) for p in plain))
+        if codec is not None:
+            for part, found, sent_bytes in self._average_coded(codec, coded, quorum, waiter):
+                carried += self._settle(part, found.agreed.detach(), found) + Carried(sent_bytes)
+        waiter.wait([work for _, work in sums])
+        for part, (total, _) in zip(plain, sums, strict=True):
+            carried += self._settle(part, off_wire(total, part.values.device))
+        return carried
+
+    def _settle(self, part: Part, average: torch.Tensor, coded: _Point | None = None) -> Carried:
+        drift = _drift(part.values, average) if part.key else Carried()
+        agreed = self._remember(part, average, coded)
+        part.values.copy_(agreed - part.values if part.change else agreed)
+        return drift
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps."""
+        return {
+            key: {
+                "agreed": point.agreed.detach(),
+                "lost": point.lost,
+                "lost_sum": point.lost_sum,
+                "outer": None if point.outer is None else point.outer.state_dict(),
+            }
+            for key, point in self._points.items()
+        }
+
+    def fit(self, state: dict[str, Any]) -> bool:
+        """Returns whether a checkpoint's state is for these parts, with this outer optimizer and with codes or not."""
+        return state.keys() == self._points.keys() and all(
+            point.agreed.shape == state[key]["agreed"].shape
+            and (point.outer is None) == (state[key]["outer"] is None)
+            and (self._codec is not None or state[key]["lost"] is None)
+            for key, point in self._points.items()
+        )
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint's state."""
+        for key, saved in state.items():
+            device = self._points[key].agreed.device
+            lost, lost_sum = (None if saved[n] is None else saved[n].to(device) for n in ("lost", "lost_sum"))
+            point = replace(self._point(saved["agreed"].to(device)), lost=lost, lost_sum=lost_sum)
+            if point.outer is not None:
+                point.outer.load_state_dict(saved["outer"])
+            self._points[key] = point
+
+    def _point(self, agreed: torch.Tensor) -> _Point:
+        if self._outer is None:
+            return _Point(agreed)
+        parameter = torch.nn.Parameter(agreed)
+        return _Point(parameter, outer=_make_outer(self._outer, parameter))
+
+    def _remember(self, part: Part, average: torch.Tensor, coded: _Point | None) -> torch.Tensor:
+        """Returns what the nodes agree on: the average, or where the outer optimizer goes from the last point to it."""
+        if not part.key or not self.are_kept:
+            return average
+        before = self._points[part.key]
+        if before.outer is None:
+            agreed = average.clone()
+        else:
+            before.agreed.grad = before.agreed.detach() - average
+            with torch.enable_grad():
+                before.outer.step()
+            before.agreed.grad = None
+            agreed = before.agreed
+        lost, lost_sum = (None, None) if coded is None else (coded.lost, coded.lost_sum)
+        self._points[part.key] = _Point(agreed, lost, lost_sum, before.outer)
+        return agreed.detach()
+
+    def _average_coded(
+        self, codec: Codec, parts: Sequence[Part], quorum: Quorum, waiter: Waiter
+    ) -> list[tuple[Part, _Point, int]]:
+        """Returns the average of each part, what its codes lost, and the bytes that this rank sent for it."""
+        own, weights = quorum.node, quorum.weights
+        dealt = []
+        for part in parts:
+            rows = self._differences(part, len(weights), weighs=weights[own] > 0)  # [nodes, piece]
+            codes = {node: codec.encode(row) for node, row in enumerate(rows) if node != own}
+            dealt.append((part, rows, codes, *_deal(codes, part.group)))
+        waiter.wait([work for *_, work in dealt])
+        summed = []
+        for part, rows, codes, received, _ in dealt:
+            others = dict(zip(codes, off_wire(received, rows.device), strict=True))
+            total = self._sum(codec, part, rows[own] * weights[own], {n: (weights[n], c) for n, c in others.items()})
+            code = codec.encode(total)
+            gathered, work = all_gather(on_wire(code, part.group), part.group)  # [nodes, bytes]
+            rows[own].zero_()  # the own piece of the sum took it as it is
+            for node, sent in codes.items():
+                _subtract(rows[node], codec.decode(sent, rows.shape[1]))
+            _subtract(total, codec.decode(code, total.numel()))
+            summed.append((part, rows, total, gathered, work))
+        waiter.wait([work for *_, work in summed])
+        found = []
+        for part, rows, total, gathered, _ in summed:
+            moved = [codec.decode(code, total.numel()) for code in off_wire(gathered, total.device)]
+            average = self._points[part.key].agreed.detach() + torch.cat(moved)[: part.values.numel()]
+            found.append((part, _Point(average, rows, total), 2 * (len(weights) - 1) * gathered.shape[1]))
+        return found
+
+    def _sum(
+        self, codec: Codec, part: Part, total: torch.Tensor, others: dict[int, tuple[float, torch.Tensor]]
+    ) -> torch.Tensor:
+        for weight, code in others.values():
+            if weight:
+                total.add_(codec.decode(code, total.numel()).to(total.dtype), alpha=weight)
+        lost_sum = self._points[part.key].lost_sum
+        return total if lost_sum is None else total.add_(lost_sum)
+
+    def _differences(self, part: Part, nodes: int, *, weighs: bool) -> torch.Tensor:
+        """Returns d_n, filled up with zeros, a row for the owner of each piece of the sum: [nodes, piece]."""
+        point, size = self._points[part.key], part.values.numel()
+        rows = part.values.new_zeros(nodes, -(-size // nodes))
+        flat = rows.view(-1)[:size]
+        if weighs:  # a node without samples has nothing to tell
+            torch.sub(part.values, point.agreed.detach(), out=flat)
+        if point.lost is not None:
+            rows.add_(point.lost)
+        return rows
+
+
+def _begin_sums(parts: Sequence[Part], quorum: Quorum) -> list[tuple[torch.Tensor, dist.Work]]:
+    weight, sums = quorum.weights[quorum.node], []
+    for part in parts:
+        scaled = part.values * weight if weight else torch.zeros_like(part.values)  # 0 * NaN would not be 0
+        travelling = on_wire(scaled, part.group)
+        sums.append((travelling, all_reduce(travelling, part.group)))
+    return sums
+
+
+def _deal(codes: dict[int, torch.Tensor], group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    """Starts giving each node its code; the result has a row from each of the others."""
+    sent = on_wire(torch.stack(list(codes.values())), group)  # [nodes - 1, bytes]
+    received = torch.empty_like(sent)
+    sizes = [sent.shape[1] if node in codes else 0 for node in range(len(codes) + 1)]
+    return received, all_to_all(received.view(-1), sent.view(-1), sizes, sizes, group)
+
+
+def _subtract(row: torch.Tensor, decoded: torch.Tensor) -> None:
+    row.sub_(decoded.to(row.dtype))
+
+
+def _drift(values: torch.Tensor, average: torch.Tensor) -> Carried:
+    distance, length = torch.dist(values, average), torch.linalg.vector_norm(average)
+    return Carried(0, float(distance) ** 2, float(length) ** 2)
+
+
+def _make_outer(outer: Outer, parameter: torch.Tensor) -> torch.optim.Optimizer:
+    kind: Any = getattr(torch.optim, outer.name, None)
+    known = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    if not known or outer.name in NOT_ELEMENTWISE:
+        case = (
+            "treats more than one element at a time, and ranks have slices" if known else "is no class of torch.optim"
+        )
+        raise SpecError(
+            f"the outer optimizer {outer.name!r} was asked for, which {case}. Take SGD, Adam or another one."
+        )
+    try:
+        made: torch.optim.Optimizer = kind([parameter], **outer.settings)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"the outer optimizer {outer.name} cannot be made with {outer.settings}: {error}.") from None
+    return made

@@ -1,0 +1,104 @@
+"""One exchange on its way: from the snapshot over the wire to the merge."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from evenly._errors import CheckpointError
+from evenly.nodes.cargo import Cargo
+from evenly.nodes.flight import Flight
+from evenly.nodes.points import Carried
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """One exchange as a rank saw it.
+
+    It followed `step` and was merged after `merged` steps; training waited `waited_s` of its `seconds`. The node had
+    gone away from the average by `drift` times the length of the parameters.
+    """
+
+    number: int
+    step: int
+    merged: int
+    seconds: float
+    waited_s: float
+    sent_bytes: int
+    weights: tuple[float, ...]
+    fragments: tuple[int, ...] = (0,)
+    drift: float = 0.0
+
+
+@dataclass
+class Trip:
+    """One exchange from its snapshot to its merge."""
+
+    number: int
+    begun: int  # step after which the snapshot was taken
+    due: int  # step after which it is merged
+    fragments: tuple[int, ...]
+    stateful: tuple[int, ...]  # those of which the optimizer's state is treated too
+    place: str
+    cargo: Cargo
+    snapshot: Tensors  # of buffers
+    flight: "Flight[Arrived] | None" = None
+    arrived: "Arrived | None" = None
+
+    def told(self, arrived: "Arrived", merged: int, waited_s: float) -> Exchanged:
+        """Returns what is told of it once it is merged."""
+        carried = arrived.carried
+        steps, times = (self.number, self.begun, merged), (arrived.seconds, waited_s)
+        return Exchanged(*steps, *times, carried.sent_bytes, arrived.weights, self.fragments, carried.drift)
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of an exchange that has arrived."""
+        arrived = self.arrived
+        if arrived is None:
+            raise CheckpointError("an exchange that is under way cannot be saved. Wait until it has arrived.")
+        carried = arrived.carried
+        return {
+            **{name: getattr(self, name) for name in ("number", "begun", "due", "snapshot")},
+            "fragments": list(self.fragments),
+            "stateful": list(self.stateful),
+            "pieces": self.cargo.pieces(),
+            "weights": list(arrived.weights),
+            "carried": [carried.sent_bytes, carried.distance, carried.length],
+            "seconds": arrived.seconds,
+            "measured": list(arrived.measured),
+            "buffers": arrived.buffers,
+        }
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What came of an exchange."""
+
+    weights: tuple[float, ...]
+    carried: Carried
+    seconds: float
+    measured: tuple[float, ...]  # by the slowest rank, before this exchange
+    buffers: Tensors = field(default_factory=dict)  # agreed values of those that had changed
+
+
+def restored(saved: dict[str, Any], cargo: Cargo, place: str, device: torch.device) -> Trip:
+    """Returns the exchange that was saved, with what was agreed on in `cargo`."""
+    cargo.put(saved["pieces"])
+    weights, carried = tuple(saved["weights"]), Carried(*saved["carried"])
+    return Trip(
+        number=saved["number"],
+        begun=saved["begun"],
+        due=saved["due"],
+        fragments=tuple(saved["fragments"]),
+        stateful=tuple(saved["stateful"]),
+        place=place,
+        cargo=cargo,
+        snapshot=_moved(saved["snapshot"], device),
+        arrived=Arrived(weights, carried, saved["seconds"], tuple(saved["measured"]), _moved(saved["buffers"], device)),
+    )
+
+
+def _moved(tensors: Tensors, device: torch.device) -> Tensors:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -1,0 +1,101 @@
+"""How exchanges are made: how long they may take, in what form they travel, what becomes of the optimizers."""
+
+from typing import Annotated, Any, Literal, TypedDict
+
+from pydantic import BeforeValidator, Field
+
+from evenly.spec._value import Value
+from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient
+
+StatePolicy = Literal["keep", "average", "reset"]
+
+
+Setting = bool | int | float | str | tuple[float, ...]
+NESTEROV: dict[str, Setting] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+class Outer(Value):
+    """A torch optimizer that steps over the averaged difference of an exchange; plain averaging is SGD with rate 1.
+
+    Without arguments it is SGD with Nesterov's momentum.
+
+    >>> Outer("Adam", settings={"lr": 0.001}).name
+    'Adam'
+    """
+
+    name: str = Field(default="SGD", description="of a class in torch.optim that treats each element by itself")
+    settings: dict[str, Setting] = Field(default_factory=lambda: dict(NESTEROV))
+    _positional = ("name",)
+
+
+def _outer(wish: Any) -> Any:
+    return Outer() if wish == "nesterov" else wish
+
+
+class Exchange(Value):
+    """How nodes exchange what they have learned."""
+
+    overlap: Annotated[int, Field(ge=0, strict=True)] = Field(
+        default=0, description="steps made between the snapshot and the merge; 0: training waits for the exchange"
+    )
+    fragments: Annotated[int, Field(ge=1, strict=True)] = Field(
+        default=1, description="parts of the parameters, which are exchanged one after another inside a period"
+    )
+    codec: str = Field(default="fp32", description="form in which parameters travel: fp32, bf16, int8, int4")
+    outer: Annotated[Outer | None, BeforeValidator(_outer)] = None
+    optimizer_state: StatePolicy | dict[str, StatePolicy] = Field(
+        default="keep", description="what becomes of momenta at an exchange, for all or by the name of the state"
+    )
+    state_every: Annotated[int, Field(ge=1, strict=True)] = Field(
+        default=1, description="of so many exchanges one treats the optimizer's state"
+    )
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    nonfinite: Literal["stop", "skip"] = "stop"
+
+    def policy_of(self, slot: str) -> StatePolicy:
+        """Returns what becomes of the optimizer's state of this name."""
+        policies = self.optimizer_state
+        return policies if isinstance(policies, str) else policies.get(slot, "keep")
+
+    def treats_state(self, policy: StatePolicy) -> bool:
+        """Returns whether any state of the optimizer is treated so."""
+        policies = self.optimizer_state
+        return policy in ([policies] if isinstance(policies, str) else policies.values())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether training waits for exchanges that carry parameters as they are."""
+        return self.overlap == 0 and self.fragments == 1 and self.codec == "fp32" and self.outer is None
+
+
+def misfit(period: AnyPeriod, exchange: Exchange) -> str:
+    """Returns why exchanges cannot be made so in this period; nothing where they can.
+
+    >>> misfit(EverySteps(4), Exchange(overlap=5))
+    'exchanges overlap with 5 steps, but a new one begins after 4; let them overlap with fewer'
+    """
+    if isinstance(period, EveryGradient):
+        return "" if exchange.is_plain else "all gradients are averaged at every step, so nothing is exchanged besides"
+    if isinstance(period, EveryEpoch):
+        return "" if exchange.fragments == 1 else "fragments need a period in steps, not of an epoch"
+    if isinstance(period, Adaptive):
+        least = max(exchange.overlap, exchange.fragments)
+        return "" if period.most >= least else f"a period has at most {period.most} steps, and needs {least}"
+    if exchange.overlap > period.steps:
+        case = f"exchanges overlap with {exchange.overlap} steps, but a new one begins after {period.steps}"
+        return f"{case}; let them overlap with fewer"
+    if exchange.fragments > period.steps:
+        return f"{exchange.fragments} fragments were asked for in a period of {period.steps} steps; take fewer"
+    return ""
+
+
+class ExchangeWishes(TypedDict, total=False):
+    """The fields of `Exchange` as arguments."""
+
+    overlap: int
+    fragments: int
+    codec: str
+    outer: Outer | Literal["nesterov"] | dict[str, Any] | None
+    optimizer_state: StatePolicy | dict[str, StatePolicy]
+    state_every: int
+    nonfinite: Literal["stop", "skip"]

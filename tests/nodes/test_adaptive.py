@@ -1,0 +1,101 @@
+"""Periods that follow what is measured, chosen alike on all ranks."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from evenly._errors import SpecError
+from evenly.nodes import join_nodes
+from evenly.nodes.adapting import Seen, choose
+from evenly.nodes.schedule import Schedule
+from evenly.spec import Adaptive, EverySteps, Exchange, period_of
+from tests.ranks import cluster_of, ragged, run_ranks
+
+
+def test_a_budget_decides_by_the_time_of_an_exchange():
+    wish = Adaptive(exchange_budget=0.02)
+    slow, fast = Seen(step_s=0.1, transfer_s=1.0), Seen(step_s=0.1, transfer_s=0.01)
+    assert choose(wish, Exchange(), 4, slow)[0] == 490  # 490 steps of 0.1 s and 1 s: 2 %
+    assert choose(wish, Exchange(), 4, fast)[0] == 5
+    assert choose(Adaptive(exchange_budget=0.02, most=100), Exchange(), 4, slow)[0] == 100
+    assert choose(wish, Exchange(), 4, Seen())[0] == 4
+
+
+def test_what_overlaps_costs_nothing_but_the_wire_must_be_free():
+    wish = Adaptive(exchange_budget=0.02)
+    assert choose(wish, Exchange(overlap=12), 4, Seen(step_s=0.1, transfer_s=1.0))[0] == 12
+    assert choose(wish, Exchange(overlap=12, fragments=2), 4, Seen(step_s=0.1, transfer_s=1.0))[0] == 20
+    assert choose(wish, Exchange(overlap=5), 4, Seen(step_s=0.1, transfer_s=0.6))[0] == 49  # 0.1 s too late
+
+
+def test_drift_changes_the_period_by_steps():
+    wish = Adaptive(drift=0.1)
+    assert choose(wish, Exchange(), 8, Seen(step_s=0.1, drift=0.2))[0] == 4
+    assert choose(wish, Exchange(), 8, Seen(step_s=0.1, drift=0.01))[0] == 16
+    assert choose(wish, Exchange(), 8, Seen(step_s=0.1, drift=0.08))[0] == 10
+    assert choose(wish, Exchange(overlap=6), 8, Seen(step_s=0.1, drift=0.2))[0] == 6
+
+
+def test_a_new_length_holds_from_the_next_period_on():
+    schedule, due = Schedule(Adaptive(start=3, warmup=1), fragments=2), []
+    for step in range(1, 16):
+        fragments = schedule.advance()
+        if fragments:
+            due.append((step, fragments))
+            schedule.exchanged(fragments)
+        if step == 3:
+            schedule.next_length = 5
+        if step == 9:
+            schedule.next_length = 2  # at the very end of a period: the next one has it
+    assert due == [(1, [0, 1]), (3, [0]), (4, [1]), (7, [0]), (9, [1]), (10, [0]), (11, [1]), (12, [0]), (13, [1]),
+                   (14, [0]), (15, [1])]  # fmt: skip
+
+
+def test_a_resumed_schedule_goes_on_where_it_stood():
+    whole, saved = Schedule(EverySteps(4, warmup=1), fragments=2), Schedule(EverySteps(4, warmup=1), fragments=2)
+    for _ in range(7):
+        saved.advance()
+        whole.advance()
+    resumed = Schedule(EverySteps(4, warmup=1), fragments=2)
+    resumed.resume(saved.progress())
+    assert [resumed.advance() for _ in range(9)] == [whole.advance() for _ in range(9)]
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("wish", [{"exchange_budget": 0.1}, {"drift": 1e-3}, {"drift": 1e3}])
+def test_all_ranks_choose_the_same(wish, overlap):
+    def act(party):
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"period": Adaptive(start=2, most=64, **wish), "exchange": Exchange(overlap=overlap)}
+        synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of(ragged(2, 1)), **settings)
+        chosen, told = [], []
+        synchronized.on_period.append(lambda steps, why: chosen.append((synchronized.schedule.step, steps, why)))
+        synchronized.on_exchange.append(lambda done: told.append(done.step))
+        generator = torch.Generator().manual_seed(party.rank)
+        for _ in range(40):
+            synchronized(torch.randn(4, 8, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.002 * (party.rank + 1))
+        synchronized.finish()
+        synchronized.close()
+        return chosen, told, model.weight.detach().clone()
+
+    results = run_ranks(3, act)
+    assert all(chosen == results[0][0] and told == results[0][1] for chosen, told, _ in results)
+    assert all(torch.equal(weight, results[0][2]) for _, _, weight in results)
+    if "drift" in wish:
+        lengths = [steps for _, steps, _ in results[0][0]]
+        assert lengths[-1] == (64 if wish["drift"] > 1 else max(1, overlap)) if lengths else wish["drift"] < 1
+
+
+def test_one_wish_at_a_time():
+    assert Adaptive().exchange_budget == 0.02
+    assert Adaptive(drift=0.1).exchange_budget is None
+    assert period_of("adaptive") == Adaptive()
+    for fields in ({"exchange_budget": 0.1, "drift": 0.1}, {"exchange_budget": 0.0}, {"drift": -1.0}, {"start": 0}):
+        with pytest.raises(SpecError):
+            Adaptive(**fields)
