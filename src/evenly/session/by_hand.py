@@ -129,7 +129,6 @@ def synchronize(
 
     Example:
         ```python
-        model = evenly.synchronize(model, optimizer, every=50)
         model = evenly.synchronize(model, optimizer, every=50, overlap=10, codec="int8")
         ```
     """
