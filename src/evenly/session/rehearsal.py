@@ -13,7 +13,7 @@ from evenly.comm import Alarm, Party, Waiter, close_groups, gather_json, open_gr
 from evenly.graph import Traced
 from evenly.planner import cut_to_try, group_to_try
 from evenly.planner.replica import eased
-from evenly.session.trials import Ensemble, Trial
+from evenly.session.trials import Ensemble, Joint, Trial
 from evenly.shards import join_shards
 from evenly.spec import Cluster, Curve, CutStep, Layout, Profile, deal
 from evenly.survey import fastest_groups
@@ -42,9 +42,10 @@ def rehearse(
 
     The two, three, ... fastest ranks of a node average gradients of few samples: what such a step takes more than the
     slowest of them needs by itself is what averaging adds there. The ranks that seem to do best together make steps
-    with batches by their speed: ranks in step with each other disturb each other more than ranks that run freely. A
-    rank that is alone in its node does so by itself, as what is slow for a while should be so for all. And if a network
-    cut over the ranks of a node may be fast, one is tried.
+    with batches by their speed: ranks in step with each other disturb each other more than ranks that run freely, and
+    what such a step takes besides is what averaging adds to batches of that size. A rank that is alone in its node does
+    so by itself, as what is slow for a while should be so for all. And if a network cut over the ranks of a node may be
+    fast, one is tried.
     """
     alarm = Alarm(party.chapter("rehearsal"), parent=parent)
     group = None
@@ -101,8 +102,8 @@ class _Scene:
 
     def averaged(self) -> dict[str, Any]:
         """Returns the seconds of steps with little to compute, by the slowest of each group; how much longer own steps
-        take in step with others, and how long while the others rest; a step that the fastest rank ends."""
-        told: dict[str, Any] = {"few": [], "factor": 1.0, "alone": 1.0, "fastest": None}
+        take in step with others, and how long while the others rest; a step with batches by speed."""
+        told: dict[str, Any] = {"few": [], "factor": 1.0, "alone": 1.0, "joint": None}
         likely = group_to_try(self.node, self.profile, self.traced.graph)
         for ranks in fastest_groups(self.node, self.steps, self.profile.batch_size):
             if self.party.rank in ranks and ranks != likely:
@@ -115,7 +116,6 @@ class _Scene:
         with self._ensemble(likely) as ensemble:
             few_s = self._with_few(ensemble, likely, told)
             told |= self._in_step(ensemble, likely, few_s)
-            told["fastest"] = self._on_fastest(ensemble, likely) if len(likely) > 1 else None
         return told
 
     def _with_few(self, ensemble: Ensemble, ranks: list[int], told: dict[str, Any]) -> float:
@@ -137,8 +137,9 @@ class _Scene:
         finally:
             ensemble.close()
 
-    def _in_step(self, ensemble: Ensemble | None, ranks: list[int], few_s: float) -> dict[str, float]:
-        """Returns how much longer than by itself a step takes with all others in step, and with all others at rest.
+    def _in_step(self, ensemble: Ensemble | None, ranks: list[int], few_s: float) -> dict[str, Any]:
+        """Returns how much longer than by itself a step takes with all others in step, and with all others at rest;
+        and the step itself: its ranks, the samples of this one, its seconds, and those in which this rank computes.
 
         All nodes do so at the same time, and in turns, as a machine may be faster now and slower then. Without an
         ensemble a rank only waits for the others.
@@ -147,12 +148,13 @@ class _Scene:
         mine = sizes[ranks.index(self.party.rank)] if ensemble is not None else FEW
         longest_s = max(self._own_s(ranks, rank, samples) for rank, samples in zip(ranks, sizes, strict=True))
         own_s, own_few_s = (self._own_s(ranks, self.party.rank, samples) for samples in (mine, FEW))
-        computing, alone = [], []
+        joint: list[Joint] = []
+        alone = []
         rounds, turns = max(1, int(self.enough_s / ROUND_S)), max(len(node.ranks) for node in self.cluster.nodes)
         for _ in range(rounds):
             self.meet()
             if ensemble is not None:
-                computing.append(ensemble.together(mine, self._times(longest_s, self.enough_s / rounds)).computing_s)
+                joint.append(ensemble.together(mine, self._times(longest_s, self.enough_s / rounds)))
             for turn in range(turns):
                 self.meet()
                 if ensemble is not None and self.node[turn : turn + 1] == (self.party.rank,):
@@ -160,27 +162,13 @@ class _Scene:
         self.meet()
         if ensemble is None:
             return {}
-        factor = median(computing) / own_s
+        computing_s, whole_s = median(j.computing_s for j in joint), median(j.seconds for j in joint)
+        factor = computing_s / own_s
         if own_s > TELLING * own_few_s:  # what is fixed in a step falls out
-            factor = (median(computing) - few_s) / (own_s - own_few_s)
+            factor = (computing_s - few_s) / (own_s - own_few_s)
         factor = _bounded(factor)
-        is_single = len(self.node) == 1
-        return {"factor": factor, "alone": 1.0 if is_single else min(1.0, median(alone) / (factor * own_s))}
-
-    def _on_fastest(self, ensemble: Ensemble, ranks: list[int]) -> list[float] | None:
-        """Returns, on the fastest rank, its samples and the seconds of a step in which the others have little to do.
-
-        It is not tried where the others would still be the last to finish.
-        """
-        sizes = dict(zip(ranks, self._by_speed(ranks), strict=True))
-        fastest = min(ranks, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
-        own_s = self._own_s(ranks, fastest, sizes[fastest])
-        longest_s = max(self._own_s(ranks, rank, FEW) for rank in ranks if rank != fastest)
-        if own_s < TELLING * longest_s:
-            return None
-        samples = sizes[fastest] if self.party.rank == fastest else FEW
-        joint = ensemble.together(samples, self._times(own_s, self.enough_s / 3))
-        return [samples, joint.seconds] if self.party.rank == fastest else None
+        found = {"factor": factor, "joint": [ranks, mine, whole_s, computing_s]}
+        return {**found, "alone": 1.0 if len(self.node) == 1 else min(1.0, median(alone) / (factor * own_s))}
 
     def cut_found(self) -> dict[str, Any] | None:
         """Returns, on the fastest rank of a node, the cut network to try there."""
@@ -265,7 +253,10 @@ def _added(profile: Profile, node: Sequence[int], rows: Sequence[dict[str, Any]]
         for ranks, seconds in rows[rank]["few"]:
             own_s = profile.ease(rank, ranks, node) * profile.devices[rank].step.at(FEW)
             found[rank] = max(0.0, seconds - own_s)
-        if rows[rank]["fastest"] is not None:
-            samples, seconds = rows[rank]["fastest"]
-            found[rank] = max(0.0, seconds - profile.devices[rank].step.at(samples))
+    joint = {rank: rows[rank]["joint"] for rank in node if rows[rank]["joint"] is not None}
+    longest_s = max((computing_s for *_, computing_s in joint.values()), default=0.0)
+    for rank, (ranks, samples, whole_s, computing_s) in joint.items():
+        if len(ranks) > 1:  # with batches as they will be: what is neither its own step nor waiting for a slower one
+            own_s = profile.ease(rank, ranks, node) * profile.devices[rank].step.at(samples)
+            found[rank] = max(0.0, whole_s - own_s - (longest_s - computing_s))
     return found
