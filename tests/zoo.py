@@ -1066,6 +1066,7 @@ ZOO: dict[str, Case] = {
     "resnet18_gn": case(partial(narrow, BasicBlock, (2, 2, 2, 2), base=16, norm=partial(nn.GroupNorm, 4)), small),
     "se_resnet34": case(partial(narrow, BasicBlock, (3, 4, 6, 3), reduction=2), medium),
     "densenet121": case(partial(DenseNet, 10, growth=4, first=8), medium),
+    "densenet_short": case(partial(DenseNet, 10, growth=4, first=8, blocks=(2, 3, 2, 2)), medium),
     "mobilenet_v2": case(partial(MobileNetV2, 10, width_mult=0.25, round_to=2, last=64, dropout=0.0), medium),
     "shufflenet_v2": case(partial(ShuffleNetV2, 10, widths=(8, 16, 32, 64, 96)), medium),
     "googlenet": case(partial(GoogLeNet, 10, divide=8, dropout=0.0), medium),

@@ -300,7 +300,6 @@ def test_evaluation_with_an_exchange_under_way_changes_nothing():
     """The average of the nodes is seen, and training goes on as if nobody had looked."""
 
     def act(party, looks):
-        torch.manual_seed(0)
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         settings = {"exchange": Exchange(overlap=2, codec="int8", fragments=2)}

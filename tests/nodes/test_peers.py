@@ -61,7 +61,8 @@ def test_a_learning_rate_of_0_changes_nothing(form):
             step(synchronized, optimizer, 10 * number + party.rank)
         synchronized.finish()
         synchronized.close()
-        return [float((a - b).abs().max()) for a, b in zip(model.parameters(), before.parameters(), strict=True)]
+        pairs = zip(model.parameters(), before.parameters(), strict=True)
+        return [float((a - b).detach().abs().max()) for a, b in pairs]
 
     for differences in run_ranks(2, act):
         assert max(differences) < 1e-7

@@ -28,7 +28,7 @@ from tests.shards.test_state import (
 )
 
 WAYS = [[70, 25, 5], [20, 20, 60], [1, 1, 1], [5, 90, 5]]
-NETWORKS = ["small", "resnet18", "mobilenet_v2", "densenet121", "vit_small_fused", "nanogpt", "unet", "lstm"]
+NETWORKS = ["small", "resnet18", "mobilenet_v2", "densenet_short", "vit_small_fused", "nanogpt", "unet", "lstm"]
 
 
 @cache

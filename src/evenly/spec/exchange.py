@@ -71,6 +71,7 @@ class Exchange(Value):
 def misfit(period: AnyPeriod, exchange: Exchange) -> str:
     """Returns why exchanges cannot be made so in this period; nothing where they can.
 
+    >>> from evenly.spec import EverySteps
     >>> misfit(EverySteps(4), Exchange(overlap=5))
     'exchanges overlap with 5 steps, but a new one begins after 4; let them overlap with fewer'
     """
