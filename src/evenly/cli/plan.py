@@ -44,7 +44,8 @@ def plan(
         int | None, typer.Option(help="Samples of all ranks together in a step; the example's if left out.")
     ] = None,
     every: Annotated[
-        str | None, typer.Option(metavar="K|epoch|adaptive|global", help="The period K'; chosen by --budget if left out.")
+        str | None,
+        typer.Option(metavar="K|epoch|adaptive|global", help="The period K'; chosen by --budget if left out."),
     ] = None,
     budget: Annotated[float, typer.Option(help="Part of the time for exchanges between nodes.")] = 0.05,
     memory: Annotated[

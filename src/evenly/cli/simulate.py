@@ -43,7 +43,9 @@ def simulate(
     across: Across = None,
     steps: Annotated[int, typer.Option(help="How many steps to play.")] = 1000,
     jitter: Annotated[float, typer.Option(help="How much a rank's time varies: deviation over mean.")] = 0.0,
-    period: Annotated[str | None, typer.Option(metavar="K|epoch|adaptive|global", help="What if: another period K'.")] = None,
+    period: Annotated[
+        str | None, typer.Option(metavar="K|epoch|adaptive|global", help="What if: another period K'.")
+    ] = None,
     link: Annotated[float | None, typer.Option(help="What if: so many times the bandwidth between nodes.")] = None,
     slow: Annotated[
         list[str] | None, typer.Option(metavar="RANK=FACTOR", help="What if: a rank of so many times its speed.")

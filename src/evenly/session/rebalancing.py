@@ -34,9 +34,9 @@ class Rebalancer:
     It looks every few steps, or at exchanges where nodes meet only for these. All ranks look after the same step and
     decide the same. First the ranks of one network that is cut hand units over to each other, then the global batch is
     dealt out anew. What a rank computes is taken to grow with what it has; as that is not quite so, a change is
-    followed by smaller ones, and where changes do not help they become rare. Where all compute equally long, it may be
-    that messages keep a slow rank busy: it is tried with fewer units, and gets them back if that does not help. Nobody
-    gets more than its memory holds.
+    followed by smaller ones, and where changes do not help they become rare. After units were moved, and all compute
+    equally long, it may be that messages keep a slow rank busy: it is tried with fewer units, and gets them back if
+    that does not help. Nobody gets more than its memory holds.
     The samples of a step stay the same in all, and gradients are weighted by them: the run goes on as it would have.
     """
 
@@ -50,7 +50,7 @@ class Rebalancer:
         self.on_change: list[Callable[[], None]] = []
         self._units, self._batches = Doubt(), Doubt()
         self._tried: tuple[list[Layout], float] | None = None  # layouts before a trial, and the seconds of a step then
-        self._is_lean, self._may_try = False, True  # whether messages keep slow ranks busy, and whether that is open
+        self._is_lean, self._may_try = False, False  # whether messages keep slow ranks busy, and whether that is open
         at = trainee.model.schedule
         self._step, self._looked, self._exchanges = at.step, at.step, at.exchanges
         trainee.model.clock.is_wanted = True
@@ -104,8 +104,8 @@ class Rebalancer:
             lean |= {place: factors} if (factors := lean_factors(layout, own, whole)) is not None else {}
         found = lean if self._is_lean else plain
         slowest = [max(seconds[rank] for rank in ranks) for ranks in self._groups]
-        patience = 1 if any(min(factors) < OBVIOUS for factors in found.values()) else patience
-        if self._units.agrees(max(slowest), wanted=bool(found), patience=patience) and self._move(found):
+        looks = 1 if any(min(factors) < OBVIOUS for factors in found.values()) else patience
+        if self._units.agrees(max(slowest), wanted=bool(found), patience=looks) and self._move(found):
             self._may_try = True
             return
         before = list(self._layouts)
