@@ -63,6 +63,15 @@ def test_a_resumed_schedule_goes_on_where_it_stood():
     assert [resumed.advance() for _ in range(9)] == [whole.advance() for _ in range(9)]
 
 
+def test_a_run_resumed_with_a_shorter_period_goes_on_exchanging():
+    saved = Schedule(EverySteps(50))
+    for _ in range(45):
+        saved.advance()
+    resumed = Schedule(EverySteps(10))
+    resumed.resume(saved.progress())
+    assert [step for step in range(46, 70) if resumed.advance()] == [55, 65]
+
+
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("wish", [{"exchange_budget": 0.1}, {"drift": 1e-3}, {"drift": 1e3}])
 def test_all_ranks_choose_the_same(wish, overlap):

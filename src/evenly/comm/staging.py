@@ -14,7 +14,7 @@ def on_wire(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
-    done.record()
+    done.record(torch.cuda.current_stream(tensor.device))
     done.synchronize()
     return copy
 

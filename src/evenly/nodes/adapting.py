@@ -40,7 +40,7 @@ def choose(period: Adaptive, exchange: Exchange, now: int, seen: Seen) -> tuple[
 def _affordable(exchange: Exchange, budget: float, seen: Seen) -> tuple[int, str]:
     """What overlaps with steps costs nothing as long as it ends in time; the wire must be free for the next one."""
     waiting_s = max(0.0, seen.transfer_s - exchange.overlap * seen.step_s)
-    steps = ceil(waiting_s * (1 - budget) / (seen.step_s * budget))
+    steps = ceil(exchange.fragments * waiting_s * (1 - budget) / (seen.step_s * budget))
     busy = ceil(exchange.fragments * seen.transfer_s / seen.step_s) if exchange.overlap else 0
     beside = f", beside {exchange.overlap} steps" if exchange.overlap else ""
     why = (

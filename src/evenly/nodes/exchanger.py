@@ -115,7 +115,7 @@ class Exchanger:
     @property
     def remembers(self) -> bool:
         """Whether more than the network itself is known of the last exchanges."""
-        return self._averages and (self._points.are_kept or bool(self._trips))
+        return bool(self._trips) or (self._averages and self._points.are_kept)
 
     def finish(self) -> None:
         """Lets all ranks end with the same model."""
@@ -299,6 +299,7 @@ class Exchanger:
         began = time.monotonic()
         if trip.flight is not None:
             trip.arrived = trip.flight.wait(self._waiter(trip.place))
+            trip.flight = None  # what it holds is free now, not when a cycle is found
             self._alarm.passed(trip.place)
         self._trips.remove(trip)
         self._unload(trip, time.monotonic() - began)
@@ -319,7 +320,7 @@ class Exchanger:
     def _adapt(self, seen: Seen) -> None:
         """Chooses the length of the next period; all ranks know the same, so they choose the same."""
         period, at = self._schedule.period, self._schedule
-        if not isinstance(period, Adaptive) or not self._averages:
+        if not isinstance(period, Adaptive) or not self._averages or at.warms_up:
             return
         steps, why = choose(period, self._settings, at.next_length, seen)
         if steps != at.next_length:
@@ -349,6 +350,7 @@ class Exchanger:
         for trip in self._trips:
             if trip.flight is not None:
                 trip.arrived = trip.flight.wait(self._waiter(trip.place))
+                self._alarm.passed(trip.place)
 
     def _waiter(self, place: str, *, tells: bool = True) -> Waiter:
         return Waiter(

@@ -20,12 +20,12 @@ class Flight(Generic[T]):
     def __init__(
         self, act: Callable[[], T], *, alarm: Alarm, device: torch.device, after: "Flight[T] | None" = None
     ) -> None:
-        self._act, self._alarm, self._device, self._after = act, alarm, device, after
+        self._alarm, self._device, self._after = alarm, device, after
         self._ready = _mark(device)
         self._done = threading.Event()
         self._landed: torch.cuda.Event | None = None
         self._error: BaseException | None = None
-        threading.Thread(target=self._fly, name="evenly-exchange", daemon=True).start()
+        threading.Thread(target=self._fly, args=(act,), name="evenly-exchange", daemon=True).start()
 
     def wait(self, waiter: Waiter) -> T:
         """Returns the result; raises what went wrong on any rank."""
@@ -44,27 +44,28 @@ class Flight(Generic[T]):
         if self._error is not None:
             raise self._error
 
-    def _fly(self) -> None:
+    def _fly(self, act: Callable[[], T]) -> None:
         try:
             if self._after is not None:
                 self._after._done.wait()
+                self._after.check()  # ranks may stand at different places of an exchange that failed
                 self._after = None
             if self._ready is None:
                 with torch.no_grad():
-                    self._result = self._act()
+                    self._result = act()
             else:
-                self._fly_on_a_stream(self._ready)
+                self._fly_on_a_stream(act, self._ready)
         except BaseException as error:
             self._error = error
             self._alarm.ring(error)
         finally:
             self._done.set()
 
-    def _fly_on_a_stream(self, ready: torch.cuda.Event) -> None:
+    def _fly_on_a_stream(self, act: Callable[[], T], ready: torch.cuda.Event) -> None:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no annotation here
         with torch.no_grad(), torch.cuda.stream(stream):
             stream.wait_event(ready)
-            self._result = self._act()
+            self._result = act()
             self._landed = _mark(self._device)
 
 

@@ -69,7 +69,7 @@ class Schedule:
         if length == self._length or (length and isinstance(self.period, Adaptive)):
             self._begun, self._length, self.next_length = begun, length, following
         else:
-            self._begun = max(self._begun, self.step - self.since)
+            self._begun = max(self._begun, self.step)
 
 
 def _length(period: AnyPeriod) -> int:
