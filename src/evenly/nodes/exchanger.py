@@ -65,7 +65,8 @@ class Exchanger:
 
     def begin(self) -> None:
         """Remembers the values with which all nodes start."""
-        self._points.begin(self._load(range(self._settings.fragments), change=False).parts)
+        if self._points.are_kept:
+            self._points.begin(self._load(range(self._settings.fragments)).parts)
 
     @property
     def samples(self) -> float:

@@ -76,7 +76,7 @@ class Points:
 
     def begin(self, parts: Sequence[Part]) -> None:
         """Remembers values that are the same on all nodes."""
-        for part in parts if self.are_kept else ():
+        for part in parts:
             self._points[part.key] = self._point(part.values.clone())
 
     def agree(self, parts: Sequence[Part], quorum: Quorum, waiter: Waiter, *, exact: bool) -> Carried:
