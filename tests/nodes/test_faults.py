@@ -1,5 +1,6 @@
 """Bad input and bad luck: every rank learns what is wrong, which rank it was, and soon."""
 
+import threading
 import time
 
 import pytest
@@ -183,15 +184,19 @@ def test_an_empty_data_shard_is_told(nodes):
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_rank_that_never_arrives_is_named_at_the_time_limit(overlap):
+    is_told = threading.Event()
+
     def act(party):
-        settings = {"timeout_s": 1.5, "overlap": overlap}
+        settings = {"timeout_s": 4.0, "overlap": overlap}  # long enough to start on a busy machine
         synchronized, optimizer = join(party, ragged(1, 1, 1), nn.Linear(4, 1), every=2, **settings)
         try:
             if party.rank == 2:
-                time.sleep(4)  # alive, but elsewhere
+                is_told.wait(20)  # alive, but elsewhere
                 return
             steps(synchronized, optimizer, 2 + overlap)
         finally:
+            if party.rank != 2:
+                is_told.set()
             synchronized.close()
 
     with pytest.raises(RankError) as caught:
@@ -228,15 +233,15 @@ def test_an_error_in_the_loop_of_one_rank_reaches_the_others(every, overlap):
 
 
 def test_a_failed_exchange_leaves_the_parameters_untouched():
-    kept = {}
+    kept, is_told = {}, threading.Event()
 
     def act(party):
         model = nn.Linear(4, 1)
-        synchronized, optimizer = join(party, ragged(1, 1), model, every=3, timeout_s=1.0)
+        synchronized, optimizer = join(party, ragged(1, 1), model, every=3, timeout_s=3.0)
         try:
             steps(synchronized, optimizer, 2)
             if party.rank == 1:
-                time.sleep(3)
+                is_told.wait(20)
                 return
             kept["before"] = [p.detach().clone() for p in model.parameters()]
             try:
@@ -244,6 +249,7 @@ def test_a_failed_exchange_leaves_the_parameters_untouched():
                 synchronized._advance(0.0)  # the third step: its exchange cannot complete
             finally:
                 kept["after"] = [p.detach().clone() for p in model.parameters()]
+                is_told.set()
         finally:
             synchronized.close()
 
@@ -253,22 +259,23 @@ def test_a_failed_exchange_leaves_the_parameters_untouched():
 
 
 def test_a_failed_exchange_beside_the_training_leaves_the_parameters_untouched():
-    kept = {}
+    kept, is_told = {}, threading.Event()
 
     def act(party):
         model = nn.Linear(4, 1)
-        settings = {"timeout_s": 1.0, "overlap": 2, "codec": "int8"}
+        settings = {"timeout_s": 3.0, "overlap": 2, "codec": "int8"}
         synchronized, optimizer = join(party, ragged(1, 1), model, every=3, **settings)
         try:
             steps(synchronized, optimizer, 2 if party.rank else 4)
             if party.rank == 1:
-                time.sleep(3)
+                is_told.wait(20)
                 return
             kept["before"] = [p.detach().clone() for p in model.parameters()]
             try:
                 synchronized._advance(0.0)  # the fifth step: the exchange begun after the third cannot be merged
             finally:
                 kept["after"] = [p.detach().clone() for p in model.parameters()]
+                is_told.set()
         finally:
             synchronized.close()
 
