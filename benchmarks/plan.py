@@ -5,8 +5,8 @@ ranks and a slow link; one device with little memory. In each the devices and li
 runs beside at least six plans made by hand, in turns, a few steps each, round after round; figures are medians. How
 long a rank waits is read from its CPU time: one that never waits uses all of its quota.
 
-The speed of a shared machine changes by 20 % within minutes. So devices are measured once more after the run, and a
-prediction is the mean of the one made before, from which the plan was chosen, and the one made after.
+The speed of a shared machine changes by 20 % within minutes. So devices are measured again in the middle of the run and
+after it, and a prediction is the mean of the one made before, from which the plan was chosen, and of these.
 
 Also: unequal batches on 100 % and 30 % of a core beside equal ones, and the accuracy with both; a device that becomes
 four times slower in the middle of a run; the time to plan ResNet-152 for 1,024 devices, and to simulate 10,000 nodes.
@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,8 @@ def worker(name: str, rounds: int, folder: str) -> None:
     traced = follow(network(), example)
     cluster, graph, device = discover(), traced.graph, torch.device("cpu")
     quotas.ask(rank)  # from here on devices are uneven
-    profile = measure_party(party_of(), traced, cluster, device, quick=rounds < 2, timeout_s=600.0)
+    measure = partial(measure_party, party_of(), traced, cluster, device, quick=rounds < 2, timeout_s=600.0)
+    profile = measure()
     quotas.ask(rank)  # plans are made without limits, or a slow device would take minutes
     plans = all_plans(name, cluster, profile, graph)
     chosen = plans["chosen"]
@@ -241,18 +243,20 @@ def worker(name: str, rounds: int, folder: str) -> None:
     for way in ways.values():
         way.run(2, 1.0)
     quotas.ask(rank)
-    run_in_turns(ways, rounds, [quota for node in CASES[name]["cpu"] for quota in node][rank])
+    seen_profiles = [profile]
+    quota = [quota for node in CASES[name]["cpu"] for quota in node][rank]
+    run_in_turns(ways, rounds, quota, lambda: seen_profiles.append(measure()))
     for way in ways.values():
         way.close()
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, {key: (way.seconds[1:], way.busy[1:], way.exchanges) for key, way in ways.items()})
-    again = measure_party(party_of(), traced, cluster, device, quick=rounds < 2, timeout_s=600.0)
+    seen_profiles.append(measure())
     quotas.ask(rank)  # no limits
     if rank == 0:
         steps = 4 * getattr(chosen.period, "steps", STEPS)
         forecasts = [
             {key: simulate(made, cluster, seen, graph, steps=steps).step_s for key, made in plans.items()}
-            for seen in (profile, again)
+            for seen in seen_profiles
         ]
         counts = {key: [role.samples for role in made.roles] for key, made in plans.items()}
         words = {"seen": told, "predicted": forecasts, "samples": counts, "explained": chosen.explain()}
@@ -275,7 +279,7 @@ def all_plans(name: str, cluster: Any, profile: Any, graph: Any) -> dict[str, An
     return {key: type(chosen).from_json(text) for key, text in told.items()}
 
 
-def run_in_turns(ways: dict[str, Way], rounds: int, quota: float) -> None:
+def run_in_turns(ways: dict[str, Way], rounds: int, quota: float, halfway: Callable[[], None]) -> None:
     """Runs the plans in turns; those that are far behind after some steps stop there."""
     for way in ways.values():
         way.run(FEW, quota)
@@ -287,6 +291,8 @@ def run_in_turns(ways: dict[str, Way], rounds: int, quota: float) -> None:
             going[(place + number) % len(going)].run(STEPS, quota)
         if number + 1 == rounds // 4:
             going = _closer(going, BEHIND)
+        if number + 1 == rounds // 2:
+            halfway()
 
 
 def _closer(ways: list[Way], limit: float) -> list[Way]:
@@ -473,8 +479,8 @@ def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     ours: list[float] = []
     for key in told["samples"]:  # the chosen plan first
-        before, after = (forecasts[key] for forecasts in told["predicted"])
-        predicted = (before + after) / 2
+        predictions = [forecasts[key] for forecasts in told["predicted"]]
+        predicted = sum(predictions) / len(predictions)
         seen = [row[key] for row in told["seen"] if row[key][0]]
         between = [seconds for _, _, exchanges in seen for seconds in exchanges]
         spread_s = median(between) if between else 0.0
@@ -492,7 +498,7 @@ def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
                 "ms_per_step": 1e3 * step,
                 "ms_spread": spread([1e3 * seconds for seconds in rounds]),
                 "predicted_ms": 1e3 * predicted,
-                "before_after": [round(1e3 * before, 1), round(1e3 * after, 1)],
+                "predictions_ms": [round(1e3 * seconds, 1) for seconds in predictions],
                 "chosen_over": median([a / b for a, b in zip(ours, rounds, strict=False)]),  # round by round
                 "prediction_error": predicted / step - 1,
                 "slowest_waits": waits[min(waits, key=lambda rank: quotas[rank])],
@@ -568,7 +574,7 @@ def main() -> None:
         found = rows_of(name, on_lab(name, rounds))
         rows += found
         for row in sorted(found, key=lambda row: row["ms_per_step"])[:6]:
-            words = f"{row['ms_per_step']:.0f} ms {row['ms_spread']}, predicted {row['before_after']}"
+            words = f"{row['ms_per_step']:.0f} ms {row['ms_spread']}, predicted {row['predictions_ms']}"
             print(f"{name}: {row['plan']} {row['samples']} {words}", file=sys.stderr, flush=True)
         over, error = max(row["chosen_over"] for row in found[1:]), found[0]["prediction_error"]
         print(f"{name}: {over:.3f} times the best by hand, predicted {error:+.1%}", file=sys.stderr, flush=True)

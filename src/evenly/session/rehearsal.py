@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from evenly.planner.replica import eased
 from evenly.session.trials import Ensemble, Joint, Trial
 from evenly.shards import join_shards
 from evenly.spec import Cluster, Curve, CutStep, Layout, Profile, deal
-from evenly.survey import fastest_groups
+from evenly.survey import fastest_groups, usual
 
 FEW = 2  # samples of each rank: little to compute
 LEAST, MOST = 2, 40  # steps of a kind
@@ -162,13 +162,13 @@ class _Scene:
         self.meet()
         if ensemble is None:
             return {}
-        computing_s, whole_s = median(j.computing_s for j in joint), median(j.seconds for j in joint)
+        computing_s, whole_s = usual([j.computing_s for j in joint]), usual([j.seconds for j in joint])
         factor = computing_s / own_s
         if own_s > TELLING * own_few_s:  # what is fixed in a step falls out
             factor = (computing_s - few_s) / (own_s - own_few_s)
         factor = _bounded(factor)
         found = {"factor": factor, "joint": [ranks, mine, whole_s, computing_s]}
-        return {**found, "alone": 1.0 if len(self.node) == 1 else min(1.0, median(alone) / (factor * own_s))}
+        return {**found, "alone": 1.0 if len(self.node) == 1 else min(1.0, usual(alone) / (factor * own_s))}
 
     def cut_found(self) -> dict[str, Any] | None:
         """Returns, on the fastest rank of a node, the cut network to try there."""

@@ -4,7 +4,6 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
@@ -12,7 +11,7 @@ from evenly.comm import Alarm, Party
 from evenly.graph import Traced
 from evenly.nodes import join_nodes
 from evenly.spec import Cluster, EverySteps, Exchange
-from evenly.survey import finish, inputs_of, train_step
+from evenly.survey import finish, inputs_of, train_step, usual
 
 WARM = 1  # steps until memory has found its place
 
@@ -39,7 +38,7 @@ class Trial:
             train_step(self._model, self._optimizer, given)
             finish(self._device)
             seconds.append(time.perf_counter() - began)
-        return median(seconds[WARM:])
+        return usual(seconds[WARM:])
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Ensemble:
     def together(self, samples: int, times: int) -> Joint:
         """Returns a step in which this rank has so many samples; all ranks make as many steps."""
         seconds = self._trial.step_s(samples, times)
-        return Joint(seconds, median(spent.computing_s for spent in self._joined.clock.take()[WARM:]))
+        return Joint(seconds, usual([spent.computing_s for spent in self._joined.clock.take()[WARM:]]))
 
     def alone(self, samples: int, times: int) -> float:
         """Returns the seconds of a step by itself, while the others rest."""

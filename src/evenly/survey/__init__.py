@@ -3,7 +3,7 @@
 from evenly.survey.devices import inputs_of, train_step
 from evenly.survey.discover import describe_device, survey_cluster
 from evenly.survey.measure import fastest_groups, measure_cluster
-from evenly.survey.stopwatch import finish
+from evenly.survey.stopwatch import finish, usual
 
 __all__ = [
     "describe_device",
@@ -13,4 +13,5 @@ __all__ = [
     "measure_cluster",
     "survey_cluster",
     "train_step",
+    "usual",
 ]

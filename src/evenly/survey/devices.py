@@ -4,7 +4,7 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import psutil
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from evenly.graph import Traced
 from evenly.spec import Curve, Graph, Layer, LayerCurves
-from evenly.survey.stopwatch import Stopwatch
+from evenly.survey.stopwatch import Stopwatch, usual
 
 PARTS = (1.0, 0.25, 0.5, 0.75, 0.125)  # of a layer, the most telling first
 BATCHES = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of the samples, for a whole step
@@ -64,8 +64,8 @@ class DeviceSurvey:
 
     def _curve(self, found: dict[int, list[float]]) -> Curve:
         largest = found[max(found)]
-        self.spread = (max(largest) - min(largest)) / median(largest)
-        seconds = rising([max(1e-9, median(readings)) for readings in found.values()])
+        self.spread = (max(largest) - min(largest)) / usual(largest)
+        seconds = rising([max(1e-9, usual(readings)) for readings in found.values()])
         return Curve(sizes=tuple(found), seconds=tuple(seconds))
 
     def layers(self, step: Curve) -> dict[str, LayerCurves]:
