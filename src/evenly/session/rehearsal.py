@@ -163,8 +163,10 @@ class _Scene:
         if ensemble is None:
             return {}
         computing_s, whole_s = usual([j.computing_s for j in joint]), usual([j.seconds for j in joint])
-        factor = computing_s / own_s
-        if own_s > TELLING * own_few_s:  # what is fixed in a step falls out
+        factor = whole_s / own_s  # of a rank alone nothing of a step is averaging or waiting
+        if len(ranks) > 1:
+            factor = computing_s / own_s
+        if len(ranks) > 1 and own_s > TELLING * own_few_s:  # what is fixed in a step falls out
             factor = (computing_s - few_s) / (own_s - own_few_s)
         factor = _bounded(factor)
         found = {"factor": factor, "joint": [ranks, mine, whole_s, computing_s]}
