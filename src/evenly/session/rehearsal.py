@@ -166,8 +166,9 @@ class _Scene:
         factor = whole_s / own_s  # of a rank alone nothing of a step is averaging or waiting
         if len(ranks) > 1:
             factor = computing_s / own_s
-        if len(ranks) > 1 and own_s > TELLING * own_few_s:  # what is fixed in a step falls out
-            factor = (computing_s - few_s) / (own_s - own_few_s)
+            if own_s > TELLING * own_few_s:  # what is fixed in a step falls out
+                factor = (computing_s - few_s) / (own_s - own_few_s)
+            factor = max(factor, usual(alone) / own_s)  # a quota recovers while a rank averages: that is fixed too
         factor = _bounded(factor)
         found = {"factor": factor, "joint": [ranks, mine, whole_s, computing_s]}
         return {**found, "alone": 1.0 if len(self.node) == 1 else min(1.0, usual(alone) / (factor * own_s))}
