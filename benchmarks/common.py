@@ -33,10 +33,18 @@ class Claim:
         return self.value <= self.bar if self.better == "lower" else self.value >= self.bar
 
 
-def tell(benchmark: str, rows: Sequence[Mapping[str, Any]], claims: Sequence[Claim], *, note: str, save: bool) -> None:
-    """Prints the rows, the claims and the JSON object; keeps object and note in `results/` if asked."""
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(_table(rows))
+def tell(
+    benchmark: str,
+    rows: Sequence[Mapping[str, Any]],
+    claims: Sequence[Claim],
+    *,
+    note: str,
+    save: bool,
+    shown: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Prints the rows (or those to be `shown`), the claims and the JSON object; keeps it in `results/` if asked."""
+    show(rows if shown is None else shown)
+    console = _console()
     for claim in claims:
         verdict = "holds" if claim.holds else "DOES NOT HOLD"
         sign = "<=" if claim.better == "lower" else ">="
@@ -53,6 +61,16 @@ def tell(benchmark: str, rows: Sequence[Mapping[str, Any]], claims: Sequence[Cla
     if save:
         (RESULTS / f"{benchmark}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result), flush=True)
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints rows as a table."""
+    if rows:
+        _console().print(_table(rows))
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def median(values: Sequence[float]) -> float:

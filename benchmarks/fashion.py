@@ -57,16 +57,16 @@ def main() -> None:
 def report(runs: dict[str, list[Run]], settings: dict[str, object], *, rate: float | None, save: bool) -> None:
     rows = []
     for way, mine in runs.items():
-        seconds = [_end(run).seconds for run in mine]
-        accuracies = [100 * _accuracy(run) for run in mine]
+        seconds = [end_of(run).seconds for run in mine]
+        accuracies = [100 * accuracy_of(run) for run in mine]
         rows.append(
             {
                 "method": way,
                 "seconds": median(seconds),
                 "spread_s": spread(seconds),
-                "samples_per_s": median([_end(run).samples_per_s for run in mine]),
-                "mb_across": median([sum(_end(run).interface_bytes) / 1e6 for run in mine]),
-                "exchanges": _end(mine[0]).exchanges,
+                "samples_per_s": median([end_of(run).samples_per_s for run in mine]),
+                "mb_across": median([sum(end_of(run).interface_bytes) / 1e6 for run in mine]),
+                "exchanges": end_of(mine[0]).exchanges,
                 "accuracy_percent": sum(accuracies) / len(accuracies),
                 "accuracies": [round(accuracy, 2) for accuracy in accuracies],
             }
@@ -76,11 +76,11 @@ def report(runs: dict[str, list[Run]], settings: dict[str, object], *, rate: flo
     claims = [
         Claim(
             "accuracy_points_minus_global",
-            sum(100 * (_accuracy(a) - _accuracy(b)) for a, b in pairs) / len(pairs),
+            sum(100 * (accuracy_of(a) - accuracy_of(b)) for a, b in pairs) / len(pairs),
             -0.5,
             "higher",
         ),
-        Claim("speedup_over_global", median([_end(b).seconds / _end(a).seconds for a, b in pairs]), 2.5, "higher"),
+        Claim("speedup_over_global", median([end_of(b).seconds / end_of(a).seconds for a, b in pairs]), 2.5, "higher"),
     ]
     parameters = runs["global"][0].events[0].settings["parameters"]
     note = (
@@ -91,19 +91,21 @@ def report(runs: dict[str, list[Run]], settings: dict[str, object], *, rate: flo
     tell("fashion", rows, claims, note=note, save=save)
 
 
-def _end(run: Run) -> RunFinished:
+def end_of(run: Run) -> RunFinished:
+    """Returns the totals of a run."""
     found = run.last(RunFinished)
     if found is None:
         raise SystemExit("a run did not finish")
     return found
 
 
-def _accuracy(run: Run) -> float:
+def accuracy_of(run: Run) -> float:
+    """Returns the accuracy of the final model."""
     return float(run.latest_values()["accuracy"] or 0.0)
 
 
 def _line(run: Run) -> str:
-    return f"{_end(run).seconds:.1f} s, {100 * _accuracy(run):.2f} %"
+    return f"{end_of(run).seconds:.1f} s, {100 * accuracy_of(run):.2f} %"
 
 
 if __name__ == "__main__":

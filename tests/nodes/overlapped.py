@@ -100,10 +100,16 @@ class Overlapped(Reference):
             for slot in states[0]:
                 policy = self.settings.policy_of(slot)
                 if policy == "reset":
-                    acts.append(lambda states=states, slot=slot: [state[slot].zero_() for state in states])
+                    acts += self._resets([state[slot] for state in states], parameters[0], rows)
                 elif policy == "average" and states[0][slot].shape == parameters[0].shape:
                     acts.append(self._state([_part(s[slot], rows) for s in states], weights, overlap, slot))
         return acts
+
+    def _resets(self, values, parameter, rows):
+        """Rows of momenta with their fragment, counters with the last rows."""
+        if rows is None or values[0].shape == parameter.shape:
+            return [lambda: [_part(value, rows).zero_() for value in values]]
+        return [lambda: [value.zero_() for value in values]] if rows.stop == len(parameter) else []
 
     def _state(self, own, weights, overlap, slot):
         snapshots = [value.clone() for value in own]

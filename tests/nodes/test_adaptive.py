@@ -30,12 +30,27 @@ def test_what_overlaps_costs_nothing_but_the_wire_must_be_free():
     assert choose(wish, Exchange(overlap=5), 4, Seen(step_s=0.1, transfer_s=0.6))[0] == 49  # 0.1 s too late
 
 
-def test_drift_changes_the_period_by_steps():
+def test_drift_changes_the_period_in_which_it_grew():
     wish = Adaptive(drift=0.1)
-    assert choose(wish, Exchange(), 8, Seen(step_s=0.1, drift=0.2))[0] == 4
-    assert choose(wish, Exchange(), 8, Seen(step_s=0.1, drift=0.01))[0] == 16
-    assert choose(wish, Exchange(), 8, Seen(step_s=0.1, drift=0.08))[0] == 10
-    assert choose(wish, Exchange(overlap=6), 8, Seen(step_s=0.1, drift=0.2))[0] == 6
+    assert choose(wish, Exchange(), 50, Seen(drift=0.2, steps=8))[0] == 4
+    assert choose(wish, Exchange(), 50, Seen(drift=0.01, steps=8))[0] == 16
+    assert choose(wish, Exchange(), 50, Seen(drift=0.08, steps=8))[0] == 10
+    assert choose(wish, Exchange(overlap=6), 50, Seen(drift=0.2, steps=8))[0] == 6
+
+
+@pytest.mark.parametrize("lag", [1, 2, 5])
+def test_drift_settles_though_it_is_told_late(lag):
+    wish, lengths = Adaptive(drift=0.8), [4] * (lag + 1)
+    for _ in range(30):
+        told = lengths[-1 - lag]  # drift grows in proportion to steps: 8 are right
+        lengths.append(choose(wish, Exchange(), lengths[-1], Seen(drift=told / 10, steps=told))[0])
+    assert lengths[-10:] == [8] * 10
+
+
+def test_the_first_period_is_as_long_as_the_overlap():
+    assert Schedule(Adaptive(start=4), least=Exchange(overlap=8).least_steps).next_length == 8
+    with pytest.raises(SpecError, match="longer than the longest"):
+        Adaptive(start=20, most=10)
 
 
 def test_a_new_length_holds_from_the_next_period_on():
@@ -81,7 +96,7 @@ def test_all_ranks_choose_the_same(wish, overlap):
         settings = {"period": Adaptive(start=2, most=64, **wish), "exchange": Exchange(overlap=overlap)}
         synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of(ragged(2, 1)), **settings)
         chosen, told = [], []
-        synchronized.on_period.append(lambda steps, why: chosen.append((synchronized.schedule.step, steps, why)))
+        synchronized.on_period.append(lambda step, steps, why: chosen.append((step, steps, why)))
         synchronized.on_exchange.append(lambda done: told.append(done.step))
         generator = torch.Generator().manual_seed(party.rank)
         for _ in range(40):

@@ -323,6 +323,33 @@ def test_evaluation_with_an_exchange_under_way_changes_nothing():
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_agreed_weighs_nodes_by_their_samples_also_with_an_exchange_under_way():
+    def act(party):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        synchronized = join(party, ragged(1, 1), model, optimizer, every=2, exchange=Exchange(overlap=2))
+        for step in range(2):
+            x, y = batch(party.rank, step)
+            few = slice(None) if party.rank else slice(0, 1)
+            loss_of(synchronized, (x[few], y[few])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        own, count = parameters(model), 1 if party.rank == 0 else len(x)
+        with synchronized.agreed():
+            average = parameters(model)
+        assert same(own, parameters(model))
+        synchronized.finish()
+        synchronized.close()
+        return own, average, parameters(model), count
+
+    (own_a, average_a, end_a, few), (own_b, average_b, _, many) = run_ranks(2, act)
+    wanted = [(few * x + many * y) / (few + many) for x, y in zip(own_a, own_b, strict=True)]
+    assert few < many
+    assert same(average_a, average_b)
+    torch.testing.assert_close(average_a, wanted)
+    torch.testing.assert_close(end_a, wanted)
+
+
 def test_agreed_shows_the_average_and_gives_the_state_back():
     def act(party):
         model = network()

@@ -100,6 +100,11 @@ def test_optimizer_state(policy, overlap):
     check("2x2", "adam", 3, Exchange(optimizer_state=policy, overlap=overlap), steps=8)
 
 
+@pytest.mark.parametrize("policy", ["reset", {"exp_avg": "reset", "exp_avg_sq": "average"}])
+def test_state_of_fragments(policy):
+    check("2x2", "adam", 4, Exchange(optimizer_state=policy, fragments=3, overlap=1), steps=9)
+
+
 def test_optimizer_state_with_its_own_period():
     check("2x2", "adam", 2, Exchange(optimizer_state="average", state_every=2), steps=9)
 
@@ -156,7 +161,7 @@ def test_what_a_code_loses_is_sent_later():
     ("period", "exchange", "words"),
     [
         (EverySteps(4), {"overlap": 5}, "overlap with 5 steps"),
-        (EveryEpoch(), {"fragments": 2}, "not of an epoch"),
+        (EveryEpoch(), {"fragments": 2}, "or of an epoch"),
         (EverySteps(2), {"fragments": 3}, "period of 2 steps"),
         (period_of("global"), {"overlap": 1}, "at every step"),
         (EverySteps(4), {"codec": "fp7"}, "fp32, bf16, int8, int4"),

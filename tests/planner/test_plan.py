@@ -6,7 +6,7 @@ from torch import nn
 
 from evenly import SpecError, trace
 from evenly.planner import plan, simulate
-from evenly.spec import Cluster, Curve, Device, EverySteps, Graph, Node, Plan, Profile, Rate
+from evenly.spec import Cluster, Curve, Device, EverySteps, Exchange, Graph, Node, Plan, Profile, Rate
 
 GB = 10**9
 
@@ -73,6 +73,26 @@ def test_exchanges_take_no_more_than_the_budget(graph):
     predicted = made.predicted
     assert predicted is not None
     assert predicted.exchange_s / (made.period.steps * predicted.step_s + predicted.exchange_s) <= 0.02
+
+
+@pytest.mark.parametrize(("sizes", "least"), [((1, 1), 8), ((2,), 8)])
+def test_periods_leave_room_for_overlap_and_fragments(graph, sizes, least):
+    made = planned(graph, [1] * 2, *sizes, batch_size=1000, exchange=Exchange(overlap=8, fragments=4))
+    assert made.period.steps >= least
+
+
+def test_an_exchange_beside_the_training_is_forecast_to_cost_nothing(graph):
+    cluster = cluster_of(1, 1)
+    profile = Profile.from_speeds(cluster, graph, [1, 1], flops_per_s=1e9)
+    forecasts = []
+    for exchange in (Exchange(), Exchange(overlap=10), Exchange(codec="int8")):
+        made = plan(cluster, profile, graph, batch_size=1000, every=10, exchange=exchange)
+        forecasts.append(simulate(made, cluster, profile, graph, steps=100))
+    waiting, beside, coded = forecasts
+    assert beside.seconds < coded.seconds < waiting.seconds
+    assert coded.devices[0].sent_bytes < 0.3 * waiting.devices[0].sent_bytes
+    timed = plan(cluster, profile, graph, batch_size=1000, every=f"{waiting.seconds}s")
+    assert simulate(timed, cluster, profile, graph, steps=100).exchanges <= 2
 
 
 def test_memory_is_kept(graph):

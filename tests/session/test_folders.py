@@ -52,10 +52,10 @@ def test_merging_leaves_alone_what_is_the_same_or_no_float():
             "frozen": torch.tensor([0.1]),
             "table": torch.tensor([7], dtype=torch.int32),
         }
-        return {"m": {"parameters": parameters, "optimizer": optimizer}}
+        return {"m": {"parameters": parameters, "optimizer": optimizer, "pending": []}}
 
     def rank(samples, mean):
-        state = {"buffers": {"mean": torch.tensor([mean])}, "agreed": {}, "feed": None}
+        state = {"buffers": {"mean": torch.tensor([mean])}, "agreed": {}, "feed": None, "exchanges": {"trips": []}}
         progress = {"step": 9, "since": [3], "exchanges": 2, "samples": [samples], "counts": [2]}
         return {"trainees": {"m": {**state, "progress": progress}}, "tracked": {}, "random": {}}
 
@@ -67,6 +67,29 @@ def test_merging_leaves_alone_what_is_the_same_or_no_float():
     assert torch.equal(parameters["table"], torch.tensor([7], dtype=torch.int32))
     torch.testing.assert_close(local["trainees"]["m"]["buffers"]["mean"], torch.tensor([4.5]))
     assert local["trainees"]["m"]["progress"]["since"] == [0]
+
+
+def test_merging_lands_what_was_under_way_first():
+    """Nodes had 90 and 10 samples before the snapshot, and as many since it: both periods are weighted by their own."""
+
+    def node(snapshot, since):
+        change = 2.0 - snapshot  # the nodes agreed on 2
+        piece = {"home": "weight", "label": "weight[1:2]", "slot": "", "rows": [1, 2], "value": torch.tensor([change])}
+        slot = {"home": "weight", "label": "0.m", "slot": "m", "rows": None, "value": torch.tensor([1.0, 1.0])}
+        optimizer = {"state": {0: {"m": torch.zeros(2)}}, "param_groups": []}
+        weight = torch.tensor([5.0, snapshot + since])
+        return {"m": {"parameters": {"weight": weight}, "optimizer": optimizer, "pending": [[piece, slot]]}}
+
+    def rank(samples, mean):
+        trip = {"buffers": {"mean": torch.tensor([4.0])}, "snapshot": {"mean": torch.tensor([mean])}}
+        state = {"buffers": {"mean": torch.tensor([mean])}, "agreed": {}, "feed": None, "exchanges": {"trips": [trip]}}
+        progress = {"step": 9, "since": [3], "exchanges": 2, "samples": [samples], "counts": [2]}
+        return {"trainees": {"m": {**state, "progress": progress}}, "tracked": {}, "random": {}}
+
+    merged, local = merge([node(1.0, 0.5), node(11.0, 1.5)], [rank(30.0, 1.0), rank(10.0, 7.0)], [[0], [1]])
+    torch.testing.assert_close(merged["m"]["parameters"]["weight"], torch.tensor([5.0, 2.75]))
+    torch.testing.assert_close(merged["m"]["optimizer"]["state"][0]["m"], torch.ones(2))
+    torch.testing.assert_close(local["trainees"]["m"]["buffers"]["mean"], torch.tensor([4.0]))
 
 
 def test_names_with_dots_do_not_collide():

@@ -49,6 +49,18 @@ def test_the_record_tells_the_run(tmp_path):
     end = run.last(RunFinished)
     assert (end.steps, end.samples) == (14, 106)
     assert tuple(heard) == run.events
+    (phases,) = end.phases
+    assert 0 < phases.compute_s < end.seconds
+    assert (phases.exchange_s, phases.exchange_bytes, phases.gradient_bytes) == (0.0, 0, 0)
+
+
+def test_checkpoints_by_steps_need_a_period_in_steps(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenly.Session(tmp_path / "run", checkpoint_every=5) as session:
+        plan = session.plan(batch_size=4, every="2s")
+        with pytest.raises(SpecError, match="unequal numbers of them"):
+            session.prepare(model, optimizer, plan=plan)
 
 
 def test_a_failure_is_recorded_and_the_group_closed(tmp_path):

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from evenly.reports import HEADERS, Row, cells, notes, row_of
+from evenly.reports import HEADERS, PHASE_HEADERS, Row, cells, exchange_words, notes, phase_rows, row_of
 from evenly.spec import (
     CheckpointSaved,
     EpochDone,
@@ -37,6 +37,21 @@ def show_rows(rows: Sequence[Row], *, console: Console) -> None:
     console.print(table)
     for note in notes(rows):
         console.print(note, markup=False, soft_wrap=True)
+
+
+def show_phases(run: Run, *, console: Console) -> None:
+    """Prints where the time of each rank of a run went, if that was recorded."""
+    rows = phase_rows(run)
+    if rows:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+        for header in PHASE_HEADERS:
+            table.add_column(header, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print()
+        console.print(table)
+    if words := exchange_words(run):
+        console.print(words, markup=False, soft_wrap=True)
 
 
 class Watcher:

@@ -45,7 +45,7 @@ def plan(
     ] = None,
     every: Annotated[
         str | None,
-        typer.Option(metavar="K|epoch|adaptive|global", help="The period K'; chosen by --budget if left out."),
+        typer.Option(metavar="K|30s|epoch|adaptive|global", help="The period K'; chosen by --budget if left out."),
     ] = None,
     budget: Annotated[float, typer.Option(help="Part of the time for exchanges between nodes.")] = 0.05,
     memory: Annotated[

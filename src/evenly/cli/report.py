@@ -6,15 +6,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from evenly.cli.console import show_rows
+from evenly.cli.console import show_phases, show_rows
 from evenly.reports import read_row
+from evenly.spec import Run
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or their run.jsonl files.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run instead of a table.")] = False,
 ) -> None:
-    """Print one row for each run: time, samples/s, MB across nodes, exchanges, accuracy."""
+    """Print one row for each run: time, samples/s, MB across nodes, exchanges, accuracy.
+
+    Of one run alone also where the time of each rank went: computing, averaging inside its node, standing still for
+    exchanges across nodes, waiting for slower ranks, other things.
+    """
     rows = [read_row(path) for path in runs]
     if json:
         from dataclasses import asdict
@@ -23,4 +28,7 @@ def report(
         for row in rows:
             print(dumps(asdict(row)))
         return
-    show_rows(rows, console=Console(highlight=False))
+    console = Console(highlight=False)
+    show_rows(rows, console=console)
+    if len(runs) == 1:
+        show_phases(Run.read(runs[0]), console=console)

@@ -64,6 +64,7 @@ def open_groups(
     *,
     timeout_s: float = 600.0,
     joint_gradients: bool = False,
+    beside: bool = False,
 ) -> Groups:
     """Returns the groups of this rank; every rank of the party must call it with the same arguments.
 
@@ -73,6 +74,8 @@ def open_groups(
         devices: the device of each rank, which decides the backend.
         timeout_s: time limit of every collective.
         joint_gradients: whether gradients are averaged over all ranks instead of inside the node.
+        beside: whether another thread uses the groups of node and peers while gradients are averaged. NCCL asks for
+            one order of all works of a device, which two threads do not have: these groups then go through host memory.
     """
     index = next(i for i, ranks in enumerate(nodes) if party.rank in ranks)
 
@@ -81,15 +84,15 @@ def open_groups(
         return open_group(party, name, ranks, backend=chosen, timeout_s=timeout_s)
 
     def votes(name: str, ranks: Sequence[int], data: dist.ProcessGroup) -> dist.ProcessGroup:
-        on_cpu = backend_for([devices[rank] for rank in ranks]) == "gloo"
+        on_cpu = exchanged == "gloo" or backend_for([devices[rank] for rank in ranks]) == "gloo"
         return data if on_cpu else group(f"{name}votes", ranks, "gloo")
 
-    everybody, own = range(party.size), nodes[index]
-    node = group(f"node{index}", own)
+    everybody, own, exchanged = range(party.size), nodes[index], "gloo" if beside else None
+    node = group(f"node{index}", own, exchanged)
     peers = []
     for number, segment in enumerate(refine(nodes)):
         if party.rank in segment.owners:
-            data = group(f"peers{number}", segment.owners)
+            data = group(f"peers{number}", segment.owners, exchanged)
             peers.append(Peers(segment, data, votes(f"peers{number}", segment.owners, data)))
     return Groups(
         party=party,

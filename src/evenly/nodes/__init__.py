@@ -1,12 +1,15 @@
 """Node-based communications: gradients inside the node, parameters across nodes."""
 
+from evenly.nodes.cargo import SQUARES
 from evenly.nodes.codecs import Codec, add_codec
 from evenly.nodes.join import join_nodes
-from evenly.nodes.membership import Ballot, Membership, Quorum, StaticMembership
+from evenly.nodes.membership import Ballot, Membership, Quorum, StaticMembership, fractions
+from evenly.nodes.state import difference
 from evenly.nodes.synchronized import Synchronized, leading_dim
 from evenly.nodes.trips import Exchanged
 
 __all__ = [
+    "SQUARES",
     "Ballot",
     "Codec",
     "Exchanged",
@@ -15,6 +18,8 @@ __all__ = [
     "StaticMembership",
     "Synchronized",
     "add_codec",
+    "difference",
+    "fractions",
     "join_nodes",
     "leading_dim",
 ]

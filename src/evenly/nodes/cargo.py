@@ -2,14 +2,35 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from evenly._errors import CheckpointError
 from evenly.comm import Waiter
 from evenly.nodes.membership import Quorum
 from evenly.nodes.points import Carried, Part, Points
+from evenly.nodes.state import Entry
 
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # a tensor of the network, and what was agreed on for it
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf")
+MOMENTA = ("momentum_buffer", "exp_avg", "grad_avg", "ax", "prev")
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """An entry, its tensor as it travels (complex numbers as pairs), and what was agreed on for it."""
+
+    entry: Entry
+    tensor: torch.Tensor
+    value: torch.Tensor
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps."""
+        entry, value = self.entry, self.value
+        rows = None if entry.rows is None else [entry.rows.start, entry.rows.stop]
+        value = torch.view_as_complex(value.clone()) if entry.tensor.is_complex() else value
+        return {"home": entry.home, "label": entry.label, "slot": entry.slot, "rows": rows, "value": value}
 
 
 class Cargo(ABC):
@@ -37,42 +58,54 @@ class Cargo(ABC):
         """
 
     @abstractmethod
-    def agreed(self) -> tuple[Pairs, list[Pairs]]:
-        """Returns what was agreed on for the parameters, and for each slot of the optimizer's state."""
+    def agreed(self) -> list[Agreed]:
+        """Returns what was agreed on for the parameters and the optimizer's state."""
 
-    def pieces(self) -> list[torch.Tensor]:
-        """Returns what was agreed on, in the order in which `put` takes it."""
-        parameters, slots = self.agreed()
-        return [piece for pairs in (parameters, *slots) for _, piece in pairs]
+    def saved(self) -> list[dict[str, Any]]:
+        """Returns what a checkpoint keeps of what was agreed on."""
+        return [piece.saved() for piece in self.agreed()]
 
-    def put(self, pieces: Sequence[torch.Tensor]) -> None:
+    def put(self, saved: Sequence[dict[str, Any]]) -> None:
         """Takes over what was agreed on from a checkpoint."""
-        for place, piece in zip(self.pieces(), pieces, strict=True):
-            place.copy_(piece)
+        own = self.agreed()
+        if [piece.entry.label for piece in own] != [row["label"] for row in saved]:
+            raise CheckpointError(
+                "the checkpoint has an exchange under way that carries other tensors than this run would. Go on with "
+                "the same model, optimizer and settings to the next exchange."
+            )
+        for piece, row in zip(own, saved, strict=True):
+            value = torch.view_as_real(row["value"]) if row["value"].is_complex() else row["value"]
+            piece.value.copy_(value)
 
-    def unload(self) -> None:
-        """Puts what was agreed on into the network and the optimizer, in place."""
-        parameters, slots = self.agreed()
-        if not self.change:
-            _together(torch._foreach_copy_, [pair for pairs in (parameters, *slots) for pair in pairs])
-            return
-        _together(torch._foreach_add_, parameters)
-        for pairs in slots:
-            _add_state(pairs)
+    def unload(self, *, state: bool = True) -> None:
+        """Puts what was agreed on into the network and, with `state`, into the optimizer, in place."""
+        found = self.agreed()
+        parameters = [piece for piece in found if not piece.entry.slot]
+        _together(torch._foreach_add_ if self.change else torch._foreach_copy_, parameters)
+        slots = sorted({piece.entry.slot for piece in found if piece.entry.slot}) if state else []
+        for slot in slots:
+            pieces = [piece for piece in found if piece.entry.slot == slot]
+            if self.change:
+                _add_state(slot, pieces)
+            else:
+                _together(torch._foreach_copy_, pieces)
 
 
-def _together(act: Callable[..., object], pairs: Pairs) -> None:
+def _together(act: Callable[..., object], pieces: Sequence[Agreed]) -> None:
     """Lets `act` change all tensors at once, which a GPU does in few launches."""
-    if pairs:
-        act([tensor for tensor, _ in pairs], [piece for _, piece in pairs])
+    if pieces:
+        act([piece.tensor for piece in pieces], [piece.value for piece in pieces])
 
 
-def _add_state(pairs: Pairs) -> None:
-    """Adds in place; a slot that is nowhere below 0, as squares are, stays so."""
-    least = [tensor.amin() for tensor, _ in pairs if tensor.numel()]
-    if not least:
+def _add_state(slot: str, pieces: Sequence[Agreed]) -> None:
+    """Adds in place; squares do not fall below 0, nor does a slot of an unknown name that is nowhere below it."""
+    least = [piece.tensor.amin() for piece in pieces if piece.tensor.numel()]
+    if slot in MOMENTA or not least:
+        _together(torch._foreach_add_, pieces)
         return
-    floor = torch.where(torch.stack([value.double() for value in least]).amin() >= 0, 0.0, -torch.inf)
-    for tensor, piece in pairs:
-        tensor.add_(piece)
-        torch.maximum(tensor, floor.to(tensor.dtype), out=tensor)
+    floor = least[0].new_zeros((), dtype=torch.float64)
+    if slot not in SQUARES:
+        floor = torch.where(torch.stack([value.double() for value in least]).amin() >= 0, 0.0, -torch.inf)
+    for piece in pieces:
+        piece.tensor.add_(piece.value)
+        torch.maximum(piece.tensor, floor.to(piece.tensor.dtype), out=piece.tensor)

@@ -10,6 +10,8 @@ import torch
 
 from evenly._errors import SpecError
 
+TRIED = (1, 7, 300)  # numbers of values with which a new codec is tried
+
 Encode = Callable[[torch.Tensor], torch.Tensor]
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -24,10 +26,6 @@ class Codec:
     encode: Encode  # [n] floats -> [bytes] of torch.uint8
     decode: Decode  # [bytes], n -> [n] float32
 
-    def code_bytes(self, size: int) -> int:
-        """Returns the bytes that `size` values travel in."""
-        return self.encode(torch.zeros(size)).numel()
-
 
 def add_codec(name: str, encode: Encode, decode: Decode) -> None:
     """Makes a codec known as `name`; every rank calls it before `synchronize`.
@@ -38,9 +36,12 @@ def add_codec(name: str, encode: Encode, decode: Decode) -> None:
             the number of values only.
         decode: such bytes and the number of values to a flat tensor of float32.
     """
-    if name in CODECS:
+    if name in ("fp32", *CODECS):
         raise SpecError(f"a codec named {name!r} is known already. Give yours another name.")
-    CODECS[name] = Codec(encode, decode)
+    codec = Codec(encode, decode)
+    for size in TRIED:
+        _try(name, codec, size)
+    CODECS[name] = codec
 
 
 def find_codec(name: str) -> Codec | None:
@@ -53,6 +54,22 @@ def find_codec(name: str) -> Codec | None:
             "Take one of these, or make yours known by evenly.nodes.add_codec on every rank."
         )
     return CODECS[name]
+
+
+def _try(name: str, codec: Codec, size: int) -> None:
+    """Refuses a codec that cannot carry `size` values."""
+    zeros, ones = codec.encode(torch.zeros(size)), codec.encode(torch.ones(size))
+    if zeros.dtype != torch.uint8 or zeros.ndim != 1 or zeros.shape != ones.shape:
+        raise SpecError(
+            f"the codec {name!r} made of {size} values {zeros.dtype} {list(zeros.shape)}, and of others "
+            f"{list(ones.shape)}. It must be a flat tensor of torch.uint8 whose length depends on their number only."
+        )
+    values = codec.decode(ones, size)
+    if not values.is_floating_point() or values.shape != (size,):
+        raise SpecError(
+            f"the codec {name!r} made {values.dtype} {list(values.shape)} of the code of {size} values. Decode as many "
+            "floats as were encoded."
+        )
 
 
 def _to_bf16(values: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ from typing import final
 import torch
 
 from evenly.comm import Alarm, Groups, Waiter, Wire
-from evenly.nodes.cargo import Cargo, Pairs
+from evenly.nodes.cargo import Agreed, Cargo
 from evenly.nodes.cut_gradients import ReplicaGradients
+from evenly.nodes.flat import real, travelling_dtype
 from evenly.nodes.meeting import Items, Meeting, Open
 from evenly.nodes.membership import Quorum
 from evenly.nodes.points import Carried, Part, Points
@@ -123,12 +124,12 @@ class CutSharing(Sharing):
         self.across.spread(scratch, waiter)
         self.apply(scratch, list(counters.values()))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Shuts the groups of all meetings down."""
         if self._wire is not None:
             self._wire.alarm.leave(self._alarm)
         for meeting in self._meetings:
-            meeting.close(failed=self._alarm.has_rung)
+            meeting.close(failed=failed)
 
     def _meet(
         self, name: str, sides: Sequence[Sequence[Replica]], shapes: Mapping[str, Shape], *, spreads: bool
@@ -154,7 +155,7 @@ class CutSharing(Sharing):
     def apply(scratch: Items, tensors: Sequence[torch.Tensor]) -> None:
         """Copies what has travelled into tensors, in place."""
         for (_, value), tensor in zip(scratch, tensors, strict=True):
-            _real(tensor).copy_(value)
+            real(tensor).copy_(value)
 
 
 @final
@@ -196,20 +197,12 @@ class _Cargo(Cargo):
         sharing.apply(scratch, list(moves.values()))
         return carried
 
-    def agreed(self) -> tuple[Pairs, list[Pairs]]:
-        slots = [_pairs(slot, items) for slot, items in zip(self._slots, self._slot_items, strict=True)]
-        return _pairs(self._entries, self._items), slots
-
-
-def _pairs(entries: Sequence[Entry], items: Items) -> Pairs:
-    return [(_real(entry.tensor), value) for entry, (_, value) in zip(entries, items, strict=True)]
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    def agreed(self) -> list[Agreed]:
+        entries = [*self._entries, *(entry for slot in self._slots for entry in slot)]
+        items = [*self._items, *(item for items in self._slot_items for item in items)]
+        return [Agreed(entry, real(entry.tensor), value) for entry, (_, value) in zip(entries, items, strict=True)]
 
 
 def _travelling(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy as it travels: float64 as it is, all other floats as float32, complex numbers as pairs."""
-    real = _real(tensor)
-    return real.to(torch.float64 if real.dtype == torch.float64 else torch.float32, copy=True)
+    """Returns a copy as it travels."""
+    return real(tensor).to(travelling_dtype(tensor), copy=True)

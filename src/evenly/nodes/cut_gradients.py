@@ -143,7 +143,7 @@ class ReplicaGradients(Gradients):
         elif self._meeting.sides > 1:
             gradients = {name: _gradient(p) for name, p in trained.items() if name in used}
             summed = [(name, g.float() if g.dtype.itemsize < 4 else g) for name, g in gradients.items()]
-            self._meeting.reduce(summed, waiter, weight=self._weight / samples if samples else 0.0)
+            self.sent_bytes += self._meeting.reduce(summed, waiter, weight=self._weight / samples if samples else 0.0)
             self._meeting.spread(summed, waiter)
             for (_, value), gradient in zip(summed, gradients.values(), strict=True):
                 if value is not gradient:

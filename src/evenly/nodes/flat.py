@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+TYPES = (torch.float32, torch.float64)
+
 
 class Flat:
     """The elements of `tensors`, in order, as one vector of `dtype`; the tensors keep storage, strides and type."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        self.tensors = [_real(tensor) for tensor in tensors]
+        self.tensors = [real(tensor) for tensor in tensors]
         self.dtype = dtype
         self.total = sum(tensor.numel() for tensor in self.tensors)
 
@@ -40,13 +42,18 @@ class Flat:
 
 
 def flats(tensors: Sequence[torch.Tensor]) -> list[Flat]:
-    """Returns the tensors as vectors, one per type they travel in: float64 as it is, all other floats as float32."""
-    doubles = [tensor for tensor in tensors if tensor.dtype in (torch.float64, torch.complex128)]
-    others = [tensor for tensor in tensors if tensor.dtype not in (torch.float64, torch.complex128)]
-    chosen = ((others, torch.float32), (doubles, torch.float64))
+    """Returns the tensors as vectors, one for each type they travel in."""
+    grouped = ([t for t in tensors if travelling_dtype(t) == dtype] for dtype in TYPES)
+    chosen = zip(grouped, TYPES, strict=True)
     return [Flat(group, dtype) for group, dtype in chosen if sum(tensor.numel() for tensor in group)]
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor as it travels: complex numbers as pairs."""
     detached = tensor.detach()
     return torch.view_as_real(detached) if detached.is_complex() else detached
+
+
+def travelling_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Returns the type in which a tensor travels: float64 as it is, all other floats as float32."""
+    return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32

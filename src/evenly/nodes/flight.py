@@ -12,16 +12,21 @@ T = TypeVar("T")
 
 
 class Flight(Generic[T]):
-    """Runs `act` on a thread of its own, behind the flight `after`; on a GPU on a stream of its own.
+    """Runs `act` on a thread of its own, behind the flight `after`; on a GPU on `stream`.
 
     Flights of a rank follow each other in the order in which they began, which is the same on all ranks.
     """
 
     def __init__(
-        self, act: Callable[[], T], *, alarm: Alarm, device: torch.device, after: "Flight[T] | None" = None
+        self,
+        act: Callable[[], T],
+        *,
+        alarm: Alarm,
+        stream: torch.cuda.Stream | None = None,
+        after: "Flight[T] | None" = None,
     ) -> None:
-        self._alarm, self._device, self._after = alarm, device, after
-        self._ready = _mark(device)
+        self._alarm, self._stream, self._after = alarm, stream, after
+        self._ready = None if stream is None else _mark(torch.cuda.current_stream(stream.device))
         self._done = threading.Event()
         self._landed: torch.cuda.Event | None = None
         self._error: BaseException | None = None
@@ -31,8 +36,8 @@ class Flight(Generic[T]):
         """Returns the result; raises what went wrong on any rank."""
         waiter.wait_for(self._done)
         self.check()
-        if self._landed is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._landed)
+        if self._landed is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._landed)
         return self._result
 
     def ends_within(self, seconds: float) -> bool:
@@ -50,28 +55,25 @@ class Flight(Generic[T]):
                 self._after._done.wait()
                 self._after.check()  # ranks may stand at different places of an exchange that failed
                 self._after = None
-            if self._ready is None:
+            if self._stream is None or self._ready is None:
                 with torch.no_grad():
                     self._result = act()
             else:
-                self._fly_on_a_stream(act, self._ready)
+                self._fly_on(self._stream, self._ready, act)
         except BaseException as error:
             self._error = error
             self._alarm.ring(error)
         finally:
             self._done.set()
 
-    def _fly_on_a_stream(self, act: Callable[[], T], ready: torch.cuda.Event) -> None:
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    def _fly_on(self, stream: torch.cuda.Stream, ready: torch.cuda.Event, act: Callable[[], T]) -> None:
         with torch.no_grad(), torch.cuda.stream(stream):
             stream.wait_event(ready)
             self._result = act()
-            self._landed = _mark(self._device)
+            self._landed = _mark(stream)
 
 
-def _mark(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
-    event.record(torch.cuda.current_stream(device))
+    event.record(stream)
     return event

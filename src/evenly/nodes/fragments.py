@@ -1,18 +1,9 @@
 """The parameters in parts of about equal size, which are exchanged one after another."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from evenly.nodes.state import Entry
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows [start, stop) of a tensor."""
-
-    start: int
-    stop: int
-
+from evenly.nodes.state import Entry, Rows
 
 Piece = dict[str, Rows | None]  # parameters by name; of some only rows
 
@@ -52,12 +43,14 @@ def _place(element: int, total: int, count: int) -> int:
 def _cut(home: str, height: int, begun: int, size: int, total: int, fragments: list[Piece]) -> None:
     """Gives every fragment the rows whose middle lies in it."""
     width, count = size // height, len(fragments)
-    owners = [_place(begun + row * width + width // 2, total, count) for row in range(height)]
-    for place in sorted(set(owners)):
-        start = owners.index(place)
-        fragments[place][home] = Rows(start, start + owners.count(place))
+    middle = begun + width // 2  # of the first row
+    borders = [-(-(-(-total * place // count) - middle) // width) for place in range(count)]
+    starts = [min(max(border, 0), height) for border in borders] + [height]
+    for place in range(count):
+        if starts[place] < starts[place + 1]:
+            fragments[place][home] = Rows(starts[place], starts[place + 1])
 
 
 def _narrowed(entry: Entry, rows: Rows) -> Entry:
     tensor = entry.tensor.detach().narrow(0, rows.start, rows.stop - rows.start)
-    return replace(entry, label=f"{entry.label}[{rows.start}:{rows.stop}]", tensor=tensor)
+    return replace(entry, label=f"{entry.label}[{rows.start}:{rows.stop}]", tensor=tensor, rows=rows)

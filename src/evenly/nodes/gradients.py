@@ -61,7 +61,7 @@ class NodeGradients(Gradients):
         self._ddp().backward()
         self._ddp.reducer._rebuild_buckets()  # a collective: later it would wait for ranks that never call forward
         self._body.rehearsing = self.pending = False
-        self._latest, self._alarm.begun = None, 0
+        self._latest, self._alarm.begun, self.sent_bytes = None, 0, 0
         for parameter in self._body.parameters():
             parameter.grad = None
 
@@ -97,6 +97,8 @@ class NodeGradients(Gradients):
             self._alarm.begin()
             samples = self._accumulated + self._current
             self._averaging = Averaging(self._group, self._alarm, samples=samples, step=self.step)
+        ranks = self._group.size()
+        self.sent_bytes += 2 * (ranks - 1) * bucket.buffer().nbytes // ranks
         future = self._averaging.add(bucket.buffer())
         if bucket.is_last():
             if self.clock is not None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from evenly._errors import SpecError
 from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, open_group, open_groups
+from evenly.nodes.bell import Bell
 from evenly.nodes.codecs import find_codec
 from evenly.nodes.cut import CutSharing
 from evenly.nodes.membership import StaticMembership
@@ -16,7 +17,7 @@ from evenly.nodes.sharing import Sharing
 from evenly.nodes.state import StatePlacement
 from evenly.nodes.synchronized import Count, Synchronized
 from evenly.nodes.whole import WholeSharing
-from evenly.spec import AnyPeriod, Cluster, EveryGradient, Exchange, misfit
+from evenly.spec import AnyPeriod, Cluster, EveryGradient, EverySeconds, Exchange, misfit
 
 
 def join_nodes(
@@ -55,14 +56,19 @@ def join_nodes(
             [cluster.device_of(rank) for rank in range(party.size)],
             timeout_s=exchange.timeout_s,
             joint_gradients=joint,
+            beside=exchange.overlap > 0,
         )
+        bell = None
+        if isinstance(period, EverySeconds):
+            name = f"bell{cluster.node_of(party.rank)}"
+            bell = Bell(period.seconds, open_group(chapter, name, own, backend="gloo", timeout_s=exchange.timeout_s))
     except BaseException as error:
         alarm.ring(error)
         alarm.close()
         raise
     sharing: Sharing = WholeSharing(groups, alarm)
     if is_cut:
-        opened = partial(_open, chapter, cluster, exchange.timeout_s)
+        opened = partial(_open, chapter, cluster, exchange)
         sharing = CutSharing(
             groups, alarm, wire=wire, joint=joint, open_group=opened, settings=exchange, state_placement=state_placement
         )
@@ -70,7 +76,7 @@ def join_nodes(
         module,
         optimizer,
         groups=groups,
-        membership=StaticMembership(groups),
+        membership=StaticMembership(groups, in_step=bell is None),
         sharing=sharing,
         period=period,
         exchange=exchange,
@@ -78,6 +84,7 @@ def join_nodes(
         count=count,
         scaler=scaler,
         find_unused_parameters=find_unused_parameters,
+        bell=bell,
     )
 
 
@@ -98,6 +105,8 @@ def _gather_all(party: Party, alarm: Alarm, *, is_cut: bool, timeout_s: float) -
     return party.size > 1 and party.store.add("cut", 0) > 0
 
 
-def _open(party: Party, cluster: Cluster, timeout_s: float, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-    backend = backend_for([cluster.device_of(rank) for rank in ranks])
-    return open_group(party, name, ranks, backend=backend, timeout_s=timeout_s)
+def _open(party: Party, cluster: Cluster, exchange: Exchange, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Returns a group for a meeting of cut networks; those of another thread do not use NCCL, see `open_groups`."""
+    beside = exchange.overlap > 0 and not name.startswith("gradients")
+    backend = "gloo" if beside else backend_for([cluster.device_of(rank) for rank in ranks])
+    return open_group(party, name, ranks, backend=backend, timeout_s=exchange.timeout_s)

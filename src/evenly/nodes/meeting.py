@@ -69,7 +69,7 @@ class Meeting:
             for views in _by_dtype(items, parts):
                 buffer = torch.cat([view.reshape(-1) for view in views])
                 if kind != "max":
-                    _scale(buffer, weight)
+                    scale(buffer, weight)
                 sent = buffer.view(torch.uint8) if kind == "copy" else buffer
                 pending.append((all_reduce(sent, self._groups[owners], largest=kind == "max"), buffer, views))
                 sent_bytes += 2 * (self.sides - 1) * sent.nbytes // self.sides
@@ -134,7 +134,8 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return detached if detached.ndim else detached.view(1)
 
 
-def _scale(buffer: torch.Tensor, weight: float) -> None:
+def scale(buffer: torch.Tensor, weight: float) -> None:
+    """Multiplies in place; what has no weight becomes 0, whatever it was."""
     if weight == 0:
         buffer.zero_()  # 0 * NaN would not be 0
     elif weight != 1:

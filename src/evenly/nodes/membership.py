@@ -1,12 +1,15 @@
 """Who takes part in an exchange, with what weight, over which groups."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from evenly._errors import LockstepError
 from evenly.comm import Groups, Peers, Waiter, all_gather
+
+NOTHING = (0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,9 @@ class Ballot:
     samples: float
     layout: int  # hash of what it is about to send
     backwards: int = 0
-    measured: tuple[float, ...] = (0.0, 0.0, 0.0)  # seconds of a step, of an exchange under way, drift
+    measured: tuple[float, ...] = NOTHING  # seconds of a step, of an exchange under way, drift, its steps
+    ends: bool = False  # this rank makes no step before all ranks have come as far
+    differs: bool = True  # its parameters may not be those of the other nodes
     doubtful: bool = False  # a backward was not finite and no step followed: a GradScaler may have skipped one
     changed: tuple[bool, ...] = ()  # for each buffer, whether it differs from the last agreed value
 
@@ -31,7 +36,9 @@ class Quorum:
     node: int
     shares: tuple[float, ...]
     peers: tuple[Peers, ...]
-    measured: tuple[float, ...] = (0.0, 0.0, 0.0)  # the largest of all ranks
+    measured: tuple[float, ...] = NOTHING  # the largest of all ranks
+    ends: bool = False  # all ranks have come as far
+    differs: bool = True  # some may have other parameters than the others
     changed: tuple[bool, ...] = ()  # for each buffer, whether any rank has changed it
 
 
@@ -46,37 +53,42 @@ class Membership(ABC):
 class StaticMembership(Membership):
     """One world: the nodes given at the start take part in every exchange."""
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
+    def __init__(self, groups: Groups, *, in_step: bool = True) -> None:
+        self._groups, self._in_step = groups, in_step  # in_step: nodes have made the same number of steps
 
     def convene(self, ballot: Ballot, waiter: Waiter) -> Quorum:
         """Returns all nodes, each weighted by its samples since the last exchange."""
         groups = self._groups
         stand = [ballot.step, ballot.exchange, ballot.layout, ballot.backwards]
-        told = [ballot.samples, ballot.doubtful, *ballot.measured, *ballot.changed]
+        flags = [ballot.doubtful, not ballot.ends, ballot.differs]
+        told = [ballot.samples, *flags, *ballot.measured, *ballot.changed]
         row = torch.tensor([*stand, *told], dtype=torch.float64)
-        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 9 + buffers]
+        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 12 + buffers]
         waiter.wait([work], meeting=True)
         self._require_lockstep(siblings, groups.ranks, "rank")
         node = siblings.amax(0)
         node[4] = siblings[:, 4].sum()
-        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 9 + buffers]
+        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 12 + buffers]
         waiter.wait([work for _, work in votes], meeting=True)
         for rows, _ in votes:
             self._require_lockstep(rows, range(len(groups.nodes)), "node")
         rows = votes[0][0]
         return Quorum(
-            weights=_fractions(rows[:, 4].tolist()),
+            weights=fractions(rows[:, 4].tolist()),
             node=groups.index,
-            shares=_fractions(siblings[:, 4].tolist()),
+            shares=fractions(siblings[:, 4].tolist()),
             peers=groups.peers,
-            measured=tuple(rows[:, 6:9].amax(0).tolist()),
-            changed=tuple(bool(value) for value in rows[:, 9:].amax(0)),
+            measured=tuple(rows[:, 8:12].amax(0).tolist()),
+            ends=not bool(rows[:, 6].any()),
+            differs=bool(rows[:, 7].any()),
+            changed=tuple(bool(value) for value in rows[:, 12:].amax(0)),
         )
 
     def _require_lockstep(self, rows: torch.Tensor, names: "tuple[int, ...] | range", kind: str) -> None:
+        first = 1 if kind == "node" and not self._in_step else 0
         compared = 4 if bool(rows[:, 5].any()) else 3  # a closure may well run another number of backwards
-        same = (rows[:, :compared] == rows[0, :compared]).all(0)
+        compared = 3 if first else compared
+        same = (rows[:, first:compared] == rows[0, first:compared]).all(0)
         if bool(same.all()):
             return
         stands = ", ".join(
@@ -86,13 +98,15 @@ class StaticMembership(Membership):
         if bool(rows[:, 5].any()):
             cause = "do not agree which steps a GradScaler skipped: pass it as scaler="
         else:
-            cause = "are about to send other tensors" if bool(same[:2].all()) else "have made unequal numbers of steps"
+            known = bool(same[: 2 - first].all())
+            cause = "are about to send other tensors" if known else "have made unequal numbers of steps"
         raise LockstepError(
             f"{kind}s met for an exchange but {cause} ({stands}). "
             "Give every rank the same number of batches and the same calls of step, end_epoch and finish."
         )
 
 
-def _fractions(amounts: list[float]) -> tuple[float, ...]:
+def fractions(amounts: Sequence[float]) -> tuple[float, ...]:
+    """Returns amounts over their sum; equal ones where there is none."""
     total = sum(amounts)
     return tuple(amount / total if total else 1 / len(amounts) for amount in amounts)

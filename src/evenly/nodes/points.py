@@ -48,9 +48,6 @@ class Carried:
         """The distance to the average over its length."""
         return math.sqrt(self.distance / self.length) if self.length else 0.0
 
-    def __add__(self, other: "Carried") -> "Carried":
-        return Carried(self.sent_bytes + other.sent_bytes, self.distance + other.distance, self.length + other.length)
-
 
 @dataclass(frozen=True)
 class _Point:
@@ -75,30 +72,63 @@ class Points:
         return self._codec is not None or self._outer is not None
 
     def begin(self, parts: Sequence[Part]) -> None:
-        """Remembers values that are the same on all nodes."""
-        for part in parts:
-            self._points[part.key] = self._point(part.values.clone())
+        """Remembers values that are the same on all nodes, and nothing else."""
+        self._points = {part.key: self._point(part.values.clone()) for part in parts}
+
+    def used_on(self, stream: torch.cuda.Stream, fragments: Sequence[int]) -> None:
+        """Tells that the points of these fragments are about to be read and replaced on another stream than before."""
+        names = tuple(f"{fragment}/" for fragment in fragments)
+        for point in (point for key, point in self._points.items() if key.startswith(names)):
+            for tensor in (point.agreed, point.lost, point.lost_sum):
+                if tensor is not None:
+                    tensor.detach().record_stream(stream)
+            for state in point.outer.state.values() if point.outer is not None else ():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and value.is_cuda:
+                        value.record_stream(stream)
 
     def agree(self, parts: Sequence[Part], quorum: Quorum, waiter: Waiter, *, exact: bool) -> Carried:
         """Replaces the values of each part by those agreed on, or by the change to them; if `exact`, without codes."""
         codec = None if exact else self._codec
         coded = [part for part in parts if codec is not None and part.key]
         plain = [part for part in parts if codec is None or not part.key]
-        sums = _begin_sums(plain, quorum)
-        carried = Carried(sum(2 * (len(quorum.weights) - 1) * p.values.nbytes // len(quorum.weights) for p in plain))
+        sums = self._begin_sums(plain, quorum)
+        sent_bytes = sum(2 * (len(quorum.weights) - 1) * p.values.nbytes // len(quorum.weights) for p in plain)
+        drifts = []
         if codec is not None:
-            for part, found, sent_bytes in self._average_coded(codec, coded, quorum, waiter):
-                carried += self._settle(part, found.agreed.detach(), found) + Carried(sent_bytes)
+            for part, found, sent in self._average_coded(codec, coded, quorum, waiter):
+                drifts.append(self._settle(part, found.agreed.detach(), found))
+                sent_bytes += sent
         waiter.wait([work for _, work in sums])
         for part, (total, _) in zip(plain, sums, strict=True):
-            carried += self._settle(part, off_wire(total, part.values.device))
-        return carried
+            waits = quorum.weights[quorum.node] == 0 and part.key in self._points  # to tell what its code lost
+            left = replace(self._points[part.key], lost_sum=None) if waits else None
+            drifts.append(self._settle(part, off_wire(total, part.values.device), left))
+        seen = [drift for drift in drifts if drift is not None]
+        distance, length = torch.stack(seen).sum(0).tolist() if seen else (0.0, 0.0)  # a device is asked once
+        return Carried(sent_bytes, distance, length)
 
-    def _settle(self, part: Part, average: torch.Tensor, coded: _Point | None = None) -> Carried:
-        drift = _drift(part.values, average) if part.key else Carried()
+    def _settle(self, part: Part, average: torch.Tensor, coded: _Point | None = None) -> torch.Tensor | None:
+        """Takes over what was agreed on; returns the squared distance to it and its length, of a part with a key."""
+        drift = _drift(part.values, average) if part.key else None
         agreed = self._remember(part, average, coded)
         part.values.copy_(agreed - part.values if part.change else agreed)
         return drift
+
+    def _begin_sums(self, parts: Sequence[Part], quorum: Quorum) -> list[tuple[torch.Tensor, dist.Work]]:
+        """Starts the sums of what travels as it is, with all that codes have lost before."""
+        weight, sums = quorum.weights[quorum.node], []
+        for part in parts:
+            total = part.values * weight if weight else torch.zeros_like(part.values)  # 0 * NaN would not be 0
+            point = self._points.get(part.key)
+            if point is not None and point.lost is not None and weight:
+                total.add_(point.lost.view(-1)[: total.numel()], alpha=weight)
+            if point is not None and point.lost_sum is not None:
+                own = total[quorum.node * point.lost_sum.numel() :][: point.lost_sum.numel()]
+                own.add_(point.lost_sum[: own.numel()])
+            travelling = on_wire(total, part.group)
+            sums.append((travelling, all_reduce(travelling, part.group)))
+        return sums
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps."""
@@ -113,12 +143,9 @@ class Points:
         }
 
     def fit(self, state: dict[str, Any]) -> bool:
-        """Returns whether a checkpoint's state is for these parts, with this outer optimizer and with codes or not."""
+        """Returns whether a checkpoint's state, made with the same settings, is for these parts."""
         return state.keys() == self._points.keys() and all(
-            point.agreed.shape == state[key]["agreed"].shape
-            and (point.outer is None) == (state[key]["outer"] is None)
-            and (self._codec is not None or state[key]["lost"] is None)
-            for key, point in self._points.items()
+            point.agreed.shape == state[key]["agreed"].shape for key, point in self._points.items()
         )
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -143,7 +170,7 @@ class Points:
             return average
         before = self._points[part.key]
         if before.outer is None:
-            agreed = average.clone()
+            agreed = average
         else:
             before.agreed.grad = before.agreed.detach() - average
             with torch.enable_grad():
@@ -175,13 +202,15 @@ class Points:
             for node, sent in codes.items():
                 _subtract(rows[node], codec.decode(sent, rows.shape[1]))
             _subtract(total, codec.decode(code, total.numel()))
-            summed.append((part, rows, total, gathered, work))
+            lost = rows if weights[own] else self._points[part.key].lost  # nobody has heard what it said
+            summed.append((part, lost, total, gathered, work))
         waiter.wait([work for *_, work in summed])
         found = []
-        for part, rows, total, gathered, _ in summed:
-            moved = [codec.decode(code, total.numel()) for code in off_wire(gathered, total.device)]
+        for part, lost, total, gathered, _ in summed:
+            codes_of_all = off_wire(gathered, total.device)
+            moved = [codec.decode(code.clone(), total.numel()) for code in codes_of_all]  # clone: a row may lie oddly
             average = self._points[part.key].agreed.detach() + torch.cat(moved)[: part.values.numel()]
-            found.append((part, _Point(average, rows, total), 2 * (len(weights) - 1) * gathered.shape[1]))
+            found.append((part, _Point(average, lost, total), 2 * (len(weights) - 1) * gathered.shape[1]))
         return found
 
     def _sum(
@@ -189,7 +218,7 @@ class Points:
     ) -> torch.Tensor:
         for weight, code in others.values():
             if weight:
-                total.add_(codec.decode(code, total.numel()).to(total.dtype), alpha=weight)
+                total.add_(codec.decode(code.clone(), total.numel()).to(total.dtype), alpha=weight)
         lost_sum = self._points[part.key].lost_sum
         return total if lost_sum is None else total.add_(lost_sum)
 
@@ -198,20 +227,20 @@ class Points:
         point, size = self._points[part.key], part.values.numel()
         rows = part.values.new_zeros(nodes, -(-size // nodes))
         flat = rows.view(-1)[:size]
-        if weighs:  # a node without samples has nothing to tell
-            torch.sub(part.values, point.agreed.detach(), out=flat)
+        if not weighs:  # a node without samples has nothing to tell
+            return rows
+        torch.sub(part.values, point.agreed.detach(), out=flat)
         if point.lost is not None:
             rows.add_(point.lost)
         return rows
 
 
-def _begin_sums(parts: Sequence[Part], quorum: Quorum) -> list[tuple[torch.Tensor, dist.Work]]:
-    weight, sums = quorum.weights[quorum.node], []
-    for part in parts:
-        scaled = part.values * weight if weight else torch.zeros_like(part.values)  # 0 * NaN would not be 0
-        travelling = on_wire(scaled, part.group)
-        sums.append((travelling, all_reduce(travelling, part.group)))
-    return sums
+def of_node(carried: Carried, group: dist.ProcessGroup, waiter: Waiter) -> Carried:
+    """Returns what was carried with the drift of the whole node, of which each rank of `group` knows some slices."""
+    rows, work = all_gather(torch.tensor([carried.distance, carried.length], dtype=torch.float64), group)
+    waiter.wait([work])
+    distance, length = rows.sum(0).tolist()
+    return Carried(carried.sent_bytes, distance, length)
 
 
 def _deal(codes: dict[int, torch.Tensor], group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
@@ -226,9 +255,9 @@ def _subtract(row: torch.Tensor, decoded: torch.Tensor) -> None:
     row.sub_(decoded.to(row.dtype))
 
 
-def _drift(values: torch.Tensor, average: torch.Tensor) -> Carried:
-    distance, length = torch.dist(values, average), torch.linalg.vector_norm(average)
-    return Carried(0, float(distance) ** 2, float(length) ** 2)
+def _drift(values: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+    norms = torch.stack([torch.dist(values, average), torch.linalg.vector_norm(average)])
+    return norms.double().square_()  # [2]
 
 
 def _make_outer(outer: Outer, parameter: torch.Tensor) -> torch.optim.Optimizer:

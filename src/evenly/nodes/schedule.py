@@ -13,10 +13,10 @@ class Schedule:
     period holds from the next one on.
     """
 
-    def __init__(self, period: AnyPeriod, fragments: int = 1) -> None:
+    def __init__(self, period: AnyPeriod, fragments: int = 1, *, least: int = 1) -> None:
         self.period, self.fragments = period, fragments
         self.step = self.exchanges = 0
-        self.next_length = _length(period)
+        self.next_length = _length(period, least)
         self._begun, self._length = 0 if isinstance(period, EveryGradient) else period.warmup, self.next_length
         self._since = [0] * fragments  # steps since the last exchange of each fragment
 
@@ -30,13 +30,17 @@ class Schedule:
         """Whether the step just made was one of the first, each of which is followed by an exchange."""
         return not isinstance(self.period, EveryGradient) and self.step <= self.period.warmup
 
-    def advance(self) -> list[int]:
-        """Counts one step; returns the fragments that are due after it."""
+    def since_of(self, fragments: Sequence[int]) -> int:
+        """Returns the steps since the oldest of these fragments' last exchanges."""
+        return max(self._since[fragment] for fragment in fragments)
+
+    def advance(self, *, rings: bool = False) -> list[int]:
+        """Counts one step; returns the fragments that are due after it. Periods by time end when it `rings`."""
         if self.step == self._begun:
             self._length = self.next_length
         self.step += 1
         self._since = [since + 1 for since in self._since]
-        if self.warms_up:
+        if self.warms_up or rings:
             return list(range(self.fragments))
         if not self._length:
             return []
@@ -72,11 +76,11 @@ class Schedule:
             self._begun = max(self._begun, self.step)
 
 
-def _length(period: AnyPeriod) -> int:
+def _length(period: AnyPeriod, least: int) -> int:
     """Returns the steps of the first period; 0 where it is not counted in steps."""
     match period:
         case EverySteps(steps=steps):
             return steps
         case Adaptive(start=steps):
-            return steps
+            return max(steps, least)
     return 0

@@ -31,6 +31,7 @@ class Gradients(ABC):
     step: int = 1  # the step that the next backward belongs to
     pending: bool = False  # a backward was averaged and no step has used it yet
     clock: StepClock | None = None  # told when this rank's own backward is done
+    sent_bytes: int = 0  # to other ranks, for all gradients so far
 
     @abstractmethod
     def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
@@ -90,5 +91,5 @@ class Sharing(ABC):
         """Replaces integer buffers by their maximum over all ranks."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Shuts down what it has opened."""
+    def close(self, *, failed: bool) -> None:
+        """Shuts down what it has opened; if a rank has `failed`, works may be under way."""

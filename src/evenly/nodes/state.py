@@ -1,6 +1,6 @@
 """What an exchange carries besides parameters: buffers, and optimizer state where it is to be averaged."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,14 @@ StatePlacement = Callable[[torch.optim.Optimizer, torch.Tensor, str, Any], Place
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The rows [start, stop) of a tensor."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Entry:
     """A tensor that is averaged: a parameter, or a part of the optimizer's state that lies as the parameter does."""
 
@@ -19,6 +27,7 @@ class Entry:
     label: str
     tensor: torch.Tensor
     slot: str = ""  # of the optimizer's state
+    rows: Rows | None = None  # of the parameter, where it is only some of them
 
 
 def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -63,23 +72,33 @@ def by_slot(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 
 def reset_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, homes: set[str], chosen: Callable[[str], bool]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    homes: Mapping[str, Rows | None],
+    chosen: Callable[[str], bool],
 ) -> None:
-    """Sets the chosen state of the parameters `homes` to zero, as it was before the first step."""
+    """Sets the chosen state of the parameters `homes` to zero, as it was before the first step.
+
+    Of a parameter of which only rows are treated counters belong to the last of them.
+    """
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {}) if name in homes else {}
+        rows = homes.get(name)
+        is_last = rows is None or rows.stop == parameter.shape[0]
         for slot in [slot for slot in state if chosen(str(slot))]:
             value = state[slot]
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and rows is not None and value.shape == parameter.shape:
+                value.narrow(0, rows.start, rows.stop - rows.start).zero_()
+            elif isinstance(value, torch.Tensor) and is_last:
                 value.zero_()
-            elif isinstance(value, int | float):
+            elif isinstance(value, int | float) and is_last:
                 state[slot] = type(value)(0)
 
 
 def _lies_alike(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, slot: str, value: Any, placed: StatePlacement | None
 ) -> bool:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.shape != parameter.shape:
+    if not isinstance(value, torch.Tensor) or not averages(value) or value.shape != parameter.shape:
         return False
     placement = placement_of(parameter)
     if placement is None:

@@ -7,13 +7,15 @@ Reference: Moreno-Alvarez, Paoletti, Cavallaro, Haut, TNNLS 2023, 10.1109/TNNLS.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Alarm, Groups, Waiter, placement_of, require_same
-from evenly.nodes.exchanger import Exchanger, copies
+from evenly.nodes.bell import Bell
+from evenly.nodes.exchanger import Exchanger
 from evenly.nodes.membership import Membership
 from evenly.nodes.replicas import wire_of
 from evenly.nodes.schedule import Schedule
@@ -48,19 +50,20 @@ class Synchronized(torch.nn.Module):
         count: Count | None = None,
         scaler: torch.amp.GradScaler | None = None,
         find_unused_parameters: bool = False,
+        bell: Bell | None = None,
     ) -> None:
         super().__init__()
         self.module = module
-        self.schedule = Schedule(period, exchange.fragments)
+        self.schedule = Schedule(period, exchange.fragments, least=exchange.least_steps)
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
         self._optimizer, self._settings = optimizer, exchange
         self._groups, self._sharing = groups, sharing
         self._count = count or leading_dim
-        self._closed = False
+        self._closed = self._has_moved = False
         self._joint = isinstance(period, EveryGradient)
         self._partners = tuple(range(groups.party.size)) if self._joint else groups.ranks
         self._scaler = scaler
-        self._alarm = alarm
+        self._alarm, self._bell = alarm, bell
         try:
             self._agree_at_start(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
             self._gradients = sharing.gradients(module, find_unused_parameters=find_unused_parameters)
@@ -79,13 +82,13 @@ class Synchronized(torch.nn.Module):
                 settings=exchange,
                 alarm=alarm,
                 joint=self._joint,
-                before=self.require_finite,
+                before=self._last_look,
             )
             self._exchanger.begin()
         except BaseException as error:
             self._alarm.ring(error)
             self._alarm.close()
-            sharing.close()
+            sharing.close(failed=True)
             groups.close(failed=True)
             raise
         self._hooks = [
@@ -117,7 +120,9 @@ class Synchronized(torch.nn.Module):
     def end_epoch(self) -> None:
         """Tells that a pass over the data is complete; exchanges if the period is an epoch."""
         self.settle()
-        if self.schedule.due_at_epoch_end():
+        if self._bell is not None:
+            self.assemble()
+        elif self.schedule.due_at_epoch_end():
             self._exchanger.exchange(range(self.schedule.fragments))
 
     def finish(self) -> None:
@@ -130,6 +135,7 @@ class Synchronized(torch.nn.Module):
     def agreed(self) -> Iterator[None]:
         """Puts the average over all nodes into the module for evaluation, then gives each node its own state back."""
         self.settle()
+        self.assemble()
         with self._exchanger.averaged():
             yield
 
@@ -141,10 +147,12 @@ class Synchronized(torch.nn.Module):
         if self._wire is not None:
             self._wire.watch(None)
         self._gradients.close()
-        landed = self._exchanger.close()
+        failed = not self._exchanger.close() or self._alarm.has_rung
         self._alarm.close()
-        self._sharing.close()
-        self._groups.close(failed=self._alarm.has_rung or not landed)
+        self._sharing.close(failed=failed)
+        self._groups.close(failed=failed)
+        if self._bell is not None:
+            self._bell.close(failed=failed)
 
     def agree_for_moving(self) -> None:
         """Lets all nodes agree before parts of the network change hands, if what is known of exchanges is cut too."""
@@ -156,14 +164,33 @@ class Synchronized(torch.nn.Module):
 
         `agreed` are this rank's parts of the buffers of the last exchange, cut as the buffers are now.
         """
+        self._has_moved = True
         self._exchanger.meet(lambda waiter: self._sharing.relearn(self.module, waiter))
-        self._exchanger.agreed = copies(agreed)
+        self._exchanger.buffers.learn(agreed)
         self._exchanger.begin()
 
     def require_finite(self) -> None:
         """Raises `NonFiniteError` for the last step where its gradients were not finite and nobody has looked yet."""
-        if self._settings.nonfinite == "stop" and not self._gradients.pending:
-            self._look(self._gradients.last(now=True))
+        self._last_look()()
+
+    def come_together(self) -> None:
+        """Called before all ranks save together: a run that is resumed cuts the network as its plan says."""
+        self.settle()
+        self.require_finite()
+        self.assemble()
+        if self._has_moved:
+            self.agree_for_moving()
+
+    def _last_look(self) -> Callable[[], None]:
+        """Returns what looks at the last step's gradients; to do so may stall a device, and another thread may."""
+        looks = self._settings.nonfinite == "stop" and not self._gradients.pending
+        return partial(self._look, self._gradients.last(now=True) if looks else None)
+
+    def assemble(self) -> None:
+        """Waits until all nodes have come here, if each makes the steps it can; all ranks call it before they meet."""
+        if self._bell is not None and self._groups.party.size > 1:
+            self._exchanger.assemble()
+            self._bell.wind()
 
     def ring(self, error: BaseException) -> None:
         """Tells all other ranks that this one failed."""
@@ -193,22 +220,33 @@ class Synchronized(torch.nn.Module):
         return self._exchanger.samples
 
     @property
+    def is_joint(self) -> bool:
+        """Whether all ranks average gradients, not only those of a node."""
+        return self._joint
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What this rank has sent to average gradients."""
+        return self._gradients.sent_bytes
+
+    @property
     def on_exchange(self) -> list[Callable[[Exchanged], None]]:
         """Called with every exchange when it was merged."""
         return self._exchanger.on_exchange
 
     @property
-    def on_period(self) -> list[Callable[[int, str], None]]:
-        """Called with the steps of a new adaptive period, and why."""
+    def on_period(self) -> list[Callable[[int, int, str], None]]:
+        """Called with the step just made, the steps of the next adaptive periods, and why."""
         return self._exchanger.on_period
 
     @property
     def agreed_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as the last exchange left them."""
-        return self._exchanger.agreed
+        return self._exchanger.buffers.agreed
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._alarm.check()
+        self.clock.averaged()
         if _closure(args, kwargs) and self._settings.nonfinite == "skip":
             raise SpecError(
                 "nonfinite='skip' was asked for, but step(closure) cannot be skipped. Use nonfinite='stop'."
@@ -277,9 +315,18 @@ class Synchronized(torch.nn.Module):
         scaler.step = step  # type: ignore[method-assign]  # on this one scaler, as torch's schedulers do with optimizers
 
     def _advance(self, samples: float) -> None:
-        self._exchanger.after_step(self.schedule.advance())
+        rings = self._rings()
+        self._exchanger.after_step(self.schedule.advance(rings=rings))
+        if rings and self._bell is not None:
+            self._bell.wind()
         for tell in self.on_step:
             tell(self.schedule.step, samples)
+
+    def _rings(self) -> bool:
+        """Returns whether a period in seconds is over."""
+        if self._bell is None:
+            return False
+        return self._bell.rings(Waiter(self._alarm, place="a period's end", timeout_s=self._settings.timeout_s))
 
     def _agree_at_start(self, settings: str) -> None:
         """Makes sure that all ranks were given the same, and gives every rank the state of rank 0."""

@@ -18,6 +18,12 @@ class Spent:
     whole_s: float
 
 
+@dataclass
+class _Step:
+    spans: list[tuple[Moment, Moment]]  # in which the rank computes
+    averaged: Moment | None = None  # when its gradients were those of the node
+
+
 class StepClock:
     """Runs from the first forward of a step to the end of its own backward; on CUDA it reads the device's time.
 
@@ -27,11 +33,13 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.is_wanted = False  # somebody will ask for the times
+        self.computing_s = self.averaging_s = 0.0  # of all steps that are over
         self._step = 0
         self._runs = False
         self._began: Moment | None = None
         self._spans: list[tuple[Moment, Moment]] = []  # of the step that runs
-        self._steps: list[list[tuple[Moment, Moment]]] = []
+        self._steps: list[_Step] = []  # to be taken
+        self._uncounted: list[_Step] = []
 
     def begin(self, step: int) -> None:
         """Starts, unless it runs already in this step, which may have several forwards."""
@@ -53,16 +61,29 @@ class StepClock:
         """Notes a step."""
         if self._runs:
             self.pause()
-            self._steps = [*self._steps, self._spans][-MOST:]
+            step = _Step(self._spans)
+            self._steps = [*self._steps, step][-MOST:]
+            self._uncounted.append(step)
             self._runs = False
+
+    def averaged(self) -> None:
+        """Notes that the gradients of the last step are those of the node, and counts what is over by now."""
+        if not self._uncounted:
+            return
+        self._uncounted[-1].averaged = self._now()
+        while self._uncounted and _is_over(self._uncounted[0].averaged):
+            step = self._uncounted.pop(0)
+            self.computing_s += sum(_between(*span) for span in step.spans)
+            if step.averaged is not None and step.spans:
+                self.averaging_s += _between(step.spans[-1][1], step.averaged)
 
     def take(self) -> list[Spent]:
         """Returns what was spent on the steps since the last call."""
         steps, self._steps = self._steps, []
         return [
-            Spent(sum(_between(*span) for span in spans), _between(spans[0][0], spans[-1][1]))
-            for spans in steps
-            if spans
+            Spent(sum(_between(*span) for span in step.spans), _between(step.spans[0][0], step.spans[-1][1]))
+            for step in steps
+            if step.spans
         ]
 
     def _now(self) -> Moment:
@@ -71,6 +92,11 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no annotation here
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def _is_over(moment: Moment | None) -> bool:
+    """Returns whether it has passed, without waiting for it; a step that was left out was never averaged."""
+    return bool(moment.query()) if isinstance(moment, torch.cuda.Event) else True
 
 
 def _between(first: Moment, last: Moment) -> float:

@@ -17,14 +17,16 @@ Tensors = dict[str, torch.Tensor]
 class Exchanged:
     """One exchange as a rank saw it.
 
-    It followed `step` and was merged after `merged` steps; training waited `waited_s` of its `seconds`. The node had
-    gone away from the average by `drift` times the length of the parameters.
+    It followed `step` and was merged after `merged` steps. All ranks were there after `met_s`, and it took `seconds`
+    more; training waited `waited_s` for both. The node had gone away from the average by `drift` times the length of
+    the parameters.
     """
 
     number: int
     step: int
     merged: int
     seconds: float
+    met_s: float
     waited_s: float
     sent_bytes: int
     weights: tuple[float, ...]
@@ -41,16 +43,17 @@ class Trip:
     due: int  # step after which it is merged
     fragments: tuple[int, ...]
     stateful: tuple[int, ...]  # those of which the optimizer's state is treated too
+    steps: int  # in which nodes went apart
     place: str
     cargo: Cargo
     snapshot: Tensors  # of buffers
-    flight: "Flight[Arrived] | None" = None
+    flight: "Flight[Arrived | None] | None" = None
     arrived: "Arrived | None" = None
 
     def told(self, arrived: "Arrived", merged: int, waited_s: float) -> Exchanged:
         """Returns what is told of it once it is merged."""
         carried = arrived.carried
-        steps, times = (self.number, self.begun, merged), (arrived.seconds, waited_s)
+        steps, times = (self.number, self.begun, merged), (arrived.seconds, arrived.met_s, waited_s)
         return Exchanged(*steps, *times, carried.sent_bytes, arrived.weights, self.fragments, carried.drift)
 
     def saved(self) -> dict[str, Any]:
@@ -60,13 +63,13 @@ class Trip:
             raise CheckpointError("an exchange that is under way cannot be saved. Wait until it has arrived.")
         carried = arrived.carried
         return {
-            **{name: getattr(self, name) for name in ("number", "begun", "due", "snapshot")},
+            **{name: getattr(self, name) for name in ("number", "begun", "due", "steps", "snapshot")},
             "fragments": list(self.fragments),
             "stateful": list(self.stateful),
-            "pieces": self.cargo.pieces(),
+            "pieces": self.cargo.saved(),
             "weights": list(arrived.weights),
             "carried": [carried.sent_bytes, carried.distance, carried.length],
-            "seconds": arrived.seconds,
+            "times": [arrived.seconds, arrived.met_s],
             "measured": list(arrived.measured),
             "buffers": arrived.buffers,
         }
@@ -78,7 +81,8 @@ class Arrived:
 
     weights: tuple[float, ...]
     carried: Carried
-    seconds: float
+    seconds: float  # from when all ranks were there
+    met_s: float  # until all ranks were there
     measured: tuple[float, ...]  # by the slowest rank, before this exchange
     buffers: Tensors = field(default_factory=dict)  # agreed values of those that had changed
 
@@ -86,17 +90,20 @@ class Arrived:
 def restored(saved: dict[str, Any], cargo: Cargo, place: str, device: torch.device) -> Trip:
     """Returns the exchange that was saved, with what was agreed on in `cargo`."""
     cargo.put(saved["pieces"])
-    weights, carried = tuple(saved["weights"]), Carried(*saved["carried"])
+    (seconds, met_s), measured = saved["times"], tuple(saved["measured"])
+    agreed = _moved(saved["buffers"], device)
+    arrived = Arrived(tuple(saved["weights"]), Carried(*saved["carried"]), seconds, met_s, measured, agreed)
     return Trip(
         number=saved["number"],
         begun=saved["begun"],
         due=saved["due"],
         fragments=tuple(saved["fragments"]),
         stateful=tuple(saved["stateful"]),
+        steps=saved["steps"],
         place=place,
         cargo=cargo,
         snapshot=_moved(saved["snapshot"], device),
-        arrived=Arrived(weights, carried, saved["seconds"], tuple(saved["measured"]), _moved(saved["buffers"], device)),
+        arrived=arrived,
     )
 
 

@@ -6,9 +6,10 @@ from typing import final
 import torch
 
 from evenly.comm import Alarm, Groups, Waiter, all_reduce, broadcast, off_wire, on_wire, slices
-from evenly.nodes.cargo import Cargo, Pairs
-from evenly.nodes.flat import Flat, flats
+from evenly.nodes.cargo import Agreed, Cargo
+from evenly.nodes.flat import TYPES, Flat, flats, travelling_dtype
 from evenly.nodes.gradients import NodeGradients
+from evenly.nodes.meeting import scale
 from evenly.nodes.membership import Quorum
 from evenly.nodes.points import Carried, Part, Points
 from evenly.nodes.sharing import Sharing
@@ -67,19 +68,22 @@ class WholeSharing(Sharing):
         flat.pack(0, flat.total, scratch)
         largest = on_wire(scratch, self._groups.node)
         waiter.wait([all_reduce(largest, self._groups.node, largest=True)])
+        largest = off_wire(largest, scratch.device)
         copies = [on_wire(largest.clone(), peers.group) for peers in quorum.peers]
         waiter.wait([all_reduce(copy, p.group, largest=True) for copy, p in zip(copies, quorum.peers, strict=True)])
         flat.unpack(off_wire(copies[0], scratch.device))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """The groups are closed by whoever opened them."""
 
 
 class _Load:
     """Tensors as one vector, of which this rank brings the slices it owns and gets all."""
 
-    def __init__(self, flat: Flat, groups: Groups, *, key: str = "", change: bool = False) -> None:
-        self.flat, self.scratch = flat, flat.scratch()
+    def __init__(
+        self, flat: Flat, groups: Groups, *, key: str = "", change: bool = False, entries: Sequence[Entry] = ()
+    ) -> None:
+        self.flat, self.scratch, self.entries = flat, flat.scratch(), entries
         self.parts = []
         for number, peers in enumerate(groups.peers):
             start, stop = peers.segment.range_of(flat.total)
@@ -88,6 +92,13 @@ class _Load:
                 flat.pack(start, stop, values)
                 name = key and f"{key}/{str(flat.dtype).removeprefix('torch.')}/{number}"
                 self.parts.append(Part(values, peers.group, name, change))
+
+    def agreed(self) -> list[Agreed]:
+        """Returns the entries with what was agreed on for each."""
+        tensors = self.flat.tensors
+        pieces = torch.split(self.scratch, [tensor.numel() for tensor in tensors])
+        each = zip(self.entries, tensors, pieces, strict=True)
+        return [Agreed(entry, tensor, piece.view(tensor.shape)) for entry, tensor, piece in each]
 
 
 @final
@@ -98,9 +109,9 @@ class _Cargo(Cargo):
         super().__init__(change=change)
         self._groups = groups
         self._parameters = [
-            _Load(flat, groups, key=key, change=change) for key, chosen in entries.items() for flat in _flats(chosen)
+            load for key, chosen in entries.items() for load in _loads(chosen, groups, key=key, change=change)
         ]
-        self._slots = [[_Load(flat, groups, change=change) for flat in _flats(entries)] for entries in by_slot(state)]
+        self._slots = [load for entries in by_slot(state) for load in _loads(entries, groups, change=change)]
 
     @property
     def parts(self) -> list[Part]:
@@ -115,22 +126,22 @@ class _Cargo(Cargo):
         if len(quorum.weights) == 1:
             return Carried()
         buffers = [_Load(flat, self._groups) for flat in moved]
-        loads = [*self._parameters, *(load for slot in self._slots for load in slot), *buffers]
+        loads = [*self._parameters, *self._slots, *buffers]
         carried = points.agree([part for load in loads for part in load.parts], quorum, waiter, exact=exact)
         self._share([load.scratch for load in loads], waiter)
         for load in buffers:
             load.flat.unpack(load.scratch)
         return carried
 
-    def agreed(self) -> tuple[Pairs, list[Pairs]]:
-        return _pairs(self._parameters), [_pairs(loads) for loads in self._slots]
+    def agreed(self) -> list[Agreed]:
+        return [piece for load in (*self._parameters, *self._slots) for piece in load.agreed()]
 
     def _average_in_node(self, moved: Sequence[Flat], quorum: Quorum, waiter: Waiter) -> None:
         """Replaces moves by their average over the node's ranks, weighted by their samples."""
         for flat in moved:
             scratch = flat.scratch()
             flat.pack(0, flat.total, scratch)
-            scratch.mul_(quorum.shares[self._groups.local_rank])
+            scale(scratch, quorum.shares[self._groups.local_rank])
             if len(self._groups.ranks) > 1:
                 travelling = on_wire(scratch, self._groups.node)
                 waiter.wait([all_reduce(travelling, self._groups.node)])
@@ -156,13 +167,12 @@ class _Cargo(Cargo):
                 vector.copy_(arrived, non_blocking=True)
 
 
-def _flats(entries: Sequence[Entry]) -> list[Flat]:
-    return flats([entry.tensor for entry in entries])
-
-
-def _pairs(loads: Sequence[_Load]) -> Pairs:
+def _loads(entries: Sequence[Entry], groups: Groups, *, key: str = "", change: bool) -> list[_Load]:
+    """Returns the entries as vectors, one for each type they travel in."""
     found = []
-    for load in loads:
-        pieces = torch.split(load.scratch, [tensor.numel() for tensor in load.flat.tensors])
-        found += [(t, piece.view(t.shape)) for t, piece in zip(load.flat.tensors, pieces, strict=True)]
+    for dtype in TYPES:
+        chosen = [entry for entry in entries if travelling_dtype(entry.tensor) == dtype]
+        flat = Flat([entry.tensor for entry in chosen], dtype)
+        if flat.total:
+            found.append(_Load(flat, groups, key=key, change=change, entries=chosen))
     return found

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
-from math import ceil
 
 from evenly._errors import SpecError
 from evenly.planner.costs import Works, exchange_seconds
@@ -70,8 +69,8 @@ class _Task:
 
     def plan(self, every: Every | None, budget: float, exchange: Exchange) -> Plan:
         lines, counts, step_s = self._solve()
-        exchange_s = self._exchange_s(lines, counts)
-        period = self._period(every, step_s, exchange_s, budget)
+        exchange_s = self._exchange_s(lines, counts, exchange)
+        period = self._period(every, step_s, exchange_s, budget, exchange)
         if isinstance(period, EveryGradient):
             step_s += exchange_s
         roles = self._roles(lines, counts, step_s)
@@ -172,21 +171,25 @@ class _Task:
             "more memory."
         )
 
-    def _exchange_s(self, lines: Sequence[Line | None], counts: Sequence[list[int]]) -> float:
+    def _exchange_s(self, lines: Sequence[Line | None], counts: Sequence[list[int]], exchange: Exchange) -> float:
         each = zip(self.cluster.nodes, lines, counts, strict=True)
         used = [node.ranks for node, line, samples in each if line is not None and any(samples)]
-        return exchange_seconds(self.works.travelling_bytes, used, self.profile)
+        return exchange_seconds(int(exchange.coded_part * self.works.travelling_bytes), used, self.profile)
 
-    def _period(self, every: Every | None, step_s: float, exchange_s: float, budget: float) -> Period:
+    def _period(
+        self, every: Every | None, step_s: float, exchange_s: float, budget: float, exchange: Exchange
+    ) -> Period:
         if not 0 < budget < 1:
             raise SpecError(f"exchange_budget={budget} was asked for; it is a part of the time, between 0 and 1.")
         period = period_of("epoch" if every is None else every)
-        if not exchange_s:
+        wish = period.exchange_budget if isinstance(period, Adaptive) else budget if every is None else None
+        if wish is None:
             return period
-        if isinstance(period, Adaptive) and period.exchange_budget is not None:
-            start = min(period.most, _affordable(step_s, exchange_s, period.exchange_budget))
-            return period.model_copy(update={"start": start})
-        return period if every is not None else EverySteps(_affordable(step_s, exchange_s, budget))
+        transfer_s = exchange_s / exchange.fragments
+        steps = exchange.affordable_steps(step_s=step_s, transfer_s=transfer_s, budget=wish)
+        if isinstance(period, Adaptive):
+            return period.model_copy(update={"start": min(period.most, steps)}) if exchange_s else period
+        return EverySteps(steps) if exchange_s or exchange.fragments > 1 else period
 
     def _roles(self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float) -> tuple[Role, ...]:
         roles: dict[int, Role] = {}
@@ -274,8 +277,3 @@ def _free(cluster: Cluster, profile: Profile, given: Sequence[int] | None) -> tu
             f"memory_bytes={list(given)} was given for {cluster.world_size} ranks. Give one number above 0 for each."
         )
     return tuple(given)
-
-
-def _affordable(step_s: float, exchange_s: float, budget: float) -> int:
-    """Returns the steps between exchanges with which these take a part `budget` of the time."""
-    return max(1, ceil(exchange_s * (1 - budget) / (step_s * budget)))

@@ -11,7 +11,7 @@ from evenly.planner.replica import Crew, eased
 from evenly.spec.cluster import Cluster
 from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph
-from evenly.spec.period import Adaptive, EveryEpoch, EveryGradient, EverySteps
+from evenly.spec.period import Adaptive, EveryEpoch, EveryGradient, EverySeconds, EverySteps
 from evenly.spec.plan import Plan
 from evenly.spec.profile import Profile
 
@@ -66,6 +66,8 @@ def _every(plan: Plan, steps_per_epoch: int) -> int:
             return steps_per_epoch
         case Adaptive(start=number):
             return number
+        case EverySeconds():
+            return 0  # as many as the slowest rank makes
         case EveryGradient():
             return 1
 
@@ -82,11 +84,14 @@ class _Play:
         nodes = np.array([role.node for role in self.plan.roles])
         order = np.argsort(nodes, kind="stable")
         starts = np.searchsorted(nodes[order], np.arange(len(self.plan.nodes)))
+        if isinstance(self.plan.period, EverySeconds):
+            every = max(1, int(self.plan.period.seconds / max(compute + np.array(wires))))
         each = np.array(wires)  # a slow rank is also slower at averaging
         busy = np.array([any(self.plan.roles[rank].samples for rank in ranks) for ranks in self.plan.nodes])
         random = np.random.default_rng(seed)
         clock, waited, computed = np.zeros(len(starts)), np.zeros(len(compute)), np.zeros(len(compute))
-        exchange_s, exchanges = self._exchange_s(), 0
+        exchange_s, exchanges, overlap = self._exchange_s(), 0, self.plan.exchange.overlap
+        stop_s = 0.0 if overlap else exchange_s  # of training, in which the wire works
         for step in range(1, steps + 1):
             own = compute * _factors(random, len(compute), jitter) if jitter else compute
             slowest = np.maximum.reduceat((own + each)[order], starts)
@@ -95,10 +100,11 @@ class _Play:
             clock += slowest
             if busy.sum() > 1 and (step % every == 0 or step == steps):
                 latest = clock[busy].max()
-                waited += (latest - clock)[nodes]
-                clock[:] = latest + exchange_s
+                merged = np.maximum(clock, latest + exchange_s - overlap * slowest)  # seen from the snapshot
+                waited += (merged - clock - stop_s)[nodes]
+                clock = merged
                 exchanges += 1
-        return self._forecast(steps, float(clock[busy].max()), computed, waited, wires, sent, exchanges, exchange_s)
+        return self._forecast(steps, float(clock[busy].max()), computed, waited, wires, sent, exchanges, stop_s)
 
     def _forecast(
         self,
@@ -111,7 +117,7 @@ class _Play:
         exchanges: int,
         exchange_s: float,
     ) -> Forecast:
-        size, nodes = self.works.travelling_bytes, self.plan.nodes
+        size, nodes = self.plan.exchange.coded_part * self.works.travelling_bytes, self.plan.nodes
         devices = []
         for role in self.plan.roles:
             works = role.samples > 0
@@ -172,7 +178,7 @@ class _Play:
 
     def _exchange_s(self) -> float:
         busy = [ranks for ranks in self.plan.nodes if any(self.plan.roles[rank].samples for rank in ranks)]
-        return exchange_seconds(self.works.travelling_bytes, busy, self.profile)
+        return exchange_seconds(int(self.plan.exchange.coded_part * self.works.travelling_bytes), busy, self.profile)
 
 
 def _factors(random: np.random.Generator, count: int, jitter: float) -> Numbers:

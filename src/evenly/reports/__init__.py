@@ -1,6 +1,7 @@
 """Run, plan or forecast -> table, picture. No torch."""
 
 from evenly.reports.forecast_table import RANK_HEADERS, compare, rank_cells, side_by_side
+from evenly.reports.phases import PHASE_HEADERS, exchange_words, phase_rows
 from evenly.reports.plan_picture import Panel, draw_picture, require_picture
 from evenly.reports.plan_table import (
     PLAN_HEADERS,
@@ -20,6 +21,7 @@ from evenly.reports.table import HEADERS, Row, cells, notes, read_row, report, r
 
 __all__ = [
     "HEADERS",
+    "PHASE_HEADERS",
     "PLAN_HEADERS",
     "RANK_HEADERS",
     "BlockRow",
@@ -31,11 +33,13 @@ __all__ = [
     "cells",
     "compare",
     "draw_picture",
+    "exchange_words",
     "gigabytes",
     "left_out_notes",
     "milliseconds",
     "notes",
     "per_second",
+    "phase_rows",
     "plan_cells",
     "rank_cells",
     "rank_rows",

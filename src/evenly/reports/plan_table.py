@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from evenly.spec import Adaptive, Cluster, EveryEpoch, EveryGradient, EverySteps, Forecast, Layout, Plan
+from evenly.spec import Adaptive, Cluster, EveryEpoch, EveryGradient, EverySeconds, EverySteps, Forecast, Layout, Plan
 from evenly.spec.layout import Choice
 
 WEIGHTED = ("conv", "linear", "embedding", "attention", "recurrent")
@@ -121,6 +121,8 @@ def _often(plan: Plan) -> str:
     match plan.period:
         case EverySteps(steps=steps):
             return "after every step" if steps == 1 else f"every {steps} steps"
+        case EverySeconds(seconds=seconds):
+            return f"every {seconds:g} s"
         case EveryEpoch():
             return "once an epoch (taken as 1000 steps)"
         case Adaptive(start=steps):

@@ -6,7 +6,20 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
-from evenly.spec import Adaptive, Event, EveryEpoch, EveryGradient, EverySteps, Run, RunFailed, RunFinished, RunStarted
+from evenly.reports.phases import PHASE_HEADERS, exchange_words, phase_rows
+from evenly.reports.story import story
+from evenly.spec import (
+    Adaptive,
+    Event,
+    EveryEpoch,
+    EveryGradient,
+    EverySeconds,
+    EverySteps,
+    Run,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+)
 
 
 @dataclass(frozen=True)
@@ -27,10 +40,10 @@ class Row:
 
 def row_of(run: Run, *, name: str = "") -> Row:
     """Returns the row of one run."""
-    story = _story(run)
-    started, parts = run.last(RunStarted), story.of(RunFinished)
+    whole = story(run)
+    started, parts = run.last(RunStarted), whole.of(RunFinished)
     seconds = sum(part.seconds for part in parts)
-    state, note = _state(story)
+    state, note = _state(whole)
     return Row(
         name=name or (started.name if started else "run"),
         cluster="+".join(str(len(node.ranks)) for node in started.cluster.nodes) if started else "?",
@@ -41,7 +54,7 @@ def row_of(run: Run, *, name: str = "") -> Row:
         samples_per_s=sum(part.samples for part in parts) / seconds if seconds else None,
         mb_across=sum(sum(part.interface_bytes) for part in parts) / 1e6 if parts else None,
         exchanges=sum(part.exchanges for part in parts) if parts else None,
-        accuracy=story.latest_values().get("accuracy"),
+        accuracy=whole.latest_values().get("accuracy"),
     )
 
 
@@ -75,28 +88,33 @@ def read_row(path: str | Path) -> Row:
 
 
 def report(*runs: Run | str | Path) -> str:
-    """Returns a plain table of runs, given as values, run folders or `run.jsonl` files."""
+    """Returns a plain table of runs, given as values, run folders or `run.jsonl` files.
+
+    Of one run alone it also tells where the time of each rank went.
+    """
     rows = [row_of(run) if isinstance(run, Run) else read_row(run) for run in runs]
-    lines = [HEADERS, *map(cells, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADERS))]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([*table, *notes(rows)])
+    lines = [*_table([HEADERS, *map(cells, rows)]), *notes(rows)]
+    if len(runs) == 1:
+        run = runs[0] if isinstance(runs[0], Run) else Run.read(runs[0])
+        phases = phase_rows(run)
+        lines += ["", *_table([PHASE_HEADERS, *phases])] if phases else []
+        lines += [words] if (words := exchange_words(run)) else []
+    return "\n".join(lines)
 
 
-def _story(run: Run) -> Run:
-    """Returns the events since the last start that did not resume an earlier one."""
-    fresh = [n for n, event in enumerate(run.events) if isinstance(event, RunStarted) and not event.resumed_step]
-    return Run(events=run.events[fresh[-1] :]) if fresh else run
+def _table(lines: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
-def _state(story: Run) -> tuple[Literal["done", "failed", "stopped"], str]:
-    latest = list(takewhile(lambda event: not isinstance(event, RunStarted), reversed(story.events)))
+def _state(whole: Run) -> tuple[Literal["done", "failed", "stopped"], str]:
+    latest = list(takewhile(lambda event: not isinstance(event, RunStarted), reversed(whole.events)))
     for event in latest:
         if isinstance(event, RunFinished):
             return "done", ""
         if isinstance(event, RunFailed):
             return "failed", event.error
-    step = max((_step(event) for event in story.events), default=0)
+    step = max((_step(event) for event in whole.events), default=0)
     return "stopped", f"after step {step}" if step else "before its first step was told"
 
 
@@ -110,6 +128,8 @@ def _period(started: RunStarted | None) -> str:
             return "global"
         case EverySteps(steps=steps):
             return str(steps)
+        case EverySeconds(seconds=seconds):
+            return f"{seconds:g} s"
         case EveryEpoch():
             return "epoch"
         case Adaptive():

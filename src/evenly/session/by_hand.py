@@ -112,8 +112,8 @@ def synchronize(
         model: the network, on the device it trains on, or what `shard` made of it: then gradients are averaged over the
             replicas of a node, and each replica may be cut in its own way. All ranks start with the weights of rank 0.
         optimizer: any torch optimizer over the parameters of `model`.
-        every: the period K': a number of steps, `EverySteps(k, warmup=w)`, `"epoch"`, `Adaptive(...)`, or `"global"`,
-            in which all ranks average gradients at every step.
+        every: the period K': a number of steps, `EverySteps(k, warmup=w)`, `"epoch"`, `Adaptive(...)`, `"30s"`,
+            or `"global"`, in which all ranks average gradients at every step.
         nodes: the ranks of each node, such as `[[0], [1, 2, 3]]`; discovered if left out.
         group: the ranks that train together; torch's default group if left out.
         count: a function of the arguments of `forward` that returns the samples of a batch; the leading dim of the

@@ -16,7 +16,7 @@ import torch
 from evenly._errors import CheckpointError
 from evenly.comm import Assembly, full_shape
 from evenly.session import folder
-from evenly.session.full import Trainee, full_state, part_of, put_state
+from evenly.session.full import Trainee, full_state, own_exchanges, part_of, put_state
 from evenly.session.merge import merge
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,11 @@ class Checkpoints:
 
     def save(self, step: int, trainees: list[Trainee], tracked: dict[str, Any], *, epoch: int, keep: int) -> Path:
         """Writes the run's state as the checkpoint of `step` and returns its folder."""
+        token, step = self._together([secrets.token_hex(4), step], "choose a name")[
+            0
+        ]  # nodes may have made other steps
         name = f"step-{step:09d}"
-        partial = self.root / f".{name}.{self._together(secrets.token_hex(4), 'choose a name')[0]}"
+        partial = self.root / f".{name}.{token}"
         owner = self._open(partial)
         digests = self._together(
             lambda: self._write(partial, trainees, tracked), f"write the checkpoint {self.root / name}"
@@ -103,7 +106,8 @@ class Checkpoints:
         digests: dict[str, str] = {}
         full = {t.name: full_state(t) for t in trainees}  # ranks that hold a network together meet here
         if self._leads:
-            value = {name: {key: state[key] for key in ("parameters", "optimizer")} for name, state in full.items()}
+            kept = ("parameters", "optimizer", "pending")
+            value = {name: {key: state[key] for key in kept} for name, state in full.items()}
             digests |= folder.write_part(partial, f"node-{self._node}", value)
         mine = {
             "trainees": {t.name: _local_state(t, full[t.name]) for t in trainees},
@@ -150,7 +154,7 @@ def apply(state: dict[str, Any], trainee: Trainee) -> None:
     trainee.model.resume(
         rank["progress"],
         None if agreed is None else {name: part_of(buffers[name], value.to(device)) for name, value in agreed.items()},
-        rank["exchanges"],
+        own_exchanges(trainee, node, rank),
     )
     if trainee.feed is not None:
         trainee.feed.resume(rank["feed"])
@@ -194,7 +198,7 @@ def _local_state(trainee: Trainee, full: dict[str, Any]) -> dict[str, Any]:
         "buffers": full["buffers"],
         "agreed": full["agreed"],
         "progress": trainee.model.progress(),
-        "exchanges": trainee.model.exchange_state(),
+        "exchanges": full["exchanges"],
         "feed": trainee.feed.state() if trainee.feed is not None else None,
     }
 

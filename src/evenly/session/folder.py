@@ -15,7 +15,7 @@ from evenly._errors import CheckpointError
 from evenly.session.tree import flatten, restore
 
 MANIFEST = "manifest.json"
-VERSION = 1
+VERSION = 2
 
 
 def write_part(folder: Path, name: str, value: Any) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The state of what trains in full tensors, whether its network is cut over ranks or not."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +31,15 @@ class Trainee:
 def full_state(trainee: Trainee) -> dict[str, Any]:
     """Returns parameters, optimizer state, buffers and the buffers of the last exchange, all in full tensors."""
     module, agreed = trainee.model.module, dict(trainee.model.agreed_buffers)
+    exchanges = trainee.model.exchange_state()
+    pending = [trip.pop("pieces") for trip in exchanges["trips"]]
     if not isinstance(module, Sharded):
-        state = {"parameters": dict(module.named_parameters()), "optimizer": trainee.optimizer.state_dict()}
-        return {**state, "buffers": dict(module.named_buffers()), "agreed": agreed}
+        state: dict[str, Any] = {
+            "parameters": dict(module.named_parameters()),
+            "optimizer": trainee.optimizer.state_dict(),
+        }
+        state |= {"buffers": dict(module.named_buffers()), "agreed": agreed}
+        return {**state, "exchanges": exchanges, "pending": pending}
     full = full_state_dict(module, trainee.optimizer, device="cpu")
     if not full:
         raise CheckpointError(
@@ -46,7 +53,30 @@ def full_state(trainee: Trainee) -> dict[str, Any]:
         "optimizer": {**full["optimizer"], "dropout": full["dropout"], "class": full["optimizer_class"]},
         "buffers": {name: value for name, value in full["model"].items() if name in buffers},
         "agreed": {name: _whole(buffers[name], value) for name, value in agreed.items()},
+        "exchanges": {**exchanges, "trips": [_with_buffers(trip, _whole, buffers) for trip in exchanges["trips"]]},
+        "pending": [[_whole_piece(module, piece) for piece in trip] for trip in pending],
     }
+
+
+def own_exchanges(trainee: Trainee, node: dict[str, Any], rank: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns what a checkpoint has of the last exchanges and of those under way, cut as the network is here."""
+    saved, module = rank["exchanges"], trainee.model.module
+    if saved is None:
+        return None
+    homes, buffers = (dict(named) for named in (module.named_parameters(), module.named_buffers()))
+    trips = []
+    for trip, pieces in zip(saved["trips"], node["pending"], strict=True):
+        own = [{**piece, "value": part_of(homes[piece["home"]], piece["value"])} for piece in pieces]
+        trips.append({**_with_buffers(trip, part_of, buffers), "pieces": own})
+    return {**saved, "trips": trips}
+
+
+def _with_buffers(
+    trip: dict[str, Any], act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], owners: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Returns a saved exchange whose buffers, as they were and as agreed on, are made whole or cut."""
+    kinds = ("snapshot", "buffers")
+    return {**trip, **{kind: {name: act(owners[name], value) for name, value in trip[kind].items()} for kind in kinds}}
 
 
 def put_state(trainee: Trainee, node: dict[str, Any], rank: dict[str, Any]) -> None:
@@ -71,6 +101,10 @@ def part_of(owner: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a full tensor, cut like its owner."""
     placement = placement_of(owner)
     return full if placement is None else placement.part(full)
+
+
+def _whole_piece(module: torch.nn.Module, piece: dict[str, Any]) -> dict[str, Any]:
+    return {**piece, "value": _whole(dict(module.named_parameters())[piece["home"]], piece["value"])}
 
 
 def _whole(owner: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

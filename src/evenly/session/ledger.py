@@ -1,4 +1,4 @@
-"""Counts what a run does: steps, samples, exchanges, bytes; and tells it."""
+"""Counts what a run does: steps, samples, exchanges, bytes, and where its seconds go; and tells it."""
 
 import logging
 import time
@@ -7,9 +7,9 @@ from typing import Any
 
 import psutil
 
-from evenly.nodes import Exchanged
+from evenly.nodes import Exchanged, Synchronized
 from evenly.session.recorder import Recorder
-from evenly.spec import ExchangeDone, PeriodChosen, RunFinished, StepsDone
+from evenly.spec import ExchangeDone, PeriodChosen, Phases, RunFinished, StepsDone
 
 logger = logging.getLogger(__name__)
 
@@ -23,14 +23,22 @@ class Ledger:
         self.step = 0
         self.samples = self.exchange_seconds = 0.0
         self.steps_made = self.exchanges = self.sent_bytes = 0
+        self._exchange_s = self._waiting_s = 0.0  # in which training stood still
         self._recorder = recorder
-        self._began = self._told = time.monotonic()
-        self._interfaces_before = interface_bytes()
+        self._models: list[Synchronized] = []
+        self.start()
 
     def start(self) -> None:
         """Starts the clock: training begins here."""
         self._began = self._told = time.monotonic()
         self._interfaces_before = interface_bytes()
+
+    def watch(self, model: Synchronized) -> None:
+        """Counts what this model does."""
+        self._models.append(model)
+        model.clock.is_wanted = True
+        model.on_exchange.append(self.count_exchange)
+        model.on_period.append(self.tell_period)
 
     def count_step(self, step: int, samples: float, *, epoch: int, ranks: int) -> None:
         """Adds a step; tells progress from time to time, taking the other ranks for equal to this one."""
@@ -45,13 +53,16 @@ class Ledger:
         """Adds an exchange and tells it."""
         self.exchanges += 1
         self.exchange_seconds += done.seconds
+        waiting_s = min(done.met_s, done.waited_s) if done.merged == done.step else 0.0
+        self._waiting_s += waiting_s
+        self._exchange_s += done.waited_s - waiting_s
         self.sent_bytes += done.sent_bytes
         self._recorder.tell(ExchangeDone, **asdict(done))
 
-    def tell_period(self, steps: int, why: str) -> None:
+    def tell_period(self, step: int, steps: int, why: str) -> None:
         """Tells a new period."""
-        logger.info("from step %d on nodes exchange every %d steps: %s", self.step + 1, steps, why)
-        self._recorder.tell(PeriodChosen, step=self.step, steps=steps, why=why)
+        logger.info("after step %d: the next periods have %d steps: %s", step, steps, why)
+        self._recorder.tell(PeriodChosen, step=step, steps=steps, why=why)
 
     def sums(self) -> dict[str, float]:
         """Returns what the totals need of each rank."""
@@ -59,6 +70,11 @@ class Ledger:
             "samples": self.samples,
             "sent_bytes": self.sent_bytes,
             "interface_bytes": interface_bytes() - self._interfaces_before,
+            "compute_s": sum(model.clock.computing_s for model in self._models),
+            "gradients_s": sum(model.clock.averaging_s for model in self._models),
+            "exchange_s": self._exchange_s,
+            "waiting_s": self._waiting_s,
+            "gradient_bytes": sum(model.gradient_bytes for model in self._models),
         }
 
     def tell_totals(self, rows: list[dict[str, Any]], nodes: list[list[int]]) -> None:
@@ -75,7 +91,39 @@ class Ledger:
             exchange_seconds=self.exchange_seconds,
             sent_bytes=int(sum(row["sent_bytes"] for row in rows)),
             interface_bytes=tuple(int(rows[ranks[0]]["interface_bytes"]) for ranks in nodes),
+            phases=phases_of(rows, nodes, seconds, joint=any(model.is_joint for model in self._models)),
         )
+
+
+def phases_of(
+    rows: list[dict[str, Any]], nodes: list[list[int]], seconds: float, *, joint: bool = False
+) -> tuple[Phases, ...]:
+    """Returns where the seconds of each rank went; if gradients are `joint`, all ranks are as one node in that.
+
+    All ranks of a node leave the averaging of gradients together. Who came last did not wait: what it needed is what
+    averaging takes, and what the others needed more is the time in which they waited for it.
+    """
+    found = []
+    for index, ranks in enumerate(nodes):
+        averaging_s = min(rows[rank]["gradients_s"] for rank in (range(len(rows)) if joint else ranks))
+        for rank in ranks:
+            row = rows[rank]
+            waiting_s = row["waiting_s"] + row["gradients_s"] - averaging_s
+            known_s = row["compute_s"] + averaging_s + row["exchange_s"] + waiting_s
+            found.append(
+                Phases(
+                    rank=rank,
+                    node=index,
+                    compute_s=row["compute_s"],
+                    gradients_s=averaging_s,
+                    exchange_s=row["exchange_s"],
+                    waiting_s=waiting_s,
+                    other_s=max(0.0, seconds - known_s),
+                    gradient_bytes=int(row["gradient_bytes"]),
+                    exchange_bytes=int(row["sent_bytes"]),
+                )
+            )
+    return tuple(sorted(found, key=lambda phases: phases.rank))
 
 
 def interface_bytes() -> int:

@@ -1,8 +1,11 @@
 """The state of a run for another cluster: what the next exchange of the old one would have made."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from evenly.nodes import SQUARES, difference, fractions
 
 Tensors = dict[str, torch.Tensor]
 
@@ -13,7 +16,11 @@ def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[
     trainees = {}
     for name, local in rank["trainees"].items():
         own = [max(r["trainees"][name]["progress"]["samples"]) for r in ranks]
-        weights = _fractions([sum(own[r] for r in members) for members in layout])
+        weights = fractions([sum(own[r] for r in members) for members in layout])
+        for saved in nodes:
+            _land(saved[name])
+        for saved in ranks:
+            _land_buffers(saved["trainees"][name])
         state = node[name]
         state["parameters"] = _average([n[name]["parameters"] for n in nodes], weights)
         slots = state["optimizer"]["state"]
@@ -21,7 +28,7 @@ def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[
             slots[key] |= _average([_floats(n[name]["optimizer"]["state"].get(key, {})) for n in nodes], weights)
         buffers = [_floats(r["trainees"][name]["buffers"]) for r in ranks]
         trainees[name] = {
-            "buffers": local["buffers"] | _average(buffers, _fractions(own)),
+            "buffers": local["buffers"] | _average(buffers, fractions(own)),
             "agreed": None,
             "progress": _at_an_exchange(local["progress"]),
             "exchanges": None,
@@ -30,16 +37,42 @@ def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[
     return node, {"trainees": trainees, "tracked": rank["tracked"], "random": None}
 
 
+def _land(state: dict[str, Any]) -> None:
+    """Merges what was under way into a node's parameters and its optimizer's state."""
+    for piece in (piece for trip in state["pending"] for piece in trip):
+        target = state["parameters"].get(piece["home"])
+        if piece["slot"]:
+            place = int(piece["label"].split(".")[0])
+            target = state["optimizer"]["state"].get(place, {}).get(piece["slot"])
+        if target is not None:
+            start, stop = piece["rows"] or (0, target.shape[0] if target.ndim else 1)
+            rows = target[start:stop] if target.ndim else target
+            rows.add_(piece["value"].to(rows.dtype))
+            if piece["slot"] in SQUARES:
+                rows.clamp_(min=0)
+
+
+def _land_buffers(state: dict[str, Any]) -> None:
+    """Merges what was under way into a rank's buffers."""
+    for trip in state["exchanges"]["trips"]:
+        for name, agreed in trip["buffers"].items():
+            buffer = state["buffers"][name]
+            if buffer.dtype == torch.bool:
+                buffer.logical_or_(agreed)
+            else:
+                buffer.add_(difference(agreed, trip["snapshot"][name]))
+
+
 def _at_an_exchange(progress: dict[str, Any]) -> dict[str, Any]:
     fragments = len(progress["since"])
     return {**progress, "since": [0] * fragments, "samples": [0.0] * fragments}
 
 
-def _average(rows: list[Tensors], weights: list[float]) -> Tensors:
+def _average(rows: list[Tensors], weights: Sequence[float]) -> Tensors:
     return {name: _mean([row.get(name, value) for row in rows], weights) for name, value in rows[0].items()}
 
 
-def _mean(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+def _mean(values: list[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Returns the weighted mean; what is the same everywhere, or no float, stays as it is."""
     first = values[0]
     if not first.is_floating_point() or all(torch.equal(value, first) for value in values):
@@ -53,8 +86,3 @@ def _mean(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
 
 def _floats(values: dict[str, Any]) -> Tensors:
     return {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.ndim}
-
-
-def _fractions(amounts: list[float]) -> list[float]:
-    total = sum(amounts)
-    return [amount / total if total else 1 / len(amounts) for amount in amounts]

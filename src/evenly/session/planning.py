@@ -11,7 +11,7 @@ from evenly.graph import Example, follow
 from evenly.session.by_hand import measure_party
 from evenly.session.sharding import plan_replicas
 from evenly.session.stage import Stage
-from evenly.spec import Every, Exchange, Plan, Profile, period_of
+from evenly.spec import Every, EverySeconds, Exchange, Plan, Profile, period_of
 
 TIMEOUT_S = 600.0  # for a rank that is slow at measuring
 
@@ -74,3 +74,17 @@ def plan_measured(
         profile = measure_party(stage.party, traced, stage.cluster, device, quick=profile == "quick", **limits)
     plan = planner.plan(stage.cluster, profile, traced.graph, **wishes)
     return Plan.from_json(stage.assembly.gather(plan.to_json() if stage.party.rank == 0 else None, "the plan")[0])
+
+
+def require_epochs(plan: Plan, checkpoint_every: int | str | None, *, models: int) -> None:
+    """Refuses checkpoints by steps, and a second model, where nodes make unequal numbers of steps."""
+    if isinstance(plan.period, EverySeconds) and models:
+        raise SpecError(
+            f"a period of {plan.period.seconds:g} s was asked for a second model, but nodes would exchange the two in "
+            "different orders and wait for each other. Count the periods of both in steps."
+        )
+    if isinstance(plan.period, EverySeconds) and isinstance(checkpoint_every, int):
+        raise SpecError(
+            f"checkpoint_every={checkpoint_every} steps was asked for, but with a period of {plan.period.seconds:g} s "
+            "nodes make unequal numbers of them. Save every 'epoch', or count the period in steps."
+        )

@@ -16,7 +16,7 @@ from evenly.planner.memory import cut_needs
 from evenly.session.full import Trainee
 from evenly.session.stage import Stage
 from evenly.shards import Sharded, immovable, moved, placement_of, reshard
-from evenly.spec import EveryGradient, Layout, Plan, Rebalanced
+from evenly.spec import EveryGradient, EverySeconds, Layout, Plan, Rebalanced
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,8 @@ class Doubt:
 def attach_rebalancer(trainee: Trainee, plan: Plan, stage: Stage) -> None:
     """Lets work follow the devices' speed, where the plan says so and there are several to deal out to."""
     several = len(plan.takers) > 1 or any(len(replica.layout.members) > 1 for replica in plan.replicas)
-    if trainee.feed is None or not plan.rebalance or not several:
+    timed = isinstance(plan.period, EverySeconds)  # each node makes the steps it can anyway
+    if trainee.feed is None or not plan.rebalance or not several or timed:
         return
     balance = Rebalancer(trainee, plan, stage)
 

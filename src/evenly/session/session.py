@@ -19,7 +19,7 @@ from evenly.nodes import Synchronized, join_nodes
 from evenly.session.by_hand import regroup, survey_party
 from evenly.session.checkpoint import apply, restore_random_state
 from evenly.session.full import Trainee
-from evenly.session.planning import plan_run
+from evenly.session.planning import plan_run, require_epochs
 from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.sharding import shard_for
 from evenly.session.stage import LINGER_S, LeftOut, Stage
@@ -171,6 +171,7 @@ class Session:
             find_unused_parameters: as in torch's DDP.
             loading: what `evenly.feed` takes: `shuffle`, `drop_last`, `num_workers`, `collate_fn`, `pin_memory`.
         """
+        require_epochs(plan, self._checkpoint_every, models=len(self._trainees))
         stage, plan = self._stage.take_part(plan)
         self._enter(stage)
         if any(trainee.name == name for trainee in self._trainees):
@@ -241,12 +242,10 @@ class Session:
             raise SpecError("a checkpoint was asked for, but the session has no folder. Use Session('runs/name').")
         began = time.monotonic()
         for trainee in self._trainees:
-            trainee.model.settle()
-            trainee.model.require_finite()
+            trainee.model.come_together()
         step = self._saved_step = self._ledger.step
-        path: Path = self._stage.checkpoints.save(
-            step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep
-        )
+        save = self._stage.checkpoints.save
+        path: Path = save(step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep)
         self._recorder.tell(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
         return path
 
@@ -264,14 +263,15 @@ class Session:
 
     def sum(self, *numbers: float) -> list[float]:
         """Returns the sums of each number over all ranks."""
+        for trainee in self._trainees:
+            trainee.model.assemble()
         rows = self._assembly.gather([float(number) for number in numbers], "a sum over ranks")
         return [float(sum(column)) for column in zip(*rows, strict=True)]
 
     def _enrol(self, trainee: Trainee, plan: Plan) -> None:
         self._trainees.append(trainee)
         self._closing.callback(trainee.close)
-        trainee.model.on_exchange.append(self._ledger.count_exchange)
-        trainee.model.on_period.append(self._ledger.tell_period)
+        self._ledger.watch(trainee.model)
         if trainee.feed is not None:
             trainee.feed.on_end.append(trainee.model.end_epoch)
         attach_rebalancer(trainee, plan, self._stage)

@@ -5,7 +5,17 @@ from evenly.spec.exchange import Exchange, ExchangeWishes, Outer, misfit
 from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import Layout, deal
-from evenly.spec.period import Adaptive, AnyPeriod, Every, EveryEpoch, EveryGradient, EverySteps, Period, period_of
+from evenly.spec.period import (
+    Adaptive,
+    AnyPeriod,
+    Every,
+    EveryEpoch,
+    EveryGradient,
+    EverySeconds,
+    EverySteps,
+    Period,
+    period_of,
+)
 from evenly.spec.plan import Plan, Prediction, Replica, Role
 from evenly.spec.profile import Curve, CutStep, DeviceProfile, Lane, LayerCurves, Meeting, Profile, Rate, check_speeds
 from evenly.spec.run import (
@@ -15,6 +25,7 @@ from evenly.spec.run import (
     ExchangeDone,
     Measured,
     PeriodChosen,
+    Phases,
     Rebalanced,
     Run,
     RunFailed,
@@ -38,6 +49,7 @@ __all__ = [
     "Every",
     "EveryEpoch",
     "EveryGradient",
+    "EverySeconds",
     "EverySteps",
     "Exchange",
     "ExchangeDone",
@@ -55,6 +67,7 @@ __all__ = [
     "Outer",
     "Period",
     "PeriodChosen",
+    "Phases",
     "Plan",
     "Prediction",
     "Profile",

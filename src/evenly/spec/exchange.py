@@ -1,16 +1,18 @@
 """How exchanges are made: how long they may take, in what form they travel, what becomes of the optimizers."""
 
+from math import ceil
 from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import BeforeValidator, Field
 
 from evenly.spec._value import Value
-from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient
+from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySeconds
 
 StatePolicy = Literal["keep", "average", "reset"]
 
 
 Setting = bool | int | float | str | tuple[float, ...]
+CODED = {"bf16": 0.5, "int8": 0.254, "int4": 0.133}  # bytes that travel, over those of float32
 NESTEROV: dict[str, Setting] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
@@ -63,6 +65,30 @@ class Exchange(Value):
         return policy in ([policies] if isinstance(policies, str) else policies.values())
 
     @property
+    def least_steps(self) -> int:
+        """The shortest period in which such exchanges find their place."""
+        return max(1, self.overlap, self.fragments)
+
+    @property
+    def coded_part(self) -> float:
+        """The bytes that travel, over those of the parameters; a codec of the user's is not known."""
+        return CODED.get(self.codec, 1.0)
+
+    def affordable_steps(self, *, step_s: float, transfer_s: float, budget: float) -> int:
+        """Returns the steps of a period in which training stands still for a part `budget` of the time.
+
+        `transfer_s` are the seconds of one exchange, of which a period has one for each fragment. What overlaps with
+        steps costs nothing as long as it ends in time; the wire must be free for the next one.
+
+        >>> Exchange().affordable_steps(step_s=0.1, transfer_s=0.2, budget=0.1)
+        18
+        """
+        waiting_s = max(0.0, transfer_s - self.overlap * step_s)
+        steps = ceil(self.fragments * waiting_s * (1 - budget) / (step_s * budget))
+        busy = ceil(self.fragments * transfer_s / step_s) if self.overlap else 0
+        return max(self.least_steps, steps, busy)
+
+    @property
     def is_plain(self) -> bool:
         """Whether training waits for exchanges that carry parameters as they are."""
         return self.overlap == 0 and self.fragments == 1 and self.codec == "fp32" and self.outer is None
@@ -77,16 +103,28 @@ def misfit(period: AnyPeriod, exchange: Exchange) -> str:
     """
     if isinstance(period, EveryGradient):
         return "" if exchange.is_plain else "all gradients are averaged at every step, so nothing is exchanged besides"
+    if isinstance(period, EveryEpoch | EverySeconds) and exchange.fragments > 1:
+        return "fragments need a period in steps, not in seconds or of an epoch"
+    if isinstance(period, EverySeconds):
+        return _misfit_in_time(period, exchange)
     if isinstance(period, EveryEpoch):
-        return "" if exchange.fragments == 1 else "fragments need a period in steps, not of an epoch"
+        return ""
     if isinstance(period, Adaptive):
-        least = max(exchange.overlap, exchange.fragments)
+        least = exchange.least_steps
         return "" if period.most >= least else f"a period has at most {period.most} steps, and needs {least}"
     if exchange.overlap > period.steps:
         case = f"exchanges overlap with {exchange.overlap} steps, but a new one begins after {period.steps}"
         return f"{case}; let them overlap with fewer"
     if exchange.fragments > period.steps:
         return f"{exchange.fragments} fragments were asked for in a period of {period.steps} steps; take fewer"
+    return ""
+
+
+def _misfit_in_time(period: EverySeconds, exchange: Exchange) -> str:
+    if exchange.treats_state("average"):
+        return "a node may have made no step, and no optimizer state yet, when nodes exchange; keep or reset it"
+    if period.seconds >= exchange.timeout_s:
+        return f"a node may wait {period.seconds:g} s for the others, and gives up after {exchange.timeout_s:g}"
     return ""
 
 

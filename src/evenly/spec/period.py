@@ -29,6 +29,23 @@ class EverySteps(Value):
         def __init__(self, steps: int, *, warmup: int = 0) -> None: ...
 
 
+class EverySeconds(Value):
+    """An exchange whenever so many seconds have passed; each node makes the steps it can until then.
+
+    For nodes of unequal speed: averages are weighted by the samples of each node. By the clock, so no two runs are the
+    same. Nodes wait for each other at exchanges only, and at the end of an epoch.
+    """
+
+    kind: Literal["seconds"] = "seconds"
+    seconds: float = Field(gt=0)
+    warmup: int = WARMUP
+    _positional: ClassVar[tuple[str, ...]] = ("seconds",)
+
+    if TYPE_CHECKING:
+
+        def __init__(self, seconds: float, *, warmup: int = 0) -> None: ...
+
+
 class EveryEpoch(Value):
     """An exchange after every pass over the data."""
 
@@ -66,17 +83,19 @@ class Adaptive(Value):
     def _has_one_wish(self) -> Self:
         if self.exchange_budget is not None and self.drift is not None:
             raise ValueError("give exchange_budget or drift, not both: each alone decides the period")
+        if self.start > self.most:
+            raise ValueError(f"the first period of {self.start} steps is longer than the longest, {self.most}")
         return self
 
 
-AnyPeriod = EverySteps | EveryEpoch | EveryGradient | Adaptive
+AnyPeriod = EverySteps | EverySeconds | EveryEpoch | EveryGradient | Adaptive
 Period = Annotated[AnyPeriod, Field(discriminator="kind")]
 
 Every = AnyPeriod | int | str  # what `period_of` understands
 
 
 def period_of(wish: Every) -> AnyPeriod:
-    """Returns the period that `wish` means: a period, a number of steps, `"epoch"`, `"adaptive"` or `"global"`.
+    """Returns the period that `wish` means: a period, a number of steps, `"30s"`, `"epoch"`, `"adaptive"`, `"global"`.
 
     >>> period_of(8), period_of("epoch")
     (EverySteps(kind='steps', steps=8, warmup=0), EveryEpoch(kind='epoch', warmup=0))
@@ -85,6 +104,8 @@ def period_of(wish: Every) -> AnyPeriod:
         return wish
     if isinstance(wish, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", wish):
         wish = int(wish)
+    if isinstance(wish, str) and re.fullmatch(r"\s*[0-9]+(\.[0-9]*)?\s*s\s*", wish):
+        return EverySeconds(float(wish.strip()[:-1]))
     if isinstance(wish, int) and not isinstance(wish, bool):
         if wish < 1:
             raise SpecError(
@@ -99,6 +120,6 @@ def period_of(wish: Every) -> AnyPeriod:
     if wish == "global":
         return EveryGradient()
     raise SpecError(
-        f"every={wish!r} is not a period. Give a number of steps, 'epoch', 'adaptive', 'global', EverySteps(k), "
-        "EveryEpoch() or Adaptive(exchange_budget=0.02)."
+        f"every={wish!r} is not a period. Give a number of steps, seconds as '30s', 'epoch', 'adaptive', 'global', "
+        "EverySteps(k), EveryEpoch() or Adaptive(exchange_budget=0.02)."
     )

@@ -9,7 +9,7 @@ from evenly.spec._value import Document, Value
 from evenly.spec.cluster import Cluster
 from evenly.spec.exchange import Exchange, misfit
 from evenly.spec.layout import Layout
-from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySteps, Period
+from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySeconds, EverySteps, Period
 
 
 class Role(Value):
@@ -178,6 +178,8 @@ def _period_words(plan: Plan) -> str:
             often = "step" if steps == 1 else f"{steps} steps"
         case EveryEpoch(warmup=warmup):
             often = "epoch"
+        case EverySeconds(seconds=seconds, warmup=warmup):
+            often = f"{seconds:g} s"
         case Adaptive(warmup=warmup):
             often = f"so many steps as {wish_words(plan.period)}"
     start = f" (every step for the first {warmup})" if warmup else ""

@@ -39,8 +39,8 @@ class StepsDone(Value):
 class ExchangeDone(Value):
     """One exchange across nodes as rank 0 saw it: begun after `step`, merged after `merged`.
 
-    Training stood still for `waited_s` of its `seconds`. `drift` is how far the node had gone away from the average of
-    all, over the length of the parameters.
+    All ranks were there after `met_s`, and it took `seconds` more; training stood still for `waited_s`. `drift` is how
+    far the node had gone away from the average of all, over the length of the parameters.
     """
 
     event: Literal["exchange"] = "exchange"
@@ -51,6 +51,7 @@ class ExchangeDone(Value):
     sent_bytes: int
     weights: tuple[float, ...]
     merged: int = 0
+    met_s: float = 0.0
     waited_s: float = 0.0
     fragments: tuple[int, ...] = (0,)
     drift: float = 0.0
@@ -117,8 +118,29 @@ class RunFailed(Value):
     error: str
 
 
+class Phases(Value):
+    """Where the seconds of a rank went, and the bytes that it sent.
+
+    It computed; averaged gradients, inside its node or with all ranks; stood still for exchanges across nodes; waited
+    for slower ranks; and did other things: data, the optimizer's step, evaluation.
+    """
+
+    rank: int
+    node: int
+    compute_s: float
+    gradients_s: float
+    exchange_s: float
+    waiting_s: float
+    other_s: float
+    gradient_bytes: int
+    exchange_bytes: int
+
+
 class RunFinished(Value):
-    """Totals over all ranks. Sent bytes are counted by the library and, per node, read at the network interfaces."""
+    """Totals over all ranks. Sent bytes are counted by the library and, per node, read at the network interfaces.
+
+    `exchange_seconds` are those of exchanges, whether training went on beside them or not.
+    """
 
     event: Literal["finished"] = "finished"
     at_s: float
@@ -130,6 +152,7 @@ class RunFinished(Value):
     exchange_seconds: float
     sent_bytes: int
     interface_bytes: tuple[int, ...]
+    phases: tuple[Phases, ...] = ()
 
 
 Event = Annotated[

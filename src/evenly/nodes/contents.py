@@ -1,0 +1,81 @@
+"""What travels in an exchange: parameters and optimizer state, whole or in fragments."""
+
+from collections.abc import Sequence
+
+import torch
+
+from evenly.nodes.cargo import Cargo
+from evenly.nodes.fragments import Piece, split, within
+from evenly.nodes.sharing import Sharing
+from evenly.nodes.state import Entry, reset_state, trained_entries
+from evenly.spec import Exchange
+
+
+class Contents:
+    """Finds what of a network and its optimizer belongs to a fragment; nothing, unless it `travels`."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sharing: Sharing,
+        settings: Exchange,
+        *,
+        travels: bool,
+    ) -> None:
+        self._module, self._optimizer, self._sharing = module, optimizer, sharing
+        self._settings, self._travels = settings, travels
+        self._names: list[str] = []
+        self._fragments: list[Piece] = []
+
+    def forget(self) -> None:
+        """Finds fragments anew: parts of the network have changed hands."""
+        self._names = []
+
+    def load(self, fragments: Sequence[int], *, stateful: Sequence[int] = (), change: bool = False) -> Cargo:
+        """Returns a snapshot of these fragments, of some with the optimizer's state."""
+        return self._sharing.load(self._entries(fragments), self._state(stateful), change=change)
+
+    def load_all(self) -> Cargo:
+        """Returns a snapshot of all parameters, whose points nobody remembers."""
+        return self._sharing.load({"": trained_entries(self._module)} if self._travels else {})
+
+    def words(self, fragments: Sequence[int], buffers: dict[str, torch.Tensor], *, stateful: Sequence[int] = ()) -> str:
+        """Returns what is about to be sent, in words."""
+        chosen = [entry for entries in self._entries(fragments).values() for entry in entries]
+        entries = [*chosen, *self._state(stateful)]
+        named = [*((entry.home, entry.tensor) for entry in entries), *buffers.items()]
+        labels = [*(entry.label for entry in entries), *buffers]
+        return "\n".join(f"{label} {size}" for label, size in zip(labels, self._sharing.sizes(named), strict=True))
+
+    def reset_state(self, fragments: Sequence[int]) -> None:
+        """Sets the optimizer's state of these fragments to zero where the settings say so."""
+        if fragments and self._travels and self._settings.treats_state("reset"):
+            for fragment in fragments:
+                reset_state(self._module, self._optimizer, self._pieces()[fragment], self._is_reset)
+
+    def _is_reset(self, slot: str) -> bool:
+        return self._settings.policy_of(slot) == "reset"
+
+    def _entries(self, fragments: Sequence[int]) -> dict[str, list[Entry]]:
+        """Returns the parameters of each fragment, under the key of its points."""
+        if not self._travels:
+            return {}
+        entries, pieces = trained_entries(self._module), self._pieces()
+        return {f"{fragment}": within(entries, pieces[fragment]) for fragment in fragments}
+
+    def _state(self, fragments: Sequence[int]) -> list[Entry]:
+        """Returns the optimizer's state that travels with these fragments."""
+        if not fragments or not self._travels or not self._settings.treats_state("average"):
+            return []
+        slots = self._sharing.state(self._module, self._optimizer)
+        slots = [entry for entry in slots if self._settings.policy_of(entry.slot) == "average"]
+        return [entry for fragment in fragments for entry in within(slots, self._pieces()[fragment])]
+
+    def _pieces(self) -> list[Piece]:
+        entries = trained_entries(self._module)
+        if self._names != [entry.home for entry in entries]:  # some may have been frozen or freed
+            self._names = [entry.home for entry in entries]
+            sizes = self._sharing.sizes([(entry.home, entry.tensor) for entry in entries])
+            self._fragments = split(entries, sizes, self._settings.fragments, rows=self._sharing.splits_rows)
+        return self._fragments

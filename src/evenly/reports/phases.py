@@ -1,0 +1,45 @@
+"""Run -> where the seconds and bytes of each rank went."""
+
+from collections.abc import Sequence
+
+from evenly.reports.story import story
+from evenly.spec import ExchangeDone, Phases, Run, RunFinished, RunStarted
+
+PHASE_HEADERS = ("rank", "node", "compute", "gradients", "exchange", "waiting", "other", "MB grad.", "MB exch.")
+LATE_S = 1e-3  # to wait for less is no delay
+
+
+def phase_rows(run: Run) -> list[tuple[str, ...]]:
+    """Returns a row of texts for each rank, under `PHASE_HEADERS`, since the last start; nothing if it did not end."""
+    starts = [place for place, event in enumerate(run.events) if isinstance(event, RunStarted)]
+    done = Run(events=run.events[starts[-1] if starts else 0 :]).last(RunFinished)
+    return [_row(phases) for phases in done.phases] if done is not None else []
+
+
+def exchange_words(run: Run) -> str:
+    """Returns what the exchanges of a run cost and how far nodes went apart between them, in one line."""
+    found = list({done.number: done for done in story(run).of(ExchangeDone)}.values())  # a resumed run repeats some
+    if not found:
+        return ""
+    waited_s, seconds = sum(done.waited_s for done in found), sum(done.seconds for done in found)
+    late = sum(done.merged > done.step and done.waited_s > LATE_S for done in found)
+    beside = f", {late} of them merged late" if any(done.merged > done.step for done in found) else ""
+    return (
+        f"{len(found)} exchanges took {seconds:.3g} s, training stood still for {waited_s:.3g} s{beside}; nodes were "
+        f"{_percent(found[-1].drift)} from their average at the last, {_percent(max(d.drift for d in found))} at most"
+    )
+
+
+def _row(phases: Phases) -> tuple[str, ...]:
+    seconds = [phases.compute_s, phases.gradients_s, phases.exchange_s, phases.waiting_s, phases.other_s]
+    size = [f"{count / 1e6:.1f}" for count in (phases.gradient_bytes, phases.exchange_bytes)]
+    return (str(phases.rank), str(phases.node), *_parts(seconds), *size)
+
+
+def _parts(seconds: Sequence[float]) -> list[str]:
+    total = sum(seconds)
+    return [f"{100 * second / total:.1f} %" if total else "-" for second in seconds]
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.2g} %"

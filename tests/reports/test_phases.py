@@ -1,0 +1,52 @@
+"""Where the seconds of each rank went."""
+
+import pytest
+
+from evenly import Run, report
+from evenly.reports import PHASE_HEADERS, exchange_words, phase_rows
+from evenly.session.ledger import phases_of
+from evenly.spec import ExchangeDone, RunFinished
+from tests.reports.runs import finished, started
+
+NAMES = ("compute_s", "gradients_s", "exchange_s", "waiting_s", "gradient_bytes", "sent_bytes")
+VALUES = [(4.0, 3.0, 1.0, 0.5, 2e6, 1e6), (6.0, 1.0, 1.0, 0.5, 2e6, 1e6), (5.0, 0.0, 1.0, 3.5, 0, 2e6)]
+ROWS = [dict(zip(NAMES, values, strict=True)) for values in VALUES]
+
+
+def exchange(**more):
+    fields = {"at_s": 1.0, "number": 1, "step": 8, "seconds": 0.2, "sent_bytes": 5, "weights": (0.5, 0.5)}
+    return ExchangeDone(**{**fields, "merged": 8, **more})
+
+
+def ended() -> RunFinished:
+    return finished().model_copy(update={"phases": phases_of(ROWS, [[0, 1], [2]], 10.0)})
+
+
+def test_who_averages_longer_than_its_siblings_has_waited_for_them():
+    fast, slow, single = phases_of(ROWS, [[0, 1], [2]], 10.0)
+    assert (fast.gradients_s, fast.waiting_s, fast.other_s) == (1.0, 2.5, 1.5)
+    assert (slow.gradients_s, slow.waiting_s, slow.other_s) == (1.0, 0.5, 1.5)
+    assert (single.gradients_s, single.waiting_s, single.other_s) == (0.0, 3.5, 0.5)
+    for phases in (fast, slow, single):
+        parts = (phases.compute_s, phases.gradients_s, phases.exchange_s, phases.waiting_s, phases.other_s)
+        assert sum(parts) == pytest.approx(10.0)
+
+
+def test_a_report_of_one_run_says_where_the_time_went():
+    run = Run(events=(started(), exchange(waited_s=0.3, drift=0.02), exchange(merged=12, waited_s=0.1), ended()))
+    assert phase_rows(run)[0] == ("0", "0", "40.0 %", "10.0 %", "10.0 %", "25.0 %", "15.0 %", "2.0", "1.0")
+    assert exchange_words(run) == (
+        "2 exchanges took 0.4 s, training stood still for 0.4 s, 1 of them merged late; nodes were 0 % from their "
+        "average at the last, 2 % at most"
+    )
+    text = report(run)
+    assert all(header in text for header in PHASE_HEADERS)
+    assert "2 exchanges took" in text
+    assert "compute" not in report(run, run)
+
+
+def test_a_run_without_a_record_of_phases_has_no_table():
+    run = Run(events=(started(), finished()))
+    assert phase_rows(run) == []
+    assert exchange_words(run) == ""
+    assert report(run).count("\n") == 1
