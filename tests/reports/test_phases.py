@@ -33,7 +33,9 @@ def test_who_averages_longer_than_its_siblings_has_waited_for_them():
 
 
 def test_a_report_of_one_run_says_where_the_time_went():
-    run = Run(events=(started(), exchange(waited_s=0.3, drift=0.02), exchange(merged=12, waited_s=0.1), ended()))
+    run = Run(
+        events=(started(), exchange(waited_s=0.3, drift=0.02), exchange(number=2, merged=12, waited_s=0.1), ended())
+    )
     assert phase_rows(run)[0] == ("0", "0", "40.0 %", "10.0 %", "10.0 %", "25.0 %", "15.0 %", "2.0", "1.0")
     assert exchange_words(run) == (
         "2 exchanges took 0.4 s, training stood still for 0.4 s, 1 of them merged late; nodes were 0 % from their "

@@ -96,7 +96,7 @@ class StepClock:
 
 def _is_over(moment: Moment | None) -> bool:
     """Returns whether it has passed, without waiting for it; a step that was left out was never averaged."""
-    return bool(moment.query()) if isinstance(moment, torch.cuda.Event) else True
+    return bool(moment.query()) if isinstance(moment, torch.cuda.Event) else True  # type: ignore[no-untyped-call]  # torch has no annotation here
 
 
 def _between(first: Moment, last: Moment) -> float:
