@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,18 +51,10 @@ def join_nodes(
     alarm = Alarm(chapter, sharing=tuple(range(party.size)) if joint else own, parent=parent)
     try:
         is_cut = _gather_all(chapter, alarm, is_cut=wire is not None, timeout_s=exchange.timeout_s)
-        groups = open_groups(
-            chapter,
-            cluster.rank_lists(),
-            [cluster.device_of(rank) for rank in range(party.size)],
-            timeout_s=exchange.timeout_s,
-            joint_gradients=joint,
-            beside=exchange.overlap > 0,
-        )
-        bell = None
-        if isinstance(period, EverySeconds):
-            name = f"bell{cluster.node_of(party.rank)}"
-            bell = Bell(period.seconds, open_group(chapter, name, own, backend="gloo", timeout_s=exchange.timeout_s))
+        devices = [cluster.device_of(rank) for rank in range(party.size)]
+        ways: Any = {"timeout_s": exchange.timeout_s, "joint_gradients": joint, "beside": exchange.overlap > 0}
+        groups = open_groups(chapter, cluster.rank_lists(), devices, **ways)
+        bell = _bell(period, chapter, own, timeout_s=exchange.timeout_s)
     except BaseException as error:
         alarm.ring(error)
         alarm.close()
@@ -86,6 +79,13 @@ def join_nodes(
         find_unused_parameters=find_unused_parameters,
         bell=bell,
     )
+
+
+def _bell(period: AnyPeriod, party: Party, node: Sequence[int], *, timeout_s: float) -> Bell | None:
+    """Returns what ends periods that are counted in seconds."""
+    if not isinstance(period, EverySeconds):
+        return None
+    return Bell(period.seconds, open_group(party, f"bell{node[0]}", node, backend="gloo", timeout_s=timeout_s))
 
 
 def _wire(module: torch.nn.Module, party: Party) -> Wire | None:
