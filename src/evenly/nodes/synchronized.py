@@ -62,8 +62,7 @@ class Synchronized(torch.nn.Module):
         self._closed = self._has_moved = False
         self._joint = isinstance(period, EveryGradient)
         self._partners = tuple(range(groups.party.size)) if self._joint else groups.ranks
-        self._scaler = scaler
-        self._alarm, self._bell = alarm, bell
+        self._scaler, self._alarm, self._bell = scaler, alarm, bell
         try:
             self._agree_at_start(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
             self._gradients = sharing.gradients(module, find_unused_parameters=find_unused_parameters)
