@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import TensorDataset
 
 from evenly import feed
-from evenly._errors import DataError, LaunchError
+from evenly._errors import DataError, EvenlyError, LaunchError
 from evenly.batches import Feed
 from evenly.spec import Plan, Role, deal
 from tests.batches.samples import Numbers, cases, epoch_of, feeds, taken
@@ -209,3 +209,20 @@ def test_what_is_told_between_steps_and_at_the_end():
     loader.on_end.append(lambda: told.append(("end", loader.epoch)))
     epoch_of(loader)
     assert told == [("between", 2), ("between", 4), ("end", 1)]
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"epoch": 0, "offset": 11}, "but has 10"),
+        ({"epoch": 0, "offset": -3}, "whole numbers"),
+        ({"epoch": 0.5, "offset": 1}, "whole numbers"),
+        ({}, "whole numbers"),
+        (None, "whole numbers"),
+    ],
+)
+def test_a_position_that_cannot_be_is_refused(state, words):
+    (own,) = feeds(10, [3], seed=0)
+    with pytest.raises(EvenlyError, match=words):
+        own.resume(state)
+    own.resume({"epoch": 0, "offset": 10})

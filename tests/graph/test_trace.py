@@ -344,3 +344,21 @@ def test_a_change_in_place_is_followed_or_refused(name: str) -> None:
             trace(build(), IMAGE)
     else:
         compare(build, IMAGE, [2, 1])
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_encoders_whose_layers_torch_would_fuse_in_evaluation(count, dropout):
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout, batch_first=True)
+        return (nn.TransformerEncoder(layer, count) if count else layer).double()
+
+    example = torch.randn(4, 5, 8, dtype=torch.float64)
+    before = torch.backends.mha.get_fastpath_enabled()
+    traced = follow(build(), example)
+    assert torch.backends.mha.get_fastpath_enabled() == before
+    attention = [changed["4"] for name, changed in traced.switches.items() if "attention" in name]
+    assert attention == [(dropout, 0.0)] * (max(1, count) if dropout else 0)
+    if not dropout:
+        compare(build, example, [2, 1])

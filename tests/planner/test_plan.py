@@ -165,6 +165,25 @@ def test_a_profile_of_another_cluster_or_network_is_refused(graph):
     other = trace(nn.Linear(3, 4), torch.ones(2, 3))
     with pytest.raises(SpecError, match="another network"):
         plan(cluster_of(2), profile, other)
+    fewer = profile.model_copy(update={"devices": profile.devices[:1]})
+    with pytest.raises(SpecError, match="a profile of 1 devices was given for a cluster of 2 ranks"):
+        plan(cluster_of(2), fewer, graph)
+
+
+@pytest.mark.parametrize("batch", [1.5, "a", True, 0])
+def test_a_batch_that_is_no_whole_number_is_refused(graph, batch):
+    with pytest.raises(SpecError, match="Give a whole number"):
+        planned(graph, [1, 1], batch_size=batch)
+
+
+def test_a_long_period_is_forecast_with_one_exchange(graph):
+    cluster = cluster_of(1, 1)
+    profile = Profile.from_speeds(cluster, graph, [1, 1], flops_per_s=1e9)
+    made = plan(cluster, profile, graph, every=50_000)
+    told = simulate(made, cluster, profile, graph, steps=50_000)
+    step_s, exchange_s = made.predicted.step_s, made.predicted.exchange_s
+    assert told.exchanges == 1
+    assert told.seconds == pytest.approx(50_000 * step_s + exchange_s)
 
 
 def test_a_plan_whose_samples_do_not_add_up_is_refused(graph):

@@ -66,3 +66,9 @@ def test_events_are_found_by_kind():
     assert run.of(RunFailed) == []
     assert run.last(RunFailed) is None
     assert run.latest_values() == {"loss": None, "accuracy": 0.25}
+
+
+def test_a_file_that_is_no_run_is_refused():
+    with pytest.raises(SpecError, match="line 1 of the run is not an event"):
+        Run.from_lines([b"\xff\xfe bad"])
+    assert Run.from_lines([b'{"event": "sta']).events == ()

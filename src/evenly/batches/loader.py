@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from evenly._errors import DataError
+from evenly._errors import DataError, SpecError
 from evenly.batches.device import to_device
 from evenly.batches.parts import Epoch, Rules, check_samples
 from evenly.batches.sources import open_source
@@ -83,7 +83,23 @@ class Feed:
 
     def resume(self, state: dict[str, int]) -> None:
         """Goes on from a position."""
-        self.epoch, self.offset = state["epoch"], state["offset"]
+        given = [state.get(name) for name in ("epoch", "offset")] if isinstance(state, dict) else []
+        if not given or not all(isinstance(number, int) and number >= 0 for number in given):
+            raise SpecError(
+                f"{self._name} was to go on from {state}. Give what state() has returned: an epoch and an offset, both "
+                "whole numbers of at least 0."
+            )
+        epoch, offset = state["epoch"], state["offset"]
+        try:
+            size = self._source.size()
+        except TypeError:  # a stream without a length
+            size = offset
+        if offset > size:
+            raise DataError(
+                f"{self._name} was to go on after {offset} samples of an epoch, but has {size}. Give the data that the "
+                "position was saved with."
+            )
+        self.epoch, self.offset = epoch, offset
 
     def reshare(self, samples: Sequence[int]) -> None:
         """Lets each rank take other numbers of samples from the next batch on; no sample is lost or comes twice.

@@ -71,7 +71,7 @@ def flops_of(text: str) -> float:
     >>> flops_of("10T"), flops_of("2e11")
     (10000000000000.0, 200000000000.0)
     """
-    found = re.fullmatch(NUMBER + r"\s*([kMGTPmgtp]?)", text.strip())
+    found = re.fullmatch(NUMBER + r"\s*([kKMGTPmgtp]?)", text.strip())
     number = _scaled(found[1], found[2]) if found else 0.0
     if not 0 < number < float("inf"):
         raise SpecError(
@@ -88,7 +88,7 @@ def rate_of(text: str, option: str, usual: Rate) -> Rate:
     Rate(latency_s=0.02, bytes_per_s=125000000.0)
     """
     speed, comma, delay = text.partition(",")
-    fast = re.fullmatch(NUMBER + r"\s*([kMGTmgt]?)(i?)(bit|B)(?:/s)?", speed.strip())
+    fast = re.fullmatch(NUMBER + r"\s*([kKMGTmgt]?)(i?)(bit|B)(?:/s)?", speed.strip())
     late = re.fullmatch(NUMBER + r"\s*(s|ms|us)", delay.strip()) if comma else None
     number = _scaled(fast[1], fast[2], binary=bool(fast[3])) if fast else 0.0
     if fast is None or not 0 < number < float("inf") or (comma and late is None):
@@ -108,7 +108,7 @@ def factor_of(number: float, option: str) -> float:
 
 
 def _bytes(part: str, text: str) -> int:
-    found = re.fullmatch(NUMBER + r"\s*([kMGTmgt]?)(i?)B", part.strip())
+    found = re.fullmatch(NUMBER + r"\s*([kKMGTmgt]?)(i?)B", part.strip())
     number = _scaled(found[1], found[2], binary=bool(found[3])) if found else 0.0
     if not 1 <= number < 2**62:
         raise SpecError(

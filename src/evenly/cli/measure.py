@@ -13,7 +13,8 @@ from rich.markup import escape
 from evenly.cli._documents import require_writable
 from evenly.cli._network import build, draw, examples
 from evenly.cli._show import say, table_of
-from evenly.reports import gigabytes, milliseconds, per_second
+from evenly.cli.console import LINE_S
+from evenly.reports import doubts, gigabytes, milliseconds, per_second
 from evenly.spec import Cluster, DeviceProfile, Profile
 from evenly.spec.plan import counted
 
@@ -63,7 +64,9 @@ def measure(
         for value, path in ((profile, out), (session.cluster, cluster_out), (graph, graph_out)):
             if path is not None:
                 value.save(path)
-        show_profile(profile, session.cluster, console=Console(highlight=False))
+        console = Console(highlight=False)
+        show_profile(profile, session.cluster, console=console)
+        say(doubts(profile), console)
         print(word)
 
 
@@ -98,9 +101,12 @@ def _nothing(session: "Session", graph: "Graph") -> Profile:
 
 @contextmanager
 def progress(quick: bool, *, console: Console | None) -> Iterator["Callable[[str], None] | None"]:
-    """Shows what is measured now, if the console is a terminal."""
-    if console is None or not console.is_terminal:
+    """Shows what is measured now: a bar on a terminal, else a line from time to time."""
+    if console is None:
         yield None
+        return
+    if not console.is_terminal:
+        yield _Lines(console).tell
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -115,6 +121,18 @@ def progress(quick: bool, *, console: Console | None) -> Iterator["Callable[[str
             bar.update(task, completed=min(time.monotonic() - began, total), description=text[:60])
 
         yield tell
+
+
+class _Lines:
+    """Prints what is done, not too often."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._told = console, 0.0
+
+    def tell(self, text: str) -> None:
+        if time.monotonic() - self._told > LINE_S:
+            self._told = time.monotonic()
+            self._console.print(f"measuring: {text}", markup=False, soft_wrap=True)
 
 
 def show_profile(profile: Profile, cluster: Cluster, *, console: Console) -> None:

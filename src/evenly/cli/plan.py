@@ -22,10 +22,8 @@ from evenly.cli._known import (
     Speeds,
 )
 from evenly.cli._quantities import memories_of
-from evenly.reports import Panel, draw_picture, rank_rows, require_picture
+from evenly.reports import Panel, doubts, draw_picture, rank_rows, require_picture
 from evenly.spec import Plan, period_of
-
-MOST_STEPS = 10_000  # that are simulated for the table
 
 
 def plan(
@@ -73,7 +71,7 @@ def plan(
         "memory_bytes": None if memory is None else memories_of(memory),
     }
     known = Options(model, inputs or (), dtype, *options).known()
-    from evenly.cli._show import show_plan
+    from evenly.cli._show import say, show_plan
     from evenly.planner import plan as find_plan
     from evenly.planner import simulate
 
@@ -87,9 +85,10 @@ def plan(
         print(made.to_json())
         return
     show_plan(made, told, known[0], console=Console(highlight=False))
+    say(doubts(known[1], made), Console(highlight=False))
 
 
 def _steps(made: Plan) -> int:
     """Returns the steps of one period, which is what a mean step is taken over."""
     steps = {"steps": "steps", "adaptive": "start"}.get(made.period.kind)
-    return min(MOST_STEPS, getattr(made.period, steps)) if steps else 1000
+    return int(getattr(made.period, steps)) if steps else 1000

@@ -72,8 +72,13 @@ def follow(model: nn.Module, example: Example) -> Traced:
     if strange:
         raise SpecError(f"the parameter {strange[0]!r} is complex, which has no rule. Keep its two parts apart.")
     given = _arguments(model, example)
+    fast = torch.backends.mha.get_fastpath_enabled()
     with _TRACING:
-        return _follow(model, given)
+        torch.backends.mha.set_fastpath_enabled(False)  # in evaluation torch would fuse whole encoder layers
+        try:
+            return _follow(model, given)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _follow(model: nn.Module, given: dict[str, Any]) -> Traced:
@@ -159,6 +164,10 @@ def _switches(
 
 def _plain(node: fx.Node) -> dict[str, Any]:
     named = {str(i): value for i, value in enumerate(node.args)} | dict(node.kwargs)
+    schema = getattr(node.target, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.has_default_value() and not argument.kwarg_only and argument.name not in named:
+            named.setdefault(str(place), argument.default_value)  # torch leaves them out where they are the default
     return {key: fx.map_arg(value, lambda n: n.name) for key, value in named.items()}
 
 

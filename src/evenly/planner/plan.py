@@ -50,12 +50,15 @@ def plan(
         exchange: how exchanges are made.
     """
     profile.require_fit(cluster, graph)
-    if batch_size is not None and batch_size < 1:
-        raise SpecError(f"a global batch of {batch_size} samples was asked for. Give at least 1.")
+    if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
+        raise SpecError(f"a global batch of {batch_size!r} samples was asked for. Give a whole number, at least 1.")
     task = _Task(
         cluster, profile, Works(graph), batch_size or profile.batch_size, _free(cluster, profile, memory_bytes), cut
     )
     return task.plan(every, exchange_budget, exchange or Exchange())
+
+
+EASED = 0.9  # to be so much faster while others rest is a reason to let them rest
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,10 @@ class _Task:
         one_s = device.step.at(1) + (device.averaging_s or 0.0)
         if one_s > step_s:
             return f"one sample would take it {1e3 * one_s:.3g} ms"
+        node = self.cluster.nodes[self.cluster.node_of(rank)].ranks
+        eased = min((self.profile.devices[other].alone for other in node if other != rank), default=1.0)
+        if eased < EASED:
+            return f"another rank of its node needs only {eased:.0%} of its time while it rests"
         return "averaging with it takes longer than it can help"
 
     def _replicas(self, lines: Sequence[Line | None], counts: Sequence[list[int]]) -> tuple[Replica, ...]:

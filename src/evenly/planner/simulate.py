@@ -53,7 +53,7 @@ def simulate(
         raise SpecError("a plan without samples was to be simulated. Make it with a batch size.")
     if steps < 1 or not 0 <= jitter < 10:
         raise SpecError(
-            f"steps={steps}, jitter={jitter} were asked for. Give at least 1 step and a jitter of at least 0."
+            f"steps={steps}, jitter={jitter} were asked for. Give at least 1 step and a jitter from 0 to 10."
         )
     return _Play(plan, cluster, profile, Works(graph)).run(steps, jitter, _every(plan, steps_per_epoch), seed)
 
@@ -92,13 +92,17 @@ class _Play:
         clock, waited, computed = np.zeros(len(starts)), np.zeros(len(compute)), np.zeros(len(compute))
         exchange_s, exchanges, overlap = self._exchange_s(), 0, self.plan.exchange.overlap
         stop_s = 0.0 if overlap else exchange_s  # of training, in which the wire works
-        for step in range(1, steps + 1):
-            own = compute * _factors(random, len(compute), jitter) if jitter else compute
-            slowest = np.maximum.reduceat((own + each)[order], starts)
-            computed += own
-            waited += slowest[nodes] - own - each
-            clock += slowest
-            if busy.sum() > 1 and (step % every == 0 or step == steps):
+        made = 0
+        while made < steps:
+            count = min(every, steps - made)
+            for times in [1] * count if jitter else [count]:  # without jitter all steps of a period are alike
+                own = compute * _factors(random, len(compute), jitter) if jitter else compute
+                slowest = np.maximum.reduceat((own + each)[order], starts)
+                computed += times * own
+                waited += times * (slowest[nodes] - own - each)
+                clock += times * slowest
+            made += count
+            if busy.sum() > 1:
                 latest = clock[busy].max()
                 merged = np.maximum(clock, latest + exchange_s - overlap * slowest)  # seen from the snapshot
                 waited += (merged - clock - stop_s)[nodes]

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 
 from evenly.reports.story import story
-from evenly.spec import ExchangeDone, Phases, Run, RunFinished, RunStarted
+from evenly.spec import ExchangeDone, Phases, Run, RunFinished
 
 PHASE_HEADERS = ("rank", "node", "compute", "gradients", "exchange", "waiting", "other", "MB grad.", "MB exch.")
 LATE_S = 1e-3  # to wait for less is no delay
 
 
 def phase_rows(run: Run) -> list[tuple[str, ...]]:
-    """Returns a row of texts for each rank, under `PHASE_HEADERS`, since the last start; nothing if it did not end."""
-    starts = [place for place, event in enumerate(run.events) if isinstance(event, RunStarted)]
-    done = Run(events=run.events[starts[-1] if starts else 0 :]).last(RunFinished)
-    return [_row(phases) for phases in done.phases] if done is not None else []
+    """Returns a row of texts for each rank, under `PHASE_HEADERS`; a resumed run is the sum of its parts that ended."""
+    parts = [done.phases for done in story(run).of(RunFinished) if done.steps and done.phases]
+    same = [part for part in parts if len(part) == len(parts[-1])]  # it may have gone on with other ranks
+    return [_row(_sum(rank)) for rank in zip(*same, strict=True)]
 
 
 def exchange_words(run: Run) -> str:
@@ -28,6 +28,11 @@ def exchange_words(run: Run) -> str:
         f"{len(found)} exchanges took {seconds:.3g} s, training stood still for {waited_s:.3g} s{beside}; nodes were "
         f"{_percent(found[-1].drift)} from their average at the last, {_percent(max(d.drift for d in found))} at most"
     )
+
+
+def _sum(parts: Sequence[Phases]) -> Phases:
+    numbers = [name for name in Phases.model_fields if name not in ("rank", "node")]
+    return parts[0].model_copy(update={name: sum(getattr(part, name) for part in parts) for name in numbers})
 
 
 def _row(phases: Phases) -> tuple[str, ...]:

@@ -4,9 +4,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from evenly.spec import Adaptive, Cluster, EveryEpoch, EveryGradient, EverySeconds, EverySteps, Forecast, Layout, Plan
+from evenly.spec import (
+    Adaptive,
+    Cluster,
+    EveryEpoch,
+    EveryGradient,
+    EverySeconds,
+    EverySteps,
+    Forecast,
+    Layout,
+    Plan,
+    Profile,
+)
 from evenly.spec.layout import Choice
+from evenly.spec.plan import counted
 
+SHAKY = 0.3  # steps that lie so far apart, over the usual one, tell little
+FEW_SIZES = 3  # fewer make no curve
+FAR = 4  # times more samples than were measured
 WEIGHTED = ("conv", "linear", "embedding", "attention", "recurrent")
 BLOCKS, ASCII = "█▒░", "#=."  # computing, on the wires, waiting
 
@@ -97,6 +112,31 @@ def per_second(rate: float) -> str:
     ('127.2', '29320')
     """
     return f"{rate:.4g}" if rate < 1000 else f"{rate:.0f}"
+
+
+def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
+    """Returns why a measurement, and a plan made from it, should not be trusted; nothing where all is well."""
+    if not profile.is_measured:
+        return []
+    shaky = [device for device in profile.devices if device.spread > SHAKY]
+    few = [device.rank for device in profile.devices if len(device.step.sizes) < FEW_SIZES < profile.batch_size]
+    lines = []
+    if shaky:
+        worst = max(shaky, key=lambda device: device.spread)
+        lines.append(
+            f"doubtful: repeated steps of {counted(len(shaky), 'rank')} lie up to {worst.spread:.0%} apart (rank "
+            f"{worst.rank}). Other programs were at work: measure again when they are not, with --fresh"
+        )
+    if few:
+        lines.append(
+            f"doubtful: there was only time for {len(profile.devices[few[0]].step.sizes)} sizes of a step on ranks "
+            f"{few}. Measure without --quick, or with a smaller example"
+        )
+    for role in plan.roles if plan is not None else ():
+        most = max(profile.devices[role.rank].step.sizes)
+        if role.samples > FAR * most:
+            lines.append(f"doubtful: rank {role.rank} gets {role.samples} samples and was measured with {most} at most")
+    return lines
 
 
 def left_out_notes(rows: Sequence[RankRow]) -> list[str]:

@@ -213,7 +213,7 @@ class Session:
         if (restored := self._stage.restored()) is not None:
             self._epoch = int(restored["manifest"]["epoch"])
             restore_random_state(restored)
-            self._stage.begin()
+            self._stage.begin(self._epoch, count)
         self._ledger.start()
         while self._epoch < count:
             for trainee in self._trainees:

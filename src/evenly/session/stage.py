@@ -73,9 +73,16 @@ class Stage:
             self._restored = [found]
         return self._restored[0]
 
-    def begin(self) -> None:
-        """Lets go of the checkpoint: the run has gone on from it."""
+    def begin(self, epoch: int, epochs: int) -> None:
+        """Lets go of the checkpoint: the run has gone on from it, after so many of its epochs."""
         self._restored = [None]
+        if epoch >= epochs and self.party.rank == 0:
+            logger.warning(
+                "nothing is left to train: the run in this folder has made %d of %d epochs. Session(folder, "
+                "resume=False) starts afresh, and another folder a new run",
+                epoch,
+                epochs,
+            )
 
     def take_part(self, plan: Plan) -> tuple["Stage", Plan]:
         """Returns the stage and plan of the ranks that take part; the others wait here until the run is over.

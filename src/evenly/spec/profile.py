@@ -237,6 +237,11 @@ class Profile(Document):
 
     def require_fit(self, cluster: Cluster, graph: Graph) -> None:
         """Raises `SpecError` unless the profile was measured on this cluster with this network."""
+        if len(self.devices) != cluster.world_size:
+            raise SpecError(
+                f"a profile of {len(self.devices)} devices was given for a cluster of {cluster.world_size} ranks. "
+                "Measure this one: evenly measure."
+            )
         for what, mine, theirs in (
             ("cluster", self.cluster, cluster.fingerprint),
             ("network", self.graph, graph.fingerprint),

@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from evenly._errors import SpecError
 from evenly.graph import Traced
 from evenly.spec import Curve, Graph, Layer, LayerCurves
 from evenly.survey.stopwatch import Stopwatch, usual
@@ -203,6 +204,15 @@ class Probe:
             torch.autograd.grad(y, wanted, y.detach())
 
         return act
+
+
+def require_training(traced: Traced) -> None:
+    """Raises `SpecError` for a network that cannot make a training step."""
+    name = type(traced.model).__name__
+    if not any(parameter.requires_grad for parameter in traced.model.parameters()):
+        raise SpecError(f"{name} was to be measured in training, but has no parameter that is trained. Give it one.")
+    if traced.graph.batch_size < 1:
+        raise SpecError(f"{name} was to be measured with an example of no samples. Give at least 1, in its first dim.")
 
 
 def rising(values: Sequence[float]) -> list[float]:

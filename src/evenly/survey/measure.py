@@ -9,7 +9,7 @@ import torch
 from evenly.comm import Alarm, Party, Waiter, backend_for, gather_json, open_group
 from evenly.graph import Traced
 from evenly.spec import Cluster, Curve, DeviceProfile, Lane, Meeting, Profile
-from evenly.survey.devices import DeviceSurvey
+from evenly.survey.devices import DeviceSurvey, require_training
 from evenly.survey.lanes import measure_lanes
 from evenly.survey.meetings import measure_meetings
 from evenly.survey.pooling import pooled
@@ -38,6 +38,7 @@ def measure_cluster(
         everybody = open_group(party, "measure", range(party.size), backend="gloo", timeout_s=timeout_s)
         budget_s = QUICK_S if quick else THOROUGH_S
         node = cluster.nodes[cluster.node_of(party.rank)]
+        require_training(traced)
         survey = DeviceSurvey(traced, device, budget_s=budget_s, tell=tell)
         free_bytes = survey.free_bytes(sum(_shares_device(cluster, party.rank, other) for other in node.ranks))
         gather_json(None, everybody, waiter)  # so that all work at the same time
