@@ -78,6 +78,10 @@ class Rebalancer:
         if self._judged(max(wholes)):
             self._decide(seconds, wholes, may_move=all(row[2] for row in rows), patience=patience)
 
+    def pass_by(self) -> None:
+        """Called at the end of an epoch: what is looked at after the next batch is not the step that ended here."""
+        self._step = self._trainee.model.schedule.step
+
     def _judged(self, whole_s: float) -> bool:
         """Ends a trial: what did not help is taken back. Returns whether anything else may change now."""
         if self._tried is None:
@@ -224,6 +228,7 @@ def attach_rebalancer(trainee: Trainee, plan: Plan, stage: Stage) -> None:
 
     balance.on_change.append(tell)
     trainee.feed.between.append(balance.look)
+    trainee.feed.on_end.append(balance.pass_by)
 
 
 def rebalanced(samples: Sequence[int], seconds: Sequence[float], limits: Sequence[int]) -> list[int] | None:
