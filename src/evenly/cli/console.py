@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from evenly.cli._show import say, table_of
 from evenly.reports import HEADERS, PHASE_HEADERS, Row, cells, exchange_words, notes, phase_rows, row_of
 from evenly.spec import (
     CheckpointSaved,
@@ -43,15 +44,12 @@ def show_phases(run: Run, *, console: Console) -> None:
     """Prints where the time of each rank of a run went, if that was recorded."""
     rows = phase_rows(run)
     if rows:
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-        for header in PHASE_HEADERS:
-            table.add_column(header, justify="right", no_wrap=True)
+        table = table_of(PHASE_HEADERS, left=0)
         for row in rows:
             table.add_row(*map(escape, row))
         console.print()
         console.print(table)
-    if words := exchange_words(run):
-        console.print(words, markup=False, soft_wrap=True)
+    say([words] if (words := exchange_words(run)) else [], console)
 
 
 class Watcher:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from evenly.planner.wishes import Wishes, wishes_of
+from evenly.spec.exchange import Exchange
 from evenly.spec.graph import Graph, Layer
 from evenly.spec.layout import Choice, Layout, Move
 from evenly.spec.profile import DeviceProfile, Meeting, Profile, Rate
@@ -51,6 +52,10 @@ class Works:
         """The bytes of all parameters as they travel between ranks: short numbers in float32."""
         held = [layer.outputs[0] for layer in self.graph.layers if layer.op == "parameter"]
         return sum(max(tensor.size_bytes, 4 * tensor.numel) for tensor in held)
+
+    def exchanged_bytes(self, exchange: Exchange) -> int:
+        """Returns the bytes of all parameters as they travel in an exchange between nodes, coded or not."""
+        return int(exchange.coded_part * self.travelling_bytes)
 
     @cached_property
     def wishes(self) -> Wishes:

@@ -177,7 +177,7 @@ class _Task:
     def _exchange_s(self, lines: Sequence[Line | None], counts: Sequence[list[int]], exchange: Exchange) -> float:
         each = zip(self.cluster.nodes, lines, counts, strict=True)
         used = [node.ranks for node, line, samples in each if line is not None and any(samples)]
-        return exchange_seconds(int(exchange.coded_part * self.works.travelling_bytes), used, self.profile)
+        return exchange_seconds(self.works.exchanged_bytes(exchange), used, self.profile)
 
     def _period(
         self, every: Every | None, step_s: float, exchange_s: float, budget: float, exchange: Exchange

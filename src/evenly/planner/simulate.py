@@ -121,7 +121,7 @@ class _Play:
         exchanges: int,
         exchange_s: float,
     ) -> Forecast:
-        size, nodes = self.plan.exchange.coded_part * self.works.travelling_bytes, self.plan.nodes
+        size, nodes = self.works.exchanged_bytes(self.plan.exchange), self.plan.nodes
         devices = []
         for role in self.plan.roles:
             works = role.samples > 0
@@ -182,7 +182,7 @@ class _Play:
 
     def _exchange_s(self) -> float:
         busy = [ranks for ranks in self.plan.nodes if any(self.plan.roles[rank].samples for rank in ranks)]
-        return exchange_seconds(int(self.plan.exchange.coded_part * self.works.travelling_bytes), busy, self.profile)
+        return exchange_seconds(self.works.exchanged_bytes(self.plan.exchange), busy, self.profile)
 
 
 def _factors(random: np.random.Generator, count: int, jitter: float) -> Numbers:

@@ -188,8 +188,8 @@ class Run(Document):
                 events.append(_EVENT.validate_json(line))
             except ValidationError as error:
                 first = error.errors()[0]
-                begun = bytes(line, "utf-8") if isinstance(line, str) else line  # a line that was cut short has begun
-                if begun[:1] == b"{" and number == rows[-1][0] and first["type"] == "json_invalid":
+                begun = line[:1] in ("{", b"{")  # a line that was cut short has begun
+                if begun and number == rows[-1][0] and first["type"] == "json_invalid":
                     break
                 path = ".".join(str(part) for part in first["loc"])
                 raise SpecError(
