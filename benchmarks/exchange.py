@@ -13,22 +13,18 @@ import argparse
 import json
 import sys
 import time
-from collections import OrderedDict
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "src"))  # environments of peers have no evenly
 
 from benchmarks.common import COMMIT, RESULTS, Claim, median, show, spread, tell
+from benchmarks.exchange_ways import BATCH, BUSY_BATCH, PERIOD, SLOW, Method, busy_network, network, versions, ways_of
 
-PERIOD = 8
-BATCH = 32
 CLAIMS = {  # by the part of --full that makes them
     "throughput": (
         "throughput_over_limit_200mbit", "throughput_over_limit_50mbit", "throughput_over_best_peer_50mbit",
@@ -43,145 +39,7 @@ CLAIMS = {  # by the part of --full that makes them
     "sweep": (),
 }  # fmt: skip
 PARTS = tuple(CLAIMS)
-
-
-def network() -> nn.Module:
-    """Returns two convolutions and two linear layers: 2.0 million parameters."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Flatten(), nn.Linear(64 * 7 * 7, 640), nn.ReLU(), nn.Linear(640, 10),
-    )  # fmt: skip
-
-
-class Method:
-    """One way to train: `model` is called, `step` follows backward; `lead` steps after an exchange it is all there."""
-
-    def __init__(
-        self, model: nn.Module, plain: nn.Module, step: Callable[[], None], zero: Callable[[], None], *, lead: int = 0
-    ) -> None:
-        self.model, self.plain, self.step, self.zero, self.lead = model, plain, step, zero, lead
-        self.seconds: list[float] = []  # of each step's share of a round
-        self.sent: list[list[int]] = []  # bytes per node of each round
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def global_ddp(nodes: list[list[int]]) -> Method:
-    plain = network()
-    optimizer = optimizer_of(plain)
-    return Method(nn.parallel.DistributedDataParallel(plain), plain, optimizer.step, optimizer.zero_grad)
-
-
-def post_local(nodes: list[list[int]], *, hierarchical: bool = False) -> Method:
-    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-    from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
-    from torch.distributed.optim import PostLocalSGDOptimizer
-
-    plain = network()
-    subgroup, _ = dist.new_subgroups_by_enumeration(nodes)
-    ddp = nn.parallel.DistributedDataParallel(plain)
-    ddp.register_comm_hook(PostLocalSGDState(None, subgroup, start_localSGD_iter=0), post_localSGD_hook)
-    if hierarchical:
-        periods = OrderedDict([(PERIOD // 2, len(nodes[0])), (PERIOD, sum(map(len, nodes)))])
-        averager = HierarchicalModelAverager(period_group_size_dict=periods, warmup_steps=0)
-    else:
-        averager = PeriodicModelAverager(period=PERIOD, warmup_steps=0)
-    optimizer = PostLocalSGDOptimizer(optim=optimizer_of(plain), averager=averager)
-    return Method(ddp, plain, optimizer.step, optimizer.zero_grad)
-
-
-def fp16_hook(nodes: list[list[int]]) -> Method:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    method = global_ddp(nodes)
-    method.model.register_comm_hook(None, fp16_compress_hook)
-    return method
-
-
-def accelerate_local(nodes: list[list[int]]) -> Method:
-    from accelerate import Accelerator
-    from accelerate.local_sgd import LocalSGD
-
-    accelerator = Accelerator(cpu=True)
-    plain = network()
-    model, optimizer = accelerator.prepare(plain, optimizer_of(plain))
-    local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=PERIOD, enabled=True)
-    local.__enter__()
-
-    def step() -> None:
-        optimizer.step()
-        local.step()
-
-    return Method(model, plain, step, optimizer.zero_grad)
-
-
-def diloco(nodes: list[list[int]]) -> Method:
-    """DiLoCo as one writes it with torch's own averaging: DDP inside the node, outer SGD with Nesterov's momentum."""
-    from torch.distributed.algorithms.model_averaging.utils import average_parameters
-
-    plain = network()
-    subgroup, _ = dist.new_subgroups_by_enumeration(nodes)
-    ddp = nn.parallel.DistributedDataParallel(plain, process_group=subgroup)
-    inner, points = optimizer_of(plain), [nn.Parameter(p.detach().clone()) for p in plain.parameters()]
-    outer = torch.optim.SGD(points, lr=0.7, momentum=0.9, nesterov=True)
-    made = [0]
-
-    def step() -> None:
-        inner.step()
-        made[0] += 1
-        if made[0] % PERIOD == 0:
-            average_parameters(plain.parameters(), dist.group.WORLD)
-            for point, parameter in zip(points, plain.parameters(), strict=True):
-                point.grad = point.detach() - parameter.detach()
-            outer.step()
-            with torch.no_grad():
-                for point, parameter in zip(points, plain.parameters(), strict=True):
-                    parameter.copy_(point)
-
-    return Method(ddp, plain, step, inner.zero_grad)
-
-
-def ours(nodes: list[list[int]], *, every: int | str = PERIOD, **exchange: Any) -> Method:
-    import evenly
-
-    plain = network()
-    optimizer = optimizer_of(plain)
-    model = evenly.synchronize(plain, optimizer, every=every, nodes=nodes, **exchange)
-    return Method(model, plain, optimizer.step, optimizer.zero_grad, lead=exchange.get("overlap", 0))
-
-
-Make = Callable[[list[list[int]]], Method]
-
-METHODS: dict[str, Make] = {
-    "global DDP": global_ddp,
-    "post_localSGD": post_local,
-    "hierarchical": partial(post_local, hierarchical=True),
-    "evenly": ours,
-    "evenly, global": partial(ours, every="global"),
-    "no exchange": partial(ours, every=10**9),
-}
-FULL: dict[str, Make] = {
-    "no exchange": partial(ours, every=10**9),
-    "global DDP": global_ddp,
-    "DDP, fp16 hook": fp16_hook,
-    "post_localSGD": post_local,
-    "accelerate LocalSGD": accelerate_local,
-    "DiLoCo by hand": diloco,
-    "evenly, fp32 waited for": ours,
-    "evenly, fp32": partial(ours, overlap=6),
-    "evenly, bf16": partial(ours, overlap=6, codec="bf16"),
-    "evenly, int8": partial(ours, overlap=6, codec="int8"),
-    "evenly, int4": partial(ours, overlap=6, codec="int4"),
-    "evenly, int8, 2 fragments": partial(ours, overlap=3, codec="int8", fragments=2),
-    "evenly, int8, Nesterov": partial(ours, overlap=6, codec="int8", outer="nesterov"),
-}
-SLOW = ("global DDP", "DDP, fp16 hook")  # one period a round is enough of them
-PEERS = ("global DDP", "DDP, fp16 hook", "post_localSGD", "accelerate LocalSGD", "DiLoCo by hand")
+PEERS_PYTHON = RESULTS.parents[1] / ".peers" / "exchange" / "bin" / "python"
 
 
 def sent_by_nodes(nodes: list[list[int]]) -> list[int]:
@@ -215,7 +73,7 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
     return float((model(images).argmax(1) == labels).float().mean())
 
 
-def worker(rounds: int, steps: int, *, full: bool) -> None:
+def worker(rounds: int, steps: int, sitting: str) -> None:
     from evenly.recipes.fashion_data import load_fashion
 
     dist.init_process_group("gloo")
@@ -225,21 +83,22 @@ def worker(rounds: int, steps: int, *, full: bool) -> None:
     nodes = evenly.discover().rank_lists()
     train, test = load_fashion()
     images, labels = train.tensors
-    ways = {name: make(nodes) for name, make in (FULL if full else METHODS).items()}
+    made, batch = (network, BATCH) if sitting == "short" else (busy_network, BUSY_BATCH)
+    ways = {name: make(nodes, made()) for name, make in ways_of(sitting).items()}
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1))
 
     def batches(first: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        starts = [((first + step) * world + rank) * BATCH for step in range(count)]
-        rows = [order[[(start + i) % len(order) for i in range(BATCH)]] for start in starts]
+        starts = [((first + step) * world + rank) * batch for step in range(count)]
+        rows = [order[[(start + i) % len(order) for i in range(batch)]] for start in starts]
         return [(images[chosen], labels[chosen]) for chosen in rows]
 
     for method in ways.values():  # a period warms up, and some steps let what is under way arrive
         run_round(method, batches(0, PERIOD + method.lead), nodes)
     for number in range(1, rounds + 1):
         for name, method in ways.items():
-            count = PERIOD if full and name in SLOW else steps
+            count = PERIOD if sitting == "full" and name in SLOW else steps
             run_round(method, batches(number * steps, count), nodes)
-    size = sum(p.numel() * p.element_size() for p in network().parameters())
+    size = sum(p.numel() * p.element_size() for p in made().parameters())
     result = {
         name: {
             "seconds": way.seconds[1:],  # without the first round
@@ -249,11 +108,10 @@ def worker(rounds: int, steps: int, *, full: bool) -> None:
         for name, way in ways.items()
     }
     if rank == 0:
-        print(json.dumps({"parameter_bytes": size, "methods": result}), flush=True)
+        print(json.dumps({"parameter_bytes": size, "methods": result, "versions": versions()}), flush=True)
     dist.barrier()
     for way in ways.values():
-        if hasattr(way.model, "close"):
-            way.model.close()
+        way.close()
     dist.destroy_process_group()
 
 
@@ -265,17 +123,17 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="all peers and forms, two links, 2 x 2 and 3 + 1 ranks")
     parser.add_argument("--only", choices=PARTS, help="one part of --full; the others stay as they were saved")
     parser.add_argument("--seeds", type=int, default=3, help="of the parts of --full that train to the end")
-    parser.add_argument("--worker", nargs=3, type=int, metavar=("ROUNDS", "STEPS", "FULL"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, metavar=("ROUNDS", "STEPS", "SITTING"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        rounds, steps, full = arguments.worker
-        worker(rounds, steps, full=bool(full))
+        rounds, steps, sitting = arguments.worker
+        worker(int(rounds), int(steps), sitting)
         return
     rounds, steps = (2, PERIOD) if arguments.quick else (6, 2 * PERIOD)
     if arguments.full or arguments.only:
         run_full(arguments)
         return
-    told = on_lab((2, 2), arguments.rate, rounds, steps, full=False)
+    told = on_lab((2, 2), arguments.rate, rounds, steps, "short")
     report(told, rounds=rounds, steps=steps, rate=arguments.rate, save=arguments.save)
 
 
@@ -283,7 +141,7 @@ def run_full(arguments: argparse.Namespace) -> None:
     """Runs the parts of --full, or one of them, and tells all."""
     from benchmarks.exchange_training import accuracy_part, adaptive_part, sweep_part
 
-    rounds, steps = (1, 2 * PERIOD) if arguments.quick else (5, 4 * PERIOD)
+    rounds, steps = (1, 2 * PERIOD) if arguments.quick else (4, 4 * PERIOD)
     seeds = 1 if arguments.quick else arguments.seeds
     acts = {
         "throughput": lambda: throughput_part(rounds, steps),
@@ -298,10 +156,10 @@ def run_full(arguments: argparse.Namespace) -> None:
         rows += [{**row, "commit": COMMIT} for row in mine]
         claims += promised
         note = (
-            f"Throughput: K' = {PERIOD}, batch {BATCH} a rank, rounds of {steps} steps a method, in turns; "
-            "'no exchange' is the limit; bytes are those of both directions, read at the links. Training: ResNet "
-            "of 1.07 M parameters, 5 epochs of 5120 images, batch 16 a rank; seconds run from the first step to the "
-            "evaluated model."
+            f"Throughput: K' = {PERIOD}, batch {BUSY_BATCH} a rank, 0.56 M parameters, methods in turns; 'no exchange' "
+            "is the limit, our best form the one that comes nearest; hivemind runs after the others; bytes go both "
+            "ways, read at the links. Training: ResNet of 0.27 M parameters, 5 epochs of 12800 images, "
+            "batch 16 a rank; seconds run from the first step to the evaluated model."
         )
         tell_parts(rows, claims, note=note, save=arguments.save)
 
@@ -321,59 +179,75 @@ def tell_parts(rows: list[dict], claims: list[Claim], *, note: str, save: bool) 
     """Tells the rows part by part, which have different columns, and all claims."""
     for part in PARTS[:-1]:
         if mine := [row for row in rows if row["part"] == part]:
-            show(mine)
+            show([{key: value for key, value in row.items() if key != "versions"} for row in mine])
     tell("exchange_full", rows, claims, note=note, save=save, shown=[row for row in rows if row["part"] == "sweep"])
 
 
-def on_lab(ranks: tuple[int, ...], rate: float, rounds: int, steps: int, *, full: bool) -> dict:
+def on_lab(ranks: tuple[int, ...], rate: float, rounds: int, steps: int, sitting: str) -> dict:
     """Returns what the ranks of these nodes saw, with links of so many Mbit/s."""
     from evenly.lab import Lab, LabCluster, LabNode
 
     nodes = tuple(LabNode(name=f"node{i}", ranks=count, rate_mbit=rate) for i, count in enumerate(ranks))
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(rounds), str(steps), str(int(full))]
+    python = PEERS_PYTHON if sitting != "short" and PEERS_PYTHON.exists() else Path(sys.executable)
+    command = [str(python), str(Path(__file__).resolve()), "--worker", str(rounds), str(steps), sitting]
     with Lab(LabCluster(nodes=nodes)) as lab:
-        result = lab.run(command, output="capture", timeout_s=1500)
+        result = lab.run(command, output="capture", timeout_s=1500 if sitting != "apart" else 240)
     result.check()
-    print(f"{ranks} ranks at {rate:g} Mbit/s: done", file=sys.stderr, flush=True)
+    print(f"{ranks} ranks at {rate:g} Mbit/s, {sitting}: done", file=sys.stderr, flush=True)
     return json.loads(result.stdout[0].strip().splitlines()[-1])
+
+
+def apart(ranks: tuple[int, ...], rate: float, rounds: int, steps: int) -> dict:
+    """Returns the same of a peer that cannot take turns with others; nothing of it where it does not end."""
+    from evenly import EvenlyError
+
+    try:
+        return on_lab(ranks, rate, rounds, steps, "apart")
+    except EvenlyError as error:
+        print(f"left out: {error}", file=sys.stderr, flush=True)
+        return {"parameter_bytes": 1, "methods": {}}
 
 
 def throughput_part(rounds: int, steps: int) -> tuple[list[dict], list[Claim]]:
     """Returns the rows of all links and nodes, and what was promised."""
     cases = [((2, 2), 200.0), ((2, 2), 50.0), ((3, 1), 200.0), ((3, 1), 50.0)]
-    told = {case: on_lab(*case, rounds, steps, full=True) for case in cases}
-    rows, over, bytes_of, best = [], {}, {}, {}
-    for (ranks, rate), seen in told.items():
-        size, ways = seen["parameter_bytes"], seen["methods"]
-        limit = ways["no exchange"]["seconds"]
-        for name, way in ways.items():
-            made = PERIOD if name in SLOW else steps
-            part = median([free / own for free, own in zip(limit, way["seconds"], strict=True)])
-            over[ranks, rate, name] = part
-            bytes_of[ranks, rate, name] = median([sum(sent) / made for sent in way["sent"]]) / size
-            rows.append(
-                {
-                    "part": "throughput",
-                    "nodes": " + ".join(map(str, ranks)),
-                    "mbit_per_s": rate,
-                    "method": name,
-                    "ms_per_step": 1e3 * median(way["seconds"]),
-                    "spread_ms": spread([1e3 * s for s in way["seconds"]]),
-                    "throughput_over_limit": part,
-                    "times_model_size_per_step": bytes_of[ranks, rate, name],
-                }
-            )
-        forms = [name for name in ways if name.startswith("evenly")]
-        best[ranks, rate] = max(forms, key=lambda name, case=(ranks, rate): over[(*case, name)])
-    ours_over = {case: over[(*case, name)] for case, name in best.items()}
-    peers = [max(over[ranks, rate, peer] for peer in PEERS) for ranks, rate in best if rate == 50.0]
-    at_50 = [value for (_, rate), value in ours_over.items() if rate == 50.0]
+    rows, over, bytes_of, best, rivals = [], {}, {}, {}, {}
+    for ranks, rate in cases:
+        seen = on_lab(ranks, rate, rounds, steps, "full")
+        limit = seen["methods"]["no exchange"]["seconds"]
+        for told in (seen, apart(ranks, rate, rounds, steps)):
+            size = told["parameter_bytes"]
+            for name, way in told["methods"].items():
+                if (ranks, rate, name) in over:
+                    continue
+                made = PERIOD if name in SLOW else steps
+                over[ranks, rate, name] = median([free / own for free, own in zip(limit, way["seconds"], strict=True)])
+                bytes_of[ranks, rate, name] = median([sum(sent) / made for sent in way["sent"]]) / size
+                rows.append(
+                    {
+                        "part": "throughput",
+                        "nodes": " + ".join(map(str, ranks)),
+                        "mbit_per_s": rate,
+                        "method": name,
+                        "ms_per_step": 1e3 * median(way["seconds"]),
+                        "spread_ms": spread([1e3 * s for s in way["seconds"]]),
+                        "throughput_over_limit": over[ranks, rate, name],
+                        "times_model_size_per_step": bytes_of[ranks, rate, name],
+                        "versions": told["versions"],
+                    }
+                )
+        here = {name: value for (*case, name), value in over.items() if case == [ranks, rate]}
+        best[ranks, rate] = max(value for name, value in here.items() if name.startswith("evenly"))
+        rivals[ranks, rate] = max(value for name, value in here.items() if rival(name))
     even = ((2, 2), 200.0)
     claims = [
-        Claim("throughput_over_limit_200mbit", min(v for (_, r), v in ours_over.items() if r == 200.0), 0.95, "higher"),
-        Claim("throughput_over_limit_50mbit", min(at_50), 0.90, "higher"),
+        Claim("throughput_over_limit_200mbit", min(v for (_, r), v in best.items() if r == 200.0), 0.95, "higher"),
+        Claim("throughput_over_limit_50mbit", min(v for (_, r), v in best.items() if r == 50.0), 0.90, "higher"),
         Claim(
-            "throughput_over_best_peer_50mbit", min(a / b for a, b in zip(at_50, peers, strict=True)), 1.25, "higher"
+            "throughput_over_best_peer_50mbit",
+            min(value / rivals[case] for case, value in best.items() if case[1] == 50.0),
+            1.25,
+            "higher",
         ),
         Claim("bytes_fp32_per_step", bytes_of[(*even, "evenly, fp32")], 0.27, "lower"),
         Claim("bytes_bf16_per_step", bytes_of[(*even, "evenly, bf16")], 0.14, "lower"),
@@ -382,6 +256,10 @@ def throughput_part(rounds: int, steps: int) -> tuple[list[dict], list[Claim]]:
         Claim("ddp_over_limit_50mbit", max(over[r, m, "global DDP"] for r, m in best if m == 50.0), 0.25, "lower"),
     ]
     return rows, claims
+
+
+def rival(name: str) -> bool:
+    return name != "no exchange" and not name.startswith("evenly")
 
 
 def report(told: dict, *, rounds: int, steps: int, rate: float, save: bool) -> None:

@@ -2,7 +2,8 @@
 
 On the lab, for five clusters: equal devices; 70/25/5 of a core; one device useless; two nodes with unequal numbers of
 ranks and a slow link; one device with little memory. In each the devices and links are measured, a plan is made, and it
-runs beside at least six plans made by hand, in turns, a few steps each, round after round; figures are medians. How
+runs beside at least six plans made by hand, in turns, a few steps each, round after round; figures are medians, of
+several nodes the largest of their medians, as nodes wait for each other only at exchanges, many steps apart. How
 long a rank waits is read from its CPU time: one that never waits uses all of its quota.
 
 The speed of a shared machine changes by 20 % within minutes. So devices are measured again in the middle of the run and
@@ -37,13 +38,17 @@ CASES: dict[str, dict[str, Any]] = {
     "little memory": {"cpu": [[0.8, 0.5]], "memory_samples": 12},
     "100/30": {"cpu": [[1.0, 0.3]]},
 }
-UNEVEN = "100/30"  # for unequal batches against equal ones
+UNEVEN, EQUAL, BY_SPEED = "100/30", "equal batches", "batches by speed"  # unequal batches against equal ones
 BATCH = 64
 STEPS = 8  # of a round
 FEW = 3  # steps of the first round
 ROUNDS = 24
 HOPELESS, BEHIND = 1.3, 1.12  # so many times slower than the best after the first round, or the first quarter: it ends
 SLOW_AT = 30  # the step at which a device becomes slow
+FIXED_AT = SLOW_AT + 50  # from here on shares are fixed
+TRY, AGAIN = 6, 4  # steps with each of them, then so many times more with the best
+PARTS_TRIED = range(4, 17)  # fiftieths of the work, for the slow device
+TIMES = 3  # runs of a device that becomes slow
 
 
 def network() -> Any:
@@ -83,8 +88,8 @@ def alternatives(
         made[name] = Plan(roles=tuple(roles), replicas=replicas, period=chosen.period)
 
     add("fastest alone", {order[0]: BATCH})
-    add("equal batches", dict(zip(ranks, deal(BATCH, [1.0] * len(ranks)), strict=True)))
-    add("batches by speed", dict(zip(ranks, deal(BATCH, [speed[r] for r in ranks]), strict=True)))
+    add(EQUAL, dict(zip(ranks, deal(BATCH, [1.0] * len(ranks)), strict=True)))
+    add(BY_SPEED, dict(zip(ranks, deal(BATCH, [speed[r] for r in ranks]), strict=True)))
     for size in range(2, len(order)):
         few = sorted(order[:size])
         add(f"{size} fastest, equal batches", dict(zip(few, deal(BATCH, [1.0] * size), strict=True)))
@@ -245,7 +250,8 @@ def worker(name: str, rounds: int, folder: str) -> None:
     quotas.ask(rank)
     seen_profiles = [profile]
     quota = [quota for node in CASES[name]["cpu"] for quota in node][rank]
-    run_in_turns(ways, rounds, quota, lambda: seen_profiles.append(measure()))
+    kept = [ways["chosen"], *(way for key, way in ways.items() if name == UNEVEN and key in (EQUAL, BY_SPEED))]
+    run_in_turns(ways, kept, rounds, quota, lambda: seen_profiles.append(measure()))
     for way in ways.values():
         way.close()
     told: list[Any] = [None] * dist.get_world_size()
@@ -279,26 +285,26 @@ def all_plans(name: str, cluster: Any, profile: Any, graph: Any) -> dict[str, An
     return {key: type(chosen).from_json(text) for key, text in told.items()}
 
 
-def run_in_turns(ways: dict[str, Way], rounds: int, quota: float, halfway: Callable[[], None]) -> None:
-    """Runs the plans in turns; those that are far behind after some steps stop there."""
+def run_in_turns(ways: dict[str, Way], kept: list[Way], rounds: int, quota: float, halfway: Callable[[], None]) -> None:
+    """Runs the plans in turns; those that are far behind after some steps stop there, but not those that are kept."""
     for way in ways.values():
         way.run(FEW, quota)
-    going = _closer(list(ways.values()), HOPELESS)
+    going = _closer(list(ways.values()), kept, HOPELESS)
     for way in going:
         way.seconds[1:], way.busy[1:] = [], []
     for number in range(rounds):
         for place in range(len(going)):
             going[(place + number) % len(going)].run(STEPS, quota)
         if number + 1 == rounds // 4:
-            going = _closer(going, BEHIND)
+            going = _closer(going, kept, BEHIND)
         if number + 1 == rounds // 2:
             halfway()
 
 
-def _closer(ways: list[Way], limit: float) -> list[Way]:
-    """Returns the plans that are less than `limit` times slower than the best, and the chosen one; ends the others."""
+def _closer(ways: list[Way], kept: list[Way], limit: float) -> list[Way]:
+    """Returns the plans that are less than `limit` times slower than the best, and those kept; ends the others."""
     seconds = [_largest(median(way.seconds[1:] or way.seconds) if way.takes_part else 0.0) for way in ways]
-    near = [way for way, s in zip(ways, seconds, strict=True) if way is ways[0] or s < limit * min(seconds)]
+    near = [way for way, s in zip(ways, seconds, strict=True) if way in kept or s < limit * min(seconds)]
     for way in ways:
         if way not in near:
             way.close()  # the threads that watch for failures take CPU time that a slow device feels
@@ -340,7 +346,6 @@ def slowing_worker(what: str, folder: str) -> None:
         quotas = Quotas(folder)
         quotas.ask(session.rank)
         rates: list[float] = []
-        tries = [(10 + change) / 50 for change in range(-6, 7)]  # of the work, for the slow device
         for _ in session.epochs(1):
             began = time.perf_counter()
             for x, y in loader:
@@ -351,17 +356,25 @@ def slowing_worker(what: str, folder: str) -> None:
                 step = len(rates)
                 if step == SLOW_AT:
                     quotas.ask(session.rank)
-                if step >= SLOW_AT + 50 and (step - SLOW_AT - 50) % 6 == 0:
+                if step >= FIXED_AT and (step - FIXED_AT) % TRY == 0:
                     loader.between[1:] = []  # from here on shares are fixed
-                    place = (step - SLOW_AT - 50) // 6
-                    if place == len(tries):
+                    if step == FIXED_AT + TRY * (len(PARTS_TRIED) + AGAIN):
                         break
-                    share_out(what, tries[place], model, optimizer, loader)
+                    share_out(what, next_part(rates, session), model, optimizer, loader)
                 began = time.perf_counter()
             break
         if session.rank == 0:
             print(json.dumps({"rates": rates}), flush=True)
         os._exit(0)
+
+
+def next_part(rates: list[float], session: Any) -> float:
+    """Returns the part of the work that the slow device gets now: one after another, then the best of all again."""
+    seen = [median(rates[start + 1 : start + TRY]) for start in range(FIXED_AT, len(rates), TRY)][: len(PARTS_TRIED)]
+    if len(seen) < len(PARTS_TRIED):
+        return PARTS_TRIED[len(seen)] / 50
+    best = session.sum(seen.index(max(seen)) if session.rank == 0 else 0)[0]  # the best of many was a lucky one
+    return PARTS_TRIED[int(best)] / 50
 
 
 def share_out(what: str, part: float, model: Any, optimizer: Any, loader: Any) -> None:
@@ -431,8 +444,18 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def rebalanced_rate(what: str) -> tuple[float, dict[str, Any]]:
-    """Returns the rate from 20 steps after a device was slowed on, over the best that fixed shares reach then."""
+def rebalanced_rate(what: str, times: int = TIMES) -> tuple[float, dict[str, Any]]:
+    """Returns the rate from 20 steps after a device was slowed on, over the best that fixed shares reach then.
+
+    Of some runs it is the one in the middle.
+    """
+    found = sorted(_slowed(what) for _ in range(times))
+    ratio, told = found[len(found) // 2]
+    all_ratios = ", ".join(f"{ratio:.2f}" for ratio, _ in found)
+    return ratio, {"cluster": f"slowed, {what} follow", "plan": f"{told}; in {times} runs {all_ratios} of it"}
+
+
+def _slowed(what: str) -> tuple[float, str]:
     from evenly.lab import Lab, LabCluster, LabNode
 
     with tempfile.TemporaryDirectory() as folder, Lab(LabCluster(nodes=(LabNode(name="n", ranks=2),))) as lab:
@@ -442,11 +465,11 @@ def rebalanced_rate(what: str) -> tuple[float, dict[str, Any]]:
         result = lab.run(words, output="capture", timeout_s=600)
     result.check()
     rates = json.loads(result.stdout[0].strip().splitlines()[-1])["rates"]
-    tried = [median(rates[start + 1 : start + 6]) for start in range(SLOW_AT + 50, len(rates) - 5, 6)]
-    reached, before = median(rates[SLOW_AT + 20 : SLOW_AT + 50]), median(rates[5:SLOW_AT])
+    best = median(rates[FIXED_AT + TRY * len(PARTS_TRIED) + 1 :])
+    reached, before = median(rates[SLOW_AT + 20 : FIXED_AT]), median(rates[5:SLOW_AT])
     dip = median(rates[SLOW_AT : SLOW_AT + 5])
-    told = f"{before:.0f}, then {dip:.0f}, then {reached:.0f} samples/s; at best {max(tried):.0f}"
-    return reached / max(tried), {"cluster": f"slowed, {what} follow", "plan": told}
+    print(f"slowed, {what} follow: {reached:.0f} of {best:.0f} samples/s", file=sys.stderr, flush=True)
+    return reached / best, f"{before:.0f}, then {dip:.0f}, then {reached:.0f} samples/s; at best {best:.0f}"
 
 
 def _same(value: Any) -> Any:
@@ -475,18 +498,34 @@ def on_lab(name: str, rounds: int) -> dict[str, Any]:
     return json.loads(result.stdout[0].strip().splitlines()[-1])
 
 
+def step_of(nodes: list[list[float]]) -> float:
+    """Returns the seconds of a step: nodes meet at exchanges only, many steps apart, so each has its own median."""
+    return max(median(rounds) for rounds in nodes)
+
+
+def over(ours: list[list[float]], nodes: list[list[float]]) -> float:
+    """Returns the time of the chosen plan over that of another, in the rounds that both ran; of one node by rounds."""
+    if len(ours) == len(nodes) == 1:
+        return median([a / b for a, b in zip(ours[0], nodes[0], strict=False)])
+    count = min(len(ours[0]), len(nodes[0]))
+    return step_of([rounds[:count] for rounds in ours]) / step_of([rounds[:count] for rounds in nodes])
+
+
 def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    ours: list[float] = []
+    ours: list[list[float]] = []
+    homes = [index for index, node in enumerate(CASES[name]["cpu"]) for _ in node]
     for key in told["samples"]:  # the chosen plan first
         predictions = [forecasts[key] for forecasts in told["predicted"]]
         predicted = sum(predictions) / len(predictions)
-        seen = [row[key] for row in told["seen"] if row[key][0]]
-        between = [seconds for _, _, exchanges in seen for seconds in exchanges]
+        between = [seconds for row in told["seen"] for seconds in row[key][2]]
         spread_s = median(between) if between else 0.0
-        rounds = [max(pair) + spread_s for pair in zip(*(seconds for seconds, _, _ in seen), strict=True)]
-        ours = ours or rounds
-        step = median(rounds)
+        nodes = []  # the rounds of each
+        for home in sorted(set(homes)):
+            seen = [row[key][0] for row, own in zip(told["seen"], homes, strict=True) if own == home and row[key][0]]
+            nodes += [[max(pair) + spread_s for pair in zip(*seen, strict=True)]] if seen else []
+        ours = ours or nodes
+        step = step_of(nodes)
         quotas = [quota for node in CASES[name]["cpu"] for quota in node]
         waits = {rank: max(0.0, 1 - median(row[key][1])) for rank, row in enumerate(told["seen"]) if row[key][0]}
         rows.append(
@@ -496,10 +535,10 @@ def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
                 "plan": key,
                 "samples": "/".join(map(str, told["samples"][key])),
                 "ms_per_step": 1e3 * step,
-                "ms_spread": spread([1e3 * seconds for seconds in rounds]),
+                "ms_spread": spread([1e3 * max(seconds) for seconds in zip(*nodes, strict=True)]),
                 "predicted_ms": 1e3 * predicted,
                 "predictions_ms": [round(1e3 * seconds, 1) for seconds in predictions],
-                "chosen_over": median([a / b for a, b in zip(ours, rounds, strict=False)]),  # round by round
+                "chosen_over": over(ours, nodes),
                 "prediction_error": predicted / step - 1,
                 "slowest_waits": waits[min(waits, key=lambda rank: quotas[rank])],
                 "most_wait": max(waits.values()),
@@ -530,15 +569,20 @@ def plan_large() -> tuple[float, float]:
 
     large = cluster_of(128, 8)
     profile = Profile.from_speeds(large, graph, [100.0] * 512 + [40.0] * 512, flops_per_s=5e13)
-    began = time.perf_counter()
-    plan(large, profile, graph, batch_size=32768)
-    plan_s = time.perf_counter() - began
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        plan(large, profile, graph, batch_size=32768)
+        seconds.append(time.perf_counter() - began)
     wide = cluster_of(10_000, 1)
     profile = Profile.from_speeds(wide, graph, [100.0] * 5000 + [60.0] * 5000, flops_per_s=5e13)
     made = plan(wide, profile, graph, batch_size=320_000, every=50)
     began = time.perf_counter()
     simulate(made, wide, profile, graph, steps=1000, jitter=0.1)
-    return plan_s, time.perf_counter() - began
+    return median(seconds), time.perf_counter() - began
+
+
+PARTS = ("slowed", "accuracy", "large")  # besides the clusters
 
 
 def main() -> None:
@@ -547,7 +591,7 @@ def main() -> None:
     parser.add_argument(
         "--save", action="store_true", help="keep the result in benchmarks/results/; with --only its part"
     )
-    parser.add_argument("--only", help="one part: slowed (a device that becomes slow), " + ", ".join(CASES))
+    parser.add_argument("--only", help=f"one part: {', '.join([*CASES, *PARTS])}")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--accuracy", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--slowing", nargs=2, help=argparse.SUPPRESS)
@@ -562,10 +606,8 @@ def main() -> None:
         name, rounds, folder = arguments.worker
         worker(name, int(rounds), folder)
         return
-    if arguments.only == "slowed":
-        slowed_rows = [rebalanced_rate(what) for what in ("batches", "units")]
-        kept, large, _ = with_kept([row for _, row in slowed_rows], "slowed")
-        report(kept, large, min(rate for rate, _ in slowed_rows), save=arguments.save)
+    if arguments.only in PARTS:
+        run_part(arguments.only, save=arguments.save)
         return
     names = [arguments.only] if arguments.only else ["equal", "100/30"] if arguments.quick else list(CASES)
     rounds = 1 if arguments.quick else ROUNDS
@@ -584,10 +626,29 @@ def main() -> None:
     if arguments.only:
         report(rows, None, None, save=False)
         return
-    slowed = [rebalanced_rate(what) for what in ("batches", "units")]
-    others = [row for _, row in slowed] + ([] if arguments.quick else [accuracies()])
+    slowed = [rebalanced_rate(what, 1 if arguments.quick else TIMES) for what in ("batches", "units")]
+    large = plan_large()
+    others = [*(row for _, row in slowed), large_row(large), *([] if arguments.quick else [accuracies()])]
     rows += [{**dict.fromkeys(rows[0]), **row} for row in others]
-    report(rows, plan_large(), min(rate for rate, _ in slowed), save=arguments.save)
+    report(rows, large, min(rate for rate, _ in slowed), save=arguments.save)
+
+
+def large_row(large: tuple[float, float]) -> dict[str, Any]:
+    words = f"ResNet-152 for 1,024 devices planned in {large[0]:.2f} s, 10,000 nodes simulated in {large[1]:.2f} s"
+    return {"cluster": "large", "plan": words}
+
+
+def run_part(part: str, *, save: bool) -> None:
+    """Runs what is not a cluster, and tells it with all that is kept."""
+    if part == "accuracy":
+        report(*with_kept([accuracies()], part), save=save)
+        return
+    slowed = [rebalanced_rate(what) for what in ("batches", "units")] if part == "slowed" else []
+    large = plan_large() if part == "large" else None
+    found = [row for _, row in slowed] if large is None else [large_row(large)]
+    rows, kept, rate = with_kept(found, part)
+    large = large or kept
+    report(rows, large, min((rate for rate, _ in slowed), default=rate), save=save)
 
 
 def with_kept(
@@ -622,9 +683,9 @@ def report(rows: list[dict[str, Any]], large: tuple[float, float] | None, rate: 
             Claim("simulate_10000_nodes_1000_steps_s", large[1], 10.0, "lower"),
             Claim("rebalanced_rate_over_possible", rate, 0.85, "higher"),
         ]
-    equal = [r for r in rows if r["cluster"] == UNEVEN and r["plan"] == "equal batches"]
-    if equal:
-        speedup = equal[0]["ms_per_step"] / plans[UNEVEN]["ms_per_step"]
+    uneven = {row["plan"]: row["chosen_over"] for row in rows if row["cluster"] == UNEVEN}
+    if uneven:
+        speedup = uneven.get(BY_SPEED, 1.0) / uneven[EQUAL]  # if nothing is called so, the chosen plan is that
         claims.append(Claim("uneven_batch_speedup_100_30", speedup, 1.8, "higher"))
     note = f"Global batch of {BATCH}; quotas of a core, ranks on loopback or shaped links."
     tell("plan", rows, claims, note=note, save=save)

@@ -157,6 +157,9 @@ def test_feed_needs_samples_a_rank_of_the_plan_and_a_group_to_find_it():
     for rank in (2, -1):
         with pytest.raises(DataError, match=rf"batches of rank {rank} .* plan is for 2 ranks"):
             feed(Numbers(8), plan_of(1, 1), rank=rank)
+    for seed in (1.5, "a", None):
+        with pytest.raises(DataError, match="Give a whole number"):
+            feed(Numbers(8), plan_of(1, 1), rank=0, seed=seed)
     with pytest.raises(LaunchError, match="no group is open"):
         feed(Numbers(8), plan_of(1, 1))
 

@@ -66,6 +66,9 @@ def test_a_profile_of_another_network(fails, files, given, tmp_path):
         ((*SPEEDS, "--every", "sometimes"), "every='sometimes' is not a period"),
         ((*SPEEDS, "--every", "0"), "every=0 was asked for"),
         ((*SPEEDS, "--budget", "2"), "exchange_budget=2.0 was asked for"),
+        ((*SPEEDS, "--every", "1" * 5000), "is not a period"),
+        ((*SPEEDS, "--across", "1e-300bit"), "--across 1e-300bit was given"),
+        ((*SPEEDS, "--batch-size", "1" + 20 * "0"), "a global batch of more than"),
         ((*SPEEDS, "--batch-size", "0"), "a global batch of 0 samples was asked for"),
         ((*SPEEDS, "--out", "/nowhere/plan.json"), "there is no folder /nowhere"),
         ((*SPEEDS, "--out", "/"), "it is a folder"),
@@ -115,12 +118,31 @@ def test_a_model_that_is_none(fails, verb, model, told):
         (("--input", "0x8"), "--input 0x8 was given, but sizes are whole numbers of at least 1"),
         (("--input", "8,8"), "Write --input 64x3x32x32"),
         (("--input", "8x8", "--dtype", "float3"), "--dtype float3 was given. Choose one of: float32"),
+        (("--input", "99999999999999999999x8"), "cannot be made"),
         (("--input", "8x9"), "was traced with an input of 8x9 (float32), but"),
         (("--input", "8x8", "--input", "8x8"), "the example does not fit forward(x"),
     ],
 )
 def test_an_input_that_does_not_fit(fails, words, told):
     assert told in fails("plan", f"{NETWORKS}:Tiny", *words, *SPEEDS)
+
+
+def test_planning_needs_no_memory_for_the_example(evenly):
+    assert "samples/s" in evenly("plan", f"{NETWORKS}:Tiny", "--input", "9999999999x8", *SPEEDS, "--batch-size", "64")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("Flat", "--input", "8x8"), "but no output has a gradient. Return one that has"),
+        (("Tiny", "--input", "8"), "The first size of an example is its samples"),
+        (("Tiny", "--input", "8x8", "--timeout", "nan"), "timeout_s=nan was given"),
+    ],
+)
+def test_what_cannot_be_measured(fails, words, told):
+    name, *rest = words
+    assert told in fails("measure", f"{NETWORKS}:{name}", *rest, "--device", "cpu", "--quick", "--fresh")
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("option", ["--out", "--cluster-out", "--graph-out"])
@@ -136,7 +158,7 @@ def test_measure_says_before_measuring_that_a_file_cannot_be_written(fails, opti
         (("--link", "nan"), "--link nan was given"),
         (("--slow", "1"), "Write --slow RANK=FACTOR"),
         (("--slow", "1=fast"), "Write --slow RANK=FACTOR"),
-        (("--slow", "1=0"), "--slow 1= 0 was given, but a factor is above 0"),
+        (("--slow", "1=0"), "--slow 1=0 was given, but a factor is above 0"),
         (("--slow", "7=0.5"), "the ranks are 0 to 2"),
         (("--add", "5"), "the nodes are 0 to 1 (host0, host1)"),
         (("--add", "host9"), "Write --add 0, --add 0:like 2, or --add 2 for a new node"),

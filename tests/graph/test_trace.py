@@ -349,6 +349,9 @@ def test_a_change_in_place_is_followed_or_refused(name: str) -> None:
 @pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_encoders_whose_layers_torch_would_fuse_in_evaluation(count, dropout):
+    if count and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 exports several such layers in other ways in training than in evaluation")
+
     def build() -> nn.Module:
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(8, 2, 12, dropout, batch_first=True)

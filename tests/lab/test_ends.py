@@ -25,6 +25,7 @@ LINGER = f"echo >> $0; setsid {SLEEP} $1 & exec {SLEEP} $1"
 OWNER = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
 from evenly.cli.lab import app
 app()
 """

@@ -1,5 +1,8 @@
 """Bad input and bad luck: every rank learns what is wrong, which rank it was, and soon."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -8,6 +11,7 @@ import torch
 from torch import nn
 
 from evenly._errors import LockstepError, MismatchError, NonFiniteError, PeerError, SpecError
+from evenly.launch.ports import free_port
 from evenly.nodes import join_nodes
 from evenly.spec import Exchange, period_of
 from tests.ranks import RankError, cluster_of, ragged, run_ranks
@@ -292,6 +296,27 @@ def test_a_model_closed_with_an_exchange_under_way():
         synchronized.close()
 
     run_ranks(2, act)
+
+
+def test_a_program_that_ends_with_an_exchange_under_way_ends_by_its_own_error():
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.nodes.leaving"],
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=60)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [1, 1], told  # no signal
+    assert "ValueError: an error of the program" in told[1]
+    assert "PeerError" in told[0]
 
 
 def test_forward_without_a_tensor_asks_for_count():

@@ -1,5 +1,7 @@
 """Plans from profiles: everybody finishes together, useless devices are left out, memory is kept, the plan says so."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -42,6 +44,14 @@ def samples(made: Plan) -> list[int]:
 )
 def test_samples_follow_the_speeds(graph, speeds, expected):
     assert samples(planned(graph, speeds)) == expected
+
+
+def test_a_node_of_a_hundred_ranks_is_planned_soon(graph):
+    began = time.perf_counter()
+    made = planned(graph, [1 + rank % 7 for rank in range(100)], batch_size=800, cut=False)
+    assert time.perf_counter() - began < 40  # on a busy machine; it took minutes once
+    assert sum(samples(made)) == 800
+    assert max(samples(made)[0::7]) < min(samples(made)[6::7])  # the slowest and the fastest
 
 
 def test_a_global_batch_is_dealt_out_over_all_nodes(graph):

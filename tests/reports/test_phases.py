@@ -3,9 +3,9 @@
 import pytest
 
 from evenly import Run, report
-from evenly.reports import PHASE_HEADERS, exchange_words, phase_rows
+from evenly.reports import PHASE_HEADERS, phase_rows, remarks
 from evenly.session.ledger import phases_of
-from evenly.spec import ExchangeDone, RunFinished
+from evenly.spec import ExchangeDone, Rebalanced, RunFinished
 from tests.reports.runs import finished, started
 
 NAMES = ("compute_s", "gradients_s", "exchange_s", "waiting_s", "gradient_bytes", "sent_bytes")
@@ -37,10 +37,10 @@ def test_a_report_of_one_run_says_where_the_time_went():
         events=(started(), exchange(waited_s=0.3, drift=0.02), exchange(number=2, merged=12, waited_s=0.1), ended())
     )
     assert phase_rows(run)[0] == ("0", "0", "40.0 %", "10.0 %", "10.0 %", "25.0 %", "15.0 %", "2.0", "1.0")
-    assert exchange_words(run) == (
-        "2 exchanges took 0.4 s, training stood still for 0.4 s, 1 of them merged late; nodes were 0 % from their "
-        "average at the last, 2 % at most"
-    )
+    assert remarks(run) == [
+        "2 exchanges took 0.4 s, training stood still for 0.4 s, 1 of them merged late; the node of rank 0 was 0 % "
+        "away from the average of all at the last, 2 % at most"
+    ]
     text = report(run)
     assert all(header in text for header in PHASE_HEADERS)
     assert "2 exchanges took" in text
@@ -50,5 +50,14 @@ def test_a_report_of_one_run_says_where_the_time_went():
 def test_a_run_without_a_record_of_phases_has_no_table():
     run = Run(events=(started(), finished()))
     assert phase_rows(run) == []
-    assert exchange_words(run) == ""
+    assert remarks(run) == []
     assert report(run).count("\n") == 1
+
+
+def test_a_report_says_who_took_part_and_how_work_was_dealt_out_anew():
+    start = started().model_copy(update={"ranks": (0, 2)})
+    changes = [Rebalanced(at_s=1.0, step=step, samples=(500 + step, 500 - step)) for step in (24, 68)]
+    assert remarks(Run(events=(start, *changes, finished()))) == [
+        "of the ranks that were started 0, 2 took part, counted here as 0, 1",
+        "work was dealt out anew 2 times, last after step 68: 568, 432 samples",
+    ]

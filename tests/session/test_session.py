@@ -103,6 +103,11 @@ def test_a_plan_edited_wrongly_is_refused_with_the_field(tmp_path):
         evenly.Plan.load(tmp_path / "plan.json")
 
 
+def test_arguments_that_a_plan_does_not_know_are_named():
+    with evenly.Session() as session, pytest.raises(SpecError, match="speeds=, which it does not know"):
+        session.plan(batch_size=4, speeds=[1])
+
+
 @pytest.mark.parametrize("wish", [0, -1])
 def test_a_period_below_one_is_refused(wish):
     with evenly.Session() as session, pytest.raises(SpecError, match="at least 1"):

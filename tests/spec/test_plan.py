@@ -16,6 +16,7 @@ from evenly.spec import (
     Link,
     Node,
     Plan,
+    Prediction,
     Replica,
     Role,
     deal,
@@ -118,6 +119,22 @@ def test_a_plan_in_words():
         .endswith("every epoch; optimizer state is kept local\nnode 0: rank 0 (cpu) 1 sample a step")
     )
     assert "over all ranks at every step" in Plan.even(cluster, period=EveryGradient()).explain()
+
+
+def test_a_plan_with_predictions_tells_them():
+    roles = (
+        Role(rank=0, node=0, samples=6, compute_s=0.02, memory_bytes=3_000_000),
+        Role(rank=1, node=0, left_out="too slow"),
+        Role(rank=2, node=1, samples=2),
+    )
+    predicted = Prediction(step_s=0.025, exchange_s=0.1, is_measured=False)
+    assert Plan(roles=roles, period=EverySteps(4), predicted=predicted).explain() == (
+        "2 of 3 ranks on 2 nodes; parameters are averaged across nodes every 4 steps; optimizer state is kept local\n"
+        "node 0: rank 0 (cpu) 6 samples a step (computes 20 ms, needs 3 MB)\n"
+        "node 1: rank 2 (cpu) 2 samples a step\n"
+        "rank 1 (cpu) is left out: too slow\n"
+        "predicted from speeds that were given: a step takes 25 ms, an exchange 100 ms"
+    )
 
 
 def layout(*shares: float) -> Layout:

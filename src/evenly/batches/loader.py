@@ -1,6 +1,7 @@
 """Dataset + Plan -> this rank's batches: one global order, every sample once, equal numbers of steps on all ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -47,7 +48,11 @@ class Feed:
                 f"the batches of rank {rank} were asked for, but the plan is for {len(self._shares)} ranks, counted "
                 "from 0. Make a plan for the ranks that run."
             )
-        rules = Rules(rank=rank, ranks=len(self._shares), seed=seed, drop_last=drop_last, loading=loading)
+        try:
+            number = index(seed)
+        except TypeError:
+            raise DataError(f"seed={seed!r} was given for the order of samples. Give a whole number.") from None
+        rules = Rules(rank=rank, ranks=len(self._shares), seed=number, drop_last=drop_last, loading=loading)
         self._source = open_source(dataset, rules, shuffle=shuffle, sampler=sampler)
 
     @property

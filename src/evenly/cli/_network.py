@@ -49,7 +49,7 @@ def build(model: str, dtype: str) -> "nn.Module":
     return made.to(kind) if kind.is_floating_point and kind != torch.float32 else made
 
 
-def examples(model: str, inputs: Sequence[str], dtype: str) -> tuple["torch.Tensor", ...]:
+def examples(model: str, inputs: Sequence[str], dtype: str, *, device: str = "cpu") -> tuple["torch.Tensor", ...]:
     """Returns a batch of each size in `inputs`; a recipe's network has a usual one."""
     import torch
 
@@ -59,7 +59,13 @@ def examples(model: str, inputs: Sequence[str], dtype: str) -> tuple["torch.Tens
             f"the network {model!r} was asked for, but not what goes into it. Add --input 64x3x32x32: the sizes of a "
             "batch, its samples first."
         )
-    return tuple(torch.zeros(shape_of(size), dtype=dtype_of(dtype)) for size in sizes)
+    try:
+        return tuple(torch.zeros(shape_of(size), dtype=dtype_of(dtype), device=device) for size in sizes)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise SpecError(
+            f"--input {' '.join(sizes)} was given, but cannot be made: {_words(error)}. Give the sizes of a batch that "
+            "fits into memory."
+        ) from error
 
 
 def draw(model: str, network: "nn.Module", example: tuple["torch.Tensor", ...]) -> "Graph":
@@ -82,13 +88,17 @@ def draw_quickly(model: str, inputs: Sequence[str], dtype: str) -> "Graph":
     import torch
 
     _maker(model)  # what is wrong with the name comes first
-    example = examples(model, inputs, dtype)
+    example = examples(model, inputs, dtype, device="meta")
     try:
         with torch.device("meta"):
             network = build(model, dtype)
-        return draw(model, network, tuple(x.to("meta") for x in example))
-    except EvenlyError:  # some networks compute with their parameters when they are made
-        return draw(model, build(model, dtype), example)
+        return draw(model, network, example)
+    except EvenlyError as error:  # some networks compute with their parameters when they are made
+        try:
+            real = examples(model, inputs, dtype)
+        except EvenlyError:
+            raise error from None
+        return draw(model, build(model, dtype), real)
 
 
 def dtype_of(name: str) -> "torch.dtype":

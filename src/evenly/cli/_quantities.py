@@ -91,10 +91,10 @@ def rate_of(text: str, option: str, usual: Rate) -> Rate:
     fast = re.fullmatch(NUMBER + r"\s*([kKMGTmgt]?)(i?)(bit|B)(?:/s)?", speed.strip())
     late = re.fullmatch(NUMBER + r"\s*(s|ms|us)", delay.strip()) if comma else None
     number = _scaled(fast[1], fast[2], binary=bool(fast[3])) if fast else 0.0
-    if fast is None or not 0 < number < float("inf") or (comma and late is None):
+    if fast is None or not 1 <= number < 1e18 or (comma and late is None):
         raise SpecError(
-            f"{option} {text} was given, but a wire has a bandwidth in bit or B a second, and after a comma its "
-            f"latency. Write {option} 1Gbit, {option} 10GB/s or {option} 1Gbit,20ms."
+            f"{option} {text} was given, but a wire has a bandwidth of 1 or more bit or B a second, and after a comma "
+            f"its latency. Write {option} 1Gbit, {option} 10GB/s or {option} 1Gbit,20ms."
         )
     latency_s = float(late[1]) * SECONDS[late[2]] if late else usual.latency_s
     return Rate(latency_s=latency_s, bytes_per_s=number / 8 if fast[4] == "bit" else number)
@@ -103,7 +103,8 @@ def rate_of(text: str, option: str, usual: Rate) -> Rate:
 def factor_of(number: float, option: str) -> float:
     """Returns a factor, which is above 0 and finite."""
     if not (number > 0 and isfinite(number)):
-        raise SpecError(f"{option} {number:g} was given, but a factor is above 0. Write {option} 0.5 for half as fast.")
+        after = option if option.endswith("=") else f"{option} "
+        raise SpecError(f"{after}{number:g} was given, but a factor is above 0. Write {after}0.5 for half as fast.")
     return number
 
 

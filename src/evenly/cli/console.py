@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from evenly.cli._show import say, table_of
-from evenly.reports import HEADERS, PHASE_HEADERS, Row, cells, exchange_words, notes, phase_rows, row_of
+from evenly.reports import HEADERS, PHASE_HEADERS, Row, cells, notes, phase_rows, remarks, row_of
 from evenly.spec import (
     CheckpointSaved,
     EpochDone,
@@ -49,7 +49,7 @@ def show_phases(run: Run, *, console: Console) -> None:
             table.add_row(*map(escape, row))
         console.print()
         console.print(table)
-    say([words] if (words := exchange_words(run)) else [], console)
+    say(remarks(run), console)
 
 
 class Watcher:

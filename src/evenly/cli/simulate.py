@@ -141,7 +141,7 @@ def _tell(
     if picture is not None:
         panels = [Panel("as planned" if changed else "", rank_rows(given.plan, before, given.cluster), before)]
         if changed is not None and after is not None:
-            panels.append(Panel("changed", rank_rows(changed.plan, after, changed.cluster), after))
+            panels.append(Panel("; ".join(changed.words), rank_rows(changed.plan, after, changed.cluster), after))
         draw_picture(panels, picture)
     if json:
         from json import dumps

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d
 
-from evenly._errors import LaunchError
+from evenly._errors import LaunchError, SpecError
 from evenly.launch.meeting import meet
 from evenly.launch.place import Place
 
 _log = logging.getLogger(__name__)
+
+MOST_S = 1e8  # some years; more does not fit into torch's clock
 
 
 class World:
@@ -48,6 +50,8 @@ def open_world(place: Place, *, timeout_s: float = 300.0) -> World:
     itself and waits for the others; after `timeout_s` seconds `LaunchError` names the ranks that did not arrive. The
     same limit then holds for each collective of the group.
     """
+    if not 0 < timeout_s < MOST_S:
+        raise SpecError(f"timeout_s={timeout_s} was given. Give seconds above 0, and less than {MOST_S:g}.")
     if dist.is_initialized():
         return _reuse(place)
     began = time.monotonic()

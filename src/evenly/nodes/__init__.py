@@ -2,10 +2,11 @@
 
 from evenly.nodes.cargo import SQUARES
 from evenly.nodes.codecs import Codec, add_codec
+from evenly.nodes.counting import leading_dim
 from evenly.nodes.join import join_nodes
 from evenly.nodes.membership import Ballot, Membership, Quorum, StaticMembership, fractions
 from evenly.nodes.state import difference
-from evenly.nodes.synchronized import Synchronized, leading_dim
+from evenly.nodes.synchronized import Synchronized
 from evenly.nodes.trips import Exchanged
 
 __all__ = [

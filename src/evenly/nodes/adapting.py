@@ -8,6 +8,7 @@ from evenly.spec import Adaptive, Exchange
 
 CHANGE = 2.0  # a period grows or shrinks at most by this factor where drift decides
 STEPS_KEPT = 32
+EXCHANGES_KEPT = 7
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def choose(period: Adaptive, exchange: Exchange, now: int, seen: Seen) -> tuple[
         factor = min(CHANGE, max(1 / CHANGE, period.drift / seen.drift))
         steps = round(seen.steps * factor)
         why = (
-            f"nodes went {seen.drift:.2g} of the length of the parameters apart in {seen.steps:.0f} steps, and may go "
-            f"{period.drift:.2g}"
+            f"a node went {100 * seen.drift:.2g} % of the length of the parameters away from the average in "
+            f"{seen.steps:.0f} steps, and may go {100 * period.drift:.3g} %"
         )
     return min(max(exchange.least_steps, steps), period.most), why
 
@@ -61,10 +62,11 @@ def _affordable(exchange: Exchange, budget: float, seen: Seen) -> tuple[int, str
 
 
 class Pace:
-    """How long steps take, without exchanges."""
+    """How long steps take, without exchanges, and how long exchanges."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
+        self._transfers: list[float] = []
         self._began: float | None = None
 
     def begin(self) -> None:
@@ -75,6 +77,11 @@ class Pace:
         """Notes the step just made."""
         if self._began is not None:
             self._seconds = [*self._seconds, time.monotonic() - self._began][-STEPS_KEPT:]
+
+    def transferred(self, seconds: float) -> float:
+        """Notes an exchange and returns what one takes: a late one now and then is no reason for longer periods."""
+        self._transfers = [*self._transfers, seconds][-EXCHANGES_KEPT:]
+        return median(self._transfers)
 
     @property
     def median_s(self) -> float:

@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from evenly._errors import CheckpointError
 from evenly.comm import Waiter
+from evenly.nodes.flat import real
 from evenly.nodes.membership import Quorum
 from evenly.nodes.points import Carried, Part, Points
 from evenly.nodes.state import Entry
@@ -24,6 +25,13 @@ class Agreed:
     entry: Entry
     tensor: torch.Tensor
     value: torch.Tensor
+
+    def lying_in(self, held: Mapping[tuple[str, str], torch.Tensor]) -> "Agreed":
+        """Returns the same for the tensor that is there now."""
+        tensor, rows = held.get((self.entry.home, self.entry.slot)), self.entry.rows
+        if tensor is None:
+            return self
+        return replace(self, tensor=real(tensor if rows is None else tensor[rows.start : rows.stop]))
 
     def saved(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps."""
@@ -77,9 +85,12 @@ class Cargo(ABC):
             value = torch.view_as_real(row["value"]) if row["value"].is_complex() else row["value"]
             piece.value.copy_(value)
 
-    def unload(self, *, state: bool = True) -> None:
-        """Puts what was agreed on into the network and, with `state`, into the optimizer, in place."""
-        found = self.agreed()
+    def unload(self, held: Mapping[tuple[str, str], torch.Tensor], *, state: bool = True) -> None:
+        """Puts what was agreed on into the network and, with `state`, into the optimizer, in place.
+
+        `held` are their tensors as they lie now, by names and slots; since the snapshot they may have been replaced.
+        """
+        found = [piece.lying_in(held) for piece in self.agreed()]
         parameters = [piece for piece in found if not piece.entry.slot]
         _together(torch._foreach_add_ if self.change else torch._foreach_copy_, parameters)
         slots = sorted({piece.entry.slot for piece in found if piece.entry.slot}) if state else []

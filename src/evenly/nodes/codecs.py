@@ -4,7 +4,7 @@ What travels are differences to the last agreed point, and what a code loses is 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +25,20 @@ class Codec:
 
     encode: Encode  # [n] floats -> [bytes] of torch.uint8
     decode: Decode  # [bytes], n -> [n] float32
+    _lengths: dict[tuple[int, torch.dtype], int] = field(default_factory=dict, compare=False, repr=False)
+
+    def code_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the code of a vector; the others wait for as many bytes as zeros would have."""
+        code, kind = self.encode(values), (values.numel(), values.dtype)
+        if kind not in self._lengths:
+            self._lengths[kind] = self.encode(torch.zeros_like(values)).numel()
+        expected = self._lengths[kind]
+        if code.numel() != expected:
+            raise SpecError(
+                f"a codec made {code.numel()} bytes of {values.numel()} values, and {expected} of as many zeros. Their "
+                "number must depend on the number of values only."
+            )
+        return code
 
 
 def add_codec(name: str, encode: Encode, decode: Decode) -> None:
@@ -58,7 +72,10 @@ def find_codec(name: str) -> Codec | None:
 
 def _try(name: str, codec: Codec, size: int) -> None:
     """Refuses a codec that cannot carry `size` values."""
-    zeros, ones = codec.encode(torch.zeros(size)), codec.encode(torch.ones(size))
+    given = torch.ones(size)
+    zeros, ones = codec.encode(torch.zeros(size)), codec.encode(given)
+    if not torch.equal(given, torch.ones(size)):
+        raise SpecError(f"the codec {name!r} changes the values that it encodes. Let it work on a copy: x.clone().")
     if zeros.dtype != torch.uint8 or zeros.ndim != 1 or zeros.shape != ones.shape:
         raise SpecError(
             f"the codec {name!r} made of {size} values {zeros.dtype} {list(zeros.shape)}, and of others "

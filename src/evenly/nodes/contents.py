@@ -1,14 +1,19 @@
 """What travels in an exchange: parameters and optimizer state, whole or in fragments."""
 
+import logging
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 import torch
 
+from evenly._errors import SpecError
 from evenly.nodes.cargo import Cargo
 from evenly.nodes.fragments import Piece, split, within
 from evenly.nodes.sharing import Sharing
-from evenly.nodes.state import Entry, reset_state, trained_entries
+from evenly.nodes.state import Entry, held_now, reset_state, trained_entries
 from evenly.spec import Exchange
+
+logger = logging.getLogger(__name__)
 
 
 class Contents:
@@ -25,12 +30,14 @@ class Contents:
     ) -> None:
         self._module, self._optimizer, self._sharing = module, optimizer, sharing
         self._settings, self._travels = settings, travels
+        self._trained = _trained(module)
         self._names: list[str] = []
+        self._knows_slots = False
         self._fragments: list[Piece] = []
 
     def forget(self) -> None:
         """Finds fragments anew: parts of the network have changed hands."""
-        self._names = []
+        self._trained, self._names = _trained(self._module), []
 
     def load(self, fragments: Sequence[int], *, stateful: Sequence[int] = (), change: bool = False) -> Cargo:
         """Returns a snapshot of these fragments, of some with the optimizer's state."""
@@ -42,11 +49,29 @@ class Contents:
 
     def words(self, fragments: Sequence[int], buffers: dict[str, torch.Tensor], *, stateful: Sequence[int] = ()) -> str:
         """Returns what is about to be sent, in words."""
+        self._require_slots()
         chosen = [entry for entries in self._entries(fragments).values() for entry in entries]
         entries = [*chosen, *self._state(stateful)]
         named = [*((entry.home, entry.tensor) for entry in entries), *buffers.items()]
         labels = [*(entry.label for entry in entries), *buffers]
         return "\n".join(f"{label} {size}" for label, size in zip(labels, self._sharing.sizes(named), strict=True))
+
+    def unload(self, cargo: Cargo, *, state: bool = True) -> None:
+        """Puts what was agreed on into the network as it lies now, and into the optimizer."""
+        cargo.unload(held_now(self._module, self._optimizer), state=state)
+
+    def _require_slots(self) -> None:
+        """Raises `SpecError`, as soon as the optimizer has state, where the settings name a slot that it has not."""
+        policies = self._settings.optimizer_state
+        if self._knows_slots or isinstance(policies, str):
+            return
+        slots = sorted({str(slot) for state in self._optimizer.state.values() for slot in state})
+        self._knows_slots = bool(slots)
+        for slot in [slot for slot in policies if slots and slot not in slots]:
+            case = f"optimizer_state names {slot!r}, but {type(self._optimizer).__name__} has {', '.join(slots)}"
+            if get_close_matches(slot, slots):
+                raise SpecError(f"{case}. Name one of these.")
+            logger.warning("%s so far", case)  # some optimizers make state later
 
     def reset_state(self, fragments: Sequence[int]) -> None:
         """Sets the optimizer's state of these fragments to zero where the settings say so."""
@@ -73,9 +98,19 @@ class Contents:
         return [entry for fragment in fragments for entry in within(slots, self._pieces()[fragment])]
 
     def _pieces(self) -> list[Piece]:
+        if changed := sorted(self._trained ^ _trained(self._module)):
+            case = "no longer trained" if changed[0] in self._trained else "trained now"
+            raise SpecError(
+                f"the parameter {changed[0]!r} is {case}, which was different when synchronize was called: ranks "
+                "would go apart. Freeze parameters before, or call finish(), close() and synchronize again."
+            )
         entries = trained_entries(self._module)
-        if self._names != [entry.home for entry in entries]:  # some may have been frozen or freed
+        if self._names != [entry.home for entry in entries]:  # some may share memory now
             self._names = [entry.home for entry in entries]
             sizes = self._sharing.sizes([(entry.home, entry.tensor) for entry in entries])
             self._fragments = split(entries, sizes, self._settings.fragments, rows=self._sharing.splits_rows)
         return self._fragments
+
+
+def _trained(module: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}

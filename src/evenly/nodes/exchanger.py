@@ -149,14 +149,14 @@ class Exchanger:
         has_landed = bool(self._trips)
         with self._ringing():
             self.land()
-        if isinstance(self._schedule.period, EverySeconds):
-            self.assemble()
-        elif self._schedule.since:
-            self.exchange(range(self._settings.fragments), waits=True, exact=True)
-        elif has_landed:
-            self._average_now()  # what was merged as a change left nodes different in the last bits
-        else:
-            self.meet(lambda waiter: self._membership.convene(self._ballot("", samples=0.0), waiter))
+            if isinstance(self._schedule.period, EverySeconds):
+                self.assemble()
+            elif self._schedule.since:
+                self.exchange(range(self._settings.fragments), waits=True, exact=True)
+            elif has_landed:
+                self._average_now()  # what was merged as a change left nodes different in the last bits
+            else:
+                self.meet(lambda waiter: self._membership.convene(self._ballot("", samples=0.0), waiter))
 
     def assemble(self) -> None:
         """Exchanges until all nodes have come here: some may have exchanges to make before they do."""
@@ -194,13 +194,13 @@ class Exchanger:
         entries, buffers = trained_entries(self._module), kept_buffers(self._module)
         own = [*(entry.tensor for entry in entries), *buffers.values()]
         kept, agreed = [tensor.detach().clone() for tensor in own], dict(self.buffers.agreed)
-        with torch.no_grad(), self._ringing():
-            for trip in self._trips:
-                if trip.arrived is not None:  # what is since its snapshot is what has to be averaged
-                    trip.cargo.unload(state=False)
-                    self.buffers.put(trip.arrived.buffers, trip.snapshot, change=trip.cargo.change)
-        self._average_now()
         try:
+            with torch.no_grad(), self._ringing():
+                for trip in self._trips:
+                    if trip.arrived is not None:  # what is since its snapshot is what has to be averaged
+                        self._contents.unload(trip.cargo, state=False)
+                        self.buffers.put(trip.arrived.buffers, trip.snapshot, change=trip.cargo.change)
+                self._average_now()
             yield
         finally:
             self.buffers.agreed = agreed
@@ -216,7 +216,7 @@ class Exchanger:
         ballot = self._ballot(layout, samples=self.samples)
         arrived = self.meet(lambda waiter: self._agree(cargo, ballot, snapshot, waiter, exact=True))
         with torch.no_grad():
-            cargo.unload()
+            self._contents.unload(cargo)
             for name, value in arrived.buffers.items():
                 buffers[name].copy_(value)
 
@@ -351,7 +351,7 @@ class Exchanger:
         if arrived is None:
             return
         with torch.no_grad():
-            trip.cargo.unload()
+            self._contents.unload(trip.cargo)
             self.buffers.put(arrived.buffers, trip.snapshot, change=trip.cargo.change)
         self._differs = trip.cargo.change
         if self._stream is not None:
@@ -367,10 +367,11 @@ class Exchanger:
         period, at = self._schedule.period, self._schedule
         if not isinstance(period, Adaptive) or not self._averages or trip.begun <= period.warmup:
             return
-        self._seen = Seen(0.0, arrived.seconds, arrived.carried.drift, trip.steps)
+        self._seen = Seen(0.0, self._pace.transferred(arrived.seconds), arrived.carried.drift, trip.steps)
         steps, why = choose(period, self._settings, at.next_length, Seen(*arrived.measured))
         if steps != at.next_length:
             at.next_length = steps
+            logger.info("after step %d: the next periods have %d steps: %s", at.step, steps, why)
             for tell in self.on_period:
                 tell(at.step, steps, why)
 

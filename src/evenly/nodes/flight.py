@@ -1,14 +1,19 @@
 """An exchange under way beside the training."""
 
+import atexit
 import threading
+import time
+import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from functools import cache
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from evenly.comm import Alarm, Waiter
 
 T = TypeVar("T")
+EXIT_S = 2.0  # that a process may need longer to end because of what is under way
 
 
 class Flight(Generic[T]):
@@ -30,6 +35,7 @@ class Flight(Generic[T]):
         self._done = threading.Event()
         self._landed: torch.cuda.Event | None = None
         self._error: BaseException | None = None
+        _flying().add(self)
         threading.Thread(target=self._fly, args=(act,), name="evenly-exchange", daemon=True).start()
 
     def wait(self, waiter: Waiter) -> T:
@@ -71,6 +77,20 @@ class Flight(Generic[T]):
             stream.wait_event(ready)
             self._result = act()
             self._landed = _mark(stream)
+
+
+@cache
+def _flying() -> "weakref.WeakSet[Flight[Any]]":
+    """Returns the flights of this process, which are awaited at its end: torch aborts one that ends with works open."""
+    flights: weakref.WeakSet[Flight[Any]] = weakref.WeakSet()
+    atexit.register(_await_all, flights)
+    return flights
+
+
+def _await_all(flights: "weakref.WeakSet[Flight[Any]]") -> None:
+    until = time.monotonic() + EXIT_S
+    for flight in list(flights):
+        flight.ends_within(max(0.0, until - time.monotonic()))
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

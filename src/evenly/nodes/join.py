@@ -15,7 +15,7 @@ from evenly.nodes.cut import CutSharing
 from evenly.nodes.membership import StaticMembership
 from evenly.nodes.replicas import wire_of
 from evenly.nodes.sharing import Sharing
-from evenly.nodes.state import StatePlacement
+from evenly.nodes.state import StatePlacement, require_resettable
 from evenly.nodes.synchronized import Count, Synchronized
 from evenly.nodes.whole import WholeSharing
 from evenly.spec import AnyPeriod, Cluster, EveryGradient, EverySeconds, Exchange, misfit
@@ -42,8 +42,9 @@ def join_nodes(
     """
     exchange = exchange or Exchange()
     if case := misfit(period, exchange):
-        raise SpecError(f"{period!r} and {exchange!r} were asked for: {case}.")
+        raise SpecError(f"the period and the exchange do not fit each other: {case}.")
     find_codec(exchange.codec)
+    require_resettable(optimizer, exchange)
     joint = isinstance(period, EveryGradient)
     chapter = party.chapter("synchronize")
     own = cluster.nodes[cluster.node_of(party.rank)].ranks

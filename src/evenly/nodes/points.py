@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evenly._errors import SpecError
+from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Waiter, all_gather, all_reduce, all_to_all, off_wire, on_wire
 from evenly.nodes.codecs import Codec, find_codec
 from evenly.nodes.membership import Quorum
@@ -189,14 +189,14 @@ class Points:
         dealt = []
         for part in parts:
             rows = self._differences(part, len(weights), weighs=weights[own] > 0)  # [nodes, piece]
-            codes = {node: codec.encode(row) for node, row in enumerate(rows) if node != own}
+            codes = {node: codec.code_of(row) for node, row in enumerate(rows) if node != own}
             dealt.append((part, rows, codes, *_deal(codes, part.group)))
         waiter.wait([work for *_, work in dealt])
         summed = []
         for part, rows, codes, received, _ in dealt:
             others = dict(zip(codes, off_wire(received, rows.device), strict=True))
             total = self._sum(codec, part, rows[own] * weights[own], {n: (weights[n], c) for n, c in others.items()})
-            code = codec.encode(total)
+            code = codec.code_of(total)
             gathered, work = all_gather(on_wire(code, part.group), part.group)  # [nodes, bytes]
             rows[own].zero_()  # the own piece of the sum took it as it is
             for node, sent in codes.items():
@@ -240,6 +240,11 @@ def of_node(carried: Carried, group: dist.ProcessGroup, waiter: Waiter) -> Carri
     rows, work = all_gather(torch.tensor([carried.distance, carried.length], dtype=torch.float64), group)
     waiter.wait([work])
     distance, length = rows.sum(0).tolist()
+    if not math.isfinite(length):  # of the average, which is the same on all nodes: all raise
+        raise NonFiniteError(
+            "a parameter had become NaN or infinite when nodes exchanged, though no gradient had; nothing was merged. "
+            "Look at the optimizer's settings, and at what else changes parameters."
+        )
     return Carried(carried.sent_bytes, distance, length)
 
 
@@ -256,8 +261,8 @@ def _subtract(row: torch.Tensor, decoded: torch.Tensor) -> None:
 
 
 def _drift(values: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
-    norms = torch.stack([torch.dist(values, average), torch.linalg.vector_norm(average)])
-    return norms.double().square_()  # [2]
+    length = torch.linalg.vector_norm(average, dtype=torch.float64)  # squares of large numbers fit
+    return torch.stack([torch.dist(values, average).double(), length]).square_()  # [2]
 
 
 def _make_outer(outer: Outer, parameter: torch.Tensor) -> torch.optim.Optimizer:

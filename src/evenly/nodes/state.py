@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 
+from evenly._errors import SpecError
 from evenly.comm import Placement, placement_of
+from evenly.spec import Exchange
+
+BEGIN_ELSEWHERE = {"Rprop": ("step_size",), "ASGD": ("eta", "mu"), "NAdam": ("mu_product",)}  # slots, not at zero
 
 StatePlacement = Callable[[torch.optim.Optimizer, torch.Tensor, str, Any], Placement | None]
 
@@ -46,8 +50,26 @@ def difference(buffer: torch.Tensor, agreed: torch.Tensor) -> torch.Tensor:
 
 
 def trained_entries(model: torch.nn.Module) -> list[Entry]:
-    """Returns the parameters that training changes, each once, in the model's order."""
-    return [Entry(name, name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    """Returns the parameters that training changes, each once, in the model's order; also of those that share memory
+    (`b.data = a.data`) the first, as a change would be added twice."""
+    found: dict[tuple[object, ...], Entry] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            place = parameter.data_ptr() if parameter.numel() else 0
+            memory = (place, parameter.shape, parameter.stride(), parameter.dtype)
+            found.setdefault(memory if place else (name,), Entry(name, name, parameter))
+    return list(found.values())
+
+
+def held_now(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], torch.Tensor]:
+    """Returns parameters, and under their slots the optimizer's tensors, as they lie now: loops may replace them."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name, ""] = parameter.detach()
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[name, str(slot)] = value
+    return found
 
 
 def state_entries(
@@ -69,6 +91,19 @@ def state_entries(
 def by_slot(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Returns the entries of each slot of the optimizer's state."""
     return [[entry for entry in entries if entry.slot == slot] for slot in sorted({entry.slot for entry in entries})]
+
+
+def require_resettable(optimizer: torch.optim.Optimizer, exchange: Exchange) -> None:
+    """Raises `SpecError` where state is to be set to zero that does not begin at zero."""
+    slots = BEGIN_ELSEWHERE.get(type(optimizer).__name__, ())
+    if any(group.get("initial_accumulator_value") for group in optimizer.param_groups):  # Adagrad
+        slots = ("sum",)
+    for slot in slots:
+        if exchange.policy_of(slot) == "reset":
+            raise SpecError(
+                f"optimizer_state resets {slot!r} of {type(optimizer).__name__}, which does not begin at zero. Keep or "
+                "average it."
+            )
 
 
 def reset_state(

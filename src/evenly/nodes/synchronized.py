@@ -15,6 +15,7 @@ import torch
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Alarm, Groups, Waiter, placement_of, require_same
 from evenly.nodes.bell import Bell
+from evenly.nodes.counting import counted_samples, leading_dim
 from evenly.nodes.exchanger import Exchanger
 from evenly.nodes.membership import Membership
 from evenly.nodes.replicas import wire_of
@@ -59,7 +60,7 @@ class Synchronized(torch.nn.Module):
         self._optimizer, self._settings = optimizer, exchange
         self._groups, self._sharing = groups, sharing
         self._count = count or leading_dim
-        self._closed = self._has_moved = False
+        self._closed = self._has_moved = self._shows_average = False
         self._joint = isinstance(period, EveryGradient)
         self._partners = tuple(range(groups.party.size)) if self._joint else groups.ranks
         self._scaler, self._alarm, self._bell = scaler, alarm, bell
@@ -108,7 +109,12 @@ class Synchronized(torch.nn.Module):
             raise SpecError("a synchronized model was called to train after close(). Train the plain network: .module.")
         self._gradients.step = self.schedule.step + 1
         self.clock.begin(self._gradients.step)
-        return self._gradients.forward(self._count(*args, **kwargs), *args, **kwargs)
+        try:
+            samples = counted_samples(self._count, args, kwargs)
+        except Exception as error:
+            self._alarm.ring(error)
+            raise
+        return self._gradients.forward(samples, *args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -118,6 +124,7 @@ class Synchronized(torch.nn.Module):
 
     def end_epoch(self) -> None:
         """Tells that a pass over the data is complete; exchanges if the period is an epoch."""
+        self._require_own("end_epoch()")
         self.settle()
         if self._bell is not None:
             self.assemble()
@@ -126,6 +133,7 @@ class Synchronized(torch.nn.Module):
 
     def finish(self) -> None:
         """Makes the last exchange of a run, so that all ranks end with the same model."""
+        self._require_own("finish()")
         self.settle()
         if self._groups.party.size > 1:
             self._exchanger.finish()
@@ -133,10 +141,21 @@ class Synchronized(torch.nn.Module):
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Puts the average over all nodes into the module for evaluation, then gives each node its own state back."""
+        if self._shows_average:  # a block inside a block sees the same
+            yield
+            return
         self.settle()
         self.assemble()
         with self._exchanger.averaged():
-            yield
+            self._shows_average = True
+            try:
+                yield
+            finally:
+                self._shows_average = False
+
+    def _require_own(self, what: str) -> None:
+        if self._shows_average:
+            raise SpecError(f"{what} was called inside agreed(), where the model is an average. Leave the block first.")
 
     def close(self) -> None:
         """Lets go of the optimizer and ends the background thread; the plain network stays in `module`."""
@@ -174,6 +193,7 @@ class Synchronized(torch.nn.Module):
 
     def come_together(self) -> None:
         """Called before all ranks save together: a run that is resumed cuts the network as its plan says."""
+        self._require_own("a checkpoint")
         self.settle()
         self.require_finite()
         self.assemble()
@@ -244,6 +264,7 @@ class Synchronized(torch.nn.Module):
         return self._exchanger.buffers.agreed
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._require_own("optimizer.step()")
         self._alarm.check()
         self.clock.averaged()
         if _closure(args, kwargs) and self._settings.nonfinite == "skip":
@@ -342,17 +363,6 @@ class Synchronized(torch.nn.Module):
 def _closure(args: Any, kwargs: Any) -> bool:
     """Returns whether `optimizer.step` was given a closure; its first argument is the optimizer."""
     return any(argument is not None for argument in (*args[1:], kwargs.get("closure")))
-
-
-def leading_dim(*args: Any, **kwargs: Any) -> float:
-    """Returns the leading dim of the first tensor among the arguments: the samples of a batch."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return float(value.shape[0])
-    raise SpecError(
-        "the samples of a batch are counted by the leading dim of the first tensor given to forward; none was given. "
-        "Pass count=, a function of forward's arguments that returns the number of samples."
-    )
 
 
 def _require_own_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

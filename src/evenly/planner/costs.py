@@ -43,6 +43,14 @@ class Works:
         return {name: work_of(layer) for name, layer in self.layers.items()}
 
     @cached_property
+    def bytes_around(self) -> list[tuple[int, int, int]]:
+        """The bytes of input, weight and output of every layer that can be measured by itself."""
+        tensors = self.graph.tensors
+        layers = [layer for layer in self.layers.values() if layer.is_measurable]
+        around = ((tensors[x.inputs[0]], tensors[x.inputs[1]], x.outputs[0]) for x in layers)
+        return [(before.size_bytes, weight.size_bytes, after.size_bytes) for before, weight, after in around]
+
+    @cached_property
     def parameter_bytes(self) -> int:
         """The bytes of all parameters."""
         return self.graph.parameter_bytes

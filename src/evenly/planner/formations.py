@@ -3,25 +3,38 @@
 from collections.abc import Iterator, Sequence
 
 Formation = tuple[tuple[int, ...], ...]  # the replicas: ranks that hold one network together
+MANY = 16  # ranks of a node; of more, fewer ways are looked at
 
 
 def formations(ranks: Sequence[int], *, cut: bool = True) -> Iterator[Formation]:
     """Returns ways to use ranks that are given fastest first: simple ones first, then those with networks cut.
 
     Every rank for itself, the slowest ones left out one after another, or one of them alone; then networks held by
-    two, three, ... ranks together.
+    two, three, ... ranks together. Of many ranks the fastest alone, or as many as can be grouped, are cut over.
 
     >>> list(formations([0, 1]))
     [((0,), (1,)), ((0,),), ((1,),), ((0, 1),)]
     """
     seen: set[Formation] = set()
-    for size in range(1, len(ranks) + 1 if cut else 2):
-        for chosen in _subsets(ranks):
+    for size in _sizes(len(ranks)) if cut else [1]:
+        whole = len(ranks) - len(ranks) % size
+        few = [tuple(ranks[:whole]), tuple(ranks[:size])]
+        for chosen in _subsets(ranks) if size == 1 or len(ranks) <= MANY else few:
             if len(chosen) % size == 0:
                 formed = _grouped(chosen, size)
                 if formed not in seen:
                     seen.add(formed)
                     yield formed
+
+
+def _sizes(count: int) -> list[int]:
+    """Returns how many ranks may hold one network together.
+
+    >>> _sizes(3), _sizes(70)[-4:]
+    ([1, 2, 3], [16, 32, 64, 70])
+    """
+    large = [MANY << power for power in range(1, count.bit_length()) if MANY << power < count]
+    return sorted({*range(1, min(count, MANY) + 1), *large, count})
 
 
 def _subsets(ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:

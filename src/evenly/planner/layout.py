@@ -6,7 +6,7 @@ from evenly._errors import SpecError
 from evenly.planner.cuts import Cuts
 from evenly.planner.search import Rates, Search
 from evenly.spec.graph import Graph
-from evenly.spec.layout import Choice, Layout, Move, check_shares
+from evenly.spec.layout import Choice, Layout, check_shares
 
 
 def lay_out(
@@ -37,14 +37,7 @@ def lay_out(
         raise SpecError("cut_batch=True was asked for, but the example has fewer than 2 samples. Give a larger one.")
     cuts = Cuts([numbers[rank] for rank in members], batch=graph.batch_size if cut_batch else 0)
     own = _own_shares(graph, {} if layer_shares is None else layer_shares, len(numbers), members)
-    way = Search(graph, cuts, rates or Rates(), modes or {}, own).run()
-    choices: list[Choice] = []
-    moves: list[Move] = []
-    while way.parent is not None:
-        if way.choice is not None:
-            choices.append(way.choice)
-        moves += reversed(way.moves)
-        way = way.parent
+    steps = Search(graph, cuts, rates or Rates(), modes or {}, own).run().steps()
     return Layout(
         graph=graph.fingerprint,
         inputs=tuple(
@@ -55,8 +48,8 @@ def lay_out(
         shares=numbers,
         members=members,
         cuts=tuple(cuts.table),
-        choices=tuple(reversed(choices)),
-        moves=tuple(reversed(moves)),
+        choices=tuple(step.choice for step in steps),
+        moves=tuple(move for step in steps for move in step.moves),
     )
 
 

@@ -19,11 +19,15 @@ class Line:
     crews: tuple[Crew, ...]
     averaging_s: tuple[float, ...]
     limits: tuple[int, ...]
+    kinds: tuple[int, ...]  # crews of one kind do the same in the same time, in whatever line of the node they are
 
-    def samples(self, seconds: float) -> list[int]:
-        """Returns how many samples each crew can do in this time."""
-        each = zip(self.crews, self.averaging_s, self.limits, strict=True)
-        return [largest(crew.seconds, top, seconds - averaging) for crew, averaging, top in each]
+    def samples(self, seconds: float, known: dict[int, int] | None = None) -> list[int]:
+        """Returns how many samples each crew can do in this time; what is `known` of their kinds is not asked again."""
+        known = {} if known is None else known
+        for kind, crew, averaging, top in zip(self.kinds, self.crews, self.averaging_s, self.limits, strict=True):
+            if kind not in known:
+                known[kind] = largest(crew.seconds, top, seconds - averaging)
+        return [known[kind] for kind in self.kinds]
 
     def end_s(self, place: int, samples: int) -> float:
         """Returns when a crew has finished so many samples and averaged its gradients."""
@@ -47,12 +51,17 @@ class Line:
         return replace(self, crews=tuple(crews))
 
 
-def single_lines(ranks: Sequence[int], works: Works, profile: Profile, free: Sequence[int], batch: int) -> list[Line]:
+Kinds = dict[tuple[object, ...], int]  # the numbers of the kinds of crews of one node
+
+
+def single_lines(
+    ranks: Sequence[int], works: Works, profile: Profile, free: Sequence[int], batch: int, kinds: Kinds
+) -> list[Line]:
     """Returns the lines in which every rank is for itself."""
     return [
         line
         for formation in formations(_fastest_first(ranks, profile), cut=False)
-        for line in _formed(formation, ranks, works, profile, free, batch, {})
+        for line in _formed(formation, ranks, works, profile, free, batch, kinds, {})
     ]
 
 
@@ -62,6 +71,7 @@ def cut_lines(
     profile: Profile,
     free: Sequence[int],
     batch: int,
+    kinds: Kinds,
     *,
     seconds: float,
     samples: int,
@@ -76,7 +86,7 @@ def cut_lines(
         hoped_s = 1 / sum(1 / _hoped_s(crew, works, profile, each) for crew in formation) * samples / each
         if seconds and WORTH * hoped_s > seconds:
             continue
-        found += _formed(formation, ranks, works, profile, free, batch, known)
+        found += _formed(formation, ranks, works, profile, free, batch, kinds, known)
     return found
 
 
@@ -102,6 +112,7 @@ def _formed(
     profile: Profile,
     free: Sequence[int],
     batch: int,
+    kinds: Kinds,
     known: Known,
 ) -> Iterator[Line]:
     busy = [rank for crew in formation for rank in crew]
@@ -117,7 +128,15 @@ def _formed(
             estimated if crew.averaging_s is None or len(crews) < 2 else crew.averaging_s for crew in crews
         )
         if any(limits):
-            yield Line(crews, averaging, limits)
+            own = [(_speed(crew), *rest) for crew, *rest in zip(crews, averaging, limits, strict=True)]
+            yield Line(crews, averaging, limits, tuple(kinds.setdefault(kind, len(kinds)) for kind in own))
+
+
+def _speed(crew: Crew) -> tuple[object, ...]:
+    """Returns what the time of a crew depends on."""
+    if crew.layout is None:
+        return crew.profile.devices[crew.ranks[0]].step, crew.ease
+    return (object(),)  # like nothing else
 
 
 def _fastest_first(ranks: Sequence[int], profile: Profile) -> list[int]:
@@ -129,11 +148,7 @@ def _hoped_s(ranks: Sequence[int], works: Works, profile: Profile, samples: floa
     together = 1 / sum(1 / profile.devices[rank].step.at(samples) for rank in ranks)
     if len(ranks) == 1:
         return together
-    layers = [layer for layer in works.layers.values() if layer.is_measurable]
-    tensors, times = works.graph.tensors, samples / profile.batch_size
-    sizes = [
-        (tensors[x.inputs[0]].size_bytes, tensors[x.inputs[1]].size_bytes, x.outputs[0].size_bytes) for x in layers
-    ]
+    times, sizes = samples / profile.batch_size, works.bytes_around
     least = sum(min(times * before, 2 * weight, times * after) for before, weight, after in sizes)  # of each layer
     gathers = profile.meeting(ranks).gathers
-    return together + len(layers) * gathers.at(1) + max(0.0, gathers.at(least) - gathers.at(1))
+    return together + len(sizes) * gathers.at(1) + max(0.0, gathers.at(least) - gathers.at(1))

@@ -8,13 +8,13 @@ from heapq import heapify, heapreplace
 from evenly._errors import SpecError
 from evenly.planner.costs import Works, exchange_seconds
 from evenly.planner.layout import lay_out
-from evenly.planner.lines import Line, cut_lines, single_lines
+from evenly.planner.lines import Kinds, Line, cut_lines, single_lines
 from evenly.planner.memory import UNKNOWN, largest_layer, whole_need
 from evenly.spec.cluster import Cluster
 from evenly.spec.exchange import Exchange
 from evenly.spec.graph import Graph
 from evenly.spec.period import Adaptive, Every, EveryGradient, EverySteps, Period, period_of
-from evenly.spec.plan import Plan, Prediction, Replica, Role
+from evenly.spec.plan import MOST_SAMPLES, Plan, Prediction, Replica, Role
 from evenly.spec.profile import Profile
 
 BUDGET = 0.05  # of the time may go into exchanges between nodes, if nothing else is wished
@@ -52,6 +52,8 @@ def plan(
     profile.require_fit(cluster, graph)
     if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
         raise SpecError(f"a global batch of {batch_size!r} samples was asked for. Give a whole number, at least 1.")
+    if batch_size is not None and batch_size > MOST_SAMPLES:
+        raise SpecError(f"a global batch of more than {MOST_SAMPLES} samples was asked for. Give fewer.")
     task = _Task(
         cluster, profile, Works(graph), batch_size or profile.batch_size, _free(cluster, profile, memory_bytes), cut
     )
@@ -112,12 +114,13 @@ class _Task:
         """The ways to use the first node of each group of equal ones."""
         firsts = [members[0] for members in self._groups.values()]
         given = (self.works, self.profile, self.free, self.batch)
-        found = {first: single_lines(self.cluster.nodes[first].ranks, *given) for first in firsts}
+        kinds: dict[int, Kinds] = {first: {} for first in firsts}
+        found = {first: single_lines(self.cluster.nodes[first].ranks, *given, kinds[first]) for first in firsts}
         seconds = self._least_s(found) if self._most(found) >= self.batch else 0.0
         for first in firsts if self.cut else ():
             ranks = self.cluster.nodes[first].ranks
             samples = _best(found[first], seconds)[0] if seconds else 0
-            found[first] += cut_lines(ranks, *given, seconds=seconds, samples=samples)
+            found[first] += cut_lines(ranks, *given, kinds[first], seconds=seconds, samples=samples)
         return found
 
     def _most(self, lines: Mapping[int, Sequence[Line]]) -> int:
@@ -244,7 +247,8 @@ class _Task:
 
 def _best(lines: Sequence[Line], seconds: float) -> tuple[int, Line | None, list[int]]:
     """Returns the line that does the most samples in this time, with how many each crew does; the first of equals."""
-    ways = [(line, line.samples(seconds)) for line in lines]
+    known: dict[int, int] = {}
+    ways = [(line, line.samples(seconds, known)) for line in lines]
     line, samples = max(ways, key=lambda way: sum(way[1]), default=(None, []))
     return sum(samples), line, samples
 

@@ -30,14 +30,37 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One way of computing a layer: the states of its tensors then, what moves, and what that costs."""
+
+    states: Mapping[str, State]
+    choice: Choice
+    moves: tuple[Move, ...] = ()
+    costs: tuple[float, ...] = ()
+
+    def cost_after(self, cost: float) -> float:
+        """Returns the cost of a way that goes on with this step."""
+        for part in self.costs:
+            cost += part
+        return cost
+
+
+@dataclass(frozen=True)
 class Way:
     """One way of computing the network up to some operation."""
 
     cost: float
-    states: Mapping[str, State]
+    states: Mapping[str, State]  # of tensors that are needed later
     parent: "Way | None" = None
-    choice: Choice | None = None
-    moves: tuple[Move, ...] = ()
+    step: Step | None = None
+
+    def steps(self) -> list[Step]:
+        """Returns all steps of this way, the first one first."""
+        found, way = [], self
+        while way.step is not None and way.parent is not None:
+            found.append(way.step)
+            way = way.parent
+        return found[::-1]
 
 
 @dataclass
@@ -81,14 +104,27 @@ class Search:
     def run(self) -> Way:
         """Returns the cheapest way through the whole network."""
         last = {name: number for number, layer in enumerate(self.graph.layers) for name in layer.inputs}
+
+        def needed(states: Mapping[str, State], number: int) -> dict[str, State]:
+            return {name: state for name, state in states.items() if last.get(name, -1) > number}
+
         ways = [Way(0.0, {})]
         for number, layer in enumerate(self.graph.layers):
+            if layer.kind == "source":
+                (step,) = self.steps(layer, ())
+                made = needed(step.states, number)
+                ways = [Way(way.cost, {**way.states, **made} if made else way.states, way, step) for way in ways]
+                continue
             found: dict[frozenset[tuple[str, State]], Way] = {}
+            known: dict[tuple[State, ...], list[tuple[Step, dict[str, State]]]] = {}
             for way in ways:
-                for following in self.step(way, layer):
-                    alive = {n: s for n, s in following.states.items() if last.get(n, -1) > number}
-                    kept = Way(following.cost, alive, way, following.choice, following.moves)
-                    key = frozenset(alive.items())
+                given = tuple(map(way.states.get, layer.inputs))
+                if given not in known:  # a step depends on nothing else of the way before it
+                    known[given] = [(step, needed(step.states, number)) for step in self.steps(layer, given)]
+                going = needed(way.states, number)
+                for step, made in known[given]:
+                    kept = Way(step.cost_after(way.cost), {**going, **made}, way, step)
+                    key = frozenset(kept.states.items())
                     if key not in found or kept.cost < found[key].cost:
                         found[key] = kept
             if not found:
@@ -99,16 +135,15 @@ class Search:
             ways = sorted(found.values(), key=lambda w: w.cost)[:BEAM]
         return ways[0]
 
-    def step(self, way: Way, layer: Layer) -> list[Way]:
-        """Returns every way that goes on with this layer."""
+    def steps(self, layer: Layer, given: Sequence[State]) -> list[Step]:
+        """Returns every way to compute this layer from inputs in these states."""
         if layer.kind == "source":
-            free: State = None if layer.op in ("parameter", "buffer") else frozenset([REPLICATED])
-            made = {tensor.name: free for tensor in layer.outputs}
-            choice = Choice(layer=layer.name, mode="source", gives=(REPLICATED,) * len(layer.outputs))
-            return [Way(way.cost, {**way.states, **made}, choice=choice)]
-        scene = self._scene(layer, [way.states.get(name) for name in layer.inputs], self.batches)
+            is_free = layer.op in ("parameter", "buffer")  # in no state yet
+            states: dict[str, State] = {} if is_free else {t.name: frozenset([REPLICATED]) for t in layer.outputs}
+            return [Step(states, Choice(layer=layer.name, mode="source", gives=(REPLICATED,) * len(layer.outputs)))]
+        scene = self._scene(layer, given, self.batches)
         options = [option for option in options_of(scene) if self._allows(layer, option)]
-        return [following for option in options if (following := self.take(way, scene, option)) is not None]
+        return [step for option in options if (step := self.take(scene, option)) is not None]
 
     def _scene(self, layer: Layer, states: Sequence[State], batches: Mapping[str, Record]) -> Scene:
         inputs = tuple(self.tensors[name] for name in layer.inputs)
@@ -118,26 +153,26 @@ class Search:
         modes = self.allowed.get(layer.name)
         return modes is None or option.mode in modes
 
-    def take(self, way: Way, scene: Scene, option: Option) -> Way | None:
-        """Returns the way that computes a layer in this mode; None where a tensor cannot be brought to its state."""
-        states, cost = dict(way.states), way.cost + self._work(scene, option)
+    def take(self, scene: Scene, option: Option) -> Step | None:
+        """Returns the step that computes a layer in this mode; None where a tensor cannot be brought to its state."""
+        states: dict[str, State] = dict(zip(scene.layer.inputs, scene.states, strict=True))
         moves: list[Move] = []
         for tensor, need in zip(scene.inputs, option.needs, strict=True):
-            state = states.get(tensor.name)
+            state = states[tensor.name]
             held = "." in tensor.name and state is not None  # of a module that is called: it lives in one way, for good
             if held and state is not None and need not in state and not (need == COPIED and REPLICATED in state):
                 return None
-            reached = self.reach(tensor, states.get(tensor.name), need)
+            reached = self.reach(tensor, state, need)
             if reached is None:
                 return None
             states[tensor.name], steps = reached
             moves += steps
-        cost += sum(self._price(move) for move in moves)
         sent = option.sent * 2 * (self.size - 1) * _width(scene)
-        cost += sent / self.size * self.rates.flops_per_byte + option.messages * self.rates.flops_per_message
+        inside = sent / self.size * self.rates.flops_per_byte + option.messages * self.rates.flops_per_message
         for tensor, record in zip(scene.layer.outputs, option.gives, strict=True):
             states[tensor.name] = frozenset([record])
-        return Way(cost, states, choice=self._choice(scene.layer, option, sent), moves=tuple(moves))
+        costs = (self._work(scene, option), sum(self._price(move) for move in moves), inside)
+        return Step(states, self._choice(scene.layer, option, sent), tuple(moves), costs)
 
     def _choice(self, layer: Layer, option: Option, sent: int) -> Choice:
         key = (layer.name, option)

@@ -15,7 +15,7 @@ def group_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> list[i
     """Returns the ranks of a node that do best with whole networks, by what is known so far; two of them at least."""
     works, batch = Works(graph), profile.batch_size
     free = [device.free_bytes for device in profile.devices]
-    lines = single_lines(ranks, works, profile, free, batch)
+    lines = single_lines(ranks, works, profile, free, batch, {})
     best = min(lines, key=lambda line: line.least_s(batch), default=None)
     if best is None or best.least_s(batch) == float("inf"):
         return sorted(ranks)
@@ -33,10 +33,10 @@ def cut_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> Crew | N
     works, batch = Works(graph), profile.batch_size
     free = [device.free_bytes for device in profile.devices]
     whole_s = min(
-        (line.least_s(batch) for line in single_lines(ranks, works, profile, free, batch)), default=float("inf")
+        (line.least_s(batch) for line in single_lines(ranks, works, profile, free, batch, {})), default=float("inf")
     )
     seconds = whole_s if whole_s < float("inf") else 0.0
-    lines = cut_lines(ranks, works, profile, free, batch, seconds=seconds, samples=batch)
+    lines = cut_lines(ranks, works, profile, free, batch, {}, seconds=seconds, samples=batch)
     best = min(lines, key=lambda line: line.least_s(batch), default=None)
     if best is None or best.least_s(batch) > PROMISING * whole_s:
         return None

@@ -1,7 +1,7 @@
 """Run, plan or forecast -> table, picture. No torch."""
 
 from evenly.reports.forecast_table import RANK_HEADERS, compare, rank_cells, side_by_side
-from evenly.reports.phases import PHASE_HEADERS, exchange_words, phase_rows
+from evenly.reports.phases import PHASE_HEADERS, phase_rows, remarks
 from evenly.reports.plan_picture import Panel, draw_picture, require_picture
 from evenly.reports.plan_table import (
     PLAN_HEADERS,
@@ -35,7 +35,6 @@ __all__ = [
     "compare",
     "doubts",
     "draw_picture",
-    "exchange_words",
     "gigabytes",
     "left_out_notes",
     "milliseconds",
@@ -46,6 +45,7 @@ __all__ = [
     "rank_cells",
     "rank_rows",
     "read_row",
+    "remarks",
     "report",
     "require_picture",
     "row_of",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from evenly.reports.story import story
-from evenly.spec import ExchangeDone, Phases, Run, RunFinished
+from evenly.spec import ExchangeDone, Phases, Rebalanced, Run, RunFinished, RunStarted
 
 PHASE_HEADERS = ("rank", "node", "compute", "gradients", "exchange", "waiting", "other", "MB grad.", "MB exch.")
 LATE_S = 1e-3  # to wait for less is no delay
@@ -16,18 +16,37 @@ def phase_rows(run: Run) -> list[tuple[str, ...]]:
     return [_row(_sum(rank)) for rank in zip(*same, strict=True)]
 
 
-def exchange_words(run: Run) -> str:
+def remarks(run: Run) -> list[str]:
+    """Returns lines on who took part, how work was dealt out anew, and what exchanges cost."""
+    told, lines = story(run), []
+    if (started := told.of(RunStarted)) and (ranks := started[-1].ranks):
+        here = _series(range(len(ranks)))
+        lines.append(f"of the ranks that were started {_series(ranks)} took part, counted here as {here}")
+    if changes := list({change.step: change for change in told.of(Rebalanced)}.values()):  # a resumed run repeats some
+        times = "once" if len(changes) == 1 else f"{len(changes)} times"
+        cut = "".join(f"; shares {_series([round(share, 3) for share in own])}" for own in changes[-1].shares)
+        last = f"after step {changes[-1].step}: {_series(changes[-1].samples)} samples{cut}"
+        lines.append(f"work was dealt out anew {times}, {'then' if len(changes) == 1 else 'last'} {last}")
+    return [*lines, *_exchange_words(run)]
+
+
+def _exchange_words(run: Run) -> list[str]:
     """Returns what the exchanges of a run cost and how far nodes went apart between them, in one line."""
     found = list({done.number: done for done in story(run).of(ExchangeDone)}.values())  # a resumed run repeats some
     if not found:
-        return ""
+        return []
     waited_s, seconds = sum(done.waited_s for done in found), sum(done.seconds for done in found)
     late = sum(done.merged > done.step and done.waited_s > LATE_S for done in found)
     beside = f", {late} of them merged late" if any(done.merged > done.step for done in found) else ""
-    return (
-        f"{len(found)} exchanges took {seconds:.3g} s, training stood still for {waited_s:.3g} s{beside}; nodes were "
-        f"{_percent(found[-1].drift)} from their average at the last, {_percent(max(d.drift for d in found))} at most"
-    )
+    return [
+        f"{len(found)} exchanges took {seconds:.3g} s, training stood still for {waited_s:.3g} s{beside}; the node of "
+        f"rank 0 was {_percent(found[-1].drift)} away from the average of all at the last, "
+        f"{_percent(max(d.drift for d in found))} at most"
+    ]
+
+
+def _series(numbers: Sequence[float]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _sum(parts: Sequence[Phases]) -> Phases:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from evenly._errors import SpecError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 MOST = 40  # ranks in one picture; of more, the slowest and the fastest
 COLORS = {"computes": "#2a6f97", "on the wires": "#f4a259", "waits for others": "#dcdcdc"}
 SUFFIXES = (".png", ".svg")
+WIDTH = 72  # letters of a title's line
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def _draw(axes: "Axes", panel: Panel, rows: Sequence[RankRow]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     told = f"{milliseconds(panel.forecast.step_s)} ms a step, {per_second(panel.forecast.samples_per_s)} samples/s"
     few = f"\nthe slowest and the fastest of {len(panel.rows)} ranks" if len(rows) < len(panel.rows) else ""
-    axes.set_title(f"{panel.title}: {told}{few}" if panel.title else told + few, fontsize=10, loc="left")
+    title = fill(f"{panel.title}: {told}" if panel.title else told, WIDTH)
+    axes.set_title(title + few, fontsize=10, loc="left")
 
 
 def _label(row: RankRow) -> str:

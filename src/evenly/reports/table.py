@@ -6,7 +6,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
-from evenly.reports.phases import PHASE_HEADERS, exchange_words, phase_rows
+from evenly.reports.phases import PHASE_HEADERS, phase_rows, remarks
 from evenly.reports.story import story
 from evenly.spec import (
     Adaptive,
@@ -98,7 +98,7 @@ def report(*runs: Run | str | Path) -> str:
         run = runs[0] if isinstance(runs[0], Run) else Run.read(runs[0])
         phases = phase_rows(run)
         lines += ["", *_table([PHASE_HEADERS, *phases])] if phases else []
-        lines += [words] if (words := exchange_words(run)) else []
+        lines += remarks(run)
     return "\n".join(lines)
 
 

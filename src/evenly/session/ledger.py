@@ -1,6 +1,5 @@
 """Counts what a run does: steps, samples, exchanges, bytes, and where its seconds go; and tells it."""
 
-import logging
 import time
 from dataclasses import asdict
 from typing import Any
@@ -10,8 +9,6 @@ import psutil
 from evenly.nodes import Exchanged, Synchronized
 from evenly.session.recorder import Recorder
 from evenly.spec import ExchangeDone, PeriodChosen, Phases, RunFinished, StepsDone
-
-logger = logging.getLogger(__name__)
 
 TELL_S = 1.0  # progress is told at most this often
 
@@ -61,7 +58,6 @@ class Ledger:
 
     def tell_period(self, step: int, steps: int, why: str) -> None:
         """Tells a new period."""
-        logger.info("after step %d: the next periods have %d steps: %s", step, steps, why)
         self._recorder.tell(PeriodChosen, step=step, steps=steps, why=why)
 
     def sums(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Plans inside a session: equal batches, shares that were given, or what a measurement says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,7 @@ from evenly.graph import Example, follow
 from evenly.session.by_hand import measure_party
 from evenly.session.sharding import plan_replicas
 from evenly.session.stage import Stage
-from evenly.spec import Every, EverySeconds, Exchange, Plan, Profile, period_of
+from evenly.spec import Every, EverySeconds, Exchange, ExchangeWishes, Plan, Profile, period_of
 
 TIMEOUT_S = 600.0  # for a rank that is slow at measuring
 
@@ -55,6 +55,17 @@ def plan_run(
         )
     wishes: Any = {"batch_size": global_batch, "every": every, "exchange": exchange}
     return plan_measured(stage, device, model, example, profile=profile, tell=tell, **wishes)
+
+
+def exchange_of(wishes: Mapping[str, Any], *, timeout_s: float) -> Exchange:
+    """Returns how nodes exchange; refuses what `Session.plan` does not know."""
+    known = ExchangeWishes.__annotations__
+    if unknown := sorted(wishes.keys() - known.keys()):
+        raise SpecError(
+            f"plan was given {unknown[0]}=, which it does not know. Besides model, example, batch_size, global_batch, "
+            f"shares, cut_batch, every and profile it takes what says how nodes exchange: {', '.join(known)}."
+        )
+    return Exchange(**wishes, timeout_s=timeout_s)
 
 
 def plan_measured(

@@ -23,6 +23,7 @@ LEAST, MOST = 2, 40  # steps of a kind
 QUICK_S, THOROUGH_S = 0.6, 20.0  # for the steps of a kind
 ROUND_S = 1.5  # of them together and alone, at least
 LEAST_FACTOR, MOST_FACTOR = 0.5, 3.0  # what steps in step take over those that run freely; beyond that it is chance
+ENOUGH = 8  # samples of a rank: less tells little of many
 TELLING = 2.0  # a large step must be so many times a small one to say how fast ranks are in step
 
 
@@ -43,9 +44,11 @@ def rehearse(
     The two, three, ... fastest ranks of a node average gradients of few samples: what such a step takes more than the
     slowest of them needs by itself is what averaging adds there. The ranks that seem to do best together make steps
     with batches by their speed: ranks in step with each other disturb each other more than ranks that run freely, and
-    what such a step takes besides is what averaging adds to batches of that size. A rank that is alone in its node does
-    so by itself, as what is slow for a while should be so for all. And if a network cut over the ranks of a node may be
-    fast, one is tried.
+    what such a step takes besides is what averaging adds to batches of that size. All nodes do so at the same time and
+    share the batch by speed, as what is slow for a while, or with such batches, should be so for all; a rank that is
+    alone in its node does so by itself. The fastest rank also makes steps in which the others have little to do:
+    averaging may be long because it is so on the others. And if a network cut over the ranks of a node may be fast, one
+    is tried.
     """
     alarm = Alarm(party.chapter("rehearsal"), parent=parent)
     group = None
@@ -98,12 +101,17 @@ class _Scene:
     @property
     def fastest(self) -> int:
         """The fastest rank of this node: it plans for all."""
-        return min(self.node, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
+        return min(self.node, key=self._pace)
+
+    def _pace(self, rank: int) -> tuple[float, int]:
+        """Returns what ranks are ordered by, the fastest first."""
+        return self.steps[rank].at(self.profile.batch_size), rank
 
     def averaged(self) -> dict[str, Any]:
         """Returns the seconds of steps with little to compute, by the slowest of each group; how much longer own steps
-        take in step with others, and how long while the others rest; a step with batches by speed."""
-        told: dict[str, Any] = {"few": [], "factor": 1.0, "alone": 1.0, "joint": None}
+        take in step with others, and how long while the others rest; a step with batches by speed; one in which only
+        the fastest has much to do."""
+        told: dict[str, Any] = {"few": [], "factor": 1.0, "alone": 1.0, "joint": None, "lean": None}
         likely = group_to_try(self.node, self.profile, self.traced.graph)
         for ranks in fastest_groups(self.node, self.steps, self.profile.batch_size):
             if self.party.rank in ranks and ranks != likely:
@@ -121,7 +129,7 @@ class _Scene:
     def _with_few(self, ensemble: Ensemble, ranks: list[int], told: dict[str, Any]) -> float:
         """Notes a step with little to compute, and returns the seconds in which this rank computes in it."""
         self.tell(f"ranks {ranks} averaging gradients")
-        slowest = max(ranks, key=lambda rank: (self.steps[rank].at(self.profile.batch_size), rank))
+        slowest = max(ranks, key=self._pace)
         few = ensemble.together(FEW, self._times(self._own_s(ranks, slowest, FEW), self.enough_s / 3))
         if self.party.rank == slowest and len(ranks) > 1:
             told["few"].append([ranks, few.seconds])
@@ -139,7 +147,8 @@ class _Scene:
 
     def _in_step(self, ensemble: Ensemble | None, ranks: list[int], few_s: float) -> dict[str, Any]:
         """Returns how much longer than by itself a step takes with all others in step, and with all others at rest;
-        and the step itself: its ranks, the samples of this one, its seconds, and those in which this rank computes.
+        the step itself: its ranks, the samples of this one, its seconds, and those in which this rank computes; and,
+        on the fastest rank, the seconds of a step in which the others have little to do.
 
         All nodes do so at the same time, and in turns, as a machine may be faster now and slower then. Without an
         ensemble a rank only waits for the others.
@@ -148,13 +157,17 @@ class _Scene:
         mine = sizes[ranks.index(self.party.rank)] if ensemble is not None else FEW
         longest_s = max(self._own_s(ranks, rank, samples) for rank, samples in zip(ranks, sizes, strict=True))
         own_s, own_few_s = (self._own_s(ranks, self.party.rank, samples) for samples in (mine, FEW))
+        leads = self._led_by(ranks, sizes)
         joint: list[Joint] = []
-        alone = []
+        alone, lean = [], []
         rounds, turns = max(1, int(self.enough_s / ROUND_S)), max(len(node.ranks) for node in self.cluster.nodes)
         for _ in range(rounds):
             self.meet()
             if ensemble is not None:
                 joint.append(ensemble.together(mine, self._times(longest_s, self.enough_s / rounds)))
+                if leads is not None:
+                    few = mine if self.party.rank == leads else FEW
+                    lean.append(ensemble.together(few, self._times(longest_s, self.enough_s / rounds / 2)).seconds)
             for turn in range(turns):
                 self.meet()
                 if ensemble is not None and self.node[turn : turn + 1] == (self.party.rank,):
@@ -170,8 +183,18 @@ class _Scene:
                 factor = (computing_s - few_s) / (own_s - own_few_s)
             factor = max(factor, usual(alone) / own_s)  # a quota recovers while a rank averages: that is fixed too
         factor = _bounded(factor)
-        found = {"factor": factor, "joint": [ranks, mine, whole_s, computing_s]}
+        found: dict[str, Any] = {"factor": factor, "joint": [ranks, mine, whole_s, computing_s]}
+        found["lean"] = usual(lean) if self.party.rank == leads else None
         return {**found, "alone": 1.0 if len(self.node) == 1 else min(1.0, usual(alone) / (factor * own_s))}
+
+    def _led_by(self, ranks: Sequence[int], sizes: Sequence[int]) -> int | None:
+        """Returns the fastest rank, if it is faster than all others and would be the last to finish if they had little
+        to do."""
+        order = sorted(ranks, key=self._pace)
+        if len(order) < 2 or self.steps[order[0]] == self.steps[order[1]]:
+            return None
+        own_s = self._own_s(ranks, order[0], sizes[list(ranks).index(order[0])])
+        return order[0] if own_s > TELLING * max(self._own_s(ranks, rank, FEW) for rank in order[1:]) else None
 
     def cut_found(self) -> dict[str, Any] | None:
         """Returns, on the fastest rank of a node, the cut network to try there."""
@@ -205,11 +228,15 @@ class _Scene:
         return {"ranks": found["ranks"], "factor": seconds / found["parts_s"]} if is_first else None
 
     def _by_speed(self, ranks: Sequence[int]) -> list[int]:
-        """Returns batches with which ranks should finish together, not longer than there is time for."""
+        """Returns batches with which these ranks should finish together, and all nodes too if they share the batch of
+        the example by speed; not longer than there is time for, and not too short to tell anything."""
         batch = self.profile.batch_size
-        speeds = [1 / self.steps[rank].at(batch) for rank in ranks]
-        expected_s = 1 / sum(speeds)
-        samples = batch * min(1.0, self.enough_s / LEAST / expected_s)
+        pace = [1 / step.at(batch) for step in self.steps]
+        part = sum(pace[rank] for rank in self.node) / sum(pace)
+        samples = max(batch * part, min(batch, ENOUGH * len(ranks)))
+        speeds = [pace[rank] for rank in ranks]
+        expected_s = samples / batch / sum(speeds)
+        samples *= min(1.0, self.enough_s / LEAST / expected_s)
         counts = deal(max(len(ranks), round(samples)), speeds)
         most = [max(self.steps[rank].sizes) for rank in ranks]  # so many were seen to fit into its memory
         return [min(top, max(1, count)) for top, count in zip(most, counts, strict=True)]
@@ -262,4 +289,6 @@ def _added(profile: Profile, node: Sequence[int], rows: Sequence[dict[str, Any]]
         if len(ranks) > 1:  # with batches as they will be: what is neither its own step nor waiting for a slower one
             own_s = profile.ease(rank, ranks, node) * profile.devices[rank].step.at(samples)
             found[rank] = max(0.0, whole_s - own_s - (longest_s - computing_s))
+            if rows[rank]["lean"] is not None:  # the others will have less to do than by speed, but not next to nothing
+                found[rank] = (found[rank] + min(found[rank], max(0.0, rows[rank]["lean"] - own_s))) / 2
     return found

@@ -19,11 +19,11 @@ from evenly.nodes import Synchronized, join_nodes
 from evenly.session.by_hand import regroup, survey_party
 from evenly.session.checkpoint import apply, restore_random_state
 from evenly.session.full import Trainee
-from evenly.session.planning import plan_run, require_epochs
+from evenly.session.planning import exchange_of, plan_run, require_epochs
 from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.sharding import shard_for
 from evenly.session.stage import LINGER_S, LeftOut, Stage
-from evenly.spec import CheckpointSaved, EpochDone, Every, Exchange, ExchangeWishes, Measured, Plan, Profile, RunStarted
+from evenly.spec import CheckpointSaved, EpochDone, Every, ExchangeWishes, Measured, Plan, Profile, RunStarted
 
 
 class Session:
@@ -142,7 +142,7 @@ class Session:
         `exchange` says how nodes exchange (overlap, codec, ...), as in `evenly.synchronize`.
         """
         given: Any = {"batch_size": batch_size, "global_batch": global_batch, "shares": shares, "cut_batch": cut_batch}
-        settings = Exchange(**exchange, timeout_s=self._timeout_s)
+        settings = exchange_of(exchange, timeout_s=self._timeout_s)
         return plan_run(self._stage, self.device, model, example, every, profile, settings, **given)
 
     def prepare(
@@ -280,7 +280,7 @@ class Session:
             trainee.model.on_step.append(
                 lambda step, samples: self._ledger.count_step(step, samples, epoch=self._epoch, ranks=self.world_size)
             )
-            told = {"settings": self._settings, "resumed_step": self._ledger.step, "cluster": self.cluster}
+            told = {"settings": self._settings, "resumed_step": self._ledger.step, **self._stage.attendance}
             self._recorder.tell(RunStarted, name=self._folder.name if self._folder else "run", plan=plan, **told)
 
     def _between_steps(self) -> None:

@@ -62,6 +62,11 @@ class Stage:
             if not resume:
                 self.checkpoints.set_aside()
 
+    @property
+    def attendance(self) -> dict[str, Any]:
+        """Who takes part, for the record of a run."""
+        return {"cluster": self.cluster, "ranks": tuple(self._active)}
+
     def restored(self) -> dict[str, Any] | None:
         """Returns the newest checkpoint, if the run is to go on from one; all ranks of the stage call it together.
 

@@ -1,9 +1,9 @@
 """How exchanges are made: how long they may take, in what form they travel, what becomes of the optimizers."""
 
 from math import ceil
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, Self, TypedDict
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from evenly.spec._value import Value
 from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySeconds
@@ -13,24 +13,37 @@ StatePolicy = Literal["keep", "average", "reset"]
 
 Setting = bool | int | float | str | tuple[float, ...]
 CODED = {"bf16": 0.5, "int8": 0.254, "int4": 0.133}  # bytes that travel, over those of float32
-NESTEROV: dict[str, Setting] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+NESTEROV: dict[str, Setting] = {"lr": 0.7, "momentum": 0.5, "nesterov": True}  # 0.9 where periods are hundreds of steps
 
 
 class Outer(Value):
     """A torch optimizer that steps over the averaged difference of an exchange; plain averaging is SGD with rate 1.
 
-    Without arguments it is SGD with Nesterov's momentum.
+    Without arguments it is SGD with Nesterov's momentum; with a name and no settings it has those of torch.
 
     >>> Outer("Adam", settings={"lr": 0.001}).name
     'Adam'
     """
 
     name: str = Field(default="SGD", description="of a class in torch.optim that treats each element by itself")
-    settings: dict[str, Setting] = Field(default_factory=lambda: dict(NESTEROV))
+    settings: dict[str, Setting] = Field(default_factory=dict)
     _positional = ("name",)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_nesterov(cls, fields: Any) -> Any:
+        return fields or {"settings": NESTEROV}
+
+    @model_validator(mode="after")
+    def _has_a_rate(self) -> Self:
+        if self.name == "SGD" and not self.settings:
+            raise ValueError("SGD outside needs its learning rate, settings={'lr': 1.0} for plain averaging")
+        return self
 
 
 def _outer(wish: Any) -> Any:
+    if isinstance(wish, str | type) and wish != "nesterov":
+        raise ValueError("it is 'nesterov', or such as {'name': 'Adam', 'settings': {'lr': 0.001}}, or None")
     return Outer() if wish == "nesterov" else wish
 
 
@@ -102,7 +115,8 @@ def misfit(period: AnyPeriod, exchange: Exchange) -> str:
     'exchanges overlap with 5 steps, but a new one begins after 4; let them overlap with fewer'
     """
     if isinstance(period, EveryGradient):
-        return "" if exchange.is_plain else "all gradients are averaged at every step, so nothing is exchanged besides"
+        case = "all gradients are averaged at every step, so nothing is exchanged besides"
+        return "" if exchange.is_plain else f"{case}; leave overlap, fragments, codec and outer out, or give a period"
     if isinstance(period, EveryEpoch | EverySeconds) and exchange.fragments > 1:
         return "fragments need a period in steps, not in seconds or of an epoch"
     if isinstance(period, EverySeconds):

@@ -15,9 +15,9 @@ Kinds of operation and what they mean for a tensor that is cut along one dim:
 """
 
 import hashlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from evenly.spec._value import Document, Value
 
@@ -28,7 +28,7 @@ class Tensor(Value):
     """What one operation gives out, as seen with the example input."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
     dtype: str
     has_grad: bool = Field(default=False, description="whether a gradient flows back into it")
 
@@ -75,6 +75,18 @@ class Graph(Document):
     version: Literal[1] = 1
     model: str
     layers: tuple[Layer, ...]
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        known: set[str] = set()
+        for layer in self.layers:
+            if unknown := [name for name in layer.inputs if name not in known]:
+                raise ValueError(f"layer {layer.name!r} takes {unknown[0]!r}, which no layer before it gives out")
+            given = {tensor.name for tensor in layer.outputs}
+            if twice := sorted(known & given):
+                raise ValueError(f"more than one layer gives out {twice[0]!r}")
+            known |= given
+        return self
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -102,7 +102,7 @@ def period_of(wish: Every) -> AnyPeriod:
     """
     if isinstance(wish, AnyPeriod):
         return wish
-    if isinstance(wish, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", wish):
+    if isinstance(wish, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,300}\s*", wish):
         wish = int(wish)
     if isinstance(wish, str) and re.fullmatch(r"\s*[0-9]+(\.[0-9]*)?\s*s\s*", wish):
         return EverySeconds(float(wish.strip()[:-1]))

@@ -11,6 +11,8 @@ from evenly.spec.exchange import Exchange, misfit
 from evenly.spec.layout import Layout
 from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySeconds, EverySteps, Period
 
+MOST_SAMPLES = 2**40  # of a global batch
+
 
 class Role(Value):
     """What one rank does: the node it belongs to and the samples it takes of every global batch."""
@@ -18,7 +20,9 @@ class Role(Value):
     rank: Annotated[int, Field(ge=0)]
     node: Annotated[int, Field(ge=0)]
     device: str = "cpu"
-    samples: Annotated[int, Field(ge=0)] = Field(default=0, description="of the global batch; 0: none, or not planned")
+    samples: Annotated[int, Field(ge=0, le=MOST_SAMPLES)] = Field(
+        default=0, description="of the global batch; 0: none, or not planned"
+    )
     left_out: str = Field(default="", description="why the rank takes no part; empty: it does")
     compute_s: Annotated[float, Field(ge=0)] = Field(default=0.0, description="predicted for a step; 0: not known")
     memory_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="predicted; 0: not known")
@@ -153,9 +157,11 @@ class Plan(Document):
         return found
 
     def explain(self) -> str:
-        """Returns the plan in plain words."""
-        size = f"{counted(len(self.roles), 'rank')} on {counted(len(self.nodes), 'node')}"
-        lines = [size if len(self.replicas) == 1 else f"{size}; {_period_words(self)}"]  # one network: no averaging
+        """Returns the plan in plain words, with the times that it predicts."""
+        of_all = f"{len(self.active)} of " if len(self.active) < len(self.roles) else ""
+        size = f"{of_all}{counted(len(self.roles), 'rank')} on {counted(len(self.nodes), 'node')}"
+        averages = len(self.takers) > 1 or len(self.roles) == 1
+        lines = [f"{size}; {_period_words(self)}" if averages else size]  # one network: no averaging
         for node, ranks in enumerate(self.nodes):
             held = [_replica_words(self, replica) for replica in self.replicas if replica.ranks[0] in ranks]
             parts = [
@@ -167,7 +173,7 @@ class Plan(Document):
         lines += [
             f"rank {role.rank} ({role.device}) is left out: {role.left_out}" for role in self.roles if role.left_out
         ]
-        return "\n".join([*lines, *_layout_words(self)])
+        return "\n".join([*lines, *_layout_words(self), *_predicted_words(self)])
 
 
 def _period_words(plan: Plan) -> str:
@@ -184,7 +190,7 @@ def _period_words(plan: Plan) -> str:
             often = f"so many steps as {wish_words(plan.period)}"
     start = f" (every step for the first {warmup})" if warmup else ""
     how = f"across nodes every {often}{start}{_exchange_words(plan.exchange)}"
-    if plan.replicas and len(plan.replicas) == len(plan.nodes):
+    if len({plan.roles[rank].node for rank in plan.takers}) == len(plan.takers) > 1:  # one a node
         return f"parameters are averaged {how}"
     return f"gradients are averaged inside each node at every step, parameters {how}"
 
@@ -193,11 +199,11 @@ def wish_words(period: Adaptive) -> str:
     """Returns what an adaptive period is to keep.
 
     >>> wish_words(Adaptive(drift=0.1))
-    'keep nodes within 10 % of each other'
+    'keep nodes within 10 % of their average'
     """
     if period.exchange_budget is not None:
-        return f"let exchanges take {period.exchange_budget:.2g} of the time"
-    return f"keep nodes within {100 * (period.drift or 0):.3g} % of each other"
+        return f"let exchanges take {100 * period.exchange_budget:.3g} % of the time"
+    return f"keep nodes within {100 * (period.drift or 0):.3g} % of their average"
 
 
 def _exchange_words(exchange: Exchange) -> str:
@@ -205,11 +211,12 @@ def _exchange_words(exchange: Exchange) -> str:
     if exchange.fragments > 1:
         words.append(f"in {exchange.fragments} fragments")
     if exchange.overlap:
-        words.append(f"while {counted(exchange.overlap, 'step')} go on")
+        words.append(f"beside {counted(exchange.overlap, 'step')}")
     if exchange.codec != "fp32":
         words.append(f"as {exchange.codec}")
     if exchange.outer is not None:
-        words.append(f"by {exchange.outer.name} outside")
+        settings = ", ".join(f"{key} {value}" for key, value in exchange.outer.settings.items())
+        words.append(f"by {exchange.outer.name} outside ({settings or 'as torch has it'})")
     policy = exchange.optimizer_state
     treated = {"keep": "kept local", "average": "averaged too", "reset": "set to zero"}
     state = (
@@ -224,6 +231,8 @@ def _replica_words(plan: Plan, replica: Replica) -> str:
     devices = [role.device for role in roles]
     devices = devices[:1] if len(set(devices)) == 1 else devices
     samples = f", {counted(roles[0].samples, 'sample')} a step" if roles[0].samples else ""
+    if len(roles) == 1 and samples:
+        samples = f",{_samples_words(roles[0])}"
     return (
         f"{_named(replica.ranks)} ({', '.join(devices)}) {'holds' if len(roles) == 1 else 'hold'} one network{samples}"
     )
@@ -239,12 +248,31 @@ def _layout_words(plan: Plan) -> Iterator[str]:
         yield f"layout{whose}: {text}"
 
 
+def _predicted_words(plan: Plan) -> Iterator[str]:
+    """Yields what the plan is expected to take."""
+    if plan.predicted is not None:
+        exchange_s = plan.predicted.exchange_s if plan.period.kind != "global" else 0.0  # there each step has it
+        exchange = f", an exchange {_milliseconds(exchange_s)}" if exchange_s else ""
+        source = "what was measured" if plan.predicted.is_measured else "speeds that were given"
+        yield f"predicted from {source}: a step takes {_milliseconds(plan.predicted.step_s)}{exchange}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms" if seconds < 9 else f"{seconds:.4g} s"
+
+
 def _named(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _samples_words(role: Role) -> str:
-    return f" {counted(role.samples, 'sample')} a step" if role.samples else ""
+    if not role.samples:
+        return ""
+    times = [f"computes {_milliseconds(role.compute_s)}"] if role.compute_s else []
+    unit, size = (1e9, "GB") if role.memory_bytes >= 1e9 else (1e6, "MB")
+    needs = [f"needs {role.memory_bytes / unit:.3g} {size}"] if role.memory_bytes else []
+    known = f" ({', '.join([*times, *needs])})" if times or needs else ""
+    return f" {counted(role.samples, 'sample')} a step{known}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -24,6 +24,7 @@ class RunStarted(Value):
     plan: Plan | None = None
     settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     resumed_step: int = 0
+    ranks: tuple[int, ...] = Field(default=(), description="of those started, if some were left out; here from 0 on")
 
 
 class StepsDone(Value):

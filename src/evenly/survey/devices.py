@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
 from evenly.graph import Traced
-from evenly.spec import Curve, Graph, Layer, LayerCurves
+from evenly.spec import Curve, Graph, Layer, LayerCurves, Tensor
 from evenly.survey.stopwatch import Stopwatch, usual
 
 PARTS = (1.0, 0.25, 0.5, 0.75, 0.125)  # of a layer, the most telling first
@@ -38,6 +38,9 @@ class DeviceSurvey:
         """Returns the seconds of a training step against samples."""
         model = copy.deepcopy(self._traced.model).to(self._device).train()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
+        smallest = min(self._sizes())
+        if smallest != self._batch:
+            require_any_batch(model, self._inputs(smallest), smallest, self._batch)
         until = time.perf_counter() + self._budget_s / 2
         found: dict[int, list[float]] = {}
         while True:  # in rounds, so that what disturbs for a moment does not fall on one size alone
@@ -213,6 +216,31 @@ def require_training(traced: Traced) -> None:
         raise SpecError(f"{name} was to be measured in training, but has no parameter that is trained. Give it one.")
     if traced.graph.batch_size < 1:
         raise SpecError(f"{name} was to be measured with an example of no samples. Give at least 1, in its first dim.")
+    results = _results(traced.graph)  # those that are plain tensors
+    if results and not any(tensor.has_grad for tensor in results):
+        raise SpecError(f"{name} was to be measured in training, but no output has a gradient. Return one that has.")
+
+
+def require_any_batch(model: nn.Module, given: dict[str, torch.Tensor], samples: int, batch: int) -> None:
+    """Raises `SpecError` for a network that takes the example but not another number of samples."""
+    try:
+        with torch.no_grad():
+            model(**given)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise SpecError(
+            f"{type(model).__name__} was to be measured with {samples} samples of random numbers instead of the "
+            f"example's {batch}, but raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}. The first "
+            "size of an example is its samples, and a network must take any number of them."
+        ) from error
+
+
+def _results(graph: Graph) -> list[Tensor]:
+    """Returns the tensors that forward gives out."""
+    tensors = graph.tensors
+    names = [name for layer in graph.layers if layer.kind == "output" for name in layer.inputs]
+    return [tensors[name] for name in names if name in tensors]
 
 
 def rising(values: Sequence[float]) -> list[float]:
