@@ -8,7 +8,7 @@ from torch import nn
 
 from evenly._errors import SpecError
 from evenly.nodes import join_nodes
-from evenly.nodes.adapting import Seen, choose
+from evenly.nodes.adapting import Pace, Seen, choose
 from evenly.nodes.schedule import Schedule
 from evenly.spec import Adaptive, EverySteps, Exchange, period_of
 from tests.ranks import cluster_of, ragged, run_ranks
@@ -23,10 +23,11 @@ def test_a_budget_decides_by_the_time_of_an_exchange():
     assert choose(wish, Exchange(), 4, Seen())[0] == 4
 
 
-def test_what_overlaps_costs_nothing_but_the_wire_must_be_free():
+def test_what_overlaps_costs_what_it_slows_steps_by_and_the_wire_must_be_free():
     wish = Adaptive(exchange_budget=0.02)
-    assert choose(wish, Exchange(overlap=12), 4, Seen(step_s=0.1, transfer_s=1.0))[0] == 12
-    assert choose(wish, Exchange(overlap=12, fragments=2), 4, Seen(step_s=0.1, transfer_s=1.0))[0] == 20
+    assert choose(wish, Exchange(overlap=12), 4, Seen(step_s=0.1, transfer_s=1.0))[0] == 24  # half beside no exchange
+    assert choose(wish, Exchange(overlap=12, fragments=3), 4, Seen(step_s=0.1, transfer_s=1.0))[0] == 30
+    assert choose(wish, Exchange(overlap=12), 4, Seen(step_s=0.1, transfer_s=1.0, slowed_s=0.1))[0] == 49
     assert choose(wish, Exchange(overlap=5), 4, Seen(step_s=0.1, transfer_s=0.6))[0] == 49  # 0.1 s too late
 
 
@@ -35,7 +36,7 @@ def test_drift_changes_the_period_in_which_it_grew():
     assert choose(wish, Exchange(), 50, Seen(drift=0.2, steps=8))[0] == 4
     assert choose(wish, Exchange(), 50, Seen(drift=0.01, steps=8))[0] == 16
     assert choose(wish, Exchange(), 50, Seen(drift=0.08, steps=8))[0] == 10
-    assert choose(wish, Exchange(overlap=6), 50, Seen(drift=0.2, steps=8))[0] == 6
+    assert choose(wish, Exchange(overlap=6), 50, Seen(drift=0.2, steps=8))[0] == 12
 
 
 @pytest.mark.parametrize("lag", [1, 2, 5])
@@ -47,8 +48,8 @@ def test_drift_settles_though_it_is_told_late(lag):
     assert lengths[-10:] == [8] * 10
 
 
-def test_the_first_period_is_as_long_as_the_overlap():
-    assert Schedule(Adaptive(start=4), least=Exchange(overlap=8).least_steps).next_length == 8
+def test_half_of_the_first_period_is_beside_no_exchange():
+    assert Schedule(Adaptive(start=4), least=Exchange(overlap=8).calm_steps).next_length == 16
     with pytest.raises(SpecError, match="longer than the longest"):
         Adaptive(start=20, most=10)
 
@@ -114,12 +115,29 @@ def test_all_ranks_choose_the_same(wish, overlap):
     if "drift" in wish:
         lengths = [steps for _, steps, _ in results[0][0]]
         if wish["drift"] > 1:
-            assert lengths[:3] == [4, 8, 16]  # never more than twice what was seen
+            assert lengths[:2] == ([8, 16] if overlap else [4, 8])  # never more than twice what was seen
         else:
-            assert not lengths or lengths[-1] == max(1, overlap)
+            assert not lengths or lengths[-1] == max(1, 2 * overlap)
+
+
+def test_what_an_exchange_adds_to_the_steps_beside_it(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("evenly.nodes.adapting.time.monotonic", lambda: now[0])
+    pace, seen = Pace(), []
+    for number in range(12):
+        beside = number % 4 in (1, 2)
+        pace.begin(beside=beside)
+        now[0] += 0.1 + 0.03 * beside + 5.0 * (number == 6)  # one is late for another reason
+        pace.end()
+        now[0] += 1.0  # between steps nothing counts
+        if number % 4 == 2:
+            seen.append(pace.merged(0.2))
+    assert pace.median_s == pytest.approx(0.1)
+    assert seen[-1] == pytest.approx((0.2, 0.06))
 
 
 def test_one_wish_at_a_time():
+    assert period_of("5 %") == Adaptive(exchange_budget=0.05)
     assert Adaptive().exchange_budget == 0.02
     assert Adaptive(drift=0.1).exchange_budget is None
     assert period_of("adaptive") == Adaptive()

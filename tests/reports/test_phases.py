@@ -5,7 +5,7 @@ import pytest
 from evenly import Run, report
 from evenly.reports import PHASE_HEADERS, phase_rows, remarks
 from evenly.session.ledger import phases_of
-from evenly.spec import ExchangeDone, Rebalanced, RunFinished
+from evenly.spec import Exchange, ExchangeDone, Rebalanced, RunFinished
 from tests.reports.runs import finished, started
 
 NAMES = ("compute_s", "gradients_s", "exchange_s", "waiting_s", "gradient_bytes", "sent_bytes")
@@ -41,6 +41,9 @@ def test_a_report_of_one_run_says_where_the_time_went():
         "2 exchanges took 0.4 s, training stood still for 0.4 s, 1 of them merged late; the node of rank 0 was 0 % "
         "away from the average of all at the last, 2 % at most"
     ]
+    plan = run.events[0].plan.model_copy(update={"exchange": Exchange(overlap=3, codec="int8", outer="nesterov")})
+    coded = Run(events=(run.events[0].model_copy(update={"plan": plan}), *run.events[1:]))
+    assert remarks(coded)[0].startswith("2 exchanges (beside 3 steps, as int8, with SGD outside) took 0.4 s")
     text = report(run)
     assert all(header in text for header in PHASE_HEADERS)
     assert "2 exchanges took" in text

@@ -42,6 +42,7 @@ def test_a_measurement_becomes_a_plan_that_trains():
     assert len(busy[0]["sizes"]) == 2
 
 
+@pytest.mark.alone
 def test_batches_follow_a_device_that_becomes_slow_and_nothing_is_lost():
     slowed = "tests.session.plan_programs:slowed"
     (alone,) = run_processes(ragged(1), slowed, {"samples": [24], "slow_s": [0.0], "after": 0, "rebalance": False})
@@ -54,6 +55,7 @@ def test_batches_follow_a_device_that_becomes_slow_and_nothing_is_lost():
     torch.testing.assert_close(parameters(second), parameters(first), rtol=0, atol=0)
 
 
+@pytest.mark.alone
 def test_batches_follow_no_further_than_memory_reaches():
     given = {"samples": [12, 12], "slow_s": [0.002, 0.002], "after": 10, "rebalance": True, "most": [15, 24]}
     first, second = run_processes(ragged(2), "tests.session.plan_programs:slowed", given, limit_s=100)
@@ -61,6 +63,7 @@ def test_batches_follow_no_further_than_memory_reaches():
     assert second["sizes"][-1] == 9
 
 
+@pytest.mark.alone
 def test_batches_change_between_steps_only():
     slowed = "tests.session.plan_programs:slowed"
     given = {"samples": [12, 12], "slow_s": [0.001, 0.001], "after": 10, "rebalance": True, "batches": 2}
@@ -84,6 +87,7 @@ def test_a_run_with_ranks_left_out_goes_on_from_its_checkpoint(tmp_path, local):
         torch.testing.assert_close(parameters(resumed[rank]), parameters(at_once[rank]), rtol=0, atol=0)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_units_of_a_cut_network_follow_a_device_that_becomes_slow_and_the_losses_stay(nodes: int) -> None:
     program = "tests.session.plan_programs:cut_and_slowed"
@@ -97,8 +101,7 @@ def test_units_of_a_cut_network_follow_a_device_that_becomes_slow_and_the_losses
     assert moved[0]["moves"]
     assert all(result["rows"][-1] == 24 for result in still)
     for result, other in zip(moved, still, strict=True):
-        until = next((step for step, size in enumerate(result["sizes"]) if size != 12), None)  # batches follow later
-        assert until is None or until > 20
+        until = next((step for step, size in enumerate(result["sizes"]) if size != 12), None)  # batches follow, too
         torch.testing.assert_close(result["losses"][:until], other["losses"][:until], rtol=1e-9, atol=1e-11)
         if until is None:
             torch.testing.assert_close(

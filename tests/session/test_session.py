@@ -134,6 +134,9 @@ def test_a_missing_file_and_a_broken_manifest_are_told(tmp_path):
     (newest / "manifest.json").write_text('{"version": 1, ')
     with pytest.raises(CheckpointError, match="manifest"), evenly.Session(tmp_path) as session:
         loop(session)
+    (newest / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="manifest"), evenly.Session(tmp_path) as session:
+        loop(session)
     with evenly.Session(tmp_path, resume=False) as session:
         loop(session)
 

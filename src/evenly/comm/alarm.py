@@ -86,6 +86,11 @@ class Alarm:
         if self._error is not None:
             raise self._error
 
+    def hear(self) -> None:
+        """Reads what others have told until now; raises as `check` does."""
+        self._poll()
+        self.check()
+
     def follow(self, parent: "Alarm") -> None:
         """From now on what rings at `parent` rings here too."""
         self._parents = [*self._parents, parent]

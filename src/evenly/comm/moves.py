@@ -76,6 +76,7 @@ class Waiter:
         keys = [f"roll/{self.place}/{rank}" for rank in range(self.alarm.party.size)]
         self.alarm.party.store.set(keys[self.alarm.party.rank], "1")
         self.read_all(keys)
+        self.alarm.hear()  # the others may have given up before this rank came
 
     def read_all(self, keys: list[str]) -> list[bytes]:
         """Returns what the store has under these keys, one of each rank, once all are there."""

@@ -15,18 +15,20 @@ EXCHANGES_KEPT = 7
 class Seen:
     """What the slowest of all ranks saw: seconds of a step and of an exchange under way, and the largest drift.
 
-    The drift is that of the last exchange, and grew in `steps`.
+    The drift is that of the last exchange, and grew in `steps`. `slowed_s` is what an exchange adds to the steps beside
+    it.
     """
 
     step_s: float = 0.0
     transfer_s: float = 0.0
     drift: float = 0.0
     steps: float = 0.0
+    slowed_s: float = 0.0
 
     @property
     def row(self) -> tuple[float, ...]:
-        """The four numbers, to be told."""
-        return (self.step_s, self.transfer_s, self.drift, self.steps)
+        """The numbers, to be told."""
+        return (self.step_s, self.transfer_s, self.drift, self.steps, self.slowed_s)
 
 
 def choose(period: Adaptive, exchange: Exchange, now: int, seen: Seen) -> tuple[int, str]:
@@ -48,12 +50,13 @@ def choose(period: Adaptive, exchange: Exchange, now: int, seen: Seen) -> tuple[
             f"a node went {100 * seen.drift:.2g} % of the length of the parameters away from the average in "
             f"{seen.steps:.0f} steps, and may go {100 * period.drift:.3g} %"
         )
-    return min(max(exchange.least_steps, steps), period.most), why
+    return min(max(exchange.calm_steps, steps), period.most), why
 
 
 def _affordable(exchange: Exchange, budget: float, seen: Seen) -> tuple[int, str]:
-    steps = exchange.affordable_steps(step_s=seen.step_s, transfer_s=seen.transfer_s, budget=budget)
-    beside = f", beside {exchange.overlap} steps" if exchange.overlap else ""
+    measured = {"step_s": seen.step_s, "transfer_s": seen.transfer_s, "slowed_s": seen.slowed_s}
+    steps = exchange.affordable_steps(**measured, budget=budget)
+    beside = f", beside {exchange.overlap} steps which it slows by {seen.slowed_s:.2g} s" if exchange.overlap else ""
     why = (
         f"an exchange takes {seen.transfer_s:.2g} s{beside}, a step {seen.step_s:.2g} s, and exchanges may take "
         f"{100 * budget:.3g} % of the time"
@@ -62,28 +65,40 @@ def _affordable(exchange: Exchange, budget: float, seen: Seen) -> tuple[int, str
 
 
 class Pace:
-    """How long steps take, without exchanges, and how long exchanges."""
+    """How long steps take beside no exchange, how much longer beside one, and how long exchanges take."""
 
     def __init__(self) -> None:
-        self._seconds: list[float] = []
+        self._free: list[float] = []  # seconds of steps beside no exchange
         self._transfers: list[float] = []
+        self._slowed: list[float] = []
+        self._more_s = 0.0  # that steps have needed beside exchanges, since the last was merged
         self._began: float | None = None
+        self._beside = False
 
-    def begin(self) -> None:
-        """Starts the clock of the next step."""
-        self._began = time.monotonic()
+    def begin(self, *, beside: bool) -> None:
+        """Starts the clock of the next step, which is made `beside` an exchange or not."""
+        self._began, self._beside = time.monotonic(), beside
 
     def end(self) -> None:
         """Notes the step just made."""
-        if self._began is not None:
-            self._seconds = [*self._seconds, time.monotonic() - self._began][-STEPS_KEPT:]
+        if self._began is None:
+            return
+        seconds = time.monotonic() - self._began
+        if not self._beside:
+            self._free = [*self._free, seconds][-STEPS_KEPT:]
+        elif self._free:
+            self._more_s += seconds - self.median_s
 
-    def transferred(self, seconds: float) -> float:
-        """Notes an exchange and returns what one takes: a late one now and then is no reason for longer periods."""
-        self._transfers = [*self._transfers, seconds][-EXCHANGES_KEPT:]
-        return median(self._transfers)
+    def merged(self, transfer_s: float) -> tuple[float, float]:
+        """Notes an exchange; returns what one takes, and what it adds to the steps beside it.
+
+        Both are medians: a late exchange now and then is no reason for longer periods.
+        """
+        self._transfers = [*self._transfers, transfer_s][-EXCHANGES_KEPT:]
+        self._slowed, self._more_s = [*self._slowed, self._more_s][-EXCHANGES_KEPT:], 0.0
+        return median(self._transfers), max(0.0, median(self._slowed))
 
     @property
     def median_s(self) -> float:
-        """The seconds of a step; 0: none was made."""
-        return median(self._seconds) if self._seconds else 0.0
+        """The seconds of a step beside no exchange; 0: none was made."""
+        return median(self._free) if self._free else 0.0

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from evenly._errors import SpecError
 from evenly.nodes.state import averages, difference, kept_buffers
 
 Tensors = dict[str, torch.Tensor]
@@ -28,9 +29,19 @@ class Buffers:
         """
         found = {}
         for name, buffer in kept_buffers(self._module).items():
+            self._require_known(name, buffer)
             is_same = not buffer.is_cuda and torch.equal(buffer, self.agreed[name])
             found[name] = self.agreed[name] if is_same else buffer.detach().clone()
         return found
+
+    def _require_known(self, name: str, buffer: torch.Tensor) -> None:
+        known = self.agreed.get(name)
+        if known is None or known.shape != buffer.shape:
+            was = "there was none" if known is None else f"it had {list(known.shape)}"
+            raise SpecError(
+                f"the buffer {name!r} has the shape {list(buffer.shape)}, and when synchronize was called {was}: nodes "
+                "cannot average it. Register it before, in its full size, or with persistent=False."
+            )
 
     def moves(self, snapshot: Tensors) -> "Moves":
         """Returns what was added to the buffers of a snapshot since the last exchange."""
@@ -43,10 +54,11 @@ class Buffers:
                 continue
             if not change:
                 buffer.copy_(agreed[name])
-            elif buffer.dtype == torch.bool:
-                buffer.logical_or_(agreed[name])
-            else:
+            elif averages(buffer):
                 buffer.add_(difference(agreed[name], snapshot[name]))
+            else:  # flags and counters, of which torch cannot add all types
+                counted = difference(agreed[name].long(), snapshot[name].long())
+                buffer.copy_(buffer.long() + counted)
             self.agreed[name] = agreed[name].detach().clone()
 
 

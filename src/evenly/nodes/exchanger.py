@@ -35,7 +35,7 @@ SETTINGS = (
     "outer",
     "optimizer_state",
     "state_every",
-)  # that a checkpoint in a period is bound to
+)  # what a checkpoint in a period is bound to
 
 Look = Callable[[], None]  # raises if the gradients of the last step were not finite
 
@@ -101,7 +101,7 @@ class Exchanger:
                 self._merge(trip)
             if due:
                 self.exchange(due, waits=self._schedule.warms_up)
-        self._pace.begin()
+        self._pace.begin(beside=bool(self._trips))
 
     def exchange(self, fragments: Sequence[int], *, waits: bool = False, exact: bool = False) -> None:
         """Exchanges `fragments`: takes their snapshot, and merges now or after the steps that overlap with it.
@@ -212,8 +212,8 @@ class Exchanger:
         """Puts the average over all nodes into the module, without codes or an outer optimizer."""
         cargo, buffers = self._contents.load_all(), kept_buffers(self._module)
         snapshot = self.buffers.snapshot()
-        layout = self._contents.words(range(self._settings.fragments), buffers)
-        ballot = self._ballot(layout, samples=self.samples)
+        words = self._contents.words(range(self._settings.fragments), buffers)
+        ballot = self._ballot(f"an average\n{words}", samples=self.samples)
         arrived = self.meet(lambda waiter: self._agree(cargo, ballot, snapshot, waiter, exact=True))
         with torch.no_grad():
             self._contents.unload(cargo)
@@ -245,8 +245,7 @@ class Exchanger:
 
     def progress(self) -> dict[str, Any]:
         """Returns where this rank stands between exchanges."""
-        seen = [self._seen.transfer_s, self._seen.drift, self._seen.steps]
-        return {"samples": list(self._samples), "counts": list(self._counts), "seen": seen}
+        return {"samples": list(self._samples), "counts": list(self._counts), "seen": list(self._seen.row[1:])}
 
     def state(self) -> dict[str, Any]:
         """Returns all tensors that a checkpoint needs to go on inside a period, with what is under way."""
@@ -367,7 +366,8 @@ class Exchanger:
         period, at = self._schedule.period, self._schedule
         if not isinstance(period, Adaptive) or not self._averages or trip.begun <= period.warmup:
             return
-        self._seen = Seen(0.0, self._pace.transferred(arrived.seconds), arrived.carried.drift, trip.steps)
+        transfer_s, slowed_s = self._pace.merged(arrived.seconds)
+        self._seen = Seen(0.0, transfer_s, arrived.carried.drift, trip.steps, slowed_s)
         steps, why = choose(period, self._settings, at.next_length, Seen(*arrived.measured))
         if steps != at.next_length:
             at.next_length = steps

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from evenly._errors import SpecError
 from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, open_group, open_groups
 from evenly.nodes.bell import Bell
+from evenly.nodes.checks import require_plain
 from evenly.nodes.codecs import find_codec
 from evenly.nodes.cut import CutSharing
 from evenly.nodes.membership import StaticMembership
@@ -40,6 +41,7 @@ def join_nodes(
     What rings the `parent` alarm rings here too. Of networks cut over ranks `state_placement` says how an entry of the
     optimizer's state is cut; without it, those of the parameter's shape are cut as the parameter is.
     """
+    require_plain(module)
     exchange = exchange or Exchange()
     if case := misfit(period, exchange):
         raise SpecError(f"the period and the exchange do not fit each other: {case}.")

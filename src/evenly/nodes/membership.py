@@ -9,7 +9,11 @@ import torch
 from evenly._errors import LockstepError
 from evenly.comm import Groups, Peers, Waiter, all_gather
 
-NOTHING = (0.0, 0.0, 0.0, 0.0)
+NOTHING = (0.0,) * 5
+OTHER_TENSORS = (
+    "are about to send other tensors: one calls agreed() where another one calls finish(), or state of the optimizer "
+    "is averaged that some do not have, as they have not used a parameter yet"
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Ballot:
     samples: float
     layout: int  # hash of what it is about to send
     backwards: int = 0
-    measured: tuple[float, ...] = NOTHING  # seconds of a step, of an exchange under way, drift, its steps
+    measured: tuple[float, ...] = NOTHING  # a `Seen` as numbers
     ends: bool = False  # this rank makes no step before all ranks have come as far
     differs: bool = True  # its parameters may not be those of the other nodes
     doubtful: bool = False  # a backward was not finite and no step followed: a GradScaler may have skipped one
@@ -63,12 +67,12 @@ class StaticMembership(Membership):
         flags = [ballot.doubtful, not ballot.ends, ballot.differs]
         told = [ballot.samples, *flags, *ballot.measured, *ballot.changed]
         row = torch.tensor([*stand, *told], dtype=torch.float64)
-        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 12 + buffers]
+        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 13 + buffers]
         waiter.wait([work], meeting=True)
         self._require_lockstep(siblings, groups.ranks, "rank")
         node = siblings.amax(0)
         node[4] = siblings[:, 4].sum()
-        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 12 + buffers]
+        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 13 + buffers]
         waiter.wait([work for _, work in votes], meeting=True)
         for rows, _ in votes:
             self._require_lockstep(rows, range(len(groups.nodes)), "node")
@@ -78,10 +82,10 @@ class StaticMembership(Membership):
             node=groups.index,
             shares=fractions(siblings[:, 4].tolist()),
             peers=groups.peers,
-            measured=tuple(rows[:, 8:12].amax(0).tolist()),
+            measured=tuple(rows[:, 8 : 8 + len(NOTHING)].amax(0).tolist()),
             ends=not bool(rows[:, 6].any()),
             differs=bool(rows[:, 7].any()),
-            changed=tuple(bool(value) for value in rows[:, 12:].amax(0)),
+            changed=tuple(bool(value) for value in rows[:, 8 + len(NOTHING) :].amax(0)),
         )
 
     def _require_lockstep(self, rows: torch.Tensor, names: "tuple[int, ...] | range", kind: str) -> None:
@@ -99,10 +103,10 @@ class StaticMembership(Membership):
             cause = "do not agree which steps a GradScaler skipped: pass it as scaler="
         else:
             known = bool(same[: 2 - first].all())
-            cause = "are about to send other tensors" if known else "have made unequal numbers of steps"
+            cause = OTHER_TENSORS if known else "have made unequal numbers of steps"
         raise LockstepError(
             f"{kind}s met for an exchange but {cause} ({stands}). "
-            "Give every rank the same number of batches and the same calls of step, end_epoch and finish."
+            "Give every rank the same number of batches and the same calls of step, end_epoch, agreed and finish."
         )
 
 

@@ -64,7 +64,7 @@ class Points:
         self._codec, self._outer = find_codec(settings.codec), settings.outer
         self._points: dict[str, _Point] = {}
         if self._outer is not None:
-            _make_outer(self._outer, torch.zeros(1))  # refused now, not at the first exchange
+            _try_outer(self._outer)  # refused now, not at the first exchange
 
     @property
     def are_kept(self) -> bool:
@@ -265,6 +265,17 @@ def _drift(values: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.dist(values, average).double(), length]).square_()  # [2]
 
 
+def _try_outer(outer: Outer) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    made = _make_outer(outer, parameter)
+    try:
+        for _ in range(2):  # some settings are looked at only here
+            made.step()
+    except Exception as error:
+        raise SpecError(f"the outer optimizer {outer.name} cannot step with {outer.settings}: {error}.") from None
+
+
 def _make_outer(outer: Outer, parameter: torch.Tensor) -> torch.optim.Optimizer:
     kind: Any = getattr(torch.optim, outer.name, None)
     known = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
@@ -277,6 +288,6 @@ def _make_outer(outer: Outer, parameter: torch.Tensor) -> torch.optim.Optimizer:
         )
     try:
         made: torch.optim.Optimizer = kind([parameter], **outer.settings)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         raise SpecError(f"the outer optimizer {outer.name} cannot be made with {outer.settings}: {error}.") from None
     return made

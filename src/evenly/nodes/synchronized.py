@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from evenly._errors import NonFiniteError, SpecError
-from evenly.comm import Alarm, Groups, Waiter, placement_of, require_same
+from evenly.comm import Alarm, Groups, Waiter, require_same
 from evenly.nodes.bell import Bell
+from evenly.nodes.checks import require_trainable
 from evenly.nodes.counting import counted_samples, leading_dim
 from evenly.nodes.exchanger import Exchanger
 from evenly.nodes.membership import Membership
@@ -55,7 +56,7 @@ class Synchronized(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.schedule = Schedule(period, exchange.fragments, least=exchange.least_steps)
+        self.schedule = Schedule(period, exchange.fragments, least=exchange.calm_steps)
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
         self._optimizer, self._settings = optimizer, exchange
         self._groups, self._sharing = groups, sharing
@@ -115,6 +116,13 @@ class Synchronized(torch.nn.Module):
             self._alarm.ring(error)
             raise
         return self._gradients.forward(samples, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be copied or pickled."""
+        raise SpecError(
+            "a synchronized model was to be copied or pickled, which holds connections to other ranks. Copy or save "
+            "the plain network, .module, inside agreed() where it is to be the average of all nodes."
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -350,7 +358,7 @@ class Synchronized(torch.nn.Module):
 
     def _agree_at_start(self, settings: str) -> None:
         """Makes sure that all ranks were given the same, and gives every rank the state of rank 0."""
-        _require_own_parameters(self.module, self._optimizer)
+        require_trainable(self.module, self._optimizer)
         if self._groups.party.size == 1:
             return
         waiter = Waiter(self._alarm, place="the start of synchronize", timeout_s=self._settings.timeout_s)
@@ -363,31 +371,3 @@ class Synchronized(torch.nn.Module):
 def _closure(args: Any, kwargs: Any) -> bool:
     """Returns whether `optimizer.step` was given a closure; its first argument is the optimizer."""
     return any(argument is not None for argument in (*args[1:], kwargs.get("closure")))
-
-
-def _require_own_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    parameters = list(module.parameters())
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise SpecError("synchronize was asked for a model without a trainable parameter. Give it one that trains.")
-    known = {id(parameter) for parameter in parameters}
-    for place, group in enumerate(optimizer.param_groups):
-        strangers = [list(p.shape) for p in group["params"] if id(p) not in known]
-        if strangers:
-            more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
-            is_cut = any(placement_of(parameter) is not None for parameter in parameters)
-            advice = (
-                "The network is cut over ranks: make the optimizer after evenly.shard, over model.parameters()."
-                if is_cut
-                else "Put them into the module, or build the optimizer after moving it."
-            )
-            raise SpecError(
-                f"the optimizer's group {place} trains tensors of shapes {', '.join(map(str, strangers[:3]))}{more} "
-                f"that are not parameters of the model, so no rank would share them. {advice}"
-            )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
-    if idle:
-        raise SpecError(
-            f"the optimizer trains no {', '.join(map(repr, idle[:3]))}{' and others' if len(idle) > 3 else ''}, though "
-            "the model says they are trained. Freeze them by requires_grad_(False), or give all to one optimizer."
-        )

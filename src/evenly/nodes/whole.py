@@ -32,7 +32,7 @@ class WholeSharing(Sharing):
             flat = Flat([tensor for tensor in tensors if tensor.dtype == dtype], dtype.to_real())
             scratch = flat.scratch()
             flat.pack(0, flat.total, scratch)
-            waiter.wait([broadcast(scratch, self._groups.world, source=0)])
+            waiter.wait([broadcast(scratch.view(torch.uint8), self._groups.world, source=0)])
             flat.unpack(scratch)
 
     def relearn(self, module: torch.nn.Module, waiter: Waiter) -> None:

@@ -22,7 +22,9 @@ class FashionConfig(RecipeConfig):
 
     epochs: Annotated[int, Field(ge=1, description="passes over the data")] = 3
     batch_size: Annotated[int, Field(ge=1, description="samples of one rank in a step")] = 32
-    every: Annotated[str, Field(description="K': a number of steps, '30s', 'epoch', 'adaptive' or 'global'")] = "epoch"
+    every: Annotated[str, Field(description="K': a number of steps, '30s', '2%' of the time, 'epoch' or 'global'")] = (
+        "epoch"
+    )
     overlap: Annotated[int, Field(ge=0, description="steps that go on during an exchange")] = 0
     fragments: Annotated[int, Field(ge=1, description="parts of the parameters, exchanged one by one")] = 1
     codec: Annotated[str, Field(description="what travels: fp32, bf16, int8 or int4")] = "fp32"

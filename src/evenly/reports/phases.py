@@ -39,10 +39,25 @@ def _exchange_words(run: Run) -> list[str]:
     late = sum(done.merged > done.step and done.waited_s > LATE_S for done in found)
     beside = f", {late} of them merged late" if any(done.merged > done.step for done in found) else ""
     return [
-        f"{len(found)} exchanges took {seconds:.3g} s, training stood still for {waited_s:.3g} s{beside}; the node of "
-        f"rank 0 was {_percent(found[-1].drift)} away from the average of all at the last, "
+        f"{len(found)} exchanges{_form(run)} took {seconds:.3g} s, training stood still for {waited_s:.3g} s{beside}; "
+        f"the node of rank 0 was {_percent(found[-1].drift)} away from the average of all at the last, "
         f"{_percent(max(d.drift for d in found))} at most"
     ]
+
+
+def _form(run: Run) -> str:
+    """Returns how exchanges were made, unless plainly."""
+    started = run.last(RunStarted)
+    if started is None or started.plan is None or started.plan.exchange.is_plain:
+        return ""
+    made = started.plan.exchange
+    words = [
+        f"beside {made.overlap} steps" if made.overlap else "",
+        f"in {made.fragments} fragments" if made.fragments > 1 else "",
+        f"as {made.codec}" if made.codec != "fp32" else "",
+        f"with {made.outer.name} outside" if made.outer is not None else "",
+    ]
+    return f" ({', '.join(word for word in words if word)})"
 
 
 def _series(numbers: Sequence[float]) -> str:

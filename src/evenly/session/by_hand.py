@@ -112,7 +112,7 @@ def synchronize(
         model: the network, on the device it trains on, or what `shard` made of it: then gradients are averaged over the
             replicas of a node, and each replica may be cut in its own way. All ranks start with the weights of rank 0.
         optimizer: any torch optimizer over the parameters of `model`.
-        every: the period K': a number of steps, `EverySteps(k, warmup=w)`, `"epoch"`, `Adaptive(...)`, `"30s"`,
+        every: the period K': a number of steps, `EverySteps(k, warmup=w)`, `"epoch"`, `Adaptive(...)`, `"30s"`, `"5m"`,
             or `"global"`, in which all ranks average gradients at every step.
         nodes: the ranks of each node, such as `[[0], [1, 2, 3]]`; discovered if left out.
         group: the ranks that train together; torch's default group if left out.

@@ -60,8 +60,8 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Returns the complete checkpoints in `root`, oldest first."""
-    return sorted(path for path in root.glob("step-*") if (path / MANIFEST).is_file())
+    """Returns the checkpoints in `root`, oldest first; those that are being written have other names."""
+    return sorted(path for path in root.glob("step-*") if path.is_dir())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

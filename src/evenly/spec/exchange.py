@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from evenly.spec._value import Value
 from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySeconds
 
+A_YEAR_S = 31_536_000.0
 StatePolicy = Literal["keep", "average", "reset"]
 
 
@@ -64,7 +65,7 @@ class Exchange(Value):
     state_every: Annotated[int, Field(ge=1, strict=True)] = Field(
         default=1, description="of so many exchanges one treats the optimizer's state"
     )
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    timeout_s: Annotated[float, Field(gt=0, le=A_YEAR_S)] = 600.0
     nonfinite: Literal["stop", "skip"] = "stop"
 
     def policy_of(self, slot: str) -> StatePolicy:
@@ -87,19 +88,25 @@ class Exchange(Value):
         """The bytes that travel, over those of the parameters; a codec of the user's is not known."""
         return CODED.get(self.codec, 1.0)
 
-    def affordable_steps(self, *, step_s: float, transfer_s: float, budget: float) -> int:
-        """Returns the steps of a period in which training stands still for a part `budget` of the time.
+    @property
+    def calm_steps(self) -> int:
+        """The shortest period worth choosing: half of it is beside no exchange, else merges come too late to help."""
+        return max(self.least_steps, 2 * self.overlap)
+
+    def affordable_steps(self, *, step_s: float, transfer_s: float, budget: float, slowed_s: float = 0.0) -> int:
+        """Returns the steps of a period in which exchanges cost a part `budget` of the time.
 
         `transfer_s` are the seconds of one exchange, of which a period has one for each fragment. What overlaps with
-        steps costs nothing as long as it ends in time; the wire must be free for the next one.
+        steps costs what it takes longer than they do, and the `slowed_s` by which it slows them; the wire must be free
+        for the next one.
 
         >>> Exchange().affordable_steps(step_s=0.1, transfer_s=0.2, budget=0.1)
         18
         """
         waiting_s = max(0.0, transfer_s - self.overlap * step_s)
-        steps = ceil(self.fragments * waiting_s * (1 - budget) / (step_s * budget))
+        steps = ceil(self.fragments * (waiting_s + slowed_s) * (1 - budget) / (step_s * budget))
         busy = ceil(self.fragments * transfer_s / step_s) if self.overlap else 0
-        return max(self.least_steps, steps, busy)
+        return max(self.calm_steps, steps, busy)
 
     @property
     def is_plain(self) -> bool:

@@ -9,6 +9,7 @@ from evenly._errors import SpecError
 from evenly.spec._value import Value
 
 BUDGET = 0.02  # of the time, for exchanges
+UNITS_S = {"s": 1, "m": 60, "min": 60, "h": 3600}
 WARMUP = Field(default=0, ge=0, strict=True, description="first steps, each followed by an exchange")
 
 
@@ -67,7 +68,7 @@ class Adaptive(Value):
     """
 
     kind: Literal["adaptive"] = "adaptive"
-    exchange_budget: Annotated[float, Field(gt=0, lt=1)] | None = None
+    exchange_budget: Annotated[float, Field(ge=1e-6, lt=1)] | None = None
     drift: Annotated[float, Field(gt=0)] | None = None
     start: int = Field(default=4, ge=1, strict=True, description="steps of the first period")
     most: int = Field(default=1000, ge=1, strict=True, description="steps of the longest period")
@@ -95,7 +96,9 @@ Every = AnyPeriod | int | str  # what `period_of` understands
 
 
 def period_of(wish: Every) -> AnyPeriod:
-    """Returns the period that `wish` means: a period, a number of steps, `"30s"`, `"epoch"`, `"adaptive"`, `"global"`.
+    """Returns the period that `wish` means.
+
+    A period, a number of steps, `"30s"`, `"5m"`, `"1h"`, `"epoch"`, `"adaptive"`, `"2%"` of the time, `"global"`.
 
     >>> period_of(8), period_of("epoch")
     (EverySteps(kind='steps', steps=8, warmup=0), EveryEpoch(kind='epoch', warmup=0))
@@ -104,8 +107,10 @@ def period_of(wish: Every) -> AnyPeriod:
         return wish
     if isinstance(wish, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,300}\s*", wish):
         wish = int(wish)
-    if isinstance(wish, str) and re.fullmatch(r"\s*[0-9]+(\.[0-9]*)?\s*s\s*", wish):
-        return EverySeconds(float(wish.strip()[:-1]))
+    if isinstance(wish, str) and (timed := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*(s|m|min|h)\s*", wish)):
+        return EverySeconds(float(timed[1]) * UNITS_S[timed[2]])
+    if isinstance(wish, str) and (part := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*", wish)):
+        return Adaptive(exchange_budget=float(part[1]) / 100)
     if isinstance(wish, int) and not isinstance(wish, bool):
         if wish < 1:
             raise SpecError(
@@ -120,6 +125,6 @@ def period_of(wish: Every) -> AnyPeriod:
     if wish == "global":
         return EveryGradient()
     raise SpecError(
-        f"every={wish!r} is not a period. Give a number of steps, seconds as '30s', 'epoch', 'adaptive', 'global', "
-        "EverySteps(k), EveryEpoch() or Adaptive(exchange_budget=0.02)."
+        f"every={wish!r} is not a period. Give a number of steps, a time such as '30s' or '5m', a part of the time for "
+        "exchanges such as '2%', 'epoch', 'adaptive', 'global', EverySteps(k), EveryEpoch() or Adaptive(drift=0.05)."
     )

@@ -1,0 +1,67 @@
+"""What a module and its optimizer must be to be kept in step with other ranks."""
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evenly._errors import SpecError
+from evenly.comm import placement_of
+from evenly.nodes.state import averages, kept_buffers
+
+
+def require_plain(module: torch.nn.Module) -> None:
+    """Raises `SpecError` for a module that is kept in step with other ranks already."""
+    if isinstance(module, DistributedDataParallel) or hasattr(module, "agreed_buffers"):
+        raise SpecError(
+            f"synchronize was given a {type(module).__name__}, which averages gradients already. Give the plain "
+            "network: its .module."
+        )
+
+
+def require_trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `SpecError` where ranks could not share all that `optimizer` trains in `module`."""
+    _require_dense(module)
+    _require_own_parameters(module, optimizer)
+
+
+def _require_dense(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) is True and isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            raise SpecError(
+                f"the gradients of {name or 'the model'!r} are sparse, and ranks average dense ones. Make it with "
+                "sparse=False."
+            )
+    for name, buffer in kept_buffers(module).items():
+        if averages(buffer) and buffer.dtype.itemsize == 1:
+            raise SpecError(
+                f"the buffer {name!r} is of {buffer.dtype}, in which torch cannot add. Register it with "
+                "persistent=False, or as float16 or larger."
+            )
+
+
+def _require_own_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    parameters = list(module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise SpecError("synchronize was asked for a model without a trainable parameter. Give it one that trains.")
+    known = {id(parameter) for parameter in parameters}
+    for place, group in enumerate(optimizer.param_groups):
+        strangers = [list(p.shape) for p in group["params"] if id(p) not in known]
+        if strangers:
+            more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+            is_cut = any(placement_of(parameter) is not None for parameter in parameters)
+            advice = (
+                "The network is cut over ranks: make the optimizer after evenly.shard, over model.parameters()."
+                if is_cut
+                else "Put them into the module, or build the optimizer after moving it."
+            )
+            raise SpecError(
+                f"the optimizer's group {place} trains tensors of shapes {', '.join(map(str, strangers[:3]))}{more} "
+                f"that are not parameters of the model, so no rank would share them. {advice}"
+            )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+    if idle:
+        raise SpecError(
+            f"the optimizer trains no {', '.join(map(repr, idle[:3]))}{' and others' if len(idle) > 3 else ''}, though "
+            "the model says they are trained. Freeze them by requires_grad_(False), or give all to one optimizer."
+        )

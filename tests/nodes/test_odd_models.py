@@ -1,0 +1,176 @@
+"""Networks, optimizers and ranks that cannot take part, or only in their own way."""
+
+import copy
+import pickle
+import threading
+import time
+from contextlib import closing
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evenly._errors import LockstepError, PeerError, SpecError
+from evenly.nodes import join_nodes
+from evenly.nodes.checks import require_plain, require_trainable
+from evenly.nodes.points import Points
+from evenly.spec import Adaptive, EverySeconds, Exchange, Outer, period_of
+from tests.nodes.test_corners import join, linear
+from tests.nodes.test_faults import failing
+from tests.ranks import cluster_of, ragged, run_ranks
+
+
+def train(synchronized, optimizer, steps, rank):
+    for _ in range(steps):
+        synchronized(torch.full((2, 4), rank + 1.0)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once():
+    gave_up, waited = threading.Event(), []
+
+    def act(party):
+        if party.rank == 1:
+            gave_up.wait(20)
+        began = time.monotonic()
+        try:
+            join(party, ragged(1, 1), linear(), timeout_s=1.0)
+        finally:
+            waited.append(time.monotonic() - began)
+            gave_up.set()
+
+    first, second = failing(2, act)
+    assert waited[1] < 1
+    assert isinstance(first, PeerError)
+    assert isinstance(second, PeerError)
+    assert "ranks [1] did not arrive" in str(second)
+
+
+def test_agreed_on_one_rank_and_finish_on_another_are_told():
+    def act(party):
+        synchronized, optimizer = join(party, ragged(1, 1), linear(), every=4, codec="int8")
+        train(synchronized, optimizer, 2, party.rank)
+        with closing(synchronized):
+            if party.rank:
+                synchronized.finish()
+            with synchronized.agreed():
+                pass
+
+    for error in failing(2, act):
+        assert isinstance(error, LockstepError)
+        assert "agreed()" in str(error)
+
+
+def test_averaged_state_that_a_node_has_not_is_told():
+    class Choosing(nn.Module):
+        def __init__(self, chosen):
+            super().__init__()
+            self.layers, self.chosen = nn.ModuleList([linear(), linear()]), chosen
+
+        def forward(self, x):
+            return sum(self.layers[i](x) for i in self.chosen)
+
+    def act(party):
+        model = Choosing([0] if party.rank else [0, 1])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        synchronized = join_nodes(
+            model,
+            optimizer,
+            party=party,
+            cluster=cluster_of(ragged(1, 1)),
+            period=period_of(2),
+            exchange=Exchange(optimizer_state="average"),
+            find_unused_parameters=True,
+        )
+        with closing(synchronized):
+            train(synchronized, optimizer, 2, party.rank)
+
+    for error in failing(2, act):
+        assert "have not used a parameter yet" in str(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.int8, torch.int64, torch.bool])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_counters_of_any_type_become_the_largest(dtype, overlap):
+    def act(party):
+        model = linear()
+        model.register_buffer("seen", torch.zeros(3).to(dtype))
+        synchronized, optimizer = join(party, ragged(2, 1), model, every=2, overlap=overlap)
+        model.seen.copy_(torch.tensor([0, party.rank, 7 * (party.rank == 1)]))
+        train(synchronized, optimizer, 3, party.rank)
+        synchronized.finish()
+        synchronized.close()
+        return model.seen.long().tolist()
+
+    expected = [0, 1, 1] if dtype == torch.bool else [0, 2, 7]
+    assert run_ranks(3, act) == [expected] * 3
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_buffers_that_come_later_are_named(grows):
+    def act(party):
+        model = linear()
+        if grows:
+            model.register_buffer("queue", torch.zeros(2))
+        synchronized, optimizer = join(party, ragged(1, 1), model, every=2)
+        model.register_buffer("queue", torch.zeros(3))
+        with closing(synchronized):
+            train(synchronized, optimizer, 2, party.rank)
+
+    for error in failing(2, act):
+        assert isinstance(error, SpecError)
+        assert "'queue'" in str(error)
+
+
+def test_sparse_gradients_and_buffers_of_eight_bits_are_refused():
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    with pytest.raises(SpecError, match="'0' are sparse"):
+        require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = linear()
+    model.register_buffer("scale", torch.zeros(2).to(torch.float8_e4m3fn))
+    with pytest.raises(SpecError, match=r"'scale' is of torch\.float8"):
+        require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_synchronized_model_is_neither_synchronized_again_nor_copied():
+    def act(party):
+        synchronized, _ = join(party, ragged(1), linear())
+        with pytest.raises(SpecError, match=r"its \.module"):
+            require_plain(synchronized)
+        with pytest.raises(SpecError, match="holds connections"):
+            copy.deepcopy(synchronized)
+        with pytest.raises(SpecError, match="holds connections"):
+            pickle.dumps(synchronized)
+        synchronized.close()
+
+    run_ranks(1, act)
+    with pytest.raises(SpecError, match="DistributedDataParallel"):
+        require_plain(object.__new__(DistributedDataParallel))
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        Outer("Adam", settings={"lr": 0.1, "betas": (0.9,)}),
+        Outer(
+            "SGD", settings={"lr": 0.1, "momentum": 0.9, "dampening": "none"}
+        ),  # torch looks at it in the second step
+    ],
+)
+def test_settings_of_the_outer_optimizer_are_tried_at_once(outer):
+    with pytest.raises(SpecError, match=f"the outer optimizer {outer.name}"):
+        Points(Exchange(outer=outer))
+
+
+def test_times_and_budgets_that_no_clock_knows_are_refused():
+    with pytest.raises(SpecError, match="timeout_s"):
+        Exchange(timeout_s=1e30)
+    with pytest.raises(SpecError, match="exchange_budget"):
+        Adaptive(exchange_budget=5e-324)
+
+
+@pytest.mark.parametrize(("wish", "seconds"), [("30s", 30), ("2m", 120), ("2 min", 120), ("0.5h", 1800)])
+def test_periods_in_time_have_units(wish, seconds):
+    assert period_of(wish) == EverySeconds(seconds)
