@@ -109,6 +109,7 @@ def machine() -> dict[str, Any]:
 
 
 COMMIT = commit()  # at the start: the tree may go on while a long measurement runs
+HERE = {"commit": COMMIT, "architecture": platform.machine()}  # of rows that are made part by part
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -22,7 +22,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "src"))  # environments of peers have no evenly
 
-from benchmarks.common import COMMIT, RESULTS, Claim, median, show, spread, tell
+from benchmarks.common import HERE, RESULTS, Claim, median, show, spread, tell
 from benchmarks.exchange_ways import BATCH, BUSY_BATCH, PERIOD, SLOW, Method, busy_network, network, versions, ways_of
 
 CLAIMS = {  # by the part of --full that makes them
@@ -153,7 +153,7 @@ def run_full(arguments: argparse.Namespace) -> None:
     rows, claims = kept_parts([part for part in PARTS if part not in chosen]) if arguments.save else ([], [])
     for part in chosen:
         mine, promised = acts[part]()
-        rows += [{**row, "commit": COMMIT} for row in mine]
+        rows += [{**row, **HERE} for row in mine]
         claims += promised
         note = (
             f"Throughput: K' = {PERIOD}, batch {BUSY_BATCH} a rank, 0.56 M parameters, methods in turns; 'no exchange' "
@@ -171,7 +171,8 @@ def kept_parts(parts: list[str]) -> tuple[list[dict], list[Claim]]:
         return [], []
     kept = json.loads(file.read_text())
     names = {name for part in parts for name in CLAIMS[part]}
-    rows = [row for row in kept["rows"] if row["part"] in parts]
+    where = {"architecture": kept["machine"]["architecture"]}
+    rows = [{**where, **row} for row in kept["rows"] if row["part"] in parts]
     return rows, [Claim(**claim) for claim in kept["claims"] if claim["name"] in names]
 
 

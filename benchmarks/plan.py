@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import COMMIT, RESULTS, Claim, median, spread, tell
+from benchmarks.common import HERE, RESULTS, Claim, median, spread, tell
 
 CASES: dict[str, dict[str, Any]] = {
     "equal": {"cpu": [[0.7, 0.7]]},
@@ -493,7 +493,7 @@ def on_lab(name: str, rounds: int) -> dict[str, Any]:
         answers = [quotas, [None] * len(quotas), quotas, [None] * len(quotas)]
         threading.Thread(target=Quotas(folder).serve, args=(lab, answers), daemon=True).start()
         words = [sys.executable, str(Path(__file__).resolve()), "--worker", name, str(rounds), folder]
-        result = lab.run(words, output="capture", timeout_s=1200)
+        result = lab.run(words, output="capture", timeout_s=3600)
     result.check()
     return json.loads(result.stdout[0].strip().splitlines()[-1])
 
@@ -531,7 +531,7 @@ def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "cluster": name,
-                "commit": COMMIT,
+                **HERE,
                 "plan": key,
                 "samples": "/".join(map(str, told["samples"][key])),
                 "ms_per_step": 1e3 * step,
@@ -591,6 +591,7 @@ def main() -> None:
     parser.add_argument(
         "--save", action="store_true", help="keep the result in benchmarks/results/; with --only its part"
     )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of each plan; fewer on a slow machine")
     parser.add_argument("--only", help=f"one part: {', '.join([*CASES, *PARTS])}")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--accuracy", nargs=2, help=argparse.SUPPRESS)
@@ -610,7 +611,7 @@ def main() -> None:
         run_part(arguments.only, save=arguments.save)
         return
     names = [arguments.only] if arguments.only else ["equal", "100/30"] if arguments.quick else list(CASES)
-    rounds = 1 if arguments.quick else ROUNDS
+    rounds = 1 if arguments.quick else arguments.rounds
     rows: list[dict[str, Any]] = []
     for name in names:
         found = rows_of(name, on_lab(name, rounds))
@@ -657,11 +658,12 @@ def with_kept(
     """Returns the kept result with the rows of one cluster run anew: each row tells the commit that it was run at."""
     kept = json.loads((RESULTS / "plan.json").read_text())
     values = {claim["name"]: claim["value"] for claim in kept["claims"]}
-    before = [{"commit": kept["commit"], **row} for row in kept["rows"]]
+    where = {"commit": kept["commit"], "architecture": kept["machine"]["architecture"]}
+    before = [{**where, **row} for row in kept["rows"]]
     of_part = [row["cluster"].split(",")[0] == name for row in before]
     place = of_part.index(True) if any(of_part) else len(before)
     others = [row for row, is_part in zip(before, of_part, strict=True) if not is_part]
-    rows = [{**dict.fromkeys(before[0]), "commit": COMMIT, **row} for row in rows]
+    rows = [{**dict.fromkeys(before[0]), **HERE, **row} for row in rows]
     large = values["plan_resnet152_1024_devices_s"], values["simulate_10000_nodes_1000_steps_s"]
     return [*others[:place], *rows, *others[place:]], large, values["rebalanced_rate_over_possible"]
 
