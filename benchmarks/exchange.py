@@ -159,8 +159,8 @@ def run_full(arguments: argparse.Namespace) -> None:
             f"Throughput: K' = {PERIOD}, batch {BUSY_BATCH} a rank, 0.56 M parameters, methods in turns; 'no exchange' "
             "is the limit, our best form the one that comes nearest; hivemind runs after the others; bytes go both "
             "ways, read at the links. Training: ResNet of 0.27 M parameters, 12800 images; accuracy: 5 epochs, batch "
-            "16 a rank, rate 0.05; adaptive (exchanges may cost 20 % of the time, overlap 2, int8) and sweep: 3 epochs, "
-            "batch 8, rate 0.01; seconds run from the first step to the evaluated model."
+            "16 a rank, rate 0.05; adaptive (exchanges may cost 20 % of the time, overlap 2, int8) and sweep: 3 "
+            "epochs, batch 8, rate 0.01; seconds run from the first step to the evaluated model."
         )
         tell_parts(rows, claims, note=note, save=arguments.save)
 

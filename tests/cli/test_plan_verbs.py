@@ -159,6 +159,12 @@ def test_what_if(evenly, files, given, tmp_path, words, said, slower):
     assert len(figures(text)["a step, ms"]) == 3
 
 
+def test_a_larger_part_of_the_time_lets_nodes_exchange_more_often(evenly, files, given):
+    command = ("simulate", "--plan", files["plan"], *given, "--json", "--period")
+    rare, often = (json.loads(evenly(*command, part))["after"]["exchanges"] for part in ("1%", "40%"))
+    assert rare < often
+
+
 def test_a_new_device_is_planned_for_and_told_as_new(evenly, files, given):
     text = evenly("simulate", "--plan", files["plan"], *given, "--add", "1:like 0")
     assert "3     host1  new → 3" in text

@@ -29,6 +29,7 @@ def test_what_overlaps_costs_what_it_slows_steps_by_and_the_wire_must_be_free():
     assert choose(wish, Exchange(overlap=12, fragments=3), 4, Seen(step_s=0.1, transfer_s=1.0))[0] == 30
     assert choose(wish, Exchange(overlap=12), 4, Seen(step_s=0.1, transfer_s=1.0, slowed_s=0.1))[0] == 49
     assert choose(wish, Exchange(overlap=5), 4, Seen(step_s=0.1, transfer_s=0.6))[0] == 49  # 0.1 s too late
+    assert choose(wish, Exchange(overlap=5), 4, Seen(step_s=0.1, transfer_s=0.6, slowed_s=0.05))[0] == 49
 
 
 def test_drift_changes_the_period_in_which_it_grew():
@@ -50,6 +51,7 @@ def test_drift_settles_though_it_is_told_late(lag):
 
 def test_half_of_the_first_period_is_beside_no_exchange():
     assert Schedule(Adaptive(start=4), least=Exchange(overlap=8).calm_steps).next_length == 16
+    assert Schedule(Adaptive(start=4, most=10), least=Exchange(overlap=8).calm_steps).next_length == 10
     with pytest.raises(SpecError, match="longer than the longest"):
         Adaptive(start=20, most=10)
 
@@ -124,16 +126,51 @@ def test_what_an_exchange_adds_to_the_steps_beside_it(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("evenly.nodes.adapting.time.monotonic", lambda: now[0])
     pace, seen = Pace(), []
-    for number in range(12):
-        beside = number % 4 in (1, 2)
+    for number in range(30):
+        beside = number > 4 and number % 5 in (1, 2)
         pace.begin(beside=beside)
         now[0] += 0.1 + 0.03 * beside + 5.0 * (number == 6)  # one is late for another reason
         pace.end()
-        now[0] += 1.0  # between steps nothing counts
-        if number % 4 == 2:
-            seen.append(pace.merged(0.2))
+        if number % 5 == 2:
+            seen.append(pace.merged(0.2, slowed_s=0.5))
+            now[0] += 1.0  # between steps nothing counts
+            pace.drop()
+    assert seen[0] == (0.2, 0.5)  # nothing was compared yet: as it was known before
     assert pace.median_s == pytest.approx(0.1)
     assert seen[-1] == pytest.approx((0.2, 0.06))
+
+
+def test_steps_that_are_all_beside_exchanges_are_measured_as_they_are(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("evenly.nodes.adapting.time.monotonic", lambda: now[0])
+    pace = Pace()
+    pace.begin(beside=False)
+    now[0] += 9.0  # the first step of a run takes long
+    pace.end()
+    for _ in range(20):
+        pace.begin(beside=True)
+        now[0] += 0.2
+        pace.end()
+    assert pace.median_s == pytest.approx(0.2)
+    assert pace.merged(0.3, slowed_s=0.0) == (0.3, 0.0)
+
+
+def test_fragments_that_leave_no_step_alone_still_find_their_period():
+    def act(party):
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"period": Adaptive(exchange_budget=0.01), "exchange": Exchange(overlap=2, fragments=4)}
+        synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of(ragged(1, 1)), **settings)
+        whys = []
+        synchronized.on_period.append(lambda step, steps, why: whys.append(why))
+        for _ in range(40):
+            synchronized(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+        synchronized.finish()
+        synchronized.close()
+        return whys
+
+    assert "an exchange takes" in run_ranks(2, act)[0][0]
 
 
 def test_one_wish_at_a_time():

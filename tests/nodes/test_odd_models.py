@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenly._errors import LockstepError, PeerError, SpecError
 from evenly.nodes import join_nodes
-from evenly.nodes.checks import require_plain, require_trainable
+from evenly.nodes.checks import require_dense, require_plain
 from evenly.nodes.points import Points
+from evenly.session.by_hand import survey_party
 from evenly.spec import Adaptive, EverySeconds, Exchange, Outer, period_of
 from tests.nodes.test_corners import join, linear
 from tests.nodes.test_faults import failing
@@ -42,9 +43,27 @@ def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once():
             gave_up.set()
 
     first, second = failing(2, act)
-    assert waited[1] < 1
+    assert waited[1] < 10
     assert isinstance(first, PeerError)
     assert isinstance(second, PeerError)
+    assert "ranks [1] did not arrive" in str(second)
+
+
+def test_a_rank_that_is_discovered_after_the_others_gave_up_learns_it_at_once():
+    gave_up, waited = threading.Event(), []
+
+    def act(party):
+        if party.rank == 1:
+            gave_up.wait(20)
+        began = time.monotonic()
+        try:
+            survey_party(party, torch.device("cpu"), timeout_s=1.0)
+        finally:
+            waited.append(time.monotonic() - began)
+            gave_up.set()
+
+    _, second = failing(2, act)
+    assert waited[1] < 10
     assert "ranks [1] did not arrive" in str(second)
 
 
@@ -127,11 +146,12 @@ def test_buffers_that_come_later_are_named(grows):
 def test_sparse_gradients_and_buffers_of_eight_bits_are_refused():
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
     with pytest.raises(SpecError, match="'0' are sparse"):
-        require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        require_dense(model)
+    require_dense(model.requires_grad_(False))
     model = linear()
     model.register_buffer("scale", torch.zeros(2).to(torch.float8_e4m3fn))
     with pytest.raises(SpecError, match=r"'scale' is of torch\.float8"):
-        require_trainable(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        require_dense(model)
 
 
 def test_a_synchronized_model_is_neither_synchronized_again_nor_copied():

@@ -100,6 +100,6 @@ def test_periods_in_seconds_in_words():
     assert "not in seconds" in misfit(EverySeconds(1), Exchange(fragments=2))
     assert "keep or reset" in misfit(EverySeconds(1), Exchange(optimizer_state="average"))
     assert "gives up after 60" in misfit(EverySeconds(60), Exchange(timeout_s=60))
-    for wish in ("0s", "-3s", "s", "3m"):
+    for wish in ("0s", "-3s", "s", "3d", "0%", "100%", "%"):
         with pytest.raises(SpecError):
             period_of(wish)

@@ -81,8 +81,11 @@ def test_merging_lands_what_was_under_way_first():
         return {"m": {"parameters": {"weight": weight}, "optimizer": optimizer, "pending": [[piece, slot]]}}
 
     def rank(samples, mean):
-        trip = {"buffers": {"mean": torch.tensor([4.0])}, "snapshot": {"mean": torch.tensor([mean])}}
-        state = {"buffers": {"mean": torch.tensor([mean])}, "agreed": {}, "feed": None, "exchanges": {"trips": [trip]}}
+        seen, counted = torch.tensor([5]).to(torch.uint16), torch.tensor([3]).to(torch.uint16)
+        trip = {"buffers": {"mean": torch.tensor([4.0]), "seen": seen}}
+        trip["snapshot"] = buffers = {"mean": torch.tensor([mean]), "seen": counted}
+        buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        state = {"buffers": buffers, "agreed": {}, "feed": None, "exchanges": {"trips": [trip]}}
         progress = {"step": 9, "since": [3], "exchanges": 2, "samples": [samples], "counts": [2]}
         return {"trainees": {"m": {**state, "progress": progress}}, "tracked": {}, "random": {}}
 
@@ -90,6 +93,7 @@ def test_merging_lands_what_was_under_way_first():
     torch.testing.assert_close(merged["m"]["parameters"]["weight"], torch.tensor([5.0, 2.75]))
     torch.testing.assert_close(merged["m"]["optimizer"]["state"][0]["m"], torch.ones(2))
     torch.testing.assert_close(local["trainees"]["m"]["buffers"]["mean"], torch.tensor([4.0]))
+    assert local["trainees"]["m"]["buffers"]["seen"].tolist() == [5]
 
 
 def test_names_with_dots_do_not_collide():

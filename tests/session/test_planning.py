@@ -102,6 +102,7 @@ def test_units_of_a_cut_network_follow_a_device_that_becomes_slow_and_the_losses
     assert all(result["rows"][-1] == 24 for result in still)
     for result, other in zip(moved, still, strict=True):
         until = next((step for step, size in enumerate(result["sizes"]) if size != 12), None)  # batches follow, too
+        assert until is None or until >= 5
         torch.testing.assert_close(result["losses"][:until], other["losses"][:until], rtol=1e-9, atol=1e-11)
         if until is None:
             torch.testing.assert_close(

@@ -5,12 +5,40 @@ from collections.abc import Sequence
 
 from evenly._errors import SpecError
 from evenly.cli._quantities import factor_of
-from evenly.spec import Cluster, DeviceProfile, Graph, Lane, Node, Plan, Profile, Rate, period_of
+from evenly.spec import (
+    Adaptive,
+    Cluster,
+    DeviceProfile,
+    EverySteps,
+    Graph,
+    Lane,
+    Node,
+    Plan,
+    Profile,
+    Rate,
+    period_of,
+)
 
 
 def with_period(plan: Plan, period: str) -> Plan:
     """Returns the plan with another period K'."""
     return Plan(**{**dict(plan), "period": period_of(period)})
+
+
+def settled(plan: Plan, cluster: Cluster, profile: Profile, graph: Graph) -> Plan:
+    """Returns the plan; if its period follows a budget, with the steps that keep it as the first period."""
+    from evenly.planner import simulate
+
+    period = plan.period
+    if not isinstance(period, Adaptive) or period.exchange_budget is None:
+        return plan
+    waits = plan.exchange.model_copy(update={"overlap": 0, "fragments": 1})
+    every = plan.model_copy(update={"period": EverySteps(1), "exchange": waits})
+    seen = simulate(every, cluster, profile, graph, steps=1)
+    each_s = seen.exchange_s / plan.exchange.fragments
+    times = {"step_s": seen.seconds - seen.exchange_s, "transfer_s": each_s, "budget": period.exchange_budget}
+    start = min(period.most, plan.exchange.affordable_steps(**times))
+    return plan.model_copy(update={"period": period.model_copy(update={"start": start})})
 
 
 def with_link(profile: Profile, cluster: Cluster, factor: float) -> Profile:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from evenly.cli._documents import read, require_writable
-from evenly.cli._edits import plan_anew, require_samples, with_device, with_link, with_period, with_slow
+from evenly.cli._edits import plan_anew, require_samples, settled, with_device, with_link, with_period, with_slow
 from evenly.cli._known import (
     Across,
     ClusterFile,
@@ -44,7 +44,7 @@ def simulate(
     steps: Annotated[int, typer.Option(help="How many steps to play.")] = 1000,
     jitter: Annotated[float, typer.Option(help="How much a rank's time varies: deviation over mean.")] = 0.0,
     period: Annotated[
-        str | None, typer.Option(metavar="K|30s|epoch|adaptive|global", help="What if: another period K'.")
+        str | None, typer.Option(metavar="K|30s|2%|epoch|adaptive|global", help="What if: another period K'.")
     ] = None,
     link: Annotated[float | None, typer.Option(help="What if: so many times the bandwidth between nodes.")] = None,
     slow: Annotated[
@@ -121,6 +121,8 @@ class _Edits:
             cut = "networks may be cut" if case.plan.replicas else "no network is cut, as before"
             ranks, samples = counted(cluster.world_size, "rank"), counted(plan.batch_size, "sample")
             words.append(f"planned anew for {ranks}: {samples} a step, the same period, {cut}")
+        if self.period is not None:
+            plan = settled(plan, cluster, profile, case.graph)
         return _Case(plan, cluster, profile, case.graph, words) if words else None
 
 

@@ -88,6 +88,8 @@ class Alarm:
 
     def hear(self) -> None:
         """Reads what others have told until now; raises as `check` does."""
+        for parent in self._parents:
+            parent.hear()
         self._poll()
         self.check()
 

@@ -86,7 +86,9 @@ class Waiter:
             self.alarm.check()
             waited_s = time.monotonic() - began
             if waited_s > self.timeout_s:
-                raise self._late(waited_s, [rank for rank, key in enumerate(keys) if not store.check([key])])
+                error = self._late(waited_s, [rank for rank, key in enumerate(keys) if not store.check([key])])
+                self.alarm.ring(error)
+                raise error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
         return [store.get(key) for key in keys]

@@ -5,7 +5,7 @@ from evenly.nodes.codecs import Codec, add_codec
 from evenly.nodes.counting import leading_dim
 from evenly.nodes.join import join_nodes
 from evenly.nodes.membership import Ballot, Membership, Quorum, StaticMembership, fractions
-from evenly.nodes.state import difference
+from evenly.nodes.state import add_change
 from evenly.nodes.synchronized import Synchronized
 from evenly.nodes.trips import Exchanged
 
@@ -18,8 +18,8 @@ __all__ = [
     "Quorum",
     "StaticMembership",
     "Synchronized",
+    "add_change",
     "add_codec",
-    "difference",
     "fractions",
     "join_nodes",
     "leading_dim",

@@ -7,8 +7,9 @@ from statistics import median
 from evenly.spec import Adaptive, Exchange
 
 CHANGE = 2.0  # a period grows or shrinks at most by this factor where drift decides
-STEPS_KEPT = 32
+STEPS_KEPT = 48
 EXCHANGES_KEPT = 7
+ENOUGH = 3  # steps beside no exchange, to compare others with
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ def choose(period: Adaptive, exchange: Exchange, now: int, seen: Seen) -> tuple[
             f"a node went {100 * seen.drift:.2g} % of the length of the parameters away from the average in "
             f"{seen.steps:.0f} steps, and may go {100 * period.drift:.3g} %"
         )
+        if steps < exchange.calm_steps:
+            why = f"{why}, but no period is shorter than twice the overlap"
     return min(max(exchange.calm_steps, steps), period.most), why
 
 
@@ -68,10 +71,10 @@ class Pace:
     """How long steps take beside no exchange, how much longer beside one, and how long exchanges take."""
 
     def __init__(self) -> None:
-        self._free: list[float] = []  # seconds of steps beside no exchange
+        self._steps: list[tuple[float, bool]] = []  # seconds, and whether beside an exchange
         self._transfers: list[float] = []
         self._slowed: list[float] = []
-        self._more_s = 0.0  # that steps have needed beside exchanges, since the last was merged
+        self._more: list[float] = []  # that steps have needed beside exchanges, since the last was merged
         self._began: float | None = None
         self._beside = False
 
@@ -79,26 +82,35 @@ class Pace:
         """Starts the clock of the next step, which is made `beside` an exchange or not."""
         self._began, self._beside = time.monotonic(), beside
 
+    def drop(self) -> None:
+        """Forgets when the next step began: a checkpoint or an evaluation comes before it."""
+        self._began = None
+
     def end(self) -> None:
         """Notes the step just made."""
         if self._began is None:
             return
         seconds = time.monotonic() - self._began
-        if not self._beside:
-            self._free = [*self._free, seconds][-STEPS_KEPT:]
-        elif self._free:
-            self._more_s += seconds - self.median_s
+        self._steps = [*self._steps, (seconds, self._beside)][-STEPS_KEPT:]
+        if self._beside and len(free := self._free()) >= ENOUGH:
+            self._more.append(seconds - median(free))
 
-    def merged(self, transfer_s: float) -> tuple[float, float]:
-        """Notes an exchange; returns what one takes, and what it adds to the steps beside it.
+    def merged(self, transfer_s: float, *, slowed_s: float) -> tuple[float, float]:
+        """Notes an exchange; returns what one takes, and what it adds to the steps beside it (else `slowed_s`).
 
         Both are medians: a late exchange now and then is no reason for longer periods.
         """
         self._transfers = [*self._transfers, transfer_s][-EXCHANGES_KEPT:]
-        self._slowed, self._more_s = [*self._slowed, self._more_s][-EXCHANGES_KEPT:], 0.0
-        return median(self._transfers), max(0.0, median(self._slowed))
+        if self._more:
+            self._slowed, self._more = [*self._slowed, sum(self._more)][-EXCHANGES_KEPT:], []
+        return median(self._transfers), max(0.0, median(self._slowed)) if self._slowed else slowed_s
 
     @property
     def median_s(self) -> float:
-        """The seconds of a step beside no exchange; 0: none was made."""
-        return median(self._free) if self._free else 0.0
+        """The seconds of a step, beside no exchange if some were made so; 0: none was made."""
+        free = self._free()
+        chosen = free if len(free) >= ENOUGH else [seconds for seconds, _ in self._steps]
+        return median(chosen) if chosen else 0.0
+
+    def _free(self) -> list[float]:
+        return [seconds for seconds, beside in self._steps if not beside]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from evenly._errors import SpecError
-from evenly.nodes.state import averages, difference, kept_buffers
+from evenly.nodes.state import add_change, averages, difference, kept_buffers
 
 Tensors = dict[str, torch.Tensor]
 
@@ -54,11 +54,8 @@ class Buffers:
                 continue
             if not change:
                 buffer.copy_(agreed[name])
-            elif averages(buffer):
-                buffer.add_(difference(agreed[name], snapshot[name]))
-            else:  # flags and counters, of which torch cannot add all types
-                counted = difference(agreed[name].long(), snapshot[name].long())
-                buffer.copy_(buffer.long() + counted)
+            else:
+                add_change(buffer, agreed[name], snapshot[name])
             self.agreed[name] = agreed[name].detach().clone()
 
 

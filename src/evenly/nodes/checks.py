@@ -18,15 +18,10 @@ def require_plain(module: torch.nn.Module) -> None:
         )
 
 
-def require_trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises `SpecError` where ranks could not share all that `optimizer` trains in `module`."""
-    _require_dense(module)
-    _require_own_parameters(module, optimizer)
-
-
-def _require_dense(module: torch.nn.Module) -> None:
+def require_dense(module: torch.nn.Module) -> None:
+    """Raises `SpecError` for what ranks cannot average: sparse gradients, buffers in which torch cannot add."""
     for name, part in module.named_modules():
-        if getattr(part, "sparse", False) is True and isinstance(part, nn.Embedding | nn.EmbeddingBag):
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             raise SpecError(
                 f"the gradients of {name or 'the model'!r} are sparse, and ranks average dense ones. Make it with "
                 "sparse=False."
@@ -39,7 +34,8 @@ def _require_dense(module: torch.nn.Module) -> None:
             )
 
 
-def _require_own_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def require_trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `SpecError` unless `optimizer` trains exactly what `module` says is trained."""
     parameters = list(module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         raise SpecError("synchronize was asked for a model without a trainable parameter. Give it one that trains.")

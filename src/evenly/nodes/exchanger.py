@@ -29,13 +29,7 @@ from evenly.spec import Adaptive, EverySeconds, Exchange
 logger = logging.getLogger(__name__)
 
 CLOSING_S = 2.0  # for an exchange under way when nobody waits for it any more
-SETTINGS = (
-    "fragments",
-    "codec",
-    "outer",
-    "optimizer_state",
-    "state_every",
-)  # what a checkpoint in a period is bound to
+SETTINGS = ("fragments", "codec", "outer", "optimizer_state", "state_every")  # binding for a checkpoint in a period
 
 Look = Callable[[], None]  # raises if the gradients of the last step were not finite
 
@@ -186,6 +180,7 @@ class Exchanger:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Puts the average over all nodes into the module, then gives each node its own state back."""
+        self._pace.drop()
         if (not self._schedule.since and not self._trips) or self._groups.party.size == 1:
             yield
             return
@@ -245,6 +240,7 @@ class Exchanger:
 
     def progress(self) -> dict[str, Any]:
         """Returns where this rank stands between exchanges."""
+        self._pace.drop()  # a checkpoint is made
         return {"samples": list(self._samples), "counts": list(self._counts), "seen": list(self._seen.row[1:])}
 
     def state(self) -> dict[str, Any]:
@@ -366,7 +362,7 @@ class Exchanger:
         period, at = self._schedule.period, self._schedule
         if not isinstance(period, Adaptive) or not self._averages or trip.begun <= period.warmup:
             return
-        transfer_s, slowed_s = self._pace.merged(arrived.seconds)
+        transfer_s, slowed_s = self._pace.merged(arrived.seconds, slowed_s=self._seen.slowed_s)
         self._seen = Seen(0.0, transfer_s, arrived.carried.drift, trip.steps, slowed_s)
         steps, why = choose(period, self._settings, at.next_length, Seen(*arrived.measured))
         if steps != at.next_length:

@@ -269,6 +269,8 @@ def _try_outer(outer: Outer) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     made = _make_outer(outer, parameter)
+    if outer.settings.get("capturable") or outer.settings.get("fused"):  # may ask for a GPU
+        return
     try:
         for _ in range(2):  # some settings are looked at only here
             made.step()

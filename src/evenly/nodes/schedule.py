@@ -81,6 +81,6 @@ def _length(period: AnyPeriod, least: int) -> int:
     match period:
         case EverySteps(steps=steps):
             return steps
-        case Adaptive(start=steps):
-            return max(steps, least)
+        case Adaptive(start=steps, most=most):
+            return min(max(steps, least), most)
     return 0

@@ -49,6 +49,14 @@ def difference(buffer: torch.Tensor, agreed: torch.Tensor) -> torch.Tensor:
     return torch.where(buffer == agreed, torch.zeros_like(buffer), buffer - agreed)
 
 
+def add_change(buffer: torch.Tensor, agreed: torch.Tensor, snapshot: torch.Tensor) -> None:
+    """Adds to a buffer, in place, what the ranks have agreed on since its snapshot."""
+    if averages(buffer):
+        buffer.add_(difference(agreed, snapshot))
+    else:  # flags and counters, of which torch cannot add all types
+        buffer.copy_(buffer.long() + difference(agreed.long(), snapshot.long()))
+
+
 def trained_entries(model: torch.nn.Module) -> list[Entry]:
     """Returns the parameters that training changes, each once, in the model's order; also of those that share memory
     (`b.data = a.data`) the first, as a change would be added twice."""

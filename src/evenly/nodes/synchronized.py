@@ -15,7 +15,7 @@ import torch
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Alarm, Groups, Waiter, require_same
 from evenly.nodes.bell import Bell
-from evenly.nodes.checks import require_trainable
+from evenly.nodes.checks import require_dense, require_trainable
 from evenly.nodes.counting import counted_samples, leading_dim
 from evenly.nodes.exchanger import Exchanger
 from evenly.nodes.membership import Membership
@@ -361,6 +361,7 @@ class Synchronized(torch.nn.Module):
         require_trainable(self.module, self._optimizer)
         if self._groups.party.size == 1:
             return
+        require_dense(self.module)
         waiter = Waiter(self._alarm, place="the start of synchronize", timeout_s=self._settings.timeout_s)
         require_same(describe(self.module, self._optimizer, settings), self._groups.world, waiter)
         with torch.no_grad():

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from evenly.session.tree import flatten, restore
 
 MANIFEST = "manifest.json"
 VERSION = 2
+NAME = re.compile(r"step-\d{9,}")
 
 
 def write_part(folder: Path, name: str, value: Any) -> dict[str, str]:
@@ -61,7 +63,7 @@ def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 def checkpoints(root: Path) -> list[Path]:
     """Returns the checkpoints in `root`, oldest first; those that are being written have other names."""
-    return sorted(path for path in root.glob("step-*") if path.is_dir())
+    return sorted(path for path in root.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from evenly.nodes import SQUARES, difference, fractions
+from evenly.nodes import SQUARES, add_change, fractions
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,11 +56,7 @@ def _land_buffers(state: dict[str, Any]) -> None:
     """Merges what was under way into a rank's buffers."""
     for trip in state["exchanges"]["trips"]:
         for name, agreed in trip["buffers"].items():
-            buffer = state["buffers"][name]
-            if buffer.dtype == torch.bool:
-                buffer.logical_or_(agreed)
-            else:
-                buffer.add_(difference(agreed, trip["snapshot"][name]))
+            add_change(state["buffers"][name], agreed, trip["snapshot"][name])
 
 
 def _at_an_exchange(progress: dict[str, Any]) -> dict[str, Any]:

@@ -90,21 +90,21 @@ class Exchange(Value):
 
     @property
     def calm_steps(self) -> int:
-        """The shortest period worth choosing: half of it is beside no exchange, else merges come too late to help."""
+        """The shortest period worth choosing: a merge that comes in its second half comes too late to help."""
         return max(self.least_steps, 2 * self.overlap)
 
     def affordable_steps(self, *, step_s: float, transfer_s: float, budget: float, slowed_s: float = 0.0) -> int:
         """Returns the steps of a period in which exchanges cost a part `budget` of the time.
 
         `transfer_s` are the seconds of one exchange, of which a period has one for each fragment. What overlaps with
-        steps costs what it takes longer than they do, and the `slowed_s` by which it slows them; the wire must be free
+        steps costs what it takes longer than they do, or the `slowed_s` by which it slows them; the wire must be free
         for the next one.
 
         >>> Exchange().affordable_steps(step_s=0.1, transfer_s=0.2, budget=0.1)
         18
         """
         waiting_s = max(0.0, transfer_s - self.overlap * step_s)
-        steps = ceil(self.fragments * (waiting_s + slowed_s) * (1 - budget) / (step_s * budget))
+        steps = ceil(self.fragments * max(waiting_s, slowed_s) * (1 - budget) / (step_s * budget))
         busy = ceil(self.fragments * transfer_s / step_s) if self.overlap else 0
         return max(self.calm_steps, steps, busy)
 
@@ -145,7 +145,8 @@ def _misfit_in_time(period: EverySeconds, exchange: Exchange) -> str:
     if exchange.treats_state("average"):
         return "a node may have made no step, and no optimizer state yet, when nodes exchange; keep or reset it"
     if period.seconds >= exchange.timeout_s:
-        return f"a node may wait {period.seconds:g} s for the others, and gives up after {exchange.timeout_s:g}"
+        case = f"a node may wait {period.seconds:g} s for the others, and gives up after {exchange.timeout_s:g}"
+        return f"{case}; give a larger timeout_s, or a shorter period"
     return ""
 
 

@@ -63,7 +63,7 @@ class EveryGradient(Value):
 class Adaptive(Value):
     """As many steps as keep one wish: exchanges cost a part of the time, or nodes stay close to each other.
 
-    With `exchange_budget=0.02` training stands still for exchanges in 2 % of the time; with `drift=0.05` nodes go away
+    With `exchange_budget=0.02` exchanges cost 2 % of the time; with `drift=0.05` nodes go away
     from their average by 5 % of the length of the parameters. Steps, links and drift are measured while training.
     """
 
@@ -98,7 +98,7 @@ Every = AnyPeriod | int | str  # what `period_of` understands
 def period_of(wish: Every) -> AnyPeriod:
     """Returns the period that `wish` means.
 
-    A period, a number of steps, `"30s"`, `"5m"`, `"1h"`, `"epoch"`, `"adaptive"`, `"2%"` of the time, `"global"`.
+    A period, a number of steps, `"30s"`, `"5m"`, `"epoch"`, `"adaptive"`, `"2%"` of the time, `"global"`.
 
     >>> period_of(8), period_of("epoch")
     (EverySteps(kind='steps', steps=8, warmup=0), EveryEpoch(kind='epoch', warmup=0))
