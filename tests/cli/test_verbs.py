@@ -58,7 +58,7 @@ def test_help_lists_the_verbs_and_version_is_a_number():
 def test_settings_of_a_recipe_are_listed():
     lines = evenly("train", "fashion", "--settings").splitlines()
     assert "epochs = 3  (passes over the data)" in lines
-    assert "every = epoch  (K': a number of steps, '30s', 'epoch', 'adaptive' or 'global')" in lines
+    assert "every = epoch  (K': a number of steps, '30s', '2%' of the time, 'epoch' or 'global')" in lines
 
 
 def test_settings_of_the_published_cases_name_the_choices():
