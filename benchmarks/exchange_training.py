@@ -117,14 +117,16 @@ def _draw(rows: list[dict[str, Any]], file: Path) -> None:
     """Draws accuracy, time and bytes against the period."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3), layout="constrained")
+    figure = Figure(figsize=(10, 3), layout="constrained")
     kinds = (("accuracy_percent", "test accuracy, %"), ("seconds", "time, s"), ("mb_across", "across nodes, MB"))
     for axes, (key, label) in zip(figure.subplots(1, 3), kinds, strict=True):
         axes.plot(range(len(rows)), [row[key] for row in rows], "o-", color="#30638e")
         axes.set_xticks(range(len(rows)), [row["method"].removeprefix("K' = ") for row in rows])
         axes.set_xlabel("period K', steps")
         axes.set_title(label, fontsize=10)
-        if key != "accuracy_percent":
+        if key == "mb_across":
             axes.set_yscale("log")
+        if key == "seconds":
+            axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.savefig(file, dpi=150)
