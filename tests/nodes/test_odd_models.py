@@ -29,7 +29,15 @@ def train(synchronized, optimizer, steps, rank):
         optimizer.zero_grad()
 
 
-def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once():
+@pytest.mark.parametrize(
+    "meet",
+    [
+        lambda party: join(party, ragged(1, 1), linear(), timeout_s=1.0),
+        lambda party: survey_party(party, torch.device("cpu"), timeout_s=1.0),
+    ],
+    ids=["synchronize", "discover"],
+)
+def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(meet):
     gave_up, waited = threading.Event(), []
 
     def act(party):
@@ -37,7 +45,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once():
             gave_up.wait(20)
         began = time.monotonic()
         try:
-            join(party, ragged(1, 1), linear(), timeout_s=1.0)
+            meet(party)
         finally:
             waited.append(time.monotonic() - began)
             gave_up.set()
@@ -46,24 +54,6 @@ def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once():
     assert waited[1] < 10
     assert isinstance(first, PeerError)
     assert isinstance(second, PeerError)
-    assert "ranks [1] did not arrive" in str(second)
-
-
-def test_a_rank_that_is_discovered_after_the_others_gave_up_learns_it_at_once():
-    gave_up, waited = threading.Event(), []
-
-    def act(party):
-        if party.rank == 1:
-            gave_up.wait(20)
-        began = time.monotonic()
-        try:
-            survey_party(party, torch.device("cpu"), timeout_s=1.0)
-        finally:
-            waited.append(time.monotonic() - began)
-            gave_up.set()
-
-    _, second = failing(2, act)
-    assert waited[1] < 10
     assert "ranks [1] did not arrive" in str(second)
 
 

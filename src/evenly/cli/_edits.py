@@ -30,15 +30,13 @@ def settled(plan: Plan, cluster: Cluster, profile: Profile, graph: Graph) -> Pla
     from evenly.planner import simulate
 
     period = plan.period
-    if not isinstance(period, Adaptive) or period.exchange_budget is None:
+    if not isinstance(period, Adaptive):
         return plan
     waits = plan.exchange.model_copy(update={"overlap": 0, "fragments": 1})
     every = plan.model_copy(update={"period": EverySteps(1), "exchange": waits})
     seen = simulate(every, cluster, profile, graph, steps=1)
-    each_s = seen.exchange_s / plan.exchange.fragments
-    times = {"step_s": seen.seconds - seen.exchange_s, "transfer_s": each_s, "budget": period.exchange_budget}
-    start = min(period.most, plan.exchange.affordable_steps(**times))
-    return plan.model_copy(update={"period": period.model_copy(update={"start": start})})
+    begun = plan.exchange.begun(period, step_s=seen.seconds - seen.exchange_s, exchange_s=seen.exchange_s)
+    return plan.model_copy(update={"period": begun})
 
 
 def with_link(profile: Profile, cluster: Cluster, factor: float) -> Profile:

@@ -13,10 +13,9 @@ from torch.distributed import distributed_c10d
 from evenly._errors import LaunchError, SpecError
 from evenly.launch.meeting import meet
 from evenly.launch.place import Place
+from evenly.spec.exchange import MOST_S
 
 _log = logging.getLogger(__name__)
-
-MOST_S = 1e8  # some years; more does not fit into torch's clock
 
 
 class World:

@@ -188,13 +188,12 @@ class _Task:
         if not 0 < budget < 1:
             raise SpecError(f"exchange_budget={budget} was asked for; it is a part of the time, between 0 and 1.")
         period = period_of("epoch" if every is None else every)
-        wish = period.exchange_budget if isinstance(period, Adaptive) else budget if every is None else None
-        if wish is None:
+        if isinstance(period, Adaptive):
+            return exchange.begun(period, step_s=step_s, exchange_s=exchange_s)
+        if every is not None:
             return period
         transfer_s = exchange_s / exchange.fragments
-        steps = exchange.affordable_steps(step_s=step_s, transfer_s=transfer_s, budget=wish)
-        if isinstance(period, Adaptive):
-            return period.model_copy(update={"start": min(period.most, steps)}) if exchange_s else period
+        steps = exchange.affordable_steps(step_s=step_s, transfer_s=transfer_s, budget=budget)
         return EverySteps(steps) if exchange_s or exchange.fragments > 1 else period
 
     def _roles(self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float) -> tuple[Role, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from evenly.reports.story import story
 from evenly.spec import ExchangeDone, Phases, Rebalanced, Run, RunFinished, RunStarted
+from evenly.spec.plan import travel_words
 
 PHASE_HEADERS = ("rank", "node", "compute", "gradients", "exchange", "waiting", "other", "MB grad.", "MB exch.")
 LATE_S = 1e-3  # to wait for less is no delay
@@ -51,13 +52,8 @@ def _form(run: Run) -> str:
     if started is None or started.plan is None or started.plan.exchange.is_plain:
         return ""
     made = started.plan.exchange
-    words = [
-        f"beside {made.overlap} steps" if made.overlap else "",
-        f"in {made.fragments} fragments" if made.fragments > 1 else "",
-        f"as {made.codec}" if made.codec != "fp32" else "",
-        f"with {made.outer.name} outside" if made.outer is not None else "",
-    ]
-    return f" ({', '.join(word for word in words if word)})"
+    outside = [f"with {made.outer.name} outside"] if made.outer is not None else []
+    return f" ({', '.join([*travel_words(made), *outside])})"
 
 
 def _series(numbers: Sequence[float]) -> str:

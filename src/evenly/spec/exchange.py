@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from evenly.spec._value import Value
 from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySeconds
 
-A_YEAR_S = 31_536_000.0
+MOST_S = 1e8  # some years; more does not fit into torch's clock
 StatePolicy = Literal["keep", "average", "reset"]
 
 
@@ -65,7 +65,7 @@ class Exchange(Value):
     state_every: Annotated[int, Field(ge=1, strict=True)] = Field(
         default=1, description="of so many exchanges one treats the optimizer's state"
     )
-    timeout_s: Annotated[float, Field(gt=0, le=A_YEAR_S)] = 600.0
+    timeout_s: Annotated[float, Field(gt=0, lt=MOST_S)] = 600.0
     nonfinite: Literal["stop", "skip"] = "stop"
 
     def policy_of(self, slot: str) -> StatePolicy:
@@ -107,6 +107,14 @@ class Exchange(Value):
         steps = ceil(self.fragments * max(waiting_s, slowed_s) * (1 - budget) / (step_s * budget))
         busy = ceil(self.fragments * transfer_s / step_s) if self.overlap else 0
         return max(self.calm_steps, steps, busy)
+
+    def begun(self, period: Adaptive, *, step_s: float, exchange_s: float) -> Adaptive:
+        """Returns the period, with the steps that keep its budget as the first; `exchange_s` are all of a period's."""
+        if period.exchange_budget is None or not exchange_s:
+            return period
+        times = {"step_s": step_s, "transfer_s": exchange_s / self.fragments}
+        steps = self.affordable_steps(**times, budget=period.exchange_budget)
+        return period.model_copy(update={"start": min(period.most, steps)})
 
     @property
     def is_plain(self) -> bool:

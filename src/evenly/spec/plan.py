@@ -206,7 +206,12 @@ def wish_words(period: Adaptive) -> str:
     return f"keep nodes within {100 * (period.drift or 0):.3g} % of their average"
 
 
-def _exchange_words(exchange: Exchange) -> str:
+def travel_words(exchange: Exchange) -> list[str]:
+    """Returns how exchanges travel, unless plainly.
+
+    >>> travel_words(Exchange(overlap=3, codec="int8"))
+    ['beside 3 steps', 'as int8']
+    """
     words = []
     if exchange.fragments > 1:
         words.append(f"in {exchange.fragments} fragments")
@@ -214,6 +219,11 @@ def _exchange_words(exchange: Exchange) -> str:
         words.append(f"beside {counted(exchange.overlap, 'step')}")
     if exchange.codec != "fp32":
         words.append(f"as {exchange.codec}")
+    return words
+
+
+def _exchange_words(exchange: Exchange) -> str:
+    words = travel_words(exchange)
     if exchange.outer is not None:
         settings = ", ".join(f"{key} {value}" for key, value in exchange.outer.settings.items())
         words.append(f"by {exchange.outer.name} outside ({settings or 'as torch has it'})")
