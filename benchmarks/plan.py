@@ -238,19 +238,19 @@ def worker(name: str, rounds: int, folder: str) -> None:
     network()(example[:2]).sum().backward()  # loads what a first step loads
     traced = follow(network(), example)
     cluster, graph, device = discover(), traced.graph, torch.device("cpu")
+    limits, memory = memory_limits(name, traced)
     quotas.ask(rank)  # from here on devices are uneven
-    measure = partial(measure_party, party_of(), traced, cluster, device, quick=rounds < 2, timeout_s=600.0)
-    profile = measure()
+    wishes: Any = {"quick": rounds < 2, "memory_bytes": memory and memory[rank], "timeout_s": 600.0}
+    measure = partial(measure_party, party_of(), traced, cluster, device, **wishes)
+    seen_profiles = [measure()]
     quotas.ask(rank)  # plans are made without limits, or a slow device would take minutes
-    plans = all_plans(name, cluster, profile, graph)
-    chosen = plans["chosen"]
+    plans = all_plans(cluster, seen_profiles[0], graph, limits, memory)
     ways = {key: Way(made, cluster, party_of(), number) for number, (key, made) in enumerate(plans.items())}
     for way in ways.values():
         way.run(2, 1.0)
     quotas.ask(rank)
-    seen_profiles = [profile]
-    quota = [quota for node in CASES[name]["cpu"] for quota in node][rank]
     kept = [ways["chosen"], *(way for key, way in ways.items() if name == UNEVEN and key in (EQUAL, BY_SPEED))]
+    quota = [quota for node in CASES[name]["cpu"] for quota in node][rank]
     run_in_turns(ways, kept, rounds, quota, lambda: seen_profiles.append(measure()))
     for way in ways.values():
         way.close()
@@ -259,26 +259,37 @@ def worker(name: str, rounds: int, folder: str) -> None:
     seen_profiles.append(measure())
     quotas.ask(rank)  # no limits
     if rank == 0:
-        steps = 4 * getattr(chosen.period, "steps", STEPS)
+        steps = 4 * getattr(plans["chosen"].period, "steps", STEPS)
         forecasts = [
             {key: simulate(made, cluster, seen, graph, steps=steps).step_s for key, made in plans.items()}
             for seen in seen_profiles
         ]
         counts = {key: [role.samples for role in made.roles] for key, made in plans.items()}
-        words = {"seen": told, "predicted": forecasts, "samples": counts, "explained": chosen.explain()}
+        words = {"seen": told, "predicted": forecasts, "samples": counts, "explained": plans["chosen"].explain()}
         print(json.dumps(words), flush=True)
     dist.barrier()
     os._exit(0)
 
 
-def all_plans(name: str, cluster: Any, profile: Any, graph: Any) -> dict[str, Any]:
+def memory_limits(name: str, traced: Any) -> tuple[list[int] | None, list[int] | None]:
+    """Returns for how many samples each rank may have memory, and how much that is; None where there is enough."""
+    import torch
+
+    from evenly.survey.devices import DeviceSurvey
+
+    if "memory_samples" not in CASES[name]:
+        return None, None
+    limits = [CASES[name]["memory_samples"], 10**6]
+    survey = DeviceSurvey(traced, torch.device("cpu"), budget_s=0.0, tell=lambda _: None)
+    return limits, [4 * traced.graph.parameter_bytes + limits[0] * survey.sample_bytes(), 10**12]
+
+
+def all_plans(
+    cluster: Any, profile: Any, graph: Any, limits: list[int] | None, memory: list[int] | None
+) -> dict[str, Any]:
     """Returns the chosen plan and those by hand, as rank 0 makes them."""
     from evenly.planner import plan
 
-    limits = memory = None
-    if "memory_samples" in CASES[name]:
-        limits = [CASES[name]["memory_samples"], 10**6]
-        memory = [4 * graph.parameter_bytes + limits[0] * profile.sample_bytes, 10**12]
     chosen = plan(cluster, profile, graph, batch_size=BATCH, memory_bytes=memory)
     made = {"chosen": chosen, **alternatives(chosen, cluster, profile, graph, limits, memory)}
     told = _same({key: made_plan.to_json() for key, made_plan in made.items()})

@@ -137,6 +137,7 @@ def test_planning_needs_no_memory_for_the_example(evenly):
         (("Flat", "--input", "8x8"), "but no output has a gradient. Return one that has"),
         (("Tiny", "--input", "8"), "The first size of an example is its samples"),
         (("Tiny", "--input", "8x8", "--timeout", "nan"), "timeout_s=nan was given"),
+        (("Tiny", "--input", "8x8", "--memory", "8GB,4GB"), "--memory 8GB,4GB was given for 1 rank"),
     ],
 )
 def test_what_cannot_be_measured(fails, words, told):

@@ -159,9 +159,9 @@ def test_fragments_that_leave_no_step_alone_still_find_their_period():
     def act(party):
         model = nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        settings = {"period": Adaptive(exchange_budget=0.01), "exchange": Exchange(overlap=2, fragments=4)}
+        settings = {"period": Adaptive(exchange_budget=0.01), "exchange": Exchange(overlap=3, fragments=4)}
         synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of(ragged(1, 1)), **settings)
-        whys = []
+        whys = []  # the first period has 4 steps, those that are chosen 6 or more
         synchronized.on_period.append(lambda step, steps, why: whys.append(why))
         for _ in range(40):
             synchronized(torch.ones(4, 8)).square().mean().backward()

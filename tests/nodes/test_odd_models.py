@@ -156,8 +156,11 @@ def test_a_synchronized_model_is_neither_synchronized_again_nor_copied():
         synchronized.close()
 
     run_ranks(1, act)
-    with pytest.raises(SpecError, match="DistributedDataParallel"):
-        require_plain(object.__new__(DistributedDataParallel))
+    inside = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(inside)
+    for given, where in ((inside, ""), (nn.Sequential(inside), " inside, as '0'")):
+        with pytest.raises(SpecError, match=f"DistributedDataParallel{where}"):
+            require_plain(given)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def test_sharded_networks_are_as_close_to_the_truth_as_plain_ones(group, cases, 
             assert any(ours <= max(least, 10 * plain) for ours, plain in tries), f"case {case} on rank {rank}: {told}"
 
 
+@pytest.mark.alone
 def test_a_group_of_one_costs_nothing():
     (seconds,) = run_processes(
         ragged(1), "tests.shards.gpu_programs:overhead", {"batch": 64, "rounds": 12}, limit_s=110

@@ -7,6 +7,7 @@ from evenly.spec import Curve, DeviceProfile
 from evenly.survey.pooling import pooled
 from tests.processes import run_processes
 from tests.ranks import cluster_of, ragged
+from tests.survey.measure_programs import Network
 
 MEASURED = "tests.survey.measure_programs:measured"
 
@@ -33,6 +34,17 @@ def check(results: list[dict], batch: int) -> None:
 
 def test_two_real_ranks_measure_and_plan():
     check(run_processes(ragged(2), MEASURED, {"device": "cpu", "batch": 16}, limit_s=100), 16)
+
+
+def test_a_network_is_cut_on_trial_as_memory_allows_it():
+    parameters = 4 * sum(p.numel() for p in Network().parameters())
+    limits = {"device": "cpu", "batch": 2, "memory": 3 * parameters}  # a whole network needs 4 of them to train
+    results = run_processes(ragged(2), MEASURED, limits, limit_s=100)
+    profile = Profile.from_json(results[0]["profile"])
+    assert [device.free_bytes for device in profile.devices] == [3 * parameters] * 2
+    assert [sorted(cut.ranks) for cut in profile.cuts] == [[0, 1]]
+    assert any("cut over them" in words for words in results[0]["told"])
+    assert results[0]["samples"] == [2]  # one network, cut over both
 
 
 @pytest.mark.gpu

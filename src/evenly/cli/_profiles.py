@@ -8,16 +8,16 @@ from evenly.spec import Cluster, Graph, Profile
 
 
 class Shelf:
-    """The place of one profile: of these machines, this network and batch, this torch, this care."""
+    """The place of one profile: of these machines and limits, this network and batch, this torch, this care."""
 
-    def __init__(self, cluster: Cluster, graph: Graph, *, quick: bool) -> None:
+    def __init__(self, cluster: Cluster, graph: Graph, limits: list[int] | None = None, *, quick: bool) -> None:
         import torch
 
         from evenly.survey.measure import versions
 
         self._cluster, self._graph = cluster, graph
-        threads = f"{torch.get_num_threads()} threads"
-        marks = [cluster.to_json(), graph.fingerprint, versions(), threads, "quick" if quick else "thorough"]
+        threads, care = f"{torch.get_num_threads()} threads", "quick" if quick else "thorough"
+        marks = [cluster.to_json(), graph.fingerprint, versions(), threads, care, *map(str, limits or ())]
         name = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:24]
         self.path = Path.home() / ".cache" / "evenly" / "profiles" / f"{name}.json"
 

@@ -10,8 +10,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from evenly._errors import SpecError
 from evenly.cli._documents import require_writable
 from evenly.cli._network import build, draw, examples
+from evenly.cli._quantities import memories_of
 from evenly.cli._show import say, table_of
 from evenly.cli.console import LINE_S
 from evenly.reports import doubts, gigabytes, milliseconds, per_second
@@ -40,6 +42,9 @@ def measure(
     cluster_out: Annotated[Path | None, typer.Option(help="Write the cluster as JSON to this file.")] = None,
     graph_out: Annotated[Path | None, typer.Option(help="Write the network as JSON to this file.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="About 15 seconds instead of a minute.")] = False,
+    memory: Annotated[
+        str | None, typer.Option(metavar="8GB,4GB,...", help="What each rank may use; else what is free.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not use a profile that was kept before.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for all ranks.")] = 600.0,
@@ -54,11 +59,12 @@ def measure(
     with Session(device=device, timeout_s=timeout) as session:
         if session.rank == 0:
             require_writable(out, cluster_out, graph_out)
+        limits = None if memory is None else _limits(memory, session.world_size)
         network = build(model, dtype)
         batch = examples(model, inputs or (), dtype)
         graph = draw(model, network, batch)
         moved = tuple(x.to(session.device) for x in batch)
-        profile, word = _profile(session, network.to(session.device), moved, graph, quick, fresh, timeout)
+        profile, word = _profile(session, network.to(session.device), moved, graph, limits, quick, fresh, timeout)
         if session.rank:
             return
         for value, path in ((profile, out), (session.cluster, cluster_out), (graph, graph_out)):
@@ -70,11 +76,19 @@ def measure(
         print(word)
 
 
+def _limits(memory: str, ranks: int) -> list[int]:
+    found = memories_of(memory)
+    if len(found) != ranks:
+        raise SpecError(f"--memory {memory} was given for {counted(ranks, 'rank')}. Write one size for each.")
+    return found
+
+
 def _profile(
     session: "Session",
     network: "nn.Module",
     batch: "Example",
     graph: "Graph",
+    limits: list[int] | None,
     quick: bool,
     fresh: bool,
     timeout_s: float,
@@ -83,12 +97,13 @@ def _profile(
     from evenly.cli._profiles import Shelf
     from evenly.session import measure as measure_all
 
-    shelf = Shelf(session.cluster, graph, quick=quick)
+    shelf = Shelf(session.cluster, graph, limits, quick=quick)
     kept = shelf.find() if session.rank == 0 and not fresh else None
     if session.sum(kept is not None)[0]:
         return kept or _nothing(session, graph), f"kept from an earlier time in {shelf.path}; --fresh measures anew"
     with progress(quick, console=Console(stderr=True, highlight=False) if session.rank == 0 else None) as tell:
-        profile = measure_all(network, batch, quick=quick, tell=tell, timeout_s=timeout_s)
+        mine = None if limits is None else limits[session.rank]
+        profile = measure_all(network, batch, quick=quick, memory_bytes=mine, tell=tell, timeout_s=timeout_s)
     if session.rank == 0 and not shelf.keep(profile):
         return profile, f"measured now; not kept, because {shelf.path.parent} cannot be written to"
     return profile, f"measured now, and kept in {shelf.path}"

@@ -10,12 +10,14 @@ from evenly.nodes.state import averages, kept_buffers
 
 
 def require_plain(module: torch.nn.Module) -> None:
-    """Raises `SpecError` for a module that is kept in step with other ranks already."""
-    if isinstance(module, DistributedDataParallel) or hasattr(module, "agreed_buffers"):
-        raise SpecError(
-            f"synchronize was given a {type(module).__name__}, which averages gradients already. Give the plain "
-            "network: its .module."
-        )
+    """Raises `SpecError` for a module that is, or has inside, one that is kept in step with other ranks already."""
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel) or hasattr(type(part), "agreed_buffers"):
+            where = f" inside, as {name!r}" if name else ""
+            raise SpecError(
+                f"synchronize was given a {type(part).__name__}{where}, which averages gradients already. Give the "
+                "plain network: its .module."
+            )
 
 
 def require_dense(module: torch.nn.Module) -> None:

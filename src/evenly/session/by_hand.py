@@ -46,6 +46,7 @@ def measure(
     example: Example,
     *,
     quick: bool = False,
+    memory_bytes: int | None = None,
     group: dist.ProcessGroup | None = None,
     tell: Callable[[str], None] | None = None,
     timeout_s: float = 600.0,
@@ -59,14 +60,19 @@ def measure(
         model: the network, on the device of this rank; it is not changed.
         example: the batch to train with, as forward takes it.
         quick: about 15 seconds of measuring instead of a minute.
+        memory_bytes: what this rank may use; all that is free if left out. What plans must keep to is then also what
+            networks that are cut on trial keep to.
         group: the ranks to measure; torch's default group if left out.
         tell: called with what is measured now, to show progress.
         timeout_s: how long to wait for the other ranks.
     """
+    if memory_bytes is not None and memory_bytes <= 0:
+        raise SpecError(f"memory_bytes={memory_bytes} was given. Give a number above 0, or leave it out.")
     party = party_of(group)
     device = next(iter(model.parameters()), torch.empty(0)).device
     cluster = survey_party(party, device, timeout_s=timeout_s)
-    return measure_party(party, follow(model, example), cluster, device, quick=quick, tell=tell, timeout_s=timeout_s)
+    wishes: Any = {"quick": quick, "memory_bytes": memory_bytes, "tell": tell, "timeout_s": timeout_s}
+    return measure_party(party, follow(model, example), cluster, device, **wishes)
 
 
 def measure_party(
@@ -76,6 +82,7 @@ def measure_party(
     device: torch.device,
     *,
     quick: bool,
+    memory_bytes: int | None = None,
     tell: Callable[[str], None] | None = None,
     timeout_s: float,
     parent: Alarm | None = None,
@@ -84,9 +91,9 @@ def measure_party(
     limits: Any = {"timeout_s": timeout_s, "tell": tell or (lambda _: None)}
     chapter = party.chapter("measure")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # what is drawn later stays the same
-        profile = measure_cluster(chapter, traced, cluster, device, quick=quick, parent=parent, **limits)
-        room = party.chapter("rehearse")
-        return rehearse(room, traced, cluster, profile, device, quick=quick, parent=parent, **limits)
+        wishes: Any = {"quick": quick, "parent": parent, **limits}
+        profile = measure_cluster(chapter, traced, cluster, device, memory_bytes=memory_bytes, **wishes)
+        return rehearse(party.chapter("rehearse"), traced, cluster, profile, device, **wishes)
 
 
 def synchronize(

@@ -26,11 +26,15 @@ def measure_cluster(
     device: torch.device,
     *,
     quick: bool = False,
+    memory_bytes: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
     timeout_s: float = 600.0,
     parent: Alarm | None = None,
 ) -> Profile:
-    """Returns the profile of a cluster for one network and batch; all ranks call it together."""
+    """Returns the profile of a cluster for one network and batch; all ranks call it together.
+
+    `memory_bytes` is what this rank may use of what is free.
+    """
     alarm = Alarm(party, parent=parent)
     try:
         waiter = Waiter(alarm, place="the measurement of devices", timeout_s=timeout_s)
@@ -41,6 +45,8 @@ def measure_cluster(
         require_training(traced)
         survey = DeviceSurvey(traced, device, budget_s=budget_s, tell=tell)
         free_bytes = survey.free_bytes(sum(_shares_device(cluster, party.rank, other) for other in node.ranks))
+        if memory_bytes is not None:
+            free_bytes = min(free_bytes, memory_bytes)
         gather_json(None, everybody, waiter)  # so that all work at the same time
         step = survey.step()
         mine = DeviceProfile(
