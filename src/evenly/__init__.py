@@ -6,6 +6,8 @@ Names are loaded when first used, so that `evenly --help` and the values of `eve
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from evenly.launch.recorder import prepare_recorder
+
 if TYPE_CHECKING:
     from evenly._errors import (
         CheckpointError,
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from evenly.spec import Adaptive, Cluster, EveryEpoch, EverySteps, Graph, Plan, Profile, Run
 
 __version__ = "0.1.0"
+
+prepare_recorder()
 
 _ROOMS = {
     "evenly._errors": [

@@ -1,6 +1,7 @@
 """Cluster -> Profile: every rank times the network on its device, all together, and pairs of ranks time their way."""
 
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
@@ -31,10 +32,7 @@ def measure_cluster(
     timeout_s: float = 600.0,
     parent: Alarm | None = None,
 ) -> Profile:
-    """Returns the profile of a cluster for one network and batch; all ranks call it together.
-
-    `memory_bytes` is what this rank may use of what is free.
-    """
+    """Returns the profile of a cluster for one network and batch, in which this rank may use `memory_bytes`."""
     alarm = Alarm(party, parent=parent)
     try:
         waiter = Waiter(alarm, place="the measurement of devices", timeout_s=timeout_s)
@@ -44,9 +42,8 @@ def measure_cluster(
         node = cluster.nodes[cluster.node_of(party.rank)]
         require_training(traced)
         survey = DeviceSurvey(traced, device, budget_s=budget_s, tell=tell)
-        free_bytes = survey.free_bytes(sum(_shares_device(cluster, party.rank, other) for other in node.ranks))
-        if memory_bytes is not None:
-            free_bytes = min(free_bytes, memory_bytes)
+        ranks_here = sum(_shares_device(cluster, party.rank, other) for other in node.ranks)
+        free_bytes = min(survey.free_bytes(ranks_here), memory_bytes or sys.maxsize)
         gather_json(None, everybody, waiter)  # so that all work at the same time
         step = survey.step()
         mine = DeviceProfile(
