@@ -131,8 +131,9 @@ def overhead(batch: int, rounds: int) -> dict[str, float]:
     x = torch.randn(batch, 3, 64, 64, device="cuda")
     sharded = evenly.shard(model, x, shares=[1])
     seconds: dict[str, list[float]] = {"plain": [], "sharded": []}
-    for _ in range(rounds):
-        for name, module in (("plain", model), ("sharded", sharded)):
+    turns = [("plain", model), ("sharded", sharded)]
+    for number in range(rounds):
+        for name, module in turns if number % 2 else reversed(turns):
             torch.cuda.synchronize()
             began = time.perf_counter()
             for _ in range(5):

@@ -32,7 +32,7 @@ def test_sharded_networks_are_as_close_to_the_truth_as_plain_ones(group, cases, 
 @pytest.mark.alone
 def test_a_group_of_one_costs_nothing():
     (seconds,) = run_processes(
-        ragged(1), "tests.shards.gpu_programs:overhead", {"batch": 64, "rounds": 12}, limit_s=110
+        ragged(1), "tests.shards.gpu_programs:overhead", {"batch": 6144, "rounds": 10}, limit_s=110
     )
     assert seconds["sharded"] <= 1.01 * seconds["plain"], seconds
 
