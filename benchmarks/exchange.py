@@ -36,8 +36,10 @@ CLAIMS = {  # by the part of --full that makes them
         "accuracy_points_nesterov_minus_sync",
     ),
     "adaptive": ("adaptive_speedup_to_ddp_accuracy_50mbit", "accuracy_points_adaptive_minus_ddp"),
+    "hivemind": (),
     "sweep": (),
 }  # fmt: skip
+CASES = (((2, 2), 200.0), ((2, 2), 50.0), ((3, 1), 200.0), ((3, 1), 50.0))  # ranks of the nodes, Mbit/s
 PARTS = tuple(CLAIMS)
 PEERS_PYTHON = RESULTS.parents[1] / ".peers" / "exchange" / "bin" / "python"
 
@@ -84,7 +86,6 @@ def worker(rounds: int, steps: int, sitting: str) -> None:
     train, test = load_fashion()
     images, labels = train.tensors
     made, batch = (network, BATCH) if sitting == "short" else (busy_network, BUSY_BATCH)
-    ways = {name: make(nodes, made()) for name, make in ways_of(sitting).items()}
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1))
 
     def batches(first: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -92,12 +93,15 @@ def worker(rounds: int, steps: int, sitting: str) -> None:
         rows = [order[[(start + i) % len(order) for i in range(batch)]] for start in starts]
         return [(images[chosen], labels[chosen]) for chosen in rows]
 
-    for method in ways.values():  # a period warms up, and some steps let what is under way arrive
-        run_round(method, batches(0, PERIOD + method.lead), nodes)
-    for number in range(1, rounds + 1):
-        for name, method in ways.items():
-            count = PERIOD if sitting == "full" and name in SLOW else steps
-            run_round(method, batches(number * steps, count), nodes)
+    makes, ways = ways_of(sitting), {}
+    for table in [[name] for name in makes] if sitting == "apart" else [list(makes)]:  # those at one table take turns
+        ways |= {name: makes[name](nodes, made()) for name in table}
+        for name in table:  # a period warms up, and some steps let what is under way arrive
+            run_round(ways[name], batches(0, PERIOD + ways[name].lead), nodes)
+        for number in range(1, rounds + 1):
+            for name in table:
+                count = PERIOD if sitting == "full" and name in SLOW else steps
+                run_round(ways[name], batches(number * steps, count), nodes)
     size = sum(p.numel() * p.element_size() for p in made().parameters())
     result = {
         name: {
@@ -147,6 +151,7 @@ def run_full(arguments: argparse.Namespace) -> None:
         "throughput": lambda: throughput_part(rounds, steps),
         "accuracy": lambda: accuracy_part(seeds, quick=arguments.quick),
         "adaptive": lambda: adaptive_part(seeds, quick=arguments.quick),
+        "hivemind": lambda: hivemind_part(1 if arguments.quick else 3, 2 * PERIOD),
         "sweep": lambda: sweep_part(1, quick=arguments.quick),
     }
     chosen = [arguments.only] if arguments.only else list(PARTS)
@@ -157,7 +162,7 @@ def run_full(arguments: argparse.Namespace) -> None:
         claims += promised
         note = (
             f"Throughput: K' = {PERIOD}, batch {BUSY_BATCH} a rank, 0.56 M parameters, methods in turns; 'no exchange' "
-            "is the limit, our best form the one that comes nearest; hivemind runs after the others; bytes go both "
+            "is the limit, our best form the one that comes nearest; hivemind runs after its own limit; bytes go both "
             "ways, read at the links. Training: ResNet of 0.27 M parameters, 12800 images; accuracy: 5 epochs, batch "
             "16 a rank, rate 0.05; adaptive (exchanges may cost 20 % of the time, overlap 2, int8) and sweep: 3 "
             "epochs, batch 8, rate 0.01; seconds run from the first step to the evaluated model."
@@ -193,51 +198,59 @@ def on_lab(ranks: tuple[int, ...], rate: float, rounds: int, steps: int, sitting
     python = PEERS_PYTHON if sitting != "short" and PEERS_PYTHON.exists() else Path(sys.executable)
     command = [str(python), str(Path(__file__).resolve()), "--worker", str(rounds), str(steps), sitting]
     with Lab(LabCluster(nodes=nodes)) as lab:
-        result = lab.run(command, output="capture", timeout_s=1500 if sitting != "apart" else 240)
+        result = lab.run(command, output="capture", timeout_s=1500 if sitting != "apart" else 600)
     result.check()
     print(f"{ranks} ranks at {rate:g} Mbit/s, {sitting}: done", file=sys.stderr, flush=True)
     return json.loads(result.stdout[0].strip().splitlines()[-1])
 
 
-def apart(ranks: tuple[int, ...], rate: float, rounds: int, steps: int) -> dict:
-    """Returns the same of a peer that cannot take turns with others; nothing of it where it does not end."""
+def compared(told: dict, ranks: tuple[int, ...], rate: float, steps: int) -> list[dict]:
+    """Returns a row for each method of one run, beside its limit: no exchange."""
+    limit, rows = told["methods"]["no exchange"]["seconds"], []
+    for name, way in told["methods"].items():
+        made = PERIOD if name in SLOW else steps
+        rows.append(
+            {
+                "nodes": " + ".join(map(str, ranks)),
+                "mbit_per_s": rate,
+                "method": name,
+                "ms_per_step": 1e3 * median(way["seconds"]),
+                "spread_ms": spread([1e3 * s for s in way["seconds"]]),
+                "throughput_over_limit": median([free / own for free, own in zip(limit, way["seconds"], strict=True)]),
+                "times_model_size_per_step": median([sum(sent) / made for sent in way["sent"]])
+                / told["parameter_bytes"],
+                "versions": told["versions"],
+            }
+        )
+    return rows
+
+
+def hivemind_part(rounds: int, steps: int) -> tuple[list[dict], list[Claim]]:
+    """Returns the rows of hivemind, which goes on in the turns of others, so it comes after its limit.
+
+    Nothing of it where it is not installed or does not end.
+    """
     from evenly import EvenlyError
 
-    try:
-        return on_lab(ranks, rate, rounds, steps, "apart")
-    except EvenlyError as error:
-        print(f"left out: {error}", file=sys.stderr, flush=True)
-        return {"parameter_bytes": 1, "methods": {}}
+    rows: list[dict] = []
+    for ranks, rate in CASES if PEERS_PYTHON.exists() else ():
+        try:
+            told = on_lab(ranks, rate, rounds, steps, "apart")
+        except EvenlyError as error:
+            print(f"left out: {error}", file=sys.stderr, flush=True)
+            continue
+        rows += [{"part": "hivemind", **row} for row in compared(told, ranks, rate, steps)]
+    return rows, []
 
 
 def throughput_part(rounds: int, steps: int) -> tuple[list[dict], list[Claim]]:
     """Returns the rows of all links and nodes, and what was promised."""
-    cases = [((2, 2), 200.0), ((2, 2), 50.0), ((3, 1), 200.0), ((3, 1), 50.0)]
     rows, over, bytes_of, best, rivals = [], {}, {}, {}, {}
-    for ranks, rate in cases:
-        seen = on_lab(ranks, rate, rounds, steps, "full")
-        limit = seen["methods"]["no exchange"]["seconds"]
-        for told in (seen, apart(ranks, rate, rounds, steps)):
-            size = told["parameter_bytes"]
-            for name, way in told["methods"].items():
-                if (ranks, rate, name) in over:
-                    continue
-                made = PERIOD if name in SLOW else steps
-                over[ranks, rate, name] = median([free / own for free, own in zip(limit, way["seconds"], strict=True)])
-                bytes_of[ranks, rate, name] = median([sum(sent) / made for sent in way["sent"]]) / size
-                rows.append(
-                    {
-                        "part": "throughput",
-                        "nodes": " + ".join(map(str, ranks)),
-                        "mbit_per_s": rate,
-                        "method": name,
-                        "ms_per_step": 1e3 * median(way["seconds"]),
-                        "spread_ms": spread([1e3 * s for s in way["seconds"]]),
-                        "throughput_over_limit": over[ranks, rate, name],
-                        "times_model_size_per_step": bytes_of[ranks, rate, name],
-                        "versions": told["versions"],
-                    }
-                )
+    for ranks, rate in CASES:
+        for row in compared(on_lab(ranks, rate, rounds, steps, "full"), ranks, rate, steps):
+            over[ranks, rate, row["method"]] = row["throughput_over_limit"]
+            bytes_of[ranks, rate, row["method"]] = row["times_model_size_per_step"]
+            rows.append({"part": "throughput", **row})
         here = {name: value for (*case, name), value in over.items() if case == [ranks, rate]}
         best[ranks, rate] = max(value for name, value in here.items() if name.startswith("evenly"))
         rivals[ranks, rate] = max(value for name, value in here.items() if rival(name))
