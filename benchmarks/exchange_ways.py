@@ -236,7 +236,10 @@ FULL: dict[str, Make] = {
     "evenly, int8, 2 fragments": partial(ours, overlap=3, codec="int8", fragments=2),
     "evenly, int8, Nesterov": partial(ours, overlap=3, codec="int8", outer="nesterov"),
 }
-APART: dict[str, Make] = {"no exchange": FULL["no exchange"], "hivemind": hive}  # it goes on in the turns of others
+APART: dict[str, Make] = {  # one after the other: hivemind goes on in the turns of others
+    **{name: FULL[name] for name in ("no exchange", "evenly, fp32")},
+    "hivemind": hive,
+}
 SLOW = ("global DDP", "DDP, fp16 hook")  # one period a round is enough of them
 NEEDS = {"accelerate LocalSGD": "accelerate", "fairscale SlowMo": "fairscale", "hivemind": "hivemind"}
 

@@ -6,8 +6,6 @@ Names are loaded when first used, so that `evenly --help` and the values of `eve
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from evenly.launch.recorder import prepare_recorder
-
 if TYPE_CHECKING:
     from evenly._errors import (
         CheckpointError,
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from evenly.spec import Adaptive, Cluster, EveryEpoch, EverySteps, Graph, Plan, Profile, Run
 
 __version__ = "0.1.0"
-
-prepare_recorder()
 
 _ROOMS = {
     "evenly._errors": [

@@ -20,7 +20,7 @@ def test_two_ranks_measure_and_what_they_write_can_be_planned_with(evenly, tmp_p
     files = {name: tmp_path / f"{name}.json" for name in ("profile", "cluster", "graph")}
     options = [f"--{o}={files[f]}" for o, f in (("out", "profile"), ("cluster-out", "cluster"), ("graph-out", "graph"))]
     command = [sys.executable, "-m", "evenly", "launch", "--nodes", "1,1", "-m", "evenly"]
-    command += ["measure", NETWORK, "--input", "8x8", "--quick", "--device", "cpu", *options]
+    command += ["measure", NETWORK, "--input", "8x8", "--quick", "--device", "cpu", "--memory", "64MB,32MB", *options]
     environment = overlay({"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"})
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
@@ -33,6 +33,7 @@ def test_two_ranks_measure_and_what_they_write_can_be_planned_with(evenly, tmp_p
     assert profile == Profile.load(files["profile"])
     profile.require_fit(cluster, graph)
     assert len(profile.devices) == len(cluster.nodes) == 2
+    assert [device.free_bytes for device in profile.devices] == [64_000_000, 32_000_000]
     assert {(lane.source, lane.target) for lane in profile.lanes} == {(0, 1), (1, 0)}
     known = [word for name, path in files.items() for word in (f"--{name}", path)]
     made = Plan.from_json(evenly("plan", *known, "--batch-size", "64", "--json"))
@@ -57,6 +58,10 @@ def test_a_profile_is_kept_for_the_next_time(evenly, tmp_path, monkeypatch):
     kept.write_text("damaged")
     assert "measured now" in evenly(*command)
     assert Profile.load(kept) == measured
+    for limit in ("64MB", "32MB"):
+        assert "measured now" in evenly(*command, "--memory", limit)
+        assert "kept from an earlier time in" in evenly(*command, "--memory", limit)
+    assert "kept from an earlier time in" in evenly(*command)
     assert "measured now" in evenly("measure", NETWORK, "--input", "4x8", "--quick", "--device", "cpu")
     assert len(list(kept.parent.iterdir())) == 2
 

@@ -163,23 +163,6 @@ def test_a_synchronized_model_is_neither_synchronized_again_nor_copied():
             require_plain(given)
 
 
-def test_parameters_are_not_replaced_by_a_state_while_they_are_averaged():
-    def act(party):
-        model = linear()
-        synchronized, _ = join(party, ragged(1), model)
-        state = {name: value + 1 for name, value in model.state_dict().items()}
-        with pytest.raises(SpecError, match="Leave assign out"):
-            model.load_state_dict(state, assign=True)
-        with pytest.raises(SpecError, match="Leave assign out"):
-            synchronized.load_state_dict({f"module.{name}": value for name, value in state.items()}, assign=True)
-        model.load_state_dict(state)
-        assert torch.equal(model.weight, state["weight"])
-        synchronized.close()
-        model.load_state_dict(state, assign=True)
-
-    run_ranks(1, act)
-
-
 @pytest.mark.parametrize(
     "outer",
     [

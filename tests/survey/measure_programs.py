@@ -23,7 +23,7 @@ class Network(nn.Module):
         return self.head(self.body((x.abs() + 1e-3).log()))
 
 
-def measured(*, device: str, batch: int, memory: int | None = None) -> dict[str, Any]:
+def measured(*, device: str, batch: int, memory: list[int] | None = None) -> dict[str, Any]:
     """Measures, plans, and returns the profile and what is predicted; less than the usual time is enough here."""
     importlib.import_module("evenly.survey.measure").QUICK_S /= 2
     importlib.import_module("evenly.session.rehearsal").QUICK_S /= 4
@@ -34,7 +34,9 @@ def measured(*, device: str, batch: int, memory: int | None = None) -> dict[str,
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    profile = evenly.measure(model.to(device), example, quick=True, memory_bytes=memory, tell=told.append)
+    profile = evenly.measure(
+        model.to(device), example, quick=True, memory_bytes=memory and memory[dist.get_rank()], tell=told.append
+    )
     assert torch.equal(torch.rand(3), expected), "measuring changed the random numbers of the program"
     cluster, graph = evenly.discover(device=device), evenly.trace(model, example)
     made = evenly.plan(cluster, profile, graph, batch_size=batch)

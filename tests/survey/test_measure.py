@@ -2,8 +2,9 @@
 
 import pytest
 
-from evenly import Profile
+from evenly import Profile, SpecError
 from evenly.spec import Curve, DeviceProfile
+from evenly.survey.measure import _usable
 from evenly.survey.pooling import pooled
 from tests.processes import run_processes
 from tests.ranks import cluster_of, ragged
@@ -38,13 +39,23 @@ def test_two_real_ranks_measure_and_plan():
 
 def test_a_network_is_cut_on_trial_as_memory_allows_it():
     parameters = 4 * sum(p.numel() for p in Network().parameters())
-    limits = {"device": "cpu", "batch": 2, "memory": 3 * parameters}  # a whole network needs 4 of them to train
-    results = run_processes(ragged(2), MEASURED, limits, limit_s=100)
+    memory = [3 * parameters, 3 * parameters + 8]  # a whole network needs 4 of them to train
+    results = run_processes(ragged(2), MEASURED, {"device": "cpu", "batch": 2, "memory": memory}, limit_s=100)
     profile = Profile.from_json(results[0]["profile"])
-    assert [device.free_bytes for device in profile.devices] == [3 * parameters] * 2
+    assert [device.free_bytes for device in profile.devices] == memory
     assert [sorted(cut.ranks) for cut in profile.cuts] == [[0, 1]]
     assert any("cut over them" in words for words in results[0]["told"])
     assert results[0]["samples"] == [2]  # one network, cut over both
+
+
+@pytest.mark.parametrize("wish", [0, -1, True, 1.5, float("nan"), "8GB", [1, 2]], ids=str)
+def test_what_is_no_number_of_bytes(wish):
+    with pytest.raises(SpecError, match="one whole number above 0"):
+        _usable(10, wish)
+
+
+def test_limits_only_lower_what_is_free():
+    assert [_usable(10, wish) for wish in (None, 9, 11)] == [10, 9, 10]
 
 
 @pytest.mark.gpu

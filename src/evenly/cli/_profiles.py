@@ -10,7 +10,7 @@ from evenly.spec import Cluster, Graph, Profile
 class Shelf:
     """The place of one profile: of these machines and limits, this network and batch, this torch, this care."""
 
-    def __init__(self, cluster: Cluster, graph: Graph, limits: list[int] | None = None, *, quick: bool) -> None:
+    def __init__(self, cluster: Cluster, graph: Graph, *, limits: list[int] | None, quick: bool) -> None:
         import torch
 
         from evenly.survey.measure import versions

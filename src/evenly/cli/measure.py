@@ -43,7 +43,7 @@ def measure(
     graph_out: Annotated[Path | None, typer.Option(help="Write the network as JSON to this file.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="About 15 seconds instead of a minute.")] = False,
     memory: Annotated[
-        str | None, typer.Option(metavar="8GB,4GB,...", help="What each rank may use; else what is free.")
+        str | None, typer.Option(metavar="8GB,4GB,...", help="What plans may use of each rank; else what is free.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not use a profile that was kept before.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
@@ -59,7 +59,7 @@ def measure(
     with Session(device=device, timeout_s=timeout) as session:
         if session.rank == 0:
             require_writable(out, cluster_out, graph_out)
-        limits = None if memory is None else _limits(memory, session.world_size)
+        limits = _limits(session, memory)
         network = build(model, dtype)
         batch = examples(model, inputs or (), dtype)
         graph = draw(model, network, batch)
@@ -76,11 +76,15 @@ def measure(
         print(word)
 
 
-def _limits(memory: str, ranks: int) -> list[int]:
-    found = memories_of(memory)
-    if len(found) != ranks:
-        raise SpecError(f"--memory {memory} was given for {counted(ranks, 'rank')}. Write one size for each.")
-    return found
+def _limits(session: "Session", memory: str | None) -> list[int] | None:
+    """Returns what each rank may use, as rank 0 was told; None where that is all."""
+    ranks, given = session.world_size, []
+    if memory is not None and session.rank == 0:
+        given = memories_of(memory)
+        if len(given) != ranks:
+            raise SpecError(f"--memory {memory} was given for {counted(ranks, 'rank')}. Write one size for each.")
+    told = session.sum(*(given or [0.0] * ranks))
+    return [int(size) for size in told] if any(told) else None
 
 
 def _profile(
@@ -97,7 +101,7 @@ def _profile(
     from evenly.cli._profiles import Shelf
     from evenly.session import measure as measure_all
 
-    shelf = Shelf(session.cluster, graph, limits, quick=quick)
+    shelf = Shelf(session.cluster, graph, limits=limits, quick=quick)
     kept = shelf.find() if session.rank == 0 and not fresh else None
     if session.sum(kept is not None)[0]:
         return kept or _nothing(session, graph), f"kept from an earlier time in {shelf.path}; --fresh measures anew"

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroupGloo
 
 from evenly.comm.party import Party
 from evenly.comm.slices import Segment, refine
+from evenly.launch.recorder import spare_recorder
 from evenly.spec import Device
 
 MARGIN_S = 30.0  # whoever waits gives up first and says who is missing; the backend only knows that somebody is
@@ -128,6 +129,7 @@ def backend_for(devices: Sequence[Device]) -> str:
 
 def open_group(party: Party, name: str, ranks: Sequence[int], *, backend: str, timeout_s: float) -> dist.ProcessGroup:
     """Returns a process group of `ranks` that torch's registry does not know; only its members call this."""
+    spare_recorder()
     store = PrefixStore(name, party.store)
     rank, size = list(ranks).index(party.rank), len(ranks)
     timeout = timedelta(seconds=timeout_s + MARGIN_S)

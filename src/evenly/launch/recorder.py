@@ -1,29 +1,36 @@
-"""The flight recorder of torch: whether it is on must be settled before the first collective."""
+"""The flight recorder of torch, which is not safe for two threads before torch 2.13."""
 
 import os
-from collections.abc import MutableMapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
 
-SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # of the recorder, of which torch takes the first
+import torch
+from torch._C import _distributed_c10d as c10d
+
+SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # of the recorder; torch takes the first that is set
 
 
-def spare_recorder(found: str, environ: MutableMapping[str, str]) -> None:
-    """Turns the flight recorder of torch before 2.13 off, unless its size was chosen.
+@cache
+def spare_recorder() -> None:
+    """Makes the recorder of gloo's collectives, turned off, where it is not safe and its size was not chosen.
 
-    It notes the first collective of every group in a table without a lock. An exchange beside the training is made by
-    another thread than the averages of a node, so the process could crash there, or never return.
-
-    >>> environ = {}; spare_recorder("2.11.0+cu130", environ); environ
-    {'TORCH_FR_BUFFER_SIZE': '0'}
+    It notes the first collective of every group in a table without a lock (pytorch/pytorch#179449). An exchange beside
+    the training is made by another thread than the averages of a node, so a process could crash there, or never
+    return. NCCL's recorder is another one and stays as it is. A recorder that is there already stays as it is too.
     """
-    parts = found.split(".")[:2]
-    is_old = all(part.isdigit() for part in parts) and tuple(map(int, parts)) < (2, 13)
-    if is_old and not any(size in environ for size in SIZES):
-        environ[SIZES[0]] = "0"
+    if is_safe(torch.__version__) or any(size in os.environ for size in SIZES):
+        return
+    os.environ[SIZES[0]] = "0"
+    try:
+        c10d._dump_fr_trace_json()  # it reads its size when it is made, and this makes it
+    finally:
+        os.environ.pop(SIZES[0], None)
 
 
-def prepare_recorder() -> None:
-    """Settles it for the torch that is installed, without loading it."""
-    with suppress(PackageNotFoundError):  # one that was built here has no version yet
-        spare_recorder(version("torch"), os.environ)
+def is_safe(version: str) -> bool:
+    """Returns whether the recorder of this torch has its lock.
+
+    >>> is_safe("2.11.0+cu130"), is_safe("2.13.0a0+git1234")
+    (False, True)
+    """
+    parts = version.split(".")[:2]
+    return not all(part.isdigit() for part in parts) or tuple(map(int, parts)) >= (2, 13)

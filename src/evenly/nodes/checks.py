@@ -1,8 +1,5 @@
 """What a module and its optimizer must be to be kept in step with other ranks."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,20 +13,11 @@ def require_plain(module: torch.nn.Module) -> None:
     """Raises `SpecError` for a module that is, or has inside, one that is kept in step with other ranks already."""
     for name, part in module.named_modules():
         if isinstance(part, DistributedDataParallel) or hasattr(type(part), "agreed_buffers"):
-            where = f" inside, as {name!r}" if name else ""
+            where, advice = (f" inside, as {name!r}", "Put") if name else ("", "Give")
             raise SpecError(
-                f"synchronize was given a {type(part).__name__}{where}, which averages gradients already. Give the "
-                "plain network: its .module."
+                f"synchronize was given a {type(part).__name__}{where}, which averages gradients already. {advice} the "
+                f"plain network{' in its place' if name else ''}: its .module."
             )
-
-
-def refuse_assigning(module: nn.Module, state: object, prefix: str, about: Mapping[str, Any], *_: object) -> None:
-    """Raises `SpecError` where a state is about to replace parameters, as `load_state_dict(assign=True)` does."""
-    if about.get("assign_to_params_buffers"):
-        raise SpecError(
-            "load_state_dict(assign=True) was called on a synchronized network, but it would replace the parameters "
-            "that are averaged and optimized. Leave assign out: values are then copied into them."
-        )
 
 
 def require_dense(module: torch.nn.Module) -> None:

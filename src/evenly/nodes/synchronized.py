@@ -15,7 +15,7 @@ import torch
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Alarm, Groups, Waiter, require_same
 from evenly.nodes.bell import Bell
-from evenly.nodes.checks import refuse_assigning, require_dense, require_trainable
+from evenly.nodes.checks import require_dense, require_trainable
 from evenly.nodes.counting import counted_samples, leading_dim
 from evenly.nodes.exchanger import Exchanger
 from evenly.nodes.membership import Membership
@@ -95,7 +95,6 @@ class Synchronized(torch.nn.Module):
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            module.register_load_state_dict_pre_hook(refuse_assigning),  # type: ignore[no-untyped-call]  # as in torch
         ]
         if scaler is not None:
             self._watch(scaler)

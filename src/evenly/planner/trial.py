@@ -38,6 +38,6 @@ def cut_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> Crew | N
     seconds = whole_s if whole_s < float("inf") else 0.0
     lines = cut_lines(ranks, works, profile, free, batch, {}, seconds=seconds, samples=batch)
     best = min(lines, key=lambda line: line.least_s(batch), default=None)
-    if best is None or best.least_s(batch) > PROMISING * whole_s:
+    if best is None or best.least_s(batch) >= PROMISING * whole_s:  # or there is no memory for it
         return None
     return max((crew for crew in best.crews if crew.layout is not None), key=lambda crew: len(crew.ranks), default=None)

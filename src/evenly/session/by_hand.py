@@ -60,19 +60,25 @@ def measure(
         model: the network, on the device of this rank; it is not changed.
         example: the batch to train with, as forward takes it.
         quick: about 15 seconds of measuring instead of a minute.
-        memory_bytes: what this rank may use; all that is free if left out. What plans must keep to is then also what
-            networks that are cut on trial keep to.
+        memory_bytes: what plans may use of this rank's free memory; all of it if left out. Networks that are cut on
+            trial are then cut as plans will do it; measuring whole networks may use more.
         group: the ranks to measure; torch's default group if left out.
         tell: called with what is measured now, to show progress.
         timeout_s: how long to wait for the other ranks.
     """
-    if memory_bytes is not None and memory_bytes <= 0:
-        raise SpecError(f"memory_bytes={memory_bytes} was given. Give a number above 0, or leave it out.")
     party = party_of(group)
     device = next(iter(model.parameters()), torch.empty(0)).device
     cluster = survey_party(party, device, timeout_s=timeout_s)
-    wishes: Any = {"quick": quick, "memory_bytes": memory_bytes, "tell": tell, "timeout_s": timeout_s}
-    return measure_party(party, follow(model, example), cluster, device, **wishes)
+    return measure_party(
+        party,
+        follow(model, example),
+        cluster,
+        device,
+        quick=quick,
+        memory_bytes=memory_bytes,
+        tell=tell,
+        timeout_s=timeout_s,
+    )
 
 
 def measure_party(

@@ -1,12 +1,12 @@
 """Cluster -> Profile: every rank times the network on its device, all together, and pairs of ranks time their way."""
 
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import torch
 
+from evenly._errors import SpecError
 from evenly.comm import Alarm, Party, Waiter, backend_for, gather_json, open_group
 from evenly.graph import Traced
 from evenly.spec import Cluster, Curve, DeviceProfile, Lane, Meeting, Profile
@@ -32,7 +32,7 @@ def measure_cluster(
     timeout_s: float = 600.0,
     parent: Alarm | None = None,
 ) -> Profile:
-    """Returns the profile of a cluster for one network and batch, in which this rank may use `memory_bytes`."""
+    """Returns the profile of a cluster for one network and batch; all ranks call it together."""
     alarm = Alarm(party, parent=parent)
     try:
         waiter = Waiter(alarm, place="the measurement of devices", timeout_s=timeout_s)
@@ -43,7 +43,7 @@ def measure_cluster(
         require_training(traced)
         survey = DeviceSurvey(traced, device, budget_s=budget_s, tell=tell)
         ranks_here = sum(_shares_device(cluster, party.rank, other) for other in node.ranks)
-        free_bytes = min(survey.free_bytes(ranks_here), memory_bytes or sys.maxsize)
+        free_bytes = _usable(survey.free_bytes(ranks_here), memory_bytes)
         gather_json(None, everybody, waiter)  # so that all work at the same time
         step = survey.step()
         mine = DeviceProfile(
@@ -78,6 +78,18 @@ def measure_cluster(
         raise
     finally:
         alarm.close()
+
+
+def _usable(free_bytes: int, wish: int | None) -> int:
+    """Returns what plans may use of the memory of a rank."""
+    if wish is None:
+        return free_bytes
+    if isinstance(wish, bool) or not isinstance(wish, int) or wish <= 0:
+        raise SpecError(
+            f"memory_bytes={wish} was given to measure, but it is what this rank may use: one whole number above 0. "
+            "Give it in bytes, on each rank its own, or leave it out."
+        )
+    return min(free_bytes, wish)
 
 
 def _shares_device(cluster: Cluster, rank: int, other: int) -> bool:
