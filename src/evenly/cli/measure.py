@@ -78,12 +78,13 @@ def measure(
 
 def _limits(session: "Session", memory: str | None) -> list[int] | None:
     """Returns what each rank may use, as rank 0 was told; None where that is all."""
-    ranks, given = session.world_size, []
+    ranks = session.world_size
+    given: list[int] = []
     if memory is not None and session.rank == 0:
         given = memories_of(memory)
         if len(given) != ranks:
             raise SpecError(f"--memory {memory} was given for {counted(ranks, 'rank')}. Write one size for each.")
-    told = session.sum(*(given or [0.0] * ranks))
+    told = session.sum(*(given or [0] * ranks))
     return [int(size) for size in told] if any(told) else None
 
 

@@ -21,7 +21,7 @@ def spare_recorder() -> None:
         return
     os.environ[SIZES[0]] = "0"
     try:
-        c10d._dump_fr_trace_json()  # it reads its size when it is made, and this makes it
+        c10d._dump_fr_trace_json()  # type: ignore[attr-defined]  # it reads its size when it is made, and this makes it
     finally:
         os.environ.pop(SIZES[0], None)
 
