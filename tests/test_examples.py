@@ -7,8 +7,11 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from evenly.spec import Run, RunStarted
 
+pytestmark = pytest.mark.alone  # each starts several processes, and beside others they take minutes
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
 TWICE = """

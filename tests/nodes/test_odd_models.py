@@ -1,9 +1,11 @@
 """Networks, optimizers and ranks that cannot take part, or only in their own way."""
 
 import copy
+import gc
 import pickle
 import threading
 import time
+import weakref
 from contextlib import closing
 
 import pytest
@@ -161,6 +163,19 @@ def test_a_synchronized_model_is_neither_synchronized_again_nor_copied():
     for given, where in ((inside, ""), (nn.Sequential(inside), " inside, as '0'")):
         with pytest.raises(SpecError, match=f"DistributedDataParallel{where}"):
             require_plain(given)
+
+
+def test_a_closed_model_that_is_let_go_takes_its_groups_along():
+    def act(party):
+        synchronized, optimizer = join(party, ragged(1, 1), linear())
+        train(synchronized, optimizer, 2, party.rank)
+        synchronized.finish()
+        synchronized.close()
+        return weakref.ref(synchronized._gradients._ddp)
+
+    kept = run_ranks(2, act)
+    gc.collect()
+    assert [ddp() for ddp in kept] == [None, None]
 
 
 @pytest.mark.parametrize(

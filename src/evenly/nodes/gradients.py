@@ -4,12 +4,14 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from evenly._errors import SpecError
 from evenly.comm import Alarm
 from evenly.nodes.averaging import Averaging
 from evenly.nodes.sharing import Gradients
@@ -39,7 +41,7 @@ class NodeGradients(Gradients):
             find_unused_parameters=find_unused_parameters,
             **_local_buffers(),
         )
-        self._ddp.register_comm_hook(None, self._average)
+        self._ddp.register_comm_hook(ref(self), _average)  # DDP would keep itself and the group alive for ever
         if group.size() > 1 and not find_unused_parameters:
             self._rehearse()
 
@@ -92,7 +94,8 @@ class NodeGradients(Gradients):
     def close(self) -> None:
         """DDP goes with the object."""
 
-    def _average(self, state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Begins to average a bucket of gradients."""
         if bucket.index() == 0:
             self._alarm.begin()
             samples = self._accumulated + self._current
@@ -108,6 +111,13 @@ class NodeGradients(Gradients):
             self._averaged += self._averaging.samples
             self._accumulated = self._current = 0.0
         return future
+
+
+def _average(owner: "ref[NodeGradients]", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    gradients = owner()
+    if gradients is None:
+        raise SpecError("backward was called after the synchronized model was let go. Keep it as long as its losses.")
+    return gradients.average(bucket)
 
 
 class _Body(torch.nn.Module):
