@@ -6,8 +6,9 @@ runs beside at least six plans made by hand, in turns, a few steps each, round a
 several nodes the largest of their medians, as nodes wait for each other only at exchanges, many steps apart. How
 long a rank waits is read from its CPU time: one that never waits uses all of its quota.
 
-The speed of a shared machine changes by 20 % within minutes. So devices are measured again in the middle of the run and
-after it, and a prediction is the mean of the one made before, from which the plan was chosen, and of these.
+A prediction is what the plan says before it runs. The speed of a shared machine changes by 20 % within minutes, so
+devices are measured again in the middle of the run and after it: what would have been predicted then is told beside it
+(`predictions_ms`), and counts for nothing.
 
 Also: unequal batches on 100 % and 30 % of a core beside equal ones, and the accuracy with both; a device that becomes
 four times slower in the middle of a run; the time to plan ResNet-152 for 1,024 devices, and to simulate 10,000 nodes.
@@ -528,7 +529,6 @@ def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
     homes = [index for index, node in enumerate(CASES[name]["cpu"]) for _ in node]
     for key in told["samples"]:  # the chosen plan first
         predictions = [forecasts[key] for forecasts in told["predicted"]]
-        predicted = sum(predictions) / len(predictions)
         between = [seconds for row in told["seen"] for seconds in row[key][2]]
         spread_s = median(between) if between else 0.0
         nodes = []  # the rounds of each
@@ -547,10 +547,10 @@ def rows_of(name: str, told: dict[str, Any]) -> list[dict[str, Any]]:
                 "samples": "/".join(map(str, told["samples"][key])),
                 "ms_per_step": 1e3 * step,
                 "ms_spread": spread([1e3 * max(seconds) for seconds in zip(*nodes, strict=True)]),
-                "predicted_ms": 1e3 * predicted,
+                "predicted_ms": 1e3 * predictions[0],
                 "predictions_ms": [round(1e3 * seconds, 1) for seconds in predictions],
                 "chosen_over": over(ours, nodes),
-                "prediction_error": predicted / step - 1,
+                "prediction_error": predictions[0] / step - 1,
                 "slowest_waits": waits[min(waits, key=lambda rank: quotas[rank])],
                 "most_wait": max(waits.values()),
             }
