@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "src"))  # environments of peers have no evenly
 
 from benchmarks.common import HERE, RESULTS, Claim, median, show, spread, tell
-from benchmarks.exchange_ways import BATCH, BUSY_BATCH, PERIOD, SLOW, Method, busy_network, network, versions, ways_of
+from benchmarks.exchange_ways import BATCH, MOST_BUSY, PERIOD, SLOW, Method, busy_network, network, versions, ways_of
 
 CLAIMS = {  # by the part of --full that makes them
     "throughput": (
@@ -41,6 +42,7 @@ CLAIMS = {  # by the part of --full that makes them
 }  # fmt: skip
 CASES = (((2, 2), 200.0), ((2, 2), 50.0), ((3, 1), 200.0), ((3, 1), 50.0))  # ranks of the nodes, Mbit/s
 PARTS = tuple(CLAIMS)
+STEP_S = 0.12  # of the busy network without exchanges: DDP comes to at most a quarter of that at 50 Mbit/s
 PEERS_PYTHON = RESULTS.parents[1] / ".peers" / "exchange" / "bin" / "python"
 
 
@@ -75,7 +77,7 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
     return float((model(images).argmax(1) == labels).float().mean())
 
 
-def worker(rounds: int, steps: int, sitting: str) -> None:
+def worker(rounds: int, steps: int, sitting: str, batch: int) -> None:
     from evenly.recipes.fashion_data import load_fashion
 
     dist.init_process_group("gloo")
@@ -85,7 +87,7 @@ def worker(rounds: int, steps: int, sitting: str) -> None:
     nodes = evenly.discover().rank_lists()
     train, test = load_fashion()
     images, labels = train.tensors
-    made, batch = (network, BATCH) if sitting == "short" else (busy_network, BUSY_BATCH)
+    made = network if sitting == "short" else busy_network
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1))
 
     def batches(first: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -93,7 +95,7 @@ def worker(rounds: int, steps: int, sitting: str) -> None:
         rows = [order[[(start + i) % len(order) for i in range(batch)]] for start in starts]
         return [(images[chosen], labels[chosen]) for chosen in rows]
 
-    makes, ways = ways_of(sitting), {}
+    makes, ways = ways_of(sitting, batch), {}
     for table in [[name] for name in makes] if sitting == "apart" else [list(makes)]:  # those at one table take turns
         ways |= {name: makes[name](nodes, made()) for name in table}
         for name in table:  # a period warms up, and some steps let what is under way arrive
@@ -112,7 +114,8 @@ def worker(rounds: int, steps: int, sitting: str) -> None:
         for name, way in ways.items()
     }
     if rank == 0:
-        print(json.dumps({"parameter_bytes": size, "methods": result, "versions": versions()}), flush=True)
+        told = {"parameter_bytes": size, "batch": batch, "methods": result, "versions": versions()}
+        print(json.dumps(told), flush=True)
     dist.barrier()
     for way in ways.values():
         way.close()
@@ -127,17 +130,17 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="all peers and forms, two links, 2 x 2 and 3 + 1 ranks")
     parser.add_argument("--only", choices=PARTS, help="one part of --full; the others stay as they were saved")
     parser.add_argument("--seeds", type=int, default=3, help="of the parts of --full that train to the end")
-    parser.add_argument("--worker", nargs=3, metavar=("ROUNDS", "STEPS", "SITTING"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=4, metavar=("ROUNDS", "STEPS", "SITTING", "BATCH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        rounds, steps, sitting = arguments.worker
-        worker(int(rounds), int(steps), sitting)
+        rounds, steps, sitting, batch = arguments.worker
+        worker(int(rounds), int(steps), sitting, int(batch))
         return
     rounds, steps = (2, PERIOD) if arguments.quick else (6, 2 * PERIOD)
     if arguments.full or arguments.only:
         run_full(arguments)
         return
-    told = on_lab((2, 2), arguments.rate, rounds, steps, "short")
+    told = on_lab((2, 2), arguments.rate, rounds, steps, "short", BATCH)
     report(told, rounds=rounds, steps=steps, rate=arguments.rate, save=arguments.save)
 
 
@@ -148,10 +151,10 @@ def run_full(arguments: argparse.Namespace) -> None:
     rounds, steps = (1, 2 * PERIOD) if arguments.quick else (4, 4 * PERIOD)
     seeds = 1 if arguments.quick else arguments.seeds
     acts = {
-        "throughput": lambda: throughput_part(rounds, steps),
+        "throughput": lambda: throughput_part(rounds, steps, busy_batch()),
         "accuracy": lambda: accuracy_part(seeds, quick=arguments.quick),
         "adaptive": lambda: adaptive_part(seeds, quick=arguments.quick),
-        "hivemind": lambda: hivemind_part(1 if arguments.quick else 3, 2 * PERIOD),
+        "hivemind": lambda: hivemind_part(1 if arguments.quick else 3, 2 * PERIOD, busy_batch()),
         "sweep": lambda: sweep_part(1, quick=arguments.quick),
     }
     chosen = [arguments.only] if arguments.only else list(PARTS)
@@ -163,11 +166,12 @@ def run_full(arguments: argparse.Namespace) -> None:
         rows += [{**HERE, **row} for row in mine]
         claims += promised
         note = (
-            f"Throughput: K' = {PERIOD}, batch {BUSY_BATCH} a rank, 0.56 M parameters, methods in turns; 'no exchange' "
-            "is the limit, our best form the one that comes nearest; hivemind runs after its own limit; bytes go both "
-            "ways, read at the links. Training: ResNet of 0.27 M parameters, 12800 images; accuracy: 5 epochs, batch "
-            "16 a rank, rate 0.05; adaptive (exchanges may cost 20 % of the time, overlap 2, int8) and sweep: 3 "
-            "epochs, batch 8, rate 0.01; seconds run from the first step to the evaluated model."
+            f"Throughput: K' = {PERIOD}, 0.56 M parameters, the batch (up to {MOST_BUSY} a rank) with which a step "
+            f"takes {STEP_S:g} s, methods in turns; 'no exchange' is the limit, our best form the one that comes "
+            "nearest; hivemind runs after its own limit; bytes go both ways, read at the links. Training: ResNet of "
+            "0.27 M parameters, 12800 images; accuracy: 5 epochs, batch 16 a rank, rate 0.05; adaptive (exchanges may cost "
+            "20 % of the time, overlap 2, int8) and sweep: 3 epochs, batch 8, rate 0.01; seconds run from the first step "
+            "to the evaluated model."
         )
         tell_parts(rows, claims, note=note, save=arguments.save)
 
@@ -192,18 +196,29 @@ def tell_parts(rows: list[dict], claims: list[Claim], *, note: str, save: bool) 
     tell("exchange_full", rows, claims, note=note, save=save, shown=[row for row in rows if row["part"] == "sweep"])
 
 
-def on_lab(ranks: tuple[int, ...], rate: float, rounds: int, steps: int, sitting: str) -> dict:
+def on_lab(ranks: tuple[int, ...], rate: float, rounds: int, steps: int, sitting: str, batch: int) -> dict:
     """Returns what the ranks of these nodes saw, with links of so many Mbit/s."""
     from evenly.lab import Lab, LabCluster, LabNode
 
     nodes = tuple(LabNode(name=f"node{i}", ranks=count, rate_mbit=rate) for i, count in enumerate(ranks))
     python = PEERS_PYTHON if sitting != "short" and PEERS_PYTHON.exists() else Path(sys.executable)
-    command = [str(python), str(Path(__file__).resolve()), "--worker", str(rounds), str(steps), sitting]
+    command = [str(python), str(Path(__file__).resolve()), "--worker", str(rounds), str(steps), sitting, str(batch)]
     with Lab(LabCluster(nodes=nodes)) as lab:
         result = lab.run(command, output="capture", timeout_s=1500 if sitting != "apart" else 600)
     result.check()
     print(f"{ranks} ranks at {rate:g} Mbit/s, {sitting}: done", file=sys.stderr, flush=True)
     return json.loads(result.stdout[0].strip().splitlines()[-1])
+
+
+@cache
+def busy_batch() -> int:
+    """Returns the samples of a rank with which a step of the busy network takes about `STEP_S` on this machine."""
+    told = on_lab((2, 2), 200.0, 2, 2 * PERIOD, "pace", MOST_BUSY)
+    seconds = median(told["methods"]["no exchange"]["seconds"])
+    batch = max(4, min(MOST_BUSY, 4 * round(MOST_BUSY * STEP_S / seconds / 4)))
+    words = f"a step with {MOST_BUSY} samples takes {1e3 * seconds:.0f} ms: batches of {batch}"
+    print(words, file=sys.stderr, flush=True)
+    return batch
 
 
 def compared(told: dict, ranks: tuple[int, ...], rate: float, steps: int) -> list[dict]:
@@ -216,6 +231,7 @@ def compared(told: dict, ranks: tuple[int, ...], rate: float, steps: int) -> lis
                 "nodes": " + ".join(map(str, ranks)),
                 "mbit_per_s": rate,
                 "method": name,
+                "batch": told["batch"],
                 "ms_per_step": 1e3 * median(way["seconds"]),
                 "spread_ms": spread([1e3 * s for s in way["seconds"]]),
                 "throughput_over_limit": median([free / own for free, own in zip(limit, way["seconds"], strict=True)]),
@@ -227,7 +243,7 @@ def compared(told: dict, ranks: tuple[int, ...], rate: float, steps: int) -> lis
     return rows
 
 
-def hivemind_part(rounds: int, steps: int) -> tuple[list[dict], list[Claim]]:
+def hivemind_part(rounds: int, steps: int, batch: int) -> tuple[list[dict], list[Claim]]:
     """Returns the rows of hivemind, which goes on in the turns of others, so it comes after its limit.
 
     One of our forms runs there too. Nothing of it where it is not installed or does not end.
@@ -238,7 +254,7 @@ def hivemind_part(rounds: int, steps: int) -> tuple[list[dict], list[Claim]]:
     ahead = []
     for ranks, rate in CASES if PEERS_PYTHON.exists() else ():
         try:
-            told = compared(on_lab(ranks, rate, rounds, steps, "apart"), ranks, rate, steps)
+            told = compared(on_lab(ranks, rate, rounds, steps, "apart", batch), ranks, rate, steps)
         except EvenlyError as error:
             print(f"left out: {error}", file=sys.stderr, flush=True)
             continue
@@ -249,11 +265,11 @@ def hivemind_part(rounds: int, steps: int) -> tuple[list[dict], list[Claim]]:
     return rows, [Claim("throughput_over_hivemind_50mbit", min(ahead), 1.25, "higher")] if ahead else []
 
 
-def throughput_part(rounds: int, steps: int) -> tuple[list[dict], list[Claim]]:
+def throughput_part(rounds: int, steps: int, batch: int) -> tuple[list[dict], list[Claim]]:
     """Returns the rows of all links and nodes, and what was promised."""
     rows, over, bytes_of, best, rivals = [], {}, {}, {}, {}
     for ranks, rate in CASES:
-        for row in compared(on_lab(ranks, rate, rounds, steps, "full"), ranks, rate, steps):
+        for row in compared(on_lab(ranks, rate, rounds, steps, "full", batch), ranks, rate, steps):
             over[ranks, rate, row["method"]] = row["throughput_over_limit"]
             bytes_of[ranks, rate, row["method"]] = row["times_model_size_per_step"]
             rows.append({"part": "throughput", **row})

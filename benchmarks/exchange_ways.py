@@ -22,7 +22,7 @@ from torch import nn
 
 PERIOD = 8
 BATCH = 32
-BUSY_BATCH = 64
+MOST_BUSY = 64  # samples of a rank with which the busy network is tried
 Nodes = list[list[int]]
 
 
@@ -37,10 +37,7 @@ def network() -> nn.Module:
 
 
 def busy_network() -> nn.Module:
-    """Returns three convolutions and two linear layers: 0.56 million parameters and more work for each.
-
-    DDP comes to at most a quarter of what nodes that never talk reach at 50 Mbit/s.
-    """
+    """Returns three convolutions and two linear layers: 0.56 million parameters and more work for each."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(),
@@ -163,7 +160,7 @@ def slowmo(nodes: Nodes, plain: nn.Module) -> Method:
     return Method(model, plain, step, optimizer.zero_grad)
 
 
-def hive(nodes: Nodes, plain: nn.Module) -> Method:
+def hive(nodes: Nodes, plain: nn.Module, *, batch: int = MOST_BUSY) -> Method:
     """Local updates of hivemind: each rank is a peer, parameters are averaged in the background."""
     import hivemind
 
@@ -177,7 +174,7 @@ def hive(nodes: Nodes, plain: nn.Module) -> Method:
         dht = hivemind.DHT(initial_peers=known[0], host_maddrs=[f"/ip4/{address}/tcp/0"], start=True)
     optimizer = hivemind.Optimizer(
         dht=dht, run_id="exchange", optimizer=optimizer_of(plain), use_local_updates=True,
-        batch_size_per_step=BUSY_BATCH, target_batch_size=PERIOD * BUSY_BATCH * world,
+        batch_size_per_step=batch, target_batch_size=PERIOD * batch * world,
         matchmaking_time=1.0, averaging_timeout=20.0,
         tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.2, "max_refresh_period": 1.0},
     )  # fmt: skip
@@ -236,10 +233,8 @@ FULL: dict[str, Make] = {
     "evenly, int8, 2 fragments": partial(ours, overlap=3, codec="int8", fragments=2),
     "evenly, int8, Nesterov": partial(ours, overlap=3, codec="int8", outer="nesterov"),
 }
-APART: dict[str, Make] = {  # one after the other: hivemind goes on in the turns of others
-    **{name: FULL[name] for name in ("no exchange", "evenly, fp32")},
-    "hivemind": hive,
-}
+APART = {name: FULL[name] for name in ("no exchange", "evenly, fp32")}  # and hivemind, one after the other
+PACE = {"no exchange": FULL["no exchange"]}
 SLOW = ("global DDP", "DDP, fp16 hook")  # one period a round is enough of them
 NEEDS = {"accelerate LocalSGD": "accelerate", "fairscale SlowMo": "fairscale", "hivemind": "hivemind"}
 
@@ -251,7 +246,8 @@ def versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in known)
 
 
-def ways_of(sitting: str) -> dict[str, Make]:
+def ways_of(sitting: str, batch: int) -> dict[str, Make]:
     """Returns the ways of one run of the lab whose packages are there."""
-    ways = {"short": METHODS, "full": FULL, "apart": APART}[sitting]
+    apart = APART | {"hivemind": partial(hive, batch=batch)}
+    ways = {"short": METHODS, "full": FULL, "apart": apart, "pace": PACE}[sitting]
     return {name: make for name, make in ways.items() if name not in NEEDS or importlib.util.find_spec(NEEDS[name])}
