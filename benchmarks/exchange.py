@@ -169,9 +169,9 @@ def run_full(arguments: argparse.Namespace) -> None:
             f"Throughput: K' = {PERIOD}, 0.56 M parameters, the batch (up to {MOST_BUSY} a rank) with which a step "
             f"takes {STEP_S:g} s, methods in turns; 'no exchange' is the limit, our best form the one that comes "
             "nearest; hivemind runs after its own limit; bytes go both ways, read at the links. Training: ResNet of "
-            "0.27 M parameters, 12800 images; accuracy: 5 epochs, batch 16 a rank, rate 0.05; adaptive (exchanges may cost "
-            "20 % of the time, overlap 2, int8) and sweep: 3 epochs, batch 8, rate 0.01; seconds run from the first step "
-            "to the evaluated model."
+            "0.27 M parameters, 12800 images; accuracy: 5 epochs, batch 16 a rank, rate 0.05; adaptive (exchanges "
+            "may cost 20 % of the time, overlap 2, int8) and sweep: 3 epochs, batch 8, rate 0.01; seconds run from "
+            "the first step to the evaluated model."
         )
         tell_parts(rows, claims, note=note, save=arguments.save)
 

@@ -1,13 +1,16 @@
 """Process groups for ragged nodes: the node, the peers across nodes, everybody."""
 
 import ctypes
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, ProcessGroupGloo
 
 from evenly.comm.party import Party
 from evenly.comm.slices import Segment, refine
@@ -80,15 +83,16 @@ def open_groups(
     """
     index = next(i for i, ranks in enumerate(nodes) if party.rank in ranks)
 
-    def group(name: str, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    def group(name: str, ranks: Sequence[int], backend: str | None = None, beside: bool = beside) -> dist.ProcessGroup:
         chosen = backend or backend_for([devices[rank] for rank in ranks])
-        return open_group(party, name, ranks, backend=chosen, timeout_s=timeout_s)
+        return open_group(party, name, ranks, backend=chosen, timeout_s=timeout_s, beside=beside)
 
     def votes(name: str, ranks: Sequence[int], data: dist.ProcessGroup) -> dist.ProcessGroup:
         on_cpu = exchanged == "gloo" or backend_for([devices[rank] for rank in ranks]) == "gloo"
         return data if on_cpu else group(f"{name}votes", ranks, "gloo")
 
     everybody, own, exchanged = range(party.size), nodes[index], "gloo" if beside else None
+    averaging = everybody if joint_gradients else own
     node = group(f"node{index}", own, exchanged)
     peers = []
     for number, segment in enumerate(refine(nodes)):
@@ -100,7 +104,7 @@ def open_groups(
         nodes=tuple(tuple(ranks) for ranks in nodes),
         index=index,
         world=group("world", everybody, "gloo"),
-        gradients=group("gradients", everybody) if joint_gradients else group(f"gradients{index}", own),
+        gradients=group("gradients" if joint_gradients else f"gradients{index}", averaging, beside=False),
         node=node,
         node_votes=votes(f"node{index}", own, node),
         peers=tuple(peers),
@@ -127,8 +131,13 @@ def backend_for(devices: Sequence[Device]) -> str:
     return "nccl" if distinct and dist.is_nccl_available() else "gloo"
 
 
-def open_group(party: Party, name: str, ranks: Sequence[int], *, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """Returns a process group of `ranks` that torch's registry does not know; only its members call this."""
+def open_group(
+    party: Party, name: str, ranks: Sequence[int], *, backend: str, timeout_s: float, beside: bool = False
+) -> dist.ProcessGroup:
+    """Returns a process group of `ranks` that torch's registry does not know; only its members call this.
+
+    One that is used `beside` the training does not share the thread that receives with those of the training.
+    """
     spare_recorder()
     store = PrefixStore(name, party.store)
     rank, size = list(ranks).index(party.rank), len(ranks)
@@ -140,10 +149,24 @@ def open_group(party: Party, name: str, ranks: Sequence[int], *, backend: str, t
         engine: Backend = dist.ProcessGroupNCCL(store, rank, size, options)
         kind, served = dist.ProcessGroup.BackendType.NCCL, ["cuda"]
     else:
-        engine = ProcessGroupGloo(store, rank, size, timeout)
+        settings = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's annotations lack it
+        settings._devices, settings._timeout = _wires(os.getpid(), beside), timeout
+        settings._threads = 2 * len(settings._devices)  # as torch does it
+        engine = ProcessGroupGloo(store, rank, size, settings)
         kind, served = dist.ProcessGroup.BackendType.GLOO, ["cpu", "cuda"]
     group._set_default_backend(kind)
     engine._set_sequence_number_for_group()
     for device in served:
         group._register_backend(torch.device(device), kind, engine)
     return group
+
+
+@cache
+def _wires(process: int, beside: bool) -> list[ProcessGroupGloo.Device]:
+    """Returns gloo's ends of the wires, which all groups of a process share.
+
+    Each has a thread that wakes a hundred times a second, also if nothing happens. With one for every group a slow
+    device, such as one with a twentieth of a core, would lose a noticeable part of its time to them.
+    """
+    engine: Any = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=MARGIN_S))  # it reads GLOO_SOCKET_IFNAME
+    return list(engine.options._devices)

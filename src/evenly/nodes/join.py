@@ -112,4 +112,4 @@ def _open(party: Party, cluster: Cluster, exchange: Exchange, name: str, ranks: 
     """Returns a group for a meeting of cut networks; those of another thread do not use NCCL, see `open_groups`."""
     beside = exchange.overlap > 0 and not name.startswith("gradients")
     backend = "gloo" if beside else backend_for([cluster.device_of(rank) for rank in ranks])
-    return open_group(party, name, ranks, backend=backend, timeout_s=exchange.timeout_s)
+    return open_group(party, name, ranks, backend=backend, timeout_s=exchange.timeout_s, beside=beside)
