@@ -69,6 +69,17 @@ def test_a_useless_device_is_left_out_and_the_plan_says_why(graph):
     assert "ms" in made.roles[1].left_out
 
 
+@pytest.mark.parametrize(("speeds", "expected"), [([70, 25, 2], [47, 17, 0]), ([70, 25, 5], [45, 16, 3])])
+def test_a_device_that_would_wait_for_long_and_help_little_is_left_out(graph, speeds, expected):
+    made = planned(graph, speeds, batch_size=64, cut=False)
+    assert samples(made) == expected
+    assert ("fills its time" in made.roles[2].left_out) == (expected[2] == 0)
+
+
+def test_a_device_that_waits_stays_where_steps_are_much_shorter_with_it(graph):
+    assert samples(planned(graph, [10, 6], batch_size=3, cut=False)) == [2, 1]  # 0.2 and 0.17 s; 0.3 s without it
+
+
 def test_a_device_with_a_large_fixed_cost_gets_nothing(graph):
     cluster = cluster_of(2)
     profile = Profile.from_speeds(cluster, graph, [1, 1])

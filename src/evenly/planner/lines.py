@@ -21,6 +21,11 @@ class Line:
     limits: tuple[int, ...]
     kinds: tuple[int, ...]  # crews of one kind do the same in the same time, in whatever line of the node they are
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of all crews."""
+        return [rank for crew in self.crews for rank in crew.ranks]
+
     def samples(self, seconds: float, known: dict[int, int] | None = None) -> list[int]:
         """Returns how many samples each crew can do in this time; what is `known` of their kinds is not asked again."""
         known = {} if known is None else known

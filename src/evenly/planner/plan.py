@@ -6,6 +6,7 @@ from functools import cached_property
 from heapq import heapify, heapreplace
 
 from evenly._errors import SpecError
+from evenly.planner.balance import largest
 from evenly.planner.costs import Works, exchange_seconds
 from evenly.planner.layout import lay_out
 from evenly.planner.lines import Kinds, Line, cut_lines, single_lines
@@ -60,6 +61,7 @@ def plan(
     return task.plan(every, exchange_budget, exchange or Exchange())
 
 
+IDLE, HELP = 0.1, 1.06  # a rank that would wait for such a part of a step must make it so much shorter, at least
 EASED = 0.9  # to be so much faster while others rest is a reason to let them rest
 
 
@@ -151,13 +153,16 @@ class _Task:
         counts: list[list[int]] = [[]] * len(self.cluster.nodes)
         for members in self._groups.values():
             total, line, samples = _best(self._lines[members[0]], seconds)
-            first = self.cluster.nodes[members[0]].ranks
-            if line is None or not total:
-                continue
-            for index in members:
-                lines[index] = line.on(dict(zip(first, self.cluster.nodes[index].ranks, strict=True)))
-                counts[index] = list(samples)
+            for index in members if total else ():
+                lines[index], counts[index] = line, list(samples)
         _trim(lines, counts, self.batch)
+        step_s = max(_ends(lines, counts))
+        for members in self._groups.values():
+            first, ways = self.cluster.nodes[members[0]].ranks, self._lines[members[0]]
+            for index in members:
+                if (line := lines[index]) is not None:
+                    line, counts[index] = _without_idle(line, counts[index], ways, step_s)
+                    lines[index] = line.on(dict(zip(first, self.cluster.nodes[index].ranks, strict=True)))
         return lines, counts, max(_ends(lines, counts))
 
     def _require_memory(self) -> None:
@@ -229,6 +234,9 @@ class _Task:
         eased = min((self.profile.devices[other].alone for other in node if other != rank), default=1.0)
         if eased < EASED:
             return f"another rank of its node needs only {eased:.0%} of its time while it rests"
+        spare_s = step_s - (device.averaging_s or 0.0)
+        if device.step.at(largest(device.step.at, self.batch, spare_s)) < spare_s - IDLE * step_s:
+            return "no number of samples fills its time, and with it steps are hardly shorter"
         return "averaging with it takes longer than it can help"
 
     def _replicas(self, lines: Sequence[Line | None], counts: Sequence[list[int]]) -> tuple[Replica, ...]:
@@ -250,6 +258,27 @@ def _best(lines: Sequence[Line], seconds: float) -> tuple[int, Line | None, list
     ways = [(line, line.samples(seconds, known)) for line in lines]
     line, samples = max(ways, key=lambda way: sum(way[1]), default=(None, []))
     return sum(samples), line, samples
+
+
+def _without_idle(line: Line, samples: list[int], ways: Sequence[Line], step_s: float) -> tuple[Line, list[int]]:
+    """Returns a line without the ranks that would wait for long, if steps are hardly longer then; else the same.
+
+    Samples are whole, so there may be no number of them that fills the time of a slow rank. It helps little then.
+    """
+    idle, total = _idle(line, samples, step_s), sum(samples)
+    for way in ways if idle else ():
+        if idle.isdisjoint(way.ranks) and (end_s := way.least_s(total)) <= HELP * step_s:
+            counts = [way.samples(end_s)]
+            _trim([way], counts, total)
+            if not _idle(way, counts[0], max(end_s, step_s)):
+                return way, counts[0]
+    return line, samples
+
+
+def _idle(line: Line, samples: Sequence[int], step_s: float) -> set[int]:
+    """Returns the ranks that take part and wait for a large part of a step."""
+    waiting = [line.end_s(place, own) < (1 - IDLE) * step_s if own else False for place, own in enumerate(samples)]
+    return {rank for crew, waits in zip(line.crews, waiting, strict=True) if waits for rank in crew.ranks}
 
 
 def _ends(lines: Sequence[Line | None], counts: Sequence[list[int]]) -> list[float]:
