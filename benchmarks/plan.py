@@ -104,6 +104,8 @@ def alternatives(
     ):
         if all(counts := deal(BATCH, [weigh(r) for r in ranks])):
             add(f"batches by speed, {name}", dict(zip(ranks, counts, strict=True)))
+    for name, mixed in _with_others(chosen).items():
+        add(name, mixed)
     if free is not None:
         small = min(ranks, key=lambda r: free[r])
         others = [r for r in ranks if r != small]
@@ -128,6 +130,17 @@ def alternatives(
             found[name] = plan
             known.append(_told(plan))
     return found
+
+
+def _with_others(chosen: Any) -> dict[str, dict[int, int]]:
+    """Returns the samples of the chosen plan, but one of them for a rank that it leaves out."""
+    counts = {role.rank: role.samples for role in chosen.roles}
+    pairs = [(giver, rank) for rank in counts for giver in counts if counts[giver] > 1 and not counts[rank]]
+    return {
+        f"chosen, but a sample of rank {giver} for rank {rank}": {**counts, giver: counts[giver] - 1, rank: 1}
+        for giver, rank in pairs
+        if not chosen.replicas
+    }
 
 
 def _told(plan: Any) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from evenly.comm import (
     all_reduce,
     backend_for,
     broadcast,
+    close_groups,
     gather_json,
     open_group,
     open_groups,
@@ -154,3 +155,24 @@ def test_groups_of_a_process_share_the_thread_that_receives() -> None:
         groups.append(open_group(party, f"group{number}", [0], backend="gloo", timeout_s=20.0))
         counts.append(psutil.Process().num_threads())
     assert counts[-1] <= counts[0] + 2 * 5  # those that work: two for each group
+
+
+def close_one_of_two(party: Party) -> float:
+    """Returns a sum that a group makes after another one of the same ranks was closed."""
+    alarm = Alarm(party)
+    waiter = Waiter(alarm, place="a test", timeout_s=20.0)
+    first, second = (open_group(party, n, range(party.size), backend="gloo", timeout_s=20.0) for n in "ab")
+    total = torch.ones(1000)
+    waiter.wait([all_reduce(total, first)])
+    close_groups([first])
+    del first
+    waiter.wait([all_reduce(total, second)])
+    alarm.close()
+    return total[-1].item()
+
+
+@pytest.mark.parametrize("name", ["", "TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"])
+def test_a_closed_group_does_not_disturb_another(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if name:
+        monkeypatch.setenv(name, "1")
+    assert run_ranks(3, close_one_of_two) == [9.0] * 3

@@ -73,7 +73,13 @@ def test_a_useless_device_is_left_out_and_the_plan_says_why(graph):
 def test_a_device_that_would_wait_for_long_and_help_little_is_left_out(graph, speeds, expected):
     made = planned(graph, speeds, batch_size=64, cut=False)
     assert samples(made) == expected
-    assert ("fills its time" in made.roles[2].left_out) == (expected[2] == 0)
+    assert ("busy for 74% of a step" in made.roles[2].left_out) == (expected[2] == 0)
+
+
+def test_ranks_that_would_wait_are_left_out_in_equal_nodes_alike_and_others_take_over(graph):
+    made = planned(graph, [40, 0.9, 40, 0.9, 400], 2, 2, 1, batch_size=480, cut=False)
+    assert samples(made) == [40, 0, 40, 0, 400]
+    assert made.predicted.step_s < 1.03 * planned(graph, [40, 40, 400], 1, 1, 1, batch_size=480).predicted.step_s
 
 
 def test_a_device_that_waits_stays_where_steps_are_much_shorter_with_it(graph):

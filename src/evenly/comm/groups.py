@@ -1,7 +1,6 @@
 """Process groups for ragged nodes: the node, the peers across nodes, everybody."""
 
 import ctypes
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +13,7 @@ from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, ProcessG
 
 from evenly.comm.party import Party
 from evenly.comm.slices import Segment, refine
+from evenly.launch.gloo import wires_of_process
 from evenly.launch.recorder import spare_recorder
 from evenly.spec import Device
 
@@ -149,10 +149,7 @@ def open_group(
         engine: Backend = dist.ProcessGroupNCCL(store, rank, size, options)
         kind, served = dist.ProcessGroup.BackendType.NCCL, ["cuda"]
     else:
-        settings = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's annotations lack it
-        settings._devices, settings._timeout = _wires(os.getpid(), beside), timeout
-        settings._threads = 2 * len(settings._devices)  # as torch does it
-        engine = ProcessGroupGloo(store, rank, size, settings)
+        engine = _gloo(store, rank, size, timeout, beside=beside)
         kind, served = dist.ProcessGroup.BackendType.GLOO, ["cpu", "cuda"]
     group._set_default_backend(kind)
     engine._set_sequence_number_for_group()
@@ -161,12 +158,27 @@ def open_group(
     return group
 
 
+def _gloo(store: PrefixStore, rank: int, size: int, timeout: timedelta, *, beside: bool) -> ProcessGroupGloo:
+    """Returns what a group of gloo works with."""
+    owner = wires_of_process()
+    if owner is None:
+        return ProcessGroupGloo(store, rank, size, timeout)
+    settings = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's annotations lack it
+    settings._devices, settings._timeout = _wires(owner, beside), timeout
+    settings._threads = 2 * len(settings._devices)  # as torch does it
+    try:
+        return ProcessGroupGloo(store, rank, size, settings)
+    except BaseException:
+        _wires.cache_clear()  # a connection may be under way on these for ranks that are given up
+        raise
+
+
 @cache
-def _wires(process: int, beside: bool) -> list[ProcessGroupGloo.Device]:
+def _wires(owner: tuple[int, str], beside: bool) -> list[ProcessGroupGloo.Device]:
     """Returns gloo's ends of the wires, which all groups of a process share.
 
     Each has a thread that wakes a hundred times a second, also if nothing happens. With one for every group a slow
     device, such as one with a twentieth of a core, would lose a noticeable part of its time to them.
     """
-    engine: Any = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=MARGIN_S))  # it reads GLOO_SOCKET_IFNAME
+    engine: Any = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=MARGIN_S))  # it knows the interfaces
     return list(engine.options._devices)

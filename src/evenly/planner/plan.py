@@ -6,7 +6,6 @@ from functools import cached_property
 from heapq import heapify, heapreplace
 
 from evenly._errors import SpecError
-from evenly.planner.balance import largest
 from evenly.planner.costs import Works, exchange_seconds
 from evenly.planner.layout import lay_out
 from evenly.planner.lines import Kinds, Line, cut_lines, single_lines
@@ -61,7 +60,7 @@ def plan(
     return task.plan(every, exchange_budget, exchange or Exchange())
 
 
-IDLE, HELP = 0.1, 1.06  # a rank that would wait for such a part of a step must make it so much shorter, at least
+IDLE, HELP = 0.1, 0.03  # ranks that would wait for such a part of a step must do so much of the work, at least
 EASED = 0.9  # to be so much faster while others rest is a reason to let them rest
 
 
@@ -75,12 +74,12 @@ class _Task:
     cut: bool
 
     def plan(self, every: Every | None, budget: float, exchange: Exchange) -> Plan:
-        lines, counts, step_s = self._solve()
+        lines, counts, step_s, idle = self._solve()
         exchange_s = self._exchange_s(lines, counts, exchange)
         period = self._period(every, step_s, exchange_s, budget, exchange)
         if isinstance(period, EveryGradient):
             step_s += exchange_s
-        roles = self._roles(lines, counts, step_s)
+        roles = self._roles(lines, counts, step_s, idle)
         replicas = self._replicas(lines, counts)
         return Plan(
             roles=roles,
@@ -145,25 +144,56 @@ class _Task:
             low, high = (low, middle) if capacity(middle) >= self.batch else (middle, high)
         return high
 
-    def _solve(self) -> tuple[list[Line | None], list[list[int]], float]:
-        """Returns the line and samples of each node, and the time of a step."""
+    def _solve(self) -> tuple[list[Line | None], list[list[int]], float, dict[int, str]]:
+        """Returns the line and samples of each node, the time of a step, and why ranks are left out that would wait."""
         self._require_memory()
-        seconds = self._least_s(self._lines)
+        lines, counts, step_s = self._deal(self._lines)
+        idle = self._idle(lines, counts, step_s)
+        ways = {first: [way for way in own if idle.keys().isdisjoint(way.ranks)] for first, own in self._lines.items()}
+        fewer = self._deal(ways) if idle and self._most(ways) >= self.batch else None
+        if fewer is not None and fewer[2] <= (1 + 2 * HELP) * step_s:  # twice, as samples are whole
+            lines, counts, step_s = fewer
+        for members in self._groups.values():
+            first = self.cluster.nodes[members[0]].ranks
+            for index in members:
+                if (line := lines[index]) is not None:
+                    lines[index] = line.on(dict(zip(first, self.cluster.nodes[index].ranks, strict=True)))
+        return lines, counts, step_s, idle
+
+    def _deal(self, ways: Mapping[int, Sequence[Line]]) -> tuple[list[Line | None], list[list[int]], float]:
+        """Returns the line and samples of each node, and the least time of a step; equal nodes have the same line."""
+        seconds = self._least_s(ways)
         lines: list[Line | None] = [None] * len(self.cluster.nodes)
         counts: list[list[int]] = [[]] * len(self.cluster.nodes)
         for members in self._groups.values():
-            total, line, samples = _best(self._lines[members[0]], seconds)
+            total, line, samples = _best(ways[members[0]], seconds)
             for index in members if total else ():
                 lines[index], counts[index] = line, list(samples)
         _trim(lines, counts, self.batch)
-        step_s = max(_ends(lines, counts))
-        for members in self._groups.values():
-            first, ways = self.cluster.nodes[members[0]].ranks, self._lines[members[0]]
-            for index in members:
-                if (line := lines[index]) is not None:
-                    line, counts[index] = _without_idle(line, counts[index], ways, step_s)
-                    lines[index] = line.on(dict(zip(first, self.cluster.nodes[index].ranks, strict=True)))
         return lines, counts, max(_ends(lines, counts))
+
+    def _idle(self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float) -> dict[int, str]:
+        """Returns ranks that would wait for much of every step and together do next to nothing of the work, and why.
+
+        Samples are whole, so there may be no number of them that fills the time of a slow rank.
+        """
+        waiting = []
+        for members in self._groups.values():
+            line, first = lines[members[0]], self.cluster.nodes[members[0]].ranks
+            for place, crew in enumerate(line.crews if line is not None else ()):
+                samples = [counts[index][place] for index in members]
+                part = line.end_s(place, max(samples)) / step_s if line is not None and any(samples) else 1.0
+                if part < 1 - IDLE:
+                    seats = [first.index(rank) for rank in crew.ranks]
+                    ranks = [self.cluster.nodes[index].ranks[seat] for index in members for seat in seats]
+                    told = f"it would be busy for {part:.0%} of a step only, and steps are hardly shorter with it"
+                    waiting.append((sum(samples), ranks, told))
+        idle: dict[int, str] = {}
+        done = 0
+        for work, ranks, told in sorted(waiting):
+            done += work
+            idle |= dict.fromkeys(ranks if done <= HELP * self.batch else (), told)
+        return idle
 
     def _require_memory(self) -> None:
         most = self._most(self._lines)
@@ -201,7 +231,9 @@ class _Task:
         steps = exchange.affordable_steps(step_s=step_s, transfer_s=transfer_s, budget=budget)
         return EverySteps(steps) if exchange_s or exchange.fragments > 1 else period
 
-    def _roles(self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float) -> tuple[Role, ...]:
+    def _roles(
+        self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float, idle: Mapping[int, str]
+    ) -> tuple[Role, ...]:
         roles: dict[int, Role] = {}
         for index, node in enumerate(self.cluster.nodes):
             line = lines[index]
@@ -216,7 +248,7 @@ class _Task:
                     )  # fmt: skip
             for rank in node.ranks:
                 if rank not in roles or not roles[rank].samples:
-                    roles[rank] = self._role(rank, index, left_out=self._why_left_out(rank, step_s))
+                    roles[rank] = self._role(rank, index, left_out=idle.get(rank) or self._why_left_out(rank, step_s))
         return tuple(roles[rank] for rank in range(self.cluster.world_size))
 
     def _role(self, rank: int, node: int, **fields: object) -> Role:
@@ -234,9 +266,6 @@ class _Task:
         eased = min((self.profile.devices[other].alone for other in node if other != rank), default=1.0)
         if eased < EASED:
             return f"another rank of its node needs only {eased:.0%} of its time while it rests"
-        spare_s = step_s - (device.averaging_s or 0.0)
-        if device.step.at(largest(device.step.at, self.batch, spare_s)) < spare_s - IDLE * step_s:
-            return "no number of samples fills its time, and with it steps are hardly shorter"
         return "averaging with it takes longer than it can help"
 
     def _replicas(self, lines: Sequence[Line | None], counts: Sequence[list[int]]) -> tuple[Replica, ...]:
@@ -258,27 +287,6 @@ def _best(lines: Sequence[Line], seconds: float) -> tuple[int, Line | None, list
     ways = [(line, line.samples(seconds, known)) for line in lines]
     line, samples = max(ways, key=lambda way: sum(way[1]), default=(None, []))
     return sum(samples), line, samples
-
-
-def _without_idle(line: Line, samples: list[int], ways: Sequence[Line], step_s: float) -> tuple[Line, list[int]]:
-    """Returns a line without the ranks that would wait for long, if steps are hardly longer then; else the same.
-
-    Samples are whole, so there may be no number of them that fills the time of a slow rank. It helps little then.
-    """
-    idle, total = _idle(line, samples, step_s), sum(samples)
-    for way in ways if idle else ():
-        if idle.isdisjoint(way.ranks) and (end_s := way.least_s(total)) <= HELP * step_s:
-            counts = [way.samples(end_s)]
-            _trim([way], counts, total)
-            if not _idle(way, counts[0], max(end_s, step_s)):
-                return way, counts[0]
-    return line, samples
-
-
-def _idle(line: Line, samples: Sequence[int], step_s: float) -> set[int]:
-    """Returns the ranks that take part and wait for a large part of a step."""
-    waiting = [line.end_s(place, own) < (1 - IDLE) * step_s if own else False for place, own in enumerate(samples)]
-    return {rank for crew, waits in zip(line.crews, waiting, strict=True) if waits for rank in crew.ranks}
 
 
 def _ends(lines: Sequence[Line | None], counts: Sequence[list[int]]) -> list[float]:
