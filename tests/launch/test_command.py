@@ -13,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from evenly.cli.launch import CONTEXT_SETTINGS, launch
+from evenly.cli.launch import CONTEXT_SETTINGS, launch, run_together
 from tests.launch.greetings import greetings
 
 SCRIPT = str(Path(__file__).with_name("greet.py"))
@@ -74,6 +74,28 @@ def test_an_interruption_ends_all(number: signal.Signals, code: int) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
     assert gone(greetings(line + out))
+
+
+def test_what_does_not_listen_is_killed_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["evenly.cli.launch"], "_GRACE_S", 1.0)
+    deaf = f"""
+import pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(child.pid))
+time.sleep(100)
+"""
+    failing = f"""
+import pathlib, sys, time
+while not pathlib.Path({str(tmp_path / "pid")!r}).exists() or not pathlib.Path({str(tmp_path / "pid")!r}).read_text():
+    time.sleep(0.05)
+sys.exit(3)
+"""
+    assert run_together([[sys.executable, "-c", deaf], [sys.executable, "-c", failing]], environ={}) == 3
+    child = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_help_says_how_to_start_a_cluster() -> None:

@@ -6,9 +6,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Annotated, NoReturn
+from contextlib import contextmanager, suppress
+from typing import Annotated
 
+import psutil
 import typer
 
 from evenly.launch.ports import free_port
@@ -17,7 +18,7 @@ from evenly.launch.settings import environment, overlay
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 """How the command is to be registered: every word after SCRIPT belongs to the script."""
 
-_GRACE_S = 40.0  # an agent gives its workers 30 s before it kills them; killed itself, it would leave them behind
+_GRACE_S = 40.0  # an agent gives its workers 30 s before it kills them
 _POLL_S = 0.1
 
 
@@ -50,19 +51,17 @@ def launch(
 
 def run_together(commands: Sequence[Sequence[str]], *, environ: Mapping[str, str]) -> int:
     """Returns the first exit code that is not 0, once all commands have ended; one failure ends the others."""
-    with _terminable():
+    with _asked_to_end() as asked:
         # In groups of their own: a Ctrl-C that reached an agent twice would cut short its ending of the workers.
         agents = [subprocess.Popen(command, env=overlay(environ), process_group=0) for command in commands]
         try:
-            return _first_failure(agents)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+            return _first_failure(agents, asked)
         finally:
             _end(agents)
 
 
-def _first_failure(agents: Sequence[subprocess.Popen[bytes]]) -> int:
-    while True:
+def _first_failure(agents: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int:
+    while not asked:
         codes = [agent.poll() for agent in agents]
         failed = [code for code in codes if code]
         if failed:
@@ -70,10 +69,12 @@ def _first_failure(agents: Sequence[subprocess.Popen[bytes]]) -> int:
         if None not in codes:
             return 0
         time.sleep(_POLL_S)
+    return 128 + asked[0]
 
 
 def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Asks what still runs to end, waits, and kills what does not listen."""
+    """Asks what still runs to end, waits, and kills what does not listen, with all that it has started."""
+    started = {agent.pid: _started_by(agent) for agent in agents}
     for agent in agents:
         if agent.poll() is None:
             agent.terminate()
@@ -82,20 +83,28 @@ def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
         try:
             agent.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
+            for process in started[agent.pid]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             agent.kill()
             agent.wait()
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Makes a signal to end raise an exception in this process, so that the agents are ended too."""
-
-    def stop(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+def _started_by(agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
     try:
-        yield
+        return psutil.Process(agent.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+@contextmanager
+def _asked_to_end() -> Iterator[list[int]]:
+    """Notes the signals to end that come meanwhile; an exception raised by one could get lost where none can pass."""
+    asked: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda given, _: asked.append(given)) for number in numbers}
+    try:
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
