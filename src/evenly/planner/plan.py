@@ -259,13 +259,18 @@ class _Task:
         device, need = self.profile.devices[rank], whole_need(self.works, self.profile.sample_bytes)
         if need.samples_in(self.free[rank]) < 1:
             return f"its {self.free[rank] / 1e9:.3g} GB do not hold the network and a sample"
-        one_s = device.step.at(1) + (device.averaging_s or 0.0)
-        if one_s > step_s:
-            return f"one sample would take it {1e3 * one_s:.3g} ms"
+        own_s, averaging_s = device.step.at(1), device.averaging_s or 0.0
+        if own_s > step_s:
+            return f"one sample would take it {1e3 * own_s:.3g} ms, longer than the step"
         node = self.cluster.nodes[self.cluster.node_of(rank)].ranks
-        eased = min((self.profile.devices[other].alone for other in node if other != rank), default=1.0)
-        if eased < EASED:
-            return f"another rank of its node needs only {eased:.0%} of its time while it rests"
+        others = [other for other in node if other != rank]
+        helped = min(others, key=lambda other: self.profile.devices[other].alone, default=rank)
+        if others and (eased := self.profile.devices[helped].alone) < EASED:
+            return f"rank {helped}, of its node, needs only {eased:.0%} of its time while this one rests"
+        if own_s + averaging_s > step_s:
+            return (
+                f"a sample takes it {1e3 * own_s:.3g} ms and averaging {1e3 * averaging_s:.3g} ms, longer than the step"
+            )
         return "averaging with it takes longer than it can help"
 
     def _replicas(self, lines: Sequence[Line | None], counts: Sequence[list[int]]) -> tuple[Replica, ...]:

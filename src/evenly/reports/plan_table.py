@@ -129,8 +129,8 @@ def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
         )
     if few:
         lines.append(
-            f"doubtful: there was only time for {len(profile.devices[few[0]].step.sizes)} sizes of a step on ranks "
-            f"{few}. Measure without --quick, or with a smaller example"
+            f"doubtful: there was only time for {counted(len(profile.devices[few[0]].step.sizes), 'size')} of a step on "
+            f"ranks {few}. Measure without --quick, or with a smaller example (--input), with --fresh"
         )
     for role in plan.roles if plan is not None else ():
         most = max(profile.devices[role.rank].step.sizes)
