@@ -129,7 +129,7 @@ def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
         )
     if few:
         lines.append(
-            f"doubtful: there was only time for {counted(len(profile.devices[few[0]].step.sizes), 'size')} of a step on "
+            f"doubtful: only {counted(len(profile.devices[few[0]].step.sizes), 'size')} of a step could be timed on "
             f"ranks {few}. Measure without --quick, or with a smaller example (--input), with --fresh"
         )
     for role in plan.roles if plan is not None else ():
