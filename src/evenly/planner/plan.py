@@ -1,15 +1,18 @@
 """Cluster + Profile + Graph + wishes -> Plan: the least time in which all devices finish one global batch together."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heapreplace
 
 from evenly._errors import SpecError
 from evenly.planner.costs import Works, exchange_seconds
+from evenly.planner.fewer import mean_step_s, smaller_sets
 from evenly.planner.layout import lay_out
 from evenly.planner.lines import Kinds, Line, cut_lines, single_lines
 from evenly.planner.memory import UNKNOWN, largest_layer, whole_need
+from evenly.planner.reasons import why_left_out
+from evenly.planner.replica import Crew
 from evenly.spec.cluster import Cluster
 from evenly.spec.exchange import Exchange
 from evenly.spec.graph import Graph
@@ -54,14 +57,45 @@ def plan(
         raise SpecError(f"a global batch of {batch_size!r} samples was asked for. Give a whole number, at least 1.")
     if batch_size is not None and batch_size > MOST_SAMPLES:
         raise SpecError(f"a global batch of more than {MOST_SAMPLES} samples was asked for. Give fewer.")
-    task = _Task(
-        cluster, profile, Works(graph), batch_size or profile.batch_size, _free(cluster, profile, memory_bytes), cut
-    )
-    return task.plan(every, exchange_budget, exchange or Exchange())
+    if not 0 < exchange_budget < 1:
+        raise SpecError(f"exchange_budget={exchange_budget} was asked for; it is a part of the time, between 0 and 1.")
+    free = _free(cluster, profile, memory_bytes)
+    wishes = _Wishes(batch_size or profile.batch_size, cut, every, exchange_budget, exchange or Exchange())
+    return _Task(cluster, profile, Works(graph), free, wishes).plan()
 
 
 IDLE, HELP = 0.1, 0.03  # ranks that would wait for such a part of a step must do so much of the work, at least
-EASED = 0.9  # to be so much faster while others rest is a reason to let them rest
+FEWER = 0.99  # of the time, at most, fewer nodes must take
+
+Groups = dict[int, list[int]]  # equal nodes, by the first of all that are equal to them
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    batch: int
+    cut: bool
+    every: Every | None
+    budget: float
+    exchange: Exchange
+
+
+@dataclass(frozen=True)
+class _Deal:
+    """What each node does in a step, the seconds of a step, and of one with its part of the exchanges."""
+
+    lines: list[Line | None]
+    counts: list[list[int]]
+    period: Period
+    step_s: float
+    exchange_s: float
+    mean_s: float
+    left_out: dict[int, str]  # ranks that could take part, and why they do not
+
+    @property
+    def crews(self) -> list[tuple[Crew, int]]:
+        """Those that have samples, and how many."""
+        pairs = [zip(line.crews, own, strict=True) for line, own in zip(self.lines, self.counts, strict=True) if line]
+        return [(crew, samples) for pair in pairs for crew, samples in pair if samples]
 
 
 @dataclass(frozen=True)
@@ -69,28 +103,27 @@ class _Task:
     cluster: Cluster
     profile: Profile
     works: Works
-    batch: int
     free: tuple[int, ...]
-    cut: bool
+    wishes: _Wishes
 
-    def plan(self, every: Every | None, budget: float, exchange: Exchange) -> Plan:
-        lines, counts, step_s, idle = self._solve()
-        exchange_s = self._exchange_s(lines, counts, exchange)
-        period = self._period(every, step_s, exchange_s, budget, exchange)
-        if isinstance(period, EveryGradient):
-            step_s += exchange_s
-        roles = self._roles(lines, counts, step_s, idle)
-        replicas = self._replicas(lines, counts)
+    def plan(self) -> Plan:
+        self._require_memory()
+        deal = self._without_some_nodes(self._deal(self._groups))
+        step_s = deal.mean_s if isinstance(deal.period, EveryGradient) else deal.step_s
         return Plan(
-            roles=roles,
-            period=period,
-            exchange=exchange,
-            replicas=replicas,
+            roles=self._roles(deal, step_s),
+            period=deal.period,
+            exchange=self.wishes.exchange,
+            replicas=self._replicas(deal),
             batch_size=self.batch,
             rebalance=True,
             graph=self.works.graph.fingerprint,
-            predicted=Prediction(step_s=step_s, exchange_s=exchange_s, is_measured=self.profile.is_measured),
+            predicted=Prediction(step_s=step_s, exchange_s=deal.exchange_s, is_measured=self.profile.is_measured),
         )
+
+    @property
+    def batch(self) -> int:
+        return self.wishes.batch
 
     @cached_property
     def _kinds(self) -> dict[int, tuple[object, ...]]:
@@ -103,38 +136,36 @@ class _Task:
         return kinds
 
     @cached_property
-    def _groups(self) -> dict[tuple[object, ...], list[int]]:
-        """Equal nodes."""
-        groups: dict[tuple[object, ...], list[int]] = {}
+    def _groups(self) -> Groups:
+        firsts: dict[tuple[object, ...], int] = {}
+        groups: Groups = {}
         for index in range(len(self.cluster.nodes)):
-            groups.setdefault(self._kinds[index], []).append(index)
+            groups.setdefault(firsts.setdefault(self._kinds[index], index), []).append(index)
         return groups
 
     @cached_property
     def _lines(self) -> dict[int, list[Line]]:
         """The ways to use the first node of each group of equal ones."""
-        firsts = [members[0] for members in self._groups.values()]
         given = (self.works, self.profile, self.free, self.batch)
-        kinds: dict[int, Kinds] = {first: {} for first in firsts}
-        found = {first: single_lines(self.cluster.nodes[first].ranks, *given, kinds[first]) for first in firsts}
-        seconds = self._least_s(found) if self._most(found) >= self.batch else 0.0
-        for first in firsts if self.cut else ():
+        kinds: dict[int, Kinds] = {first: {} for first in self._groups}
+        found = {first: single_lines(self.cluster.nodes[first].ranks, *given, kinds[first]) for first in self._groups}
+        seconds = self._least_s(found, self._groups) if self._most(found, self._groups) >= self.batch else 0.0
+        for first in self._groups if self.wishes.cut else ():
             ranks = self.cluster.nodes[first].ranks
             samples = _best(found[first], seconds)[0] if seconds else 0
             found[first] += cut_lines(ranks, *given, kinds[first], seconds=seconds, samples=samples)
         return found
 
-    def _most(self, lines: Mapping[int, Sequence[Line]]) -> int:
-        """Returns how many samples memory allows all nodes."""
-        each = {first: max((sum(line.limits) for line in own), default=0) for first, own in lines.items()}
-        return sum(len(members) * each[members[0]] for members in self._groups.values())
+    def _most(self, lines: Mapping[int, Sequence[Line]], groups: Groups) -> int:
+        """Returns how many samples memory allows these nodes."""
+        each = {first: max((sum(line.limits) for line in lines[first]), default=0) for first in groups}
+        return sum(len(members) * each[first] for first, members in groups.items())
 
-    def _least_s(self, lines: Mapping[int, Sequence[Line]]) -> float:
-        """Returns the least time in which all nodes together do the global batch."""
+    def _least_s(self, lines: Mapping[int, Sequence[Line]], groups: Groups) -> float:
+        """Returns the least time in which these nodes together do the global batch."""
 
         def capacity(seconds: float) -> int:
-            groups = self._groups.values()
-            return sum(len(members) * _best(lines[members[0]], seconds)[0] for members in groups)
+            return sum(len(members) * _best(lines[first], seconds)[0] for first, members in groups.items())
 
         low, high = 0.0, 1e-3
         while capacity(high) < self.batch:
@@ -144,48 +175,93 @@ class _Task:
             low, high = (low, middle) if capacity(middle) >= self.batch else (middle, high)
         return high
 
-    def _solve(self) -> tuple[list[Line | None], list[list[int]], float, dict[int, str]]:
-        """Returns the line and samples of each node, the time of a step, and why ranks are left out that would wait."""
-        self._require_memory()
-        lines, counts, step_s = self._deal(self._lines)
-        idle = self._idle(lines, counts, step_s)
+    def _without_some_nodes(self, deal: _Deal) -> _Deal:
+        """Returns the deal, or one of fewer nodes if its steps are clearly shorter, exchanges included."""
+        goal_s = FEWER * deal.mean_s
+        if goal_s <= deal.step_s:
+            return deal
+        strong, able = (
+            {
+                index: _best(self._lines[first], seconds)[0]
+                for first, members in self._groups.items()
+                for index in members
+                if any(deal.counts[index])
+            }
+            for seconds in (deal.step_s, goal_s)
+        )
+        best = deal
+        for nodes in smaller_sets(strong, able, self._wires(), self.batch):
+            groups = {first: [x for x in members if x in nodes] for first, members in self._groups.items()}
+            fewer = self._deal({first: members for first, members in groups.items() if members})
+            best = min(best, fewer, key=lambda found: found.mean_s)
+        if best.mean_s > goal_s:
+            return deal
+        why = (
+            f"exchanges with its node cost more than it helps: {1e3 * deal.mean_s:.4g} ms a step with all nodes, "
+            f"{1e3 * best.mean_s:.4g} ms without"
+        )
+        idle = [rank for index in strong if not any(best.counts[index]) for rank in self.cluster.nodes[index].ranks]
+        busy = {rank for crew, _ in deal.crews for rank in crew.ranks}
+        told = {rank: why if rank in busy else deal.left_out.get(rank, "") for rank in idle}
+        return replace(best, left_out={**best.left_out, **told})
+
+    def _wires(self) -> dict[int, float]:
+        """Returns the bytes a second of the best way from each node to another, where some were measured."""
+        best: dict[int, float] = {}
+        for lane in self.profile.lanes:
+            ends = {self.cluster.node_of(lane.source), self.cluster.node_of(lane.target)}
+            for node in ends if len(ends) > 1 else ():
+                best[node] = max(best.get(node, 0.0), lane.rate.bytes_per_s)
+        return best
+
+    def _deal(self, groups: Groups) -> _Deal:
+        """Returns the line and samples of each of these nodes, for the least time of a step; equal ones do the same."""
+        lines, counts, step_s = self._shared_out(self._lines, groups)
+        idle = self._idle(lines, counts, step_s, groups)
         ways = {first: [way for way in own if idle.keys().isdisjoint(way.ranks)] for first, own in self._lines.items()}
-        fewer = self._deal(ways) if idle and self._most(ways) >= self.batch else None
+        fewer = self._shared_out(ways, groups) if idle and self._most(ways, groups) >= self.batch else None
         if fewer is not None and fewer[2] <= (1 + 2 * HELP) * step_s:  # twice, as samples are whole
             lines, counts, step_s = fewer
-        for members in self._groups.values():
-            first = self.cluster.nodes[members[0]].ranks
+        for first, members in groups.items():
             for index in members:
                 if (line := lines[index]) is not None:
-                    lines[index] = line.on(dict(zip(first, self.cluster.nodes[index].ranks, strict=True)))
-        return lines, counts, step_s, idle
+                    seats = zip(self.cluster.nodes[first].ranks, self.cluster.nodes[index].ranks, strict=True)
+                    lines[index] = line.on(dict(seats))
+        exchange_s = self._exchange_s(counts)
+        period = self._period(step_s, exchange_s)
+        mean_s = mean_step_s(period, self.wishes.exchange, step_s=step_s, exchange_s=exchange_s)
+        return _Deal(lines, counts, period, step_s, exchange_s, mean_s, idle)
 
-    def _deal(self, ways: Mapping[int, Sequence[Line]]) -> tuple[list[Line | None], list[list[int]], float]:
-        """Returns the line and samples of each node, and the least time of a step; equal nodes have the same line."""
-        seconds = self._least_s(ways)
+    def _shared_out(
+        self, ways: Mapping[int, Sequence[Line]], groups: Groups
+    ) -> tuple[list[Line | None], list[list[int]], float]:
+        """Returns the line of the first of equal nodes for each, the samples, and the least time of a step."""
+        seconds = self._least_s(ways, groups)
         lines: list[Line | None] = [None] * len(self.cluster.nodes)
         counts: list[list[int]] = [[]] * len(self.cluster.nodes)
-        for members in self._groups.values():
-            total, line, samples = _best(ways[members[0]], seconds)
+        for first, members in groups.items():
+            total, line, samples = _best(ways[first], seconds)
             for index in members if total else ():
                 lines[index], counts[index] = line, list(samples)
         _trim(lines, counts, self.batch)
         return lines, counts, max(_ends(lines, counts))
 
-    def _idle(self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float) -> dict[int, str]:
+    def _idle(
+        self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float, groups: Groups
+    ) -> dict[int, str]:
         """Returns ranks that would wait for much of every step and together do next to nothing of the work, and why.
 
         Samples are whole, so there may be no number of them that fills the time of a slow rank.
         """
         waiting = []
-        for members in self._groups.values():
-            line, first = lines[members[0]], self.cluster.nodes[members[0]].ranks
+        for first, members in groups.items():
+            line, seats = lines[members[0]], self.cluster.nodes[first].ranks
             for place, crew in enumerate(line.crews if line is not None else ()):
                 samples = [counts[index][place] for index in members]
                 part = line.end_s(place, max(samples)) / step_s if line is not None and any(samples) else 1.0
                 if part < 1 - IDLE:
-                    seats = [first.index(rank) for rank in crew.ranks]
-                    ranks = [self.cluster.nodes[index].ranks[seat] for index in members for seat in seats]
+                    own = [seats.index(rank) for rank in crew.ranks]
+                    ranks = [self.cluster.nodes[index].ranks[seat] for index in {first, *members} for seat in own]
                     told = f"it would be busy for {part:.0%} of a step only, and steps are hardly shorter with it"
                     waiting.append((sum(samples), ranks, told))
         idle: dict[int, str] = {}
@@ -196,7 +272,7 @@ class _Task:
         return idle
 
     def _require_memory(self) -> None:
-        most = self._most(self._lines)
+        most = self._most(self._lines, self._groups)
         if most >= self.batch:
             return
         need = whole_need(self.works, self.profile.sample_bytes)
@@ -212,78 +288,50 @@ class _Task:
             "more memory."
         )
 
-    def _exchange_s(self, lines: Sequence[Line | None], counts: Sequence[list[int]], exchange: Exchange) -> float:
-        each = zip(self.cluster.nodes, lines, counts, strict=True)
-        used = [node.ranks for node, line, samples in each if line is not None and any(samples)]
-        return exchange_seconds(self.works.exchanged_bytes(exchange), used, self.profile)
+    def _exchange_s(self, counts: Sequence[list[int]]) -> float:
+        used = [node.ranks for node, samples in zip(self.cluster.nodes, counts, strict=True) if any(samples)]
+        return exchange_seconds(self.works.exchanged_bytes(self.wishes.exchange), used, self.profile)
 
-    def _period(
-        self, every: Every | None, step_s: float, exchange_s: float, budget: float, exchange: Exchange
-    ) -> Period:
-        if not 0 < budget < 1:
-            raise SpecError(f"exchange_budget={budget} was asked for; it is a part of the time, between 0 and 1.")
+    def _period(self, step_s: float, exchange_s: float) -> Period:
+        every, exchange = self.wishes.every, self.wishes.exchange
         period = period_of("epoch" if every is None else every)
         if isinstance(period, Adaptive):
             return exchange.begun(period, step_s=step_s, exchange_s=exchange_s)
         if every is not None:
             return period
         transfer_s = exchange_s / exchange.fragments
-        steps = exchange.affordable_steps(step_s=step_s, transfer_s=transfer_s, budget=budget)
+        steps = exchange.affordable_steps(step_s=step_s, transfer_s=transfer_s, budget=self.wishes.budget)
         return EverySteps(steps) if exchange_s or exchange.fragments > 1 else period
 
-    def _roles(
-        self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float, idle: Mapping[int, str]
-    ) -> tuple[Role, ...]:
+    def _roles(self, deal: _Deal, step_s: float) -> tuple[Role, ...]:
         roles: dict[int, Role] = {}
+        need = whole_need(self.works, self.profile.sample_bytes)
         for index, node in enumerate(self.cluster.nodes):
-            line = lines[index]
-            for crew, samples in zip(line.crews if line else (), counts[index], strict=True):
+            line = deal.lines[index]
+            for crew, samples in zip(line.crews if line else (), deal.counts[index], strict=True):
                 computing = crew.compute_s(samples)
                 most = crew.most_samples(self.free)
-                for rank, seconds, need in zip(crew.ranks, computing, crew.needs, strict=True):
+                for rank, seconds, needed in zip(crew.ranks, computing, crew.needs, strict=True):
                     roles[rank] = self._role(
                         rank, index, samples=samples, compute_s=seconds,
-                        memory_bytes=need.fixed_bytes + need.sample_bytes * samples,
+                        memory_bytes=needed.fixed_bytes + needed.sample_bytes * samples,
                         most_samples=most if most < UNKNOWN else 0, free_bytes=self.free[rank],
                     )  # fmt: skip
             for rank in node.ranks:
                 if rank not in roles or not roles[rank].samples:
-                    roles[rank] = self._role(rank, index, left_out=idle.get(rank) or self._why_left_out(rank, step_s))
+                    told = deal.left_out.get(rank)
+                    told = told or why_left_out(rank, step_s, node.ranks, self.profile, need, self.free)
+                    roles[rank] = self._role(rank, index, left_out=told)
         return tuple(roles[rank] for rank in range(self.cluster.world_size))
 
     def _role(self, rank: int, node: int, **fields: object) -> Role:
         return Role(rank=rank, node=node, device=self.cluster.device_of(rank).kind, **fields)
 
-    def _why_left_out(self, rank: int, step_s: float) -> str:
-        """Returns what keeps a rank from taking part."""
-        device, need = self.profile.devices[rank], whole_need(self.works, self.profile.sample_bytes)
-        if need.samples_in(self.free[rank]) < 1:
-            return f"its {self.free[rank] / 1e9:.3g} GB do not hold the network and a sample"
-        own_s, averaging_s = device.step.at(1), device.averaging_s or 0.0
-        if own_s > step_s:
-            return f"one sample would take it {1e3 * own_s:.3g} ms, longer than the step"
-        node = self.cluster.nodes[self.cluster.node_of(rank)].ranks
-        others = [other for other in node if other != rank]
-        helped = min(others, key=lambda other: self.profile.devices[other].alone, default=rank)
-        if others and (eased := self.profile.devices[helped].alone) < EASED:
-            return f"rank {helped}, of its node, needs only {eased:.0%} of its time while this one rests"
-        if own_s + averaging_s > step_s:
-            return (
-                f"a sample takes it {1e3 * own_s:.3g} ms and averaging {1e3 * averaging_s:.3g} ms, longer than the step"
-            )
-        return "averaging with it takes longer than it can help"
-
-    def _replicas(self, lines: Sequence[Line | None], counts: Sequence[list[int]]) -> tuple[Replica, ...]:
-        crews = [
-            (crew, samples)
-            for line, own in zip(lines, counts, strict=True)
-            for crew, samples in zip(line.crews if line else (), own, strict=True)
-            if samples
-        ]
-        if all(crew.layout is None for crew, _ in crews):
+    def _replicas(self, deal: _Deal) -> tuple[Replica, ...]:
+        if all(crew.layout is None for crew, _ in deal.crews):
             return ()
         whole = lay_out(self.works.graph, [1.0])
-        return tuple(Replica(ranks=crew.ranks, layout=crew.layout or whole) for crew, _ in crews)
+        return tuple(Replica(ranks=crew.ranks, layout=crew.layout or whole) for crew, _ in deal.crews)
 
 
 def _best(lines: Sequence[Line], seconds: float) -> tuple[int, Line | None, list[int]]:

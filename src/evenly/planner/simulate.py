@@ -90,7 +90,7 @@ class _Play:
         busy = np.array([any(self.plan.roles[rank].samples for rank in ranks) for ranks in self.plan.nodes])
         random = np.random.default_rng(seed)
         clock, waited, computed = np.zeros(len(starts)), np.zeros(len(compute)), np.zeros(len(compute))
-        exchange_s, exchanges, overlap = self._exchange_s(), 0, self.plan.exchange.overlap
+        exchange_s, exchanges, overlap = self._exchange_s(), 0, self.plan.exchange.hidden_steps(every)
         stop_s = 0.0 if overlap else exchange_s  # of training, in which the wire works
         made = 0
         while made < steps:

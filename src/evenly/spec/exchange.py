@@ -93,6 +93,10 @@ class Exchange(Value):
         """The shortest period worth choosing: a merge that comes in its second half comes too late to help."""
         return max(self.least_steps, 2 * self.overlap)
 
+    def hidden_steps(self, period: int) -> int:
+        """Returns the steps of a period, of so many, beside which exchanges may go on without holding them up."""
+        return min(period, self.fragments * self.overlap)
+
     def affordable_steps(self, *, step_s: float, transfer_s: float, budget: float, slowed_s: float = 0.0) -> int:
         """Returns the steps of a period in which exchanges cost a part `budget` of the time.
 

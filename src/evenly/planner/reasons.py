@@ -1,0 +1,35 @@
+"""Why a rank is left out of a plan, in words."""
+
+from collections.abc import Sequence
+
+from evenly.planner.memory import Need
+from evenly.spec.profile import Profile
+
+EASED = 0.9  # to be so much faster while others rest is a reason to let them rest
+
+
+def why_left_out(
+    rank: int, step_s: float, node: Sequence[int], profile: Profile, need: Need, free: Sequence[int]
+) -> str:
+    """Returns what keeps a rank from taking part in steps that take `step_s`.
+
+    Args:
+        rank: the one that is left out.
+        step_s: the seconds of a step without it.
+        node: the ranks of its node.
+        profile: how fast they are.
+        need: what a whole network takes.
+        free: the memory of each rank.
+    """
+    if need.samples_in(free[rank]) < 1:
+        return f"its {free[rank] / 1e9:.3g} GB do not hold the network and a sample"
+    own_s, averaging_s = profile.devices[rank].step.at(1), profile.devices[rank].averaging_s or 0.0
+    if own_s > step_s:
+        return f"one sample would take it {1e3 * own_s:.3g} ms, longer than the step"
+    others = [other for other in node if other != rank]
+    helped = min(others, key=lambda other: profile.devices[other].alone, default=rank)
+    if others and (eased := profile.devices[helped].alone) < EASED:
+        return f"rank {helped}, of its node, needs only {eased:.0%} of its time while this one rests"
+    if own_s + averaging_s > step_s:
+        return f"a sample takes it {1e3 * own_s:.3g} ms and averaging {1e3 * averaging_s:.3g} ms, longer than the step"
+    return "averaging with it takes longer than it can help"

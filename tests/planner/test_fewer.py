@@ -1,0 +1,110 @@
+"""Nodes that cost more in exchanges than they help are left out, whatever the period."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from evenly import trace
+from evenly.planner import plan, simulate
+from evenly.planner.fewer import smaller_sets
+from evenly.spec import Adaptive, Cluster, Device, EverySteps, Exchange, Graph, Node, Plan, Profile, Rate
+from evenly.spec.profile import Lane
+
+SLOW = Rate(latency_s=1e-4, bytes_per_s=1e6)
+
+
+def graph() -> Graph:
+    return trace(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)), torch.randn(100, 64))
+
+
+GRAPH = graph()
+
+
+def world(speeds: list[float], sizes: list[int], across: Rate) -> tuple[Cluster, Profile]:
+    nodes, first = [], 0
+    for index, size in enumerate(sizes):
+        ranks = range(first, first + size)
+        nodes.append(Node(name=f"n{index}", ranks=ranks, devices=[Device(kind="cpu")] * size))
+        first += size
+    cluster = Cluster(nodes=nodes)
+    return cluster, Profile.from_speeds(cluster, GRAPH, speeds, flops_per_s=1e8 * max(speeds), across=across)
+
+
+def planned(speeds: list[float], sizes: list[int] | None = None, across: Rate = SLOW, **wishes) -> tuple[Plan, float]:
+    """Returns the plan and its mean step."""
+    cluster, profile = world(speeds, sizes or [1] * len(speeds), across)
+    made = plan(cluster, profile, GRAPH, cut=False, **wishes)
+    steps = made.period.steps if isinstance(made.period, EverySteps) else 1000
+    return made, simulate(made, cluster, profile, GRAPH, steps=steps).seconds / steps
+
+
+@pytest.mark.parametrize("every", [None, 1, 4, "global", "0.01s", "5%"])
+def test_a_node_that_costs_more_than_it_helps_is_left_out(every):
+    made, mean_s = planned([70, 2], batch_size=256, every=every)
+    assert made.active == [0]
+    assert mean_s == pytest.approx(planned([70], batch_size=256)[1])
+    assert "rank 1 (cpu) is left out: exchanges with its node cost more than it helps" in made.explain()
+
+
+@pytest.mark.parametrize("wish", [{"every": "epoch"}, {"every": 1000}, {"exchange": Exchange(overlap=100)}])
+def test_it_stays_where_exchanges_are_seldom_or_nobody_waits_for_them(wish):
+    assert planned([70, 2], batch_size=256, **wish)[0].active == [0, 1]
+
+
+def test_a_wish_for_drift_does_not_tell_how_often_nodes_will_exchange():
+    assert planned([70, 40], batch_size=256, every=Adaptive(drift=0.1))[0].active == [0, 1]
+
+
+def test_one_of_equal_nodes_is_left_where_all_others_only_cost():
+    made, _ = planned([1, 1] * 4, [2] * 4, across=Rate(latency_s=1.0, bytes_per_s=1e6), every="global")
+    assert made.active == [0, 1]
+
+
+def test_ranks_keep_reasons_of_their_own():
+    made, _ = planned([70, 2, 0.001], [1, 2], batch_size=256, every=1)
+    assert "exchanges with its node" in made.roles[1].left_out
+    assert "one sample would take it" in made.roles[2].left_out
+
+
+def test_a_strong_node_behind_a_slow_wire_is_left_out():
+    cluster, profile = world([4, 3, 3], [1, 1, 1], across=Rate(latency_s=1e-5, bytes_per_s=1e10))
+    rates = {frozenset(pair): Rate(latency_s=1e-5, bytes_per_s=1e9) for pair in [(0, 1), (0, 2), (1, 2)]}
+    rates |= dict.fromkeys([frozenset((0, 1)), frozenset((0, 2))], Rate(latency_s=1e-2, bytes_per_s=1e5))
+    lanes = [Lane(source=a, target=b, rate=rates[frozenset((a, b))]) for a in range(3) for b in range(3) if a != b]
+    made = plan(cluster, profile.model_copy(update={"lanes": tuple(lanes)}), GRAPH, every=1, cut=False)
+    assert made.active == [1, 2]
+
+
+def test_nodes_are_kept_where_memory_needs_them():
+    free = 4 * GRAPH.parameter_bytes + 60 * GRAPH.sample_bytes
+    made, _ = planned([1, 1, 1], every="global", batch_size=100, memory_bytes=[free] * 3)
+    assert len(made.active) == 2
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    speeds=st.lists(st.floats(0.5, 100), min_size=2, max_size=3),
+    wire=st.floats(4, 9),
+    latency=st.floats(-6, -1),
+    every=st.sampled_from([None, 1, 7, "global"]),
+)
+def test_no_set_of_nodes_is_clearly_faster(speeds, wire, latency, every):
+    wires = Rate(latency_s=10**latency, bytes_per_s=10**wire)
+    made, mean_s = planned(speeds, across=wires, every=every, batch_size=10_000)
+    for size in range(1, len(speeds) + 1):
+        for some in combinations(speeds, size):
+            _, other_s = planned(list(some), across=wires, every=every, batch_size=10_000)
+            assert mean_s <= 1.02 * other_s, (some, made.explain())
+
+
+def test_sets_are_few_where_nodes_are_many():
+    each = dict.fromkeys(range(10_000), 3)
+    sets = list(smaller_sets(each, each, {}, 300))
+    assert len(sets) < 40
+    assert min(map(len, sets)) == 100
+    assert max(map(len, sets)) == 9_999
+    assert list(smaller_sets({0: 1, 1: 1}, {0: 1, 1: 1}, {}, 2)) == []
