@@ -98,6 +98,28 @@ sys.exit(3)
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_second_interruption_does_not_wait_for_what_does_not_listen(tmp_path: Path) -> None:
+    script = tmp_path / "deaf.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "    signal.signal(number, signal.SIG_IGN)\n"
+        "print(os.getpid(), flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    process = start("--nodes", "1", str(script))
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    began = time.monotonic()
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(1.0)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert time.monotonic() - began < 15  # an agent gives its workers 30 s
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+
+
 def test_help_says_how_to_start_a_cluster() -> None:
     text = help_text("--help")
     assert "evenly launch --nodes 3,1 --node-rank 0 --master host0:29500 train.py" in text

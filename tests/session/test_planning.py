@@ -6,7 +6,7 @@ import torch
 from evenly import Run
 from evenly.session.rebalancing import lean_factors, unit_factors
 from evenly.spec import Layout
-from tests.processes import run_processes
+from tests.processes import collect, run_processes, start_processes
 from tests.ranks import ragged
 
 UNEVEN = "tests.session.plan_programs:uneven"
@@ -31,6 +31,13 @@ def test_ranks_that_are_left_out_wait_for_the_end(tmp_path):
     run = Run.read(tmp_path / "run")
     assert run.events[0].plan.nodes == [[0], [1]]
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) > 0
+
+
+def test_a_node_that_is_left_out_waits_and_says_why():
+    busy, idle = collect(start_processes(ragged(1, 1), UNEVEN, {"samples": [10, 0]}), limit_s=60)
+    assert idle.result == {"left_out": True}
+    assert (busy.result["rank"], busy.result["world"]) == (0, 1)
+    assert "rank 1 is left out and waits until the run is over: too slow" in idle.errors
 
 
 def test_a_measurement_becomes_a_plan_that_trains():

@@ -19,6 +19,7 @@ CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "a
 """How the command is to be registered: every word after SCRIPT belongs to the script."""
 
 _GRACE_S = 40.0  # an agent gives its workers 30 s before it kills them
+_KILLED_S = 5.0  # within which what was killed is gone
 _POLL_S = 0.1
 
 
@@ -57,7 +58,7 @@ def run_together(commands: Sequence[Sequence[str]], *, environ: Mapping[str, str
         try:
             return _first_failure(agents, asked)
         finally:
-            _end(agents)
+            _end(agents, asked)
 
 
 def _first_failure(agents: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int:
@@ -72,22 +73,31 @@ def _first_failure(agents: Sequence[subprocess.Popen[bytes]], asked: Sequence[in
     return 128 + asked[0]
 
 
-def _end(agents: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Asks what still runs to end, waits, and kills what does not listen, with all that it has started."""
+def _end(agents: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> None:
+    """Asks what still runs to end, waits, and kills what does not listen, with all that it has started.
+
+    A second Ctrl-C shortens the waiting.
+    """
     started = {agent.pid: _started_by(agent) for agent in agents}
     for agent in agents:
         if agent.poll() is None:
             agent.terminate()
     deadline = time.monotonic() + _GRACE_S
-    for agent in agents:
-        try:
-            agent.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            for process in started[agent.pid]:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            agent.kill()
-            agent.wait()
+    while any(agent.poll() is None for agent in agents):
+        if time.monotonic() > deadline or asked.count(signal.SIGINT) > 1:
+            break
+        time.sleep(_POLL_S)
+    deaf = [agent for agent in agents if agent.poll() is None]
+    killed = {process for agent in deaf for process in (*started[agent.pid], *_started_by(agent))}
+    for process in killed:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    for agent in deaf:
+        agent.kill()
+        agent.wait()
+    deadline = time.monotonic() + _KILLED_S
+    while not all(map(_is_gone, killed)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _started_by(agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -95,6 +105,13 @@ def _started_by(agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
         return psutil.Process(agent.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @contextmanager

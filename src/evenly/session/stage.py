@@ -102,6 +102,8 @@ class Stage:
 
     def _among(self, plan: Plan) -> "Stage":
         if self.party.rank not in plan.active:
+            why = plan.roles[self.party.rank].left_out or "it has no samples"
+            logger.warning("rank %d is left out and waits until the run is over: %s", self.party.rank, why)
             self._sit_out()
         listeners = self.recorder.listeners
         self._closing.close()
