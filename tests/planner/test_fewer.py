@@ -47,7 +47,7 @@ def test_a_node_that_costs_more_than_it_helps_is_left_out(every):
     made, mean_s = planned([70, 2], batch_size=256, every=every)
     assert made.active == [0]
     assert mean_s == pytest.approx(planned([70], batch_size=256)[1])
-    assert "rank 1 (cpu) is left out: exchanges with its node cost more than it helps" in made.explain()
+    assert "rank 1 (cpu) is left out: exchanges with this node cost more than it helps" in made.explain()
 
 
 @pytest.mark.parametrize("wish", [{"every": "epoch"}, {"every": 1000}, {"exchange": Exchange(overlap=100)}])
@@ -66,7 +66,7 @@ def test_one_of_equal_nodes_is_left_where_all_others_only_cost():
 
 def test_ranks_keep_reasons_of_their_own():
     made, _ = planned([70, 2, 0.001], [1, 2], batch_size=256, every=1)
-    assert "exchanges with its node" in made.roles[1].left_out
+    assert "exchanges with this node" in made.roles[1].left_out
     assert "one sample would take it" in made.roles[2].left_out
 
 

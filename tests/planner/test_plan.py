@@ -262,7 +262,8 @@ def test_half_the_link_makes_exchanges_longer_and_a_longer_period_helps(graph):
     cluster = cluster_of(1, 1)
 
     def seconds(speed: float, every: int) -> float:
-        profile = Profile.from_speeds(cluster, graph, [1, 1], across=Rate(latency_s=1e-3, bytes_per_s=speed))
+        across = Rate(latency_s=1e-3, bytes_per_s=speed)
+        profile = Profile.from_speeds(cluster, graph, [1, 1], flops_per_s=1e9, across=across)
         return simulate(plan(cluster, profile, graph, every=every), cluster, profile, graph, steps=200).seconds
 
     assert seconds(1e6, 10) < seconds(5e5, 10)

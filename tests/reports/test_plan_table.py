@@ -36,9 +36,15 @@ def test_a_rank_that_is_left_out_has_no_times_and_a_reason_below():
     assert bars(rows, width=20)[2] == "rank 2 left out"
 
 
+def test_ranks_that_are_left_out_for_one_reason_are_named_in_one_line():
+    rows = rank_rows(*planned(1, 2, 12, speeds=[1000, *[1.0] * 14]))
+    (line,) = left_out_notes(rows)
+    assert line.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 6 more are left out: ")
+
+
 @pytest.mark.parametrize(("ascii_only", "signs"), [(False, "█▒░"), (True, "#=.")])
 def test_bars_are_as_long_as_the_times(ascii_only, signs):
-    rows = rank_rows(*planned(1, 1, speeds=[90, 10], batch_size=15, every=1))
+    rows = rank_rows(*planned(1, 1, speeds=[60, 35], batch_size=15, every=3))
     lines = bars(rows, width=40, ascii_only=ascii_only)
     assert all(set(line[7:47]) <= set(signs) and line[47] == " " for line in lines[:-1])
     longest = max(rows, key=lambda row: row.compute_s)

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from evenly.planner.doubts import doubts
 from evenly.reports import (
     PLAN_HEADERS,
     RANK_HEADERS,
@@ -20,7 +21,7 @@ from evenly.reports import (
     side_by_side,
     totals,
 )
-from evenly.spec import Cluster, Forecast, Layout, Plan
+from evenly.spec import Cluster, Forecast, Layout, Plan, Profile
 from evenly.spec.plan import counted
 
 MOST_PLANNED, MOST_COMPARED, MOST_BLOCKS = 40, 20, 40  # lines of a table; what is left is counted
@@ -73,6 +74,12 @@ def say(lines: Sequence[str], console: Console) -> None:
     """Prints lines as they are."""
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
+
+
+def say_doubts(profile: Profile, plan: Plan | None = None, *, console: Console) -> None:
+    """Prints why a measurement should not be trusted, and how to make a new one."""
+    found = doubts(profile, plan)
+    say([*found, "evenly measure --fresh measures anew"] if found else [], console)
 
 
 def _say_more(rows: Sequence[object], most: int, console: Console) -> None:

@@ -14,9 +14,9 @@ from evenly._errors import SpecError
 from evenly.cli._documents import require_writable
 from evenly.cli._network import build, draw, examples
 from evenly.cli._quantities import memories_of
-from evenly.cli._show import say, table_of
+from evenly.cli._show import say, say_doubts, table_of
 from evenly.cli.console import LINE_S
-from evenly.reports import doubts, gigabytes, milliseconds, per_second
+from evenly.reports import gigabytes, milliseconds, per_second
 from evenly.spec import Cluster, DeviceProfile, Profile
 from evenly.spec.plan import counted
 
@@ -72,7 +72,7 @@ def measure(
                 value.save(path)
         console = Console(highlight=False)
         show_profile(profile, session.cluster, console=console)
-        say(doubts(profile), console)
+        say_doubts(profile, console=console)
         print(word)
 
 

@@ -22,7 +22,7 @@ from evenly.cli._known import (
     Speeds,
 )
 from evenly.cli._quantities import memories_of
-from evenly.reports import Panel, doubts, draw_picture, rank_rows, require_picture
+from evenly.reports import Panel, draw_picture, rank_rows, require_picture
 from evenly.spec import Plan, period_of
 
 
@@ -71,7 +71,7 @@ def plan(
         "memory_bytes": None if memory is None else memories_of(memory),
     }
     known = Options(model, inputs or (), dtype, *options).known()
-    from evenly.cli._show import say, show_plan
+    from evenly.cli._show import say_doubts, show_plan
     from evenly.planner import plan as find_plan
     from evenly.planner import simulate
 
@@ -85,7 +85,7 @@ def plan(
         print(made.to_json())
         return
     show_plan(made, told, known[0], console=Console(highlight=False))
-    say(doubts(known[1], made), Console(highlight=False))
+    say_doubts(known[1], made, console=Console(highlight=False))
 
 
 def _steps(made: Plan) -> int:

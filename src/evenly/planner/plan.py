@@ -11,7 +11,7 @@ from evenly.planner.fewer import mean_step_s, smaller_sets
 from evenly.planner.layout import lay_out
 from evenly.planner.lines import Kinds, Line, cut_lines, single_lines
 from evenly.planner.memory import UNKNOWN, largest_layer, whole_need
-from evenly.planner.reasons import why_left_out
+from evenly.planner.reasons import costs_more, why_left_out
 from evenly.planner.replica import Crew
 from evenly.spec.cluster import Cluster
 from evenly.spec.exchange import Exchange
@@ -196,10 +196,7 @@ class _Task:
             best = min(best, fewer, key=lambda found: found.mean_s)
         if best.mean_s > goal_s:
             return deal
-        why = (
-            f"exchanges with its node cost more than it helps: {1e3 * deal.mean_s:.4g} ms a step with all nodes, "
-            f"{1e3 * best.mean_s:.4g} ms without"
-        )
+        why = costs_more(deal.mean_s, best.mean_s)
         idle = [rank for index in strong if not any(best.counts[index]) for rank in self.cluster.nodes[index].ranks]
         busy = {rank for crew, _ in deal.crews for rank in crew.ranks}
         told = {rank: why if rank in busy else deal.left_out.get(rank, "") for rank in idle}

@@ -1,4 +1,4 @@
-"""Why a rank is left out of a plan, in words."""
+"""Why ranks are left out of a plan, in words."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,12 @@ from evenly.planner.memory import Need
 from evenly.spec.profile import Profile
 
 EASED = 0.9  # to be so much faster while others rest is a reason to let them rest
+
+
+def costs_more(with_s: float, without_s: float) -> str:
+    """Returns why a node is left out without which steps are shorter, exchanges included."""
+    case = "exchanges with this node cost more than it helps"
+    return f"{case}: {_ms(with_s)} a step with all nodes, {_ms(without_s)} without"
 
 
 def why_left_out(
@@ -25,11 +31,15 @@ def why_left_out(
         return f"its {free[rank] / 1e9:.3g} GB do not hold the network and a sample"
     own_s, averaging_s = profile.devices[rank].step.at(1), profile.devices[rank].averaging_s or 0.0
     if own_s > step_s:
-        return f"one sample would take it {1e3 * own_s:.3g} ms, longer than the step"
+        return f"one sample would take it {_ms(own_s)}, longer than the step"
     others = [other for other in node if other != rank]
     helped = min(others, key=lambda other: profile.devices[other].alone, default=rank)
     if others and (eased := profile.devices[helped].alone) < EASED:
         return f"rank {helped}, of its node, needs only {eased:.0%} of its time while this one rests"
     if own_s + averaging_s > step_s:
-        return f"a sample takes it {1e3 * own_s:.3g} ms and averaging {1e3 * averaging_s:.3g} ms, longer than the step"
+        return f"a sample takes it {_ms(own_s)} and averaging {_ms(averaging_s)}, longer than the step"
     return "averaging with it takes longer than it can help"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms" if seconds < 1 else f"{1e3 * seconds:.0f} ms"

@@ -14,15 +14,11 @@ from evenly.spec import (
     Forecast,
     Layout,
     Plan,
-    Profile,
 )
 from evenly.spec.layout import Choice
-from evenly.spec.plan import counted
 
-SHAKY = 0.3  # steps that lie so far apart, over the usual one, tell little
-FEW_SIZES = 3  # fewer make no curve
-FAR = 4  # times more samples than were measured
 WEIGHTED = ("conv", "linear", "embedding", "attention", "recurrent")
+MOST_NAMED = 8  # ranks in a line
 BLOCKS, ASCII = "█▒░", "#=."  # computing, on the wires, waiting
 
 
@@ -114,34 +110,20 @@ def per_second(rate: float) -> str:
     return f"{rate:.4g}" if rate < 1000 else f"{rate:.0f}"
 
 
-def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
-    """Returns why a measurement, and a plan made from it, should not be trusted; nothing where all is well."""
-    if not profile.is_measured:
-        return []
-    shaky = [device for device in profile.devices if device.spread > SHAKY]
-    few = [device.rank for device in profile.devices if len(device.step.sizes) < FEW_SIZES < profile.batch_size]
-    lines = []
-    if shaky:
-        worst = max(shaky, key=lambda device: device.spread)
-        lines.append(
-            f"doubtful: repeated steps of {counted(len(shaky), 'rank')} lie up to {worst.spread:.0%} apart (rank "
-            f"{worst.rank}). Other programs were at work: measure again when they are not, with --fresh"
-        )
-    if few:
-        lines.append(
-            f"doubtful: only {counted(len(profile.devices[few[0]].step.sizes), 'size')} of a step could be timed on "
-            f"ranks {few}. Measure without --quick, or with a smaller example (--input), with --fresh"
-        )
-    for role in plan.roles if plan is not None else ():
-        most = max(profile.devices[role.rank].step.sizes)
-        if role.samples > FAR * most:
-            lines.append(f"doubtful: rank {role.rank} gets {role.samples} samples and was measured with {most} at most")
-    return lines
-
-
 def left_out_notes(rows: Sequence[RankRow]) -> list[str]:
-    """Returns a line for each rank that takes no part: why."""
-    return [f"rank {row.rank} is left out: {row.left_out}" for row in rows if row.left_out]
+    """Returns a line for each reason for which ranks take no part."""
+    reasons: dict[str, list[int]] = {}
+    for row in rows:
+        if row.left_out:
+            reasons.setdefault(row.left_out, []).append(row.rank)
+    return [f"{_named(ranks)} left out: {why}" for why, ranks in reasons.items()]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{more} are"
 
 
 def totals(plan: Plan, forecast: Forecast) -> list[str]:

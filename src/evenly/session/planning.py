@@ -1,5 +1,6 @@
 """Plans inside a session: equal batches, shares that were given, or what a measurement says."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from evenly.session.sharding import plan_replicas
 from evenly.session.stage import Stage
 from evenly.spec import Every, EverySeconds, Exchange, ExchangeWishes, Plan, Profile, period_of
 
+logger = logging.getLogger(__name__)
 TIMEOUT_S = 600.0  # for a rank that is slow at measuring
 
 
@@ -84,6 +86,8 @@ def plan_measured(
         limits: Any = {"timeout_s": TIMEOUT_S, "tell": tell, "parent": stage.alarm}
         profile = measure_party(stage.party, traced, stage.cluster, device, quick=profile == "quick", **limits)
     plan = planner.plan(stage.cluster, profile, traced.graph, **wishes)
+    for doubt in planner.doubts(profile, plan) if stage.party.rank == 0 else ():
+        logger.warning("the plan is %s", doubt)
     return Plan.from_json(stage.assembly.gather(plan.to_json() if stage.party.rank == 0 else None, "the plan")[0])
 
 

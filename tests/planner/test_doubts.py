@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from evenly import trace
-from evenly.planner import plan
-from evenly.reports import doubts
+from evenly.planner import doubts, plan
 from evenly.spec import Curve, Profile
 from tests.ranks import cluster_of, ragged
 

@@ -1,0 +1,33 @@
+"""What speaks against trusting a measurement."""
+
+from evenly.spec.plan import Plan, counted
+from evenly.spec.profile import Profile
+
+SHAKY = 0.3  # steps that lie so far apart, over the usual one, tell little
+FEW_SIZES = 3  # fewer make no curve
+FAR = 4  # times more samples than were measured
+
+
+def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
+    """Returns why a measurement, and a plan made from it, should not be trusted; nothing where all is well."""
+    if not profile.is_measured:
+        return []
+    shaky = [device for device in profile.devices if device.spread > SHAKY]
+    few = [device.rank for device in profile.devices if len(device.step.sizes) < FEW_SIZES < profile.batch_size]
+    lines = []
+    if shaky:
+        worst = max(shaky, key=lambda device: device.spread)
+        lines.append(
+            f"doubtful: repeated steps of {counted(len(shaky), 'rank')} lie up to {worst.spread:.0%} apart (rank "
+            f"{worst.rank}). Other programs were at work: measure anew when they are not"
+        )
+    if few:
+        lines.append(
+            f"doubtful: only {counted(len(profile.devices[few[0]].step.sizes), 'size')} of a step could be timed on "
+            f"ranks {few}. Measure anew, thoroughly or with a smaller example"
+        )
+    for role in plan.roles if plan is not None else ():
+        most = max(profile.devices[role.rank].step.sizes)
+        if role.samples > FAR * most:
+            lines.append(f"doubtful: rank {role.rank} gets {role.samples} samples and was measured with {most} at most")
+    return lines
