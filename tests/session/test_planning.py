@@ -30,6 +30,7 @@ def test_ranks_that_are_left_out_wait_for_the_end(tmp_path):
     torch.testing.assert_close(parameters(results[1]), parameters(results[2]))
     run = Run.read(tmp_path / "run")
     assert run.events[0].plan.nodes == [[0], [1]]
+    assert run.events[0].left_out == {0: "too slow", 3: "too slow"}
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) > 0
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from evenly.reports.plan_table import by_reason, named
 from evenly.reports.story import story
 from evenly.spec import ExchangeDone, Phases, Rebalanced, Run, RunFinished, RunStarted
 from evenly.spec.plan import travel_words
@@ -23,6 +24,8 @@ def remarks(run: Run) -> list[str]:
     if (started := told.of(RunStarted)) and (ranks := started[-1].ranks):
         here = _series(range(len(ranks)))
         lines.append(f"of the ranks that were started {_series(ranks)} took part, counted here as {here}")
+        reasons = by_reason(started[-1].left_out)
+        lines += [f"{named(ranks)} took no part: {why}" for why, ranks in reasons.items()]
     if changes := list({change.step: change for change in told.of(Rebalanced)}.values()):  # a resumed run repeats some
         times = "once" if len(changes) == 1 else f"{len(changes)} times"
         cut = "".join(f"; shares {_series([round(share, 3) for share in own])}" for own in changes[-1].shares)

@@ -1,6 +1,6 @@
 """Plan and forecast -> the rows of a table, bars of text, and what is said below: who computes, who waits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -112,18 +112,26 @@ def per_second(rate: float) -> str:
 
 def left_out_notes(rows: Sequence[RankRow]) -> list[str]:
     """Returns a line for each reason for which ranks take no part."""
+    reasons = by_reason({row.rank: row.left_out for row in rows if row.left_out})
+    return [f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} left out: {why}" for why, ranks in reasons.items()]
+
+
+def by_reason(left_out: Mapping[int, str]) -> dict[str, list[int]]:
+    """Returns the ranks that are left out for each reason."""
     reasons: dict[str, list[int]] = {}
-    for row in rows:
-        if row.left_out:
-            reasons.setdefault(row.left_out, []).append(row.rank)
-    return [f"{_named(ranks)} left out: {why}" for why, ranks in reasons.items()]
+    for rank, why in left_out.items():
+        reasons.setdefault(why, []).append(rank)
+    return reasons
 
 
-def _named(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} is"
+def named(ranks: Sequence[int]) -> str:
+    """Returns ranks in words, not too many of them.
+
+    >>> named([1]), named(range(10))
+    ('rank 1', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
+    """
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-    return f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{more} are"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
 
 
 def totals(plan: Plan, forecast: Forecast) -> list[str]:

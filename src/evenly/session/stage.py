@@ -39,6 +39,7 @@ class Stage:
     ) -> None:
         self.party, self.cluster, self.alarm = party, cluster, alarm
         self._active: list[int] = []  # ranks of a larger stage that this one was made of
+        self._left_out: dict[int, str] = {}  # the others of them, and why
         self._wishes: dict[str, Any] = {"folder": folder, "resume": resume, "timeout_s": timeout_s}
         self.checkpoints: Checkpoints | None = None
         self._restored: list[dict[str, Any] | None] = []  # what was found, once it was looked for
@@ -65,7 +66,7 @@ class Stage:
     @property
     def attendance(self) -> dict[str, Any]:
         """Who takes part, for the record of a run."""
-        return {"cluster": self.cluster, "ranks": tuple(self._active)}
+        return {"cluster": self.cluster, "ranks": tuple(self._active), "left_out": self._left_out}
 
     def restored(self) -> dict[str, Any] | None:
         """Returns the newest checkpoint, if the run is to go on from one; all ranks of the stage call it together.
@@ -101,8 +102,8 @@ class Stage:
         return stage, fitting(plan.among_active(), stage.cluster)
 
     def _among(self, plan: Plan) -> "Stage":
-        if self.party.rank not in plan.active:
-            why = plan.roles[self.party.rank].left_out or "it has no samples"
+        left_out = {role.rank: role.left_out for role in plan.roles if role.left_out}
+        if why := left_out.get(self.party.rank):
             logger.warning("rank %d is left out and waits until the run is over: %s", self.party.rank, why)
             self._sit_out()
         listeners = self.recorder.listeners
@@ -111,9 +112,9 @@ class Stage:
         alarm = Alarm(party.chapter("alarm"), parent=self.alarm)
         stage = Stage(party, self.cluster.among(plan.active), alarm, **{**self._wishes, "resume": True})
         stage._wishes["resume"] = self._wishes["resume"]  # what was there before is set aside already
-        stage.recorder.listeners, stage._active = listeners, plan.active
+        stage.recorder.listeners, stage._active, stage._left_out = listeners, plan.active, left_out
         stage._closing.callback(alarm.close)
-        stage._closing.callback(_release, self._room, [role.rank for role in plan.roles if role.left_out])
+        stage._closing.callback(_release, self._room, list(left_out))
         return stage
 
     def _sit_out(self) -> None:

@@ -25,6 +25,7 @@ class RunStarted(Value):
     settings: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     resumed_step: int = 0
     ranks: tuple[int, ...] = Field(default=(), description="of those started, if some were left out; here from 0 on")
+    left_out: dict[int, str] = Field(default_factory=dict, description="of those started, and why")
 
 
 class StepsDone(Value):
