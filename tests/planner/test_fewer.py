@@ -64,19 +64,54 @@ def test_one_of_equal_nodes_is_left_where_all_others_only_cost():
     assert made.active == [0, 1]
 
 
-def test_ranks_keep_reasons_of_their_own():
-    made, _ = planned([70, 2, 0.001], [1, 2], batch_size=256, every=1)
+@pytest.mark.parametrize("sizes", [[1, 2], [1, 1, 1]])
+def test_ranks_keep_reasons_of_their_own(sizes):
+    made, _ = planned([70, 2, 0.2], sizes, batch_size=256, every=1)
     assert "exchanges with this node" in made.roles[1].left_out
     assert "one sample would take it" in made.roles[2].left_out
 
 
+def test_a_rank_that_would_wait_says_so_also_where_a_node_is_left_out():
+    seldom, often = (planned([70, 25, 0.5], batch_size=256, every=every)[0] for every in ("epoch", 1))
+    assert (seldom.active, often.active) == ([0, 1], [0])
+    assert seldom.roles[2].left_out == often.roles[2].left_out
+    assert "it would be busy for" in often.roles[2].left_out
+
+
+FAST = Rate(latency_s=1e-5, bytes_per_s=1e9)
+WEAK = Rate(latency_s=1e-2, bytes_per_s=1e5)
+
+
+def wired(speeds: list[float], far: set[frozenset[int]], pairs: list[tuple[int, int]] | None = None, **wishes) -> Plan:
+    """Returns a plan for nodes of one rank with fast wires, but between some of them; only `pairs` were measured."""
+    cluster, profile = world(speeds, [1] * len(speeds), across=FAST)
+    pairs = pairs or list(combinations(range(len(speeds)), 2))
+    rates = {pair: WEAK if frozenset(pair) in far else FAST for pair in pairs}
+    ways = [(a, b, rate) for (x, y), rate in rates.items() for a, b in ((x, y), (y, x))]
+    lanes = tuple(Lane(source=a, target=b, rate=rate) for a, b, rate in ways)
+    return plan(cluster, profile.model_copy(update={"lanes": lanes}), GRAPH, cut=False, **wishes)
+
+
 def test_a_strong_node_behind_a_slow_wire_is_left_out():
-    cluster, profile = world([4, 3, 3], [1, 1, 1], across=Rate(latency_s=1e-5, bytes_per_s=1e10))
-    rates = {frozenset(pair): Rate(latency_s=1e-5, bytes_per_s=1e9) for pair in [(0, 1), (0, 2), (1, 2)]}
-    rates |= dict.fromkeys([frozenset((0, 1)), frozenset((0, 2))], Rate(latency_s=1e-2, bytes_per_s=1e5))
-    lanes = [Lane(source=a, target=b, rate=rates[frozenset((a, b))]) for a in range(3) for b in range(3) if a != b]
-    made = plan(cluster, profile.model_copy(update={"lanes": tuple(lanes)}), GRAPH, every=1, cut=False)
+    assert wired([4, 3, 3], {frozenset((0, 1)), frozenset((0, 2))}, every=1).active == [1, 2]
+
+
+def test_of_equal_nodes_that_behind_a_slow_wire_is_left_out():
+    made = wired([3, 3, 3], {frozenset((0, 1)), frozenset((0, 2))}, every=1)
     assert made.active == [1, 2]
+    assert "exchanges with this node" in made.roles[0].left_out
+
+
+def test_islands_of_fast_wires_are_found():
+    between = {frozenset((a, b)) for a in (0, 1) for b in (2, 3)}
+    assert wired([10, 8, 9, 7], between, every=1).active == [0, 1]
+    assert wired([10, 2, 9, 8], between, every=1).active == [2, 3]
+
+
+def test_wires_that_were_not_measured_are_not_taken_to_be_fast():
+    ring = [(a, (a + 1) % 9) for a in range(9)]
+    made = wired([2, 1] * 4 + [2], set(map(frozenset, ring)), ring, every=1)
+    assert made.active == [0]  # not every other node, of which no two are neighbours
 
 
 def test_nodes_are_kept_where_memory_needs_them():
@@ -87,7 +122,7 @@ def test_nodes_are_kept_where_memory_needs_them():
 
 @settings(deadline=None, max_examples=30)
 @given(
-    speeds=st.lists(st.floats(0.5, 100), min_size=2, max_size=3),
+    speeds=st.lists(st.floats(0.5, 100), min_size=2, max_size=4),
     wire=st.floats(4, 9),
     latency=st.floats(-6, -1),
     every=st.sampled_from([None, 1, 7, "global"]),
@@ -99,6 +134,14 @@ def test_no_set_of_nodes_is_clearly_faster(speeds, wire, latency, every):
         for some in combinations(speeds, size):
             _, other_s = planned(list(some), across=wires, every=every, batch_size=10_000)
             assert mean_s <= 1.02 * other_s, (some, made.explain())
+
+
+def test_each_fragment_overlaps_with_steps_of_its_own():
+    made, cluster, profile = planned([1, 1], every=8, exchange=Exchange(overlap=2))[0], *world([1, 1], [1, 1], SLOW)
+    plans = [made, made.model_copy(update={"exchange": Exchange(overlap=2, fragments=3)})]
+    one, three = (simulate(each, cluster, profile, GRAPH, steps=8).seconds for each in plans)
+    step_s = made.predicted.step_s
+    assert one - three == pytest.approx(min(4 * step_s, one - 8 * step_s))
 
 
 def test_sets_are_few_where_nodes_are_many():

@@ -113,6 +113,18 @@ def measured(*, batch: int) -> dict[str, Any]:
     return {"left_out": True}
 
 
+def doubted() -> dict[str, Any]:
+    """Plans by a profile of steps that lie far apart."""
+    example = torch.randn(32, 6, dtype=torch.float64)
+    with evenly.Session(device="cpu") as session:
+        profile = evenly.Profile.from_speeds(session.cluster, evenly.trace(network(), example), [1, 1])
+        devices = tuple(device.model_copy(update={"spread": 0.9}) for device in profile.devices)
+        shaky = profile.model_copy(update={"devices": devices, "is_measured": True})
+        plan = session.plan(network(), example, global_batch=32, profile=shaky)
+        return {"planned": [role.samples for role in plan.roles]}
+    return {}
+
+
 def wide() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 4)).double()

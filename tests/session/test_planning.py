@@ -41,6 +41,13 @@ def test_a_node_that_is_left_out_waits_and_says_why():
     assert "rank 1 is left out and waits until the run is over: too slow" in idle.errors
 
 
+def test_a_session_says_what_speaks_against_a_measurement():
+    first, second = collect(start_processes(ragged(2), "tests.session.plan_programs:doubted", {}), limit_s=60)
+    assert "the plan is doubtful: repeated steps of 2 ranks lie up to 90% apart" in first.errors
+    assert "doubtful" not in second.errors
+    assert sum(first.result["planned"]) == 32
+
+
 def test_a_measurement_becomes_a_plan_that_trains():
     results = run_processes(ragged(2), "tests.session.plan_programs:measured", {"batch": 32}, limit_s=110)
     busy = [result for result in results if "planned" in result]  # a small network may need one rank only

@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from evenly.planner.doubts import doubts
 from evenly.reports import (
     PLAN_HEADERS,
     RANK_HEADERS,
@@ -78,8 +77,9 @@ def say(lines: Sequence[str], console: Console) -> None:
 
 def say_doubts(profile: Profile, plan: Plan | None = None, *, console: Console) -> None:
     """Prints why a measurement should not be trusted, and how to make a new one."""
-    found = doubts(profile, plan)
-    say([*found, "evenly measure --fresh measures anew"] if found else [], console)
+    from evenly.planner import doubts
+
+    say([*doubts(profile, plan), *(["evenly measure --fresh measures anew"] if doubts(profile) else [])], console)
 
 
 def _say_more(rows: Sequence[object], most: int, console: Console) -> None:

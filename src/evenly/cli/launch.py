@@ -19,6 +19,7 @@ CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "a
 """How the command is to be registered: every word after SCRIPT belongs to the script."""
 
 _GRACE_S = 40.0  # an agent gives its workers 30 s before it kills them
+_ONCE_S = 1.0  # in which two Ctrl-C are one
 _KILLED_S = 5.0  # within which what was killed is gone
 _POLL_S = 0.1
 
@@ -76,21 +77,23 @@ def _first_failure(agents: Sequence[subprocess.Popen[bytes]], asked: Sequence[in
 def _end(agents: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> None:
     """Asks what still runs to end, waits, and kills what does not listen, with all that it has started.
 
-    A second Ctrl-C shortens the waiting.
+    A Ctrl-C shortens the waiting, unless it is one with that which ended all: wrappers may send it twice.
     """
     started = {agent.pid: _started_by(agent) for agent in agents}
     for agent in agents:
         if agent.poll() is None:
             agent.terminate()
-    deadline = time.monotonic() + _GRACE_S
-    while any(agent.poll() is None for agent in agents):
-        if time.monotonic() > deadline or asked.count(signal.SIGINT) > 1:
+    began, pressed = time.monotonic(), 0
+    while any(agent.poll() is None for agent in agents) and time.monotonic() < began + _GRACE_S:
+        if time.monotonic() < began + _ONCE_S:
+            pressed = asked.count(signal.SIGINT)
+        elif asked.count(signal.SIGINT) > pressed:
             break
         time.sleep(_POLL_S)
     deaf = [agent for agent in agents if agent.poll() is None]
     killed = {process for agent in deaf for process in (*started[agent.pid], *_started_by(agent))}
     for process in killed:
-        with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.Error):
             process.kill()
     for agent in deaf:
         agent.kill()

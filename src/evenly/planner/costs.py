@@ -228,5 +228,5 @@ def exchange_seconds(size_bytes: int, nodes: Sequence[Sequence[int]], profile: P
     """Returns the seconds in which nodes with these ranks average parameters: across, and spread inside each."""
     if len(nodes) < 2:
         return 0.0
-    across = sum_seconds(size_bytes, len(nodes), profile.rate([ranks[0] for ranks in nodes], across=True))
+    across = sum_seconds(size_bytes, len(nodes), profile.rate_across(nodes))
     return across + max(sum_seconds(size_bytes, len(ranks), profile.rate(ranks)) / 2 for ranks in nodes)

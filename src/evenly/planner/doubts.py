@@ -26,8 +26,12 @@ def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
             f"doubtful: only {counted(len(profile.devices[few[0]].step.sizes), 'size')} of a step could be timed on "
             f"ranks {few}. Measure anew, thoroughly or with a smaller example"
         )
-    for role in plan.roles if plan is not None else ():
-        most = max(profile.devices[role.rank].step.sizes)
-        if role.samples > FAR * most:
-            lines.append(f"doubtful: rank {role.rank} gets {role.samples} samples and was measured with {most} at most")
+    sizes = [max(device.step.sizes) for device in profile.devices]
+    far = [role for role in plan.roles if role.samples > FAR * sizes[role.rank]] if plan is not None else []
+    if far:
+        more = f", and {counted(len(far) - 1, 'other rank')} likewise" if len(far) > 1 else ""
+        lines.append(
+            f"doubtful: rank {far[0].rank} gets {far[0].samples} samples and was measured with {sizes[far[0].rank]} at "
+            f"most{more}. Measure with a larger example"
+        )
     return lines

@@ -3,8 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
+from evenly.spec.cluster import Cluster
 from evenly.spec.exchange import Exchange
 from evenly.spec.period import Adaptive, EveryGradient, EverySeconds, EverySteps, Period
+from evenly.spec.profile import Profile
+
+STARTS = 4  # nodes from which sets of near ones are grown
+
+Distances = dict[int, dict[int, float]]  # seconds from node to node
 
 
 def mean_step_s(period: Period, exchange: Exchange, *, step_s: float, exchange_s: float) -> float:
@@ -13,8 +19,8 @@ def mean_step_s(period: Period, exchange: Exchange, *, step_s: float, exchange_s
     Where it is not known how many steps lie between two (an epoch of a length that nobody said, a wish for drift) they
     count for nothing.
 
-    >>> mean_step_s(EverySteps(4), Exchange(), step_s=0.1, exchange_s=0.2)
-    0.15000000000000002
+    >>> mean_step_s(EverySteps(4), Exchange(), step_s=0.25, exchange_s=0.5)
+    0.375
     """
     match period:
         case EveryGradient():
@@ -23,34 +29,60 @@ def mean_step_s(period: Period, exchange: Exchange, *, step_s: float, exchange_s
             steps = number
         case Adaptive(start=number, drift=None):
             steps = number
-        case EverySeconds(seconds=seconds):
-            steps = max(1, int(seconds / step_s))
+        case EverySeconds():
+            steps = period.steps(step_s)
         case _:
             return step_s
     return step_s + max(0.0, exchange_s - exchange.hidden_steps(steps) * step_s) / steps
 
 
+def distances(cluster: Cluster, profile: Profile, size_bytes: int) -> Distances:
+    """Returns how long a message of this size takes from node to node, where that was measured; the slower way."""
+    nodes = {node.ranks[0]: index for index, node in enumerate(cluster.nodes)}
+    found: Distances = {}
+    for lane in profile.lanes:
+        if lane.source in nodes and lane.target in nodes:
+            seconds = lane.rate.latency_s + size_bytes / lane.rate.bytes_per_s
+            a, b = nodes[lane.source], nodes[lane.target]
+            for one, other in ((a, b), (b, a)):
+                near = found.setdefault(one, {})
+                near[other] = max(seconds, near.get(other, 0.0))
+    return found
+
+
 def smaller_sets(
-    strong: Mapping[int, int], able: Mapping[int, int], wires: Mapping[int, float], batch: int
+    strong: Mapping[int, int], able: Mapping[int, int], far: Distances, batch: int
 ) -> Iterator[frozenset[int]]:
-    """Returns sets of nodes, fewer than all, that can do the work: the strongest of them, and those with fast wires.
+    """Returns sets of nodes, fewer than all, that can do the work: the strongest of them, and such as are near.
 
     Args:
         strong: the samples that each node can do while all take part.
         able: those that it can do in the time that is to be beaten.
-        wires: bytes a second of the best way from a node to another one, where they are known.
+        far: seconds from node to node, where they are known.
         batch: the samples to do.
     """
-    orders = [sorted(strong, key=lambda node: (-strong[node], node))]
-    if wires:
-        orders.append(sorted(strong, key=lambda node: (-wires.get(node, 0.0), -strong[node], node)))
     seen = set()
-    for order in orders:
+    for order in _orders(sorted(strong, key=lambda node: (-strong[node], node)), far):
         for size in _sizes([*accumulate(able[node] for node in order)], batch):
             chosen = frozenset(order[:size])
             if chosen not in seen:
                 seen.add(chosen)
                 yield chosen
+
+
+def _orders(nodes: Sequence[int], far: Distances) -> Iterator[Sequence[int]]:
+    """Returns orders in which to take nodes: as they are, and from some of them on each time the nearest to all."""
+    yield nodes
+    for start in nodes[:STARTS] if far else ():
+        order, rest = [start], [node for node in nodes if node != start]
+        away = {node: far.get(node, {}).get(start, 0.0) for node in rest}
+        while rest:
+            nearest = min(rest, key=lambda node: away[node] or min(far.get(node, {}).values(), default=float("inf")))
+            order.append(nearest)
+            rest.remove(nearest)
+            for node in rest:
+                away[node] = max(away[node], far.get(node, {}).get(nearest, 0.0))
+        yield order
 
 
 def _sizes(totals: Sequence[int], batch: int) -> list[int]:

@@ -1,13 +1,13 @@
 """Cluster + Profile + Graph + wishes -> Plan: the least time in which all devices finish one global batch together."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
 
 from evenly._errors import SpecError
 from evenly.planner.costs import Works, exchange_seconds
-from evenly.planner.fewer import mean_step_s, smaller_sets
+from evenly.planner.fewer import distances, mean_step_s, smaller_sets
 from evenly.planner.layout import lay_out
 from evenly.planner.lines import Kinds, Line, cut_lines, single_lines
 from evenly.planner.memory import UNKNOWN, largest_layer, whole_need
@@ -35,11 +35,11 @@ def plan(
     memory_bytes: Sequence[int] | None = None,
     exchange: Exchange | None = None,
 ) -> Plan:
-    """Returns who does what so that a step over the global batch takes the least time, with the times it predicts.
+    """Returns who does what so that a step over the global batch takes the least time, exchanges included.
 
     Every node may use some or all of its ranks, each for itself with its own number of samples, or several holding one
     network together. For a time T it is known how many samples each node can do; the least T for which they are enough
-    is found by halving.
+    is found by halving; where exchanges cost time, also for fewer nodes.
 
     Args:
         cluster: the nodes and ranks.
@@ -89,7 +89,17 @@ class _Deal:
     step_s: float
     exchange_s: float
     mean_s: float
-    left_out: dict[int, str]  # ranks that could take part, and why they do not
+    idle: dict[int, str]  # ranks that would wait for long, and why they are left out
+
+    @cached_property
+    def nodes(self) -> frozenset[int]:
+        """Those that have samples."""
+        return frozenset(index for index, samples in enumerate(self.counts) if any(samples))
+
+    @cached_property
+    def ranks(self) -> frozenset[int]:
+        """Those that have samples."""
+        return frozenset(rank for crew, _ in self.crews for rank in crew.ranks)
 
     @property
     def crews(self) -> list[tuple[Crew, int]]:
@@ -108,10 +118,11 @@ class _Task:
 
     def plan(self) -> Plan:
         self._require_memory()
-        deal = self._without_some_nodes(self._deal(self._groups))
+        whole = self._deal(self._groups)
+        deal = self._without_some_nodes(whole)
         step_s = deal.mean_s if isinstance(deal.period, EveryGradient) else deal.step_s
         return Plan(
-            roles=self._roles(deal, step_s),
+            roles=self._roles(deal, self._reasons(deal, whole)),
             period=deal.period,
             exchange=self.wishes.exchange,
             replicas=self._replicas(deal),
@@ -177,39 +188,38 @@ class _Task:
 
     def _without_some_nodes(self, deal: _Deal) -> _Deal:
         """Returns the deal, or one of fewer nodes if its steps are clearly shorter, exchanges included."""
-        goal_s = FEWER * deal.mean_s
-        if goal_s <= deal.step_s:
+        if FEWER * deal.mean_s <= deal.step_s:
             return deal
-        strong, able = (
-            {
-                index: _best(self._lines[first], seconds)[0]
-                for first, members in self._groups.items()
-                for index in members
-                if any(deal.counts[index])
-            }
-            for seconds in (deal.step_s, goal_s)
-        )
-        best = deal
-        for nodes in smaller_sets(strong, able, self._wires(), self.batch):
+        strong, able = (self._capacities(deal, seconds) for seconds in (deal.step_s, FEWER * deal.mean_s))
+        far = distances(self.cluster, self.profile, self.works.exchanged_bytes(self.wishes.exchange))
+        deals = [deal]
+        for nodes in smaller_sets(strong, able, far, self.batch):
             groups = {first: [x for x in members if x in nodes] for first, members in self._groups.items()}
-            fewer = self._deal({first: members for first, members in groups.items() if members})
-            best = min(best, fewer, key=lambda found: found.mean_s)
-        if best.mean_s > goal_s:
-            return deal
-        why = costs_more(deal.mean_s, best.mean_s)
-        idle = [rank for index in strong if not any(best.counts[index]) for rank in self.cluster.nodes[index].ranks]
-        busy = {rank for crew, _ in deal.crews for rank in crew.ranks}
-        told = {rank: why if rank in busy else deal.left_out.get(rank, "") for rank in idle}
-        return replace(best, left_out={**best.left_out, **told})
+            deals.append(self._deal({first: members for first, members in groups.items() if members}))
+        least_s = min(found.mean_s for found in deals)
+        fast = [found for found in deals if FEWER * found.mean_s <= least_s]
+        return min(fast, key=lambda found: (-len(found.nodes), found.mean_s))
 
-    def _wires(self) -> dict[int, float]:
-        """Returns the bytes a second of the best way from each node to another, where some were measured."""
-        best: dict[int, float] = {}
-        for lane in self.profile.lanes:
-            ends = {self.cluster.node_of(lane.source), self.cluster.node_of(lane.target)}
-            for node in ends if len(ends) > 1 else ():
-                best[node] = max(best.get(node, 0.0), lane.rate.bytes_per_s)
-        return best
+    def _capacities(self, deal: _Deal, seconds: float) -> dict[int, int]:
+        """Returns the samples that each node that is used can do in some time."""
+        each = {first: _best(self._lines[first], seconds)[0] for first in self._groups}
+        used = deal.nodes
+        return {x: each[first] for first, members in self._groups.items() for x in members if x in used}
+
+    def _reasons(self, deal: _Deal, whole: _Deal) -> dict[int, str]:
+        """Returns why ranks have nothing to do in a deal, where `whole` is the one without regard to exchanges."""
+        need = whole_need(self.works, self.profile.sample_bytes)
+        busy, helped = deal.ranks, whole.ranks
+        reasons = {}
+        for index, node in enumerate(self.cluster.nodes):
+            own = deal if index in deal.nodes else whole
+            for rank in (rank for rank in node.ranks if rank not in busy):
+                if own is whole and rank in helped:
+                    reasons[rank] = costs_more(whole.mean_s, deal.mean_s)
+                else:
+                    given = (rank, own.step_s, node.ranks, self.profile, need, self.free)
+                    reasons[rank] = own.idle.get(rank) or why_left_out(*given)
+        return reasons
 
     def _deal(self, groups: Groups) -> _Deal:
         """Returns the line and samples of each of these nodes, for the least time of a step; equal ones do the same."""
@@ -300,25 +310,22 @@ class _Task:
         steps = exchange.affordable_steps(step_s=step_s, transfer_s=transfer_s, budget=self.wishes.budget)
         return EverySteps(steps) if exchange_s or exchange.fragments > 1 else period
 
-    def _roles(self, deal: _Deal, step_s: float) -> tuple[Role, ...]:
+    def _roles(self, deal: _Deal, reasons: Mapping[int, str]) -> tuple[Role, ...]:
         roles: dict[int, Role] = {}
-        need = whole_need(self.works, self.profile.sample_bytes)
         for index, node in enumerate(self.cluster.nodes):
             line = deal.lines[index]
             for crew, samples in zip(line.crews if line else (), deal.counts[index], strict=True):
                 computing = crew.compute_s(samples)
                 most = crew.most_samples(self.free)
-                for rank, seconds, needed in zip(crew.ranks, computing, crew.needs, strict=True):
+                for rank, seconds, need in zip(crew.ranks, computing, crew.needs, strict=True):
                     roles[rank] = self._role(
                         rank, index, samples=samples, compute_s=seconds,
-                        memory_bytes=needed.fixed_bytes + needed.sample_bytes * samples,
+                        memory_bytes=need.fixed_bytes + need.sample_bytes * samples,
                         most_samples=most if most < UNKNOWN else 0, free_bytes=self.free[rank],
                     )  # fmt: skip
             for rank in node.ranks:
-                if rank not in roles or not roles[rank].samples:
-                    told = deal.left_out.get(rank)
-                    told = told or why_left_out(rank, step_s, node.ranks, self.profile, need, self.free)
-                    roles[rank] = self._role(rank, index, left_out=told)
+                if rank in reasons:
+                    roles[rank] = self._role(rank, index, left_out=reasons[rank])
         return tuple(roles[rank] for rank in range(self.cluster.world_size))
 
     def _role(self, rank: int, node: int, **fields: object) -> Role:

@@ -11,7 +11,7 @@ EASED = 0.9  # to be so much faster while others rest is a reason to let them re
 def costs_more(with_s: float, without_s: float) -> str:
     """Returns why a node is left out without which steps are shorter, exchanges included."""
     case = "exchanges with this node cost more than it helps"
-    return f"{case}: {_ms(with_s)} a step with all nodes, {_ms(without_s)} without"
+    return f"{case}: {_ms(with_s)} a step with all that help, {_ms(without_s)} without"
 
 
 def why_left_out(

@@ -85,7 +85,7 @@ class _Play:
         order = np.argsort(nodes, kind="stable")
         starts = np.searchsorted(nodes[order], np.arange(len(self.plan.nodes)))
         if isinstance(self.plan.period, EverySeconds):
-            every = max(1, int(self.plan.period.seconds / max(compute + np.array(wires))))
+            every = self.plan.period.steps(max(compute + np.array(wires)))
         each = np.array(wires)  # a slow rank is also slower at averaging
         busy = np.array([any(self.plan.roles[rank].samples for rank in ranks) for ranks in self.plan.nodes])
         random = np.random.default_rng(seed)

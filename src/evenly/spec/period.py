@@ -1,6 +1,7 @@
 """When nodes exchange: the periods K' can take."""
 
 import re
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -41,6 +42,10 @@ class EverySeconds(Value):
     seconds: float = Field(gt=0)
     warmup: int = WARMUP
     _positional: ClassVar[tuple[str, ...]] = ("seconds",)
+
+    def steps(self, step_s: float) -> int:
+        """Returns the steps that a node makes in a period, each of so many seconds: the last one ends after it."""
+        return max(1, ceil(self.seconds / step_s))
 
     if TYPE_CHECKING:
 

@@ -126,6 +126,10 @@ class CutStep(Value):
     factor: Positive
 
 
+def _worst(rates: Sequence[Rate]) -> Rate:
+    return Rate(latency_s=max(rate.latency_s for rate in rates), bytes_per_s=min(rate.bytes_per_s for rate in rates))
+
+
 class Profile(Document):
     """The devices and wires of a cluster, measured with one network and batch."""
 
@@ -204,13 +208,24 @@ class Profile(Document):
         taken = sum(speed[other] for other in busy if other != rank and other in speed) / sum(speed.values())
         return self.devices[rank].alone + (1.0 - self.devices[rank].alone) * taken
 
-    def rate(self, ranks: Iterable[int], *, across: bool = False) -> Rate:
-        """Returns the worst latency and bandwidth of the wires among these ranks, inside a node or across nodes."""
+    def rate(self, ranks: Iterable[int]) -> Rate:
+        """Returns the worst latency and bandwidth of the wires among these ranks of a node."""
         own = set(ranks)
         found = [lane.rate for lane in self.lanes if lane.source in own and lane.target in own]
-        if not found:
-            return self.across if across else self.inside
-        return Rate(latency_s=max(r.latency_s for r in found), bytes_per_s=min(r.bytes_per_s for r in found))
+        return _worst(found) if found else self.inside
+
+    def rate_across(self, nodes: Sequence[Sequence[int]]) -> Rate:
+        """Returns the worst latency and bandwidth of the wires between the first ranks of nodes.
+
+        Of many nodes not all pairs are measured: one with no known way to the others counts with those to any node.
+        """
+        homes = {ranks[0]: set(ranks) for ranks in nodes}
+        found = [lane for lane in self.lanes if lane.source in homes and lane.target in homes]
+        lonely = homes.keys() - {end for lane in found for end in (lane.source, lane.target)}
+        for lane in self.lanes if lonely else ():
+            ends = {lane.source, lane.target}
+            found += [lane for first in ends & lonely if not ends <= homes[first]]
+        return _worst([lane.rate for lane in found]) if found else self.across
 
     def meeting(self, ranks: Iterable[int]) -> Meeting:
         """Returns how these ranks sum and gather: as they, or a group around them, were seen to; or estimated."""
