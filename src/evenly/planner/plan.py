@@ -1,8 +1,8 @@
 """Cluster + Profile + Graph + wishes -> Plan: the least time in which all devices finish one global batch together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import heapify, heapreplace
 
 from evenly._errors import SpecError
@@ -174,10 +174,7 @@ class _Task:
 
     def _least_s(self, lines: Mapping[int, Sequence[Line]], groups: Groups) -> float:
         """Returns the least time in which these nodes together do the global batch."""
-
-        def capacity(seconds: float) -> int:
-            return sum(len(members) * _best(lines[first], seconds)[0] for first, members in groups.items())
-
+        capacity = partial(_capacity, lines, groups)
         low, high = 0.0, 1e-3
         while capacity(high) < self.batch:
             low, high = high, high * 2
@@ -194,11 +191,20 @@ class _Task:
         far = distances(self.cluster, self.profile, self.works.exchanged_bytes(self.wishes.exchange))
         deals = [deal]
         for nodes in smaller_sets(strong, able, far, self.batch):
-            groups = {first: [x for x in members if x in nodes] for first, members in self._groups.items()}
-            deals.append(self._deal({first: members for first, members in groups.items() if members}))
+            chosen = {first: [x for x in members if x in nodes] for first, members in self._groups.items()}
+            groups = {first: members for first, members in chosen.items() if members}
+            if self._may_take(FEWER * deal.mean_s, groups, nodes):
+                deals.append(self._deal(groups))
         least_s = min(found.mean_s for found in deals)
         fast = [found for found in deals if FEWER * found.mean_s <= least_s]
         return min(fast, key=lambda found: (-len(found.nodes), found.mean_s))
+
+    def _may_take(self, mean_s: float, groups: Groups, nodes: Collection[int]) -> bool:
+        """Returns whether these nodes could do the batch in a mean step of so long; a deal takes longer to find."""
+        exchange_s = self._exchange_s(nodes)
+        times = {"step_s": mean_s, "exchange_s": exchange_s}
+        longer = mean_step_s(self._period(**times), self.wishes.exchange, **times) / mean_s  # more, in shorter steps
+        return _capacity(self._lines, groups, mean_s / longer / FEWER) >= self.batch
 
     def _capacities(self, deal: _Deal, seconds: float) -> dict[int, int]:
         """Returns the samples that each node that is used can do in some time."""
@@ -234,7 +240,7 @@ class _Task:
                 if (line := lines[index]) is not None:
                     seats = zip(self.cluster.nodes[first].ranks, self.cluster.nodes[index].ranks, strict=True)
                     lines[index] = line.on(dict(seats))
-        exchange_s = self._exchange_s(counts)
+        exchange_s = self._exchange_s({index for index, samples in enumerate(counts) if any(samples)})
         period = self._period(step_s, exchange_s)
         mean_s = mean_step_s(period, self.wishes.exchange, step_s=step_s, exchange_s=exchange_s)
         return _Deal(lines, counts, period, step_s, exchange_s, mean_s, idle)
@@ -295,8 +301,8 @@ class _Task:
             "more memory."
         )
 
-    def _exchange_s(self, counts: Sequence[list[int]]) -> float:
-        used = [node.ranks for node, samples in zip(self.cluster.nodes, counts, strict=True) if any(samples)]
+    def _exchange_s(self, nodes: Collection[int]) -> float:
+        used = [node.ranks for index, node in enumerate(self.cluster.nodes) if index in nodes]
         return exchange_seconds(self.works.exchanged_bytes(self.wishes.exchange), used, self.profile)
 
     def _period(self, step_s: float, exchange_s: float) -> Period:
@@ -344,6 +350,11 @@ def _best(lines: Sequence[Line], seconds: float) -> tuple[int, Line | None, list
     ways = [(line, line.samples(seconds, known)) for line in lines]
     line, samples = max(ways, key=lambda way: sum(way[1]), default=(None, []))
     return sum(samples), line, samples
+
+
+def _capacity(lines: Mapping[int, Sequence[Line]], groups: Groups, seconds: float) -> int:
+    """Returns the samples that nodes do together in this time."""
+    return sum(len(members) * _best(lines[first], seconds)[0] for first, members in groups.items())
 
 
 def _ends(lines: Sequence[Line | None], counts: Sequence[list[int]]) -> list[float]:
