@@ -10,7 +10,7 @@ from rich.console import Console
 from evenly import Cluster, Graph, Plan
 from evenly.cli.measure import progress, show_profile
 from evenly.launch import overlay
-from evenly.spec import Lane, Profile, Rate
+from evenly.spec import Curve, Lane, Profile, Rate
 from tests.reports.plans import cluster_of, graph_of, profile_of
 
 NETWORK = "tests/cli/networks.py:Tiny"
@@ -107,6 +107,17 @@ def test_a_profile_is_shown_with_steps_and_the_slowest_ways():
     assert "333.3" in text  # samples/s of the fast ones: 3 GFlop at 10 GFlop/s for 100 samples
     assert "and 22 faster ways; --out has them all" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_of_many_sizes_some_are_shown_so_that_a_row_fits_into_a_line():
+    cluster, graph = cluster_of(1), graph_of()
+    profile = profile_of(cluster, [1.0], graph)
+    step = Curve(sizes=(2, 8, 16, 32, 48, 64), seconds=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
+    text = shown(
+        profile.model_copy(update={"devices": (profile.devices[0].model_copy(update={"step": step}),)}), cluster
+    )
+    assert "a training step with 2, 8, 16, 32, 48, 64 samples" in text
+    assert " 2: ms  16: ms  48: ms  64: ms " in text
 
 
 def test_a_profile_of_one_rank_has_no_ways():

@@ -1,7 +1,7 @@
 """`evenly measure`: how fast each rank trains a network, and the ways between ranks."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from evenly.spec import Graph
 
 MOST_LANES = 20  # shown; of more, the slowest
+MOST_SIZES = 4  # of a step, that are shown
 
 
 def measure(
@@ -158,16 +159,23 @@ class _Lines:
 def show_profile(profile: Profile, cluster: Cluster, *, console: Console) -> None:
     """Prints what every rank needs for a step, and the ways between ranks."""
     sizes = sorted({size for device in profile.devices for size in device.step.sizes})
-    headers = ("rank", "device", *(f"{size}: ms" for size in sizes), "samples/s", "spread", "free")
+    shown = _spaced(sizes, MOST_SIZES)
+    headers = ("rank", "device", *(f"{size}: ms" for size in shown), "samples/s", "spread", "free")
     table = table_of(headers, left=2)
     for device in profile.devices:
-        table.add_row(*map(escape, _cells(device, cluster, sizes)))
+        table.add_row(*map(escape, _cells(device, cluster, shown)))
     say([f"a training step with {', '.join(map(str, sizes))} samples"], console)
     console.print(table)
     _show_lanes(profile, console)
 
 
-def _cells(device: DeviceProfile, cluster: Cluster, sizes: list[int]) -> Iterator[str]:
+def _spaced(values: Sequence[int], most: int) -> list[int]:
+    """Returns the first, the last, and as many between as there is room for."""
+    gaps = min(most, len(values)) - 1
+    return [values[round(place * (len(values) - 1) / gaps)] for place in range(gaps + 1)] if gaps else list(values)
+
+
+def _cells(device: DeviceProfile, cluster: Cluster, sizes: Sequence[int]) -> Iterator[str]:
     known = dict(zip(device.step.sizes, device.step.seconds, strict=True))
     found = cluster.device_of(device.rank)
     most = max(known)
