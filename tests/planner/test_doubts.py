@@ -27,6 +27,10 @@ def test_a_shaky_measurement_of_one_size_far_from_the_plan_is_doubted_three_time
     assert "lie up to 90% apart" in lines[0]
     assert "only 1 size of a step could be timed on ranks [0, 1]" in lines[1]
     told = "doubtful: rank 0 gets 32 samples and was measured with 2 at most, and 1 other rank likewise"
-    assert lines[2] == f"{told}. Measure with a larger example"
+    assert lines[2] == told
+    assert measured(0.1, (1, 2, 3))[1] == [
+        "doubtful: rank 0 gets 32 samples and was measured with 3 at most, and 1 other rank likewise. Measure with a "
+        "larger example"
+    ]
     assert doubts(profile) == lines[:2]
     assert doubts(profile.model_copy(update={"is_measured": False})) == []

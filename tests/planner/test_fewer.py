@@ -10,7 +10,7 @@ from torch import nn
 
 from evenly import trace
 from evenly.planner import plan, simulate
-from evenly.planner.fewer import smaller_sets
+from evenly.planner.fewer import try_sets
 from evenly.spec import Adaptive, Cluster, Device, EverySteps, Exchange, Graph, Node, Plan, Profile, Rate
 from evenly.spec.profile import Lane
 
@@ -108,6 +108,32 @@ def test_islands_of_fast_wires_are_found():
     assert wired([10, 2, 9, 8], between, every=1).active == [2, 3]
 
 
+@pytest.mark.parametrize(("count", "near"), [(9, 5), (12, 7), (40, 23)])
+def test_all_nodes_of_a_site_are_found(count, near):
+    far = {frozenset(pair) for pair in combinations(range(count), 2) if max(pair) >= near}
+    assert wired([1] * count, far, every="global", batch_size=20 * count).active == list(range(near))
+
+
+def test_a_site_of_weaker_nodes_is_found():
+    far = {frozenset(pair) for pair in combinations(range(12), 2) if min(pair) < 4}
+    assert wired([1.1] * 4 + [1] * 8, far, every="global", batch_size=240).active == list(range(4, 12))
+
+
+def test_of_equal_ranks_the_later_are_left_out_and_say_why():
+    made, _ = planned([1, 1, 1, 1], every="epoch", batch_size=2)
+    assert made.active == [0, 1]
+    assert made.roles[3].left_out == "the batch is done as soon without it"
+
+
+def test_nodes_that_average_unlike_are_not_equal():
+    cluster, profile = world([1, 1, 1, 1], [2, 2], FAST)
+    slow = [d.model_copy(update={"averaging_s": 5.0 if d.rank > 1 else 0.0}) for d in profile.devices]
+    profile = profile.model_copy(update={"devices": tuple(slow)})
+    made = plan(cluster, profile, GRAPH, cut=False, every="epoch", batch_size=400)
+    told = simulate(made, cluster, profile, GRAPH, steps=1000)
+    assert told.step_s == pytest.approx(made.predicted.step_s, rel=0.01)
+
+
 def test_wires_that_were_not_measured_are_not_taken_to_be_fast():
     ring = [(a, (a + 1) % 9) for a in range(9)]
     made = wired([2, 1] * 4 + [2], set(map(frozenset, ring)), ring, every=1)
@@ -144,10 +170,23 @@ def test_each_fragment_overlaps_with_steps_of_its_own():
     assert one - three == pytest.approx(min(4 * step_s, one - 8 * step_s))
 
 
-def test_sets_are_few_where_nodes_are_many():
+def asked(strong: dict[int, int], far: dict[int, dict[int, float]], batch: int, best: int) -> set[int]:
+    """Returns the sizes of the sets that are asked for, where that of `best` nodes is the fastest."""
+    sizes = set()
+
+    def mean_of(nodes: frozenset[int]) -> float:
+        sizes.add(len(nodes))
+        return abs(len(nodes) - best) + 1.0
+
+    try_sets(strong, strong, far, batch, mean_of)
+    return sizes
+
+
+def test_few_sizes_are_tried_where_nodes_are_many_and_the_best_is_among_them():
     each = dict.fromkeys(range(10_000), 3)
-    sets = list(smaller_sets(each, each, {}, 300))
-    assert len(sets) < 40
-    assert min(map(len, sets)) == 100
-    assert max(map(len, sets)) == 9_999
-    assert list(smaller_sets({0: 1, 1: 1}, {0: 1, 1: 1}, {}, 2)) == []
+    for best in (100, 357, 4711, 9_999):
+        sizes = asked(each, {}, 300, best)
+        assert best in sizes
+        assert len(sizes) < 80
+    assert asked({0: 1, 1: 1}, {}, 2, 1) == set()
+    assert asked(dict.fromkeys(range(12), 1), {}, 3, 7) == set(range(3, 12))

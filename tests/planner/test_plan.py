@@ -219,7 +219,14 @@ def test_a_plan_whose_samples_do_not_add_up_is_refused(graph):
         Plan.from_json(text.replace('"samples": 75', '"samples": 76'))
 
 
-@pytest.mark.parametrize("wish", [{"batch_size": 0}, {"exchange_budget": 0.0}, {"memory_bytes": [1]}])
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"batch_size": 0},
+        *({"exchange_budget": part} for part in (0.0, 1e-320, None, "x")),
+        *({"memory_bytes": sizes} for sizes in ([1], 5, ["a", 1])),
+    ],
+)
 def test_impossible_wishes_are_refused(graph, wish):
     with pytest.raises(SpecError):
         planned(graph, [1, 1], **wish)

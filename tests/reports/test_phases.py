@@ -61,7 +61,7 @@ def test_a_report_says_who_took_part_and_how_work_was_dealt_out_anew():
     start = started().model_copy(update={"ranks": (0, 2), "left_out": {1: "too slow", 3: "too slow"}})
     changes = [Rebalanced(at_s=1.0, step=step, samples=(500 + step, 500 - step)) for step in (24, 68)]
     assert remarks(Run(events=(start, *changes, finished()))) == [
-        "of the ranks that were started 0, 2 took part, counted here as 0, 1",
+        "of all that were started ranks 0, 2 took part, counted here as 0, 1",
         "ranks 1, 3 took no part: too slow",
         "work was dealt out anew 2 times, last after step 68: 568, 432 samples",
     ]

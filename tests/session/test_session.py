@@ -108,6 +108,15 @@ def test_arguments_that_a_plan_does_not_know_are_named():
         session.plan(batch_size=4, speeds=[1])
 
 
+@pytest.mark.parametrize("wish", ["fast", "profile.json", None])
+def test_a_profile_that_is_none_is_refused(wish):
+    with (
+        pytest.raises(SpecError, match=r"Profile\.load\('profile\.json'\)"),
+        evenly.Session(device="cpu") as session,
+    ):
+        session.plan(torch.nn.Linear(3, 2), torch.ones(4, 3), global_batch=4, profile=wish)
+
+
 @pytest.mark.parametrize("wish", [0, -1])
 def test_a_period_below_one_is_refused(wish):
     with evenly.Session() as session, pytest.raises(SpecError, match="at least 1"):

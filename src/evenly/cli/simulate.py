@@ -1,6 +1,7 @@
 """`evenly simulate`: what a plan takes, and what it would take on a changed cluster."""
 
 from dataclasses import dataclass, field
+from math import ceil, lcm
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,8 @@ from evenly.reports import Panel, draw_picture, rank_rows, require_picture
 from evenly.spec import Cluster, Forecast, Graph, Plan, Profile
 from evenly.spec.plan import counted
 
+LEAST_PLAYED, MOST_PLAYED = 1000, 10**6  # steps, if nobody says how many
+
 
 def simulate(
     plan: Annotated[Path, typer.Option(help="The plan, from evenly plan.")],
@@ -41,7 +44,9 @@ def simulate(
     flops: Flops = None,
     inside: Inside = None,
     across: Across = None,
-    steps: Annotated[int, typer.Option(help="How many steps to play.")] = 1000,
+    steps: Annotated[
+        int | None, typer.Option(help="How many steps to play; in whole periods, 1000 or more, if left out.")
+    ] = None,
     jitter: Annotated[float, typer.Option(help="How much a rank's time varies: deviation over mean.")] = 0.0,
     period: Annotated[
         str | None, typer.Option(metavar="K|30s|2%|epoch|adaptive|global", help="What if: another period K'.")
@@ -126,16 +131,26 @@ class _Edits:
         return _Case(plan, cluster, profile, case.graph, words) if words else None
 
 
+def _whole_periods(plans: list[Plan]) -> int:
+    """Returns steps that are whole periods of each plan, so that no exchange counts for a part of one."""
+    names = {"steps": "steps", "adaptive": "start"}
+    each = [int(getattr(plan.period, names[plan.period.kind])) for plan in plans if plan.period.kind in names]
+    together = lcm(*each) if lcm(*each) <= MOST_PLAYED else max(each)
+    return min(MOST_PLAYED, together * ceil(LEAST_PLAYED / together))
+
+
 def _tell(
     given: _Case,
     changed: _Case | None,
     *,
-    steps: int,
+    steps: int | None,
     jitter: float,
     out: Path | None,
     picture: Path | None,
     json: bool,
 ) -> None:
+    if steps is None:
+        steps = _whole_periods([case.plan for case in (given, changed) if case is not None])
     before = given.play(steps, jitter)
     after = changed.play(steps, jitter) if changed else None
     if out is not None:

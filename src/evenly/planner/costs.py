@@ -229,4 +229,5 @@ def exchange_seconds(size_bytes: int, nodes: Sequence[Sequence[int]], profile: P
     if len(nodes) < 2:
         return 0.0
     across = sum_seconds(size_bytes, len(nodes), profile.rate_across(nodes))
-    return across + max(sum_seconds(size_bytes, len(ranks), profile.rate(ranks)) / 2 for ranks in nodes)
+    inside = [sum_seconds(size_bytes, len(ranks), profile.rate(ranks)) for ranks in nodes if len(ranks) > 1]
+    return across + max(inside, default=0.0) / 2

@@ -24,7 +24,7 @@ def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
     if few:
         lines.append(
             f"doubtful: only {counted(len(profile.devices[few[0]].step.sizes), 'size')} of a step could be timed on "
-            f"ranks {few}. Measure anew, thoroughly or with a smaller example"
+            f"ranks {few}. Measure anew, and thoroughly"
         )
     sizes = [max(device.step.sizes) for device in profile.devices]
     far = [role for role in plan.roles if role.samples > FAR * sizes[role.rank]] if plan is not None else []
@@ -32,6 +32,6 @@ def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
         more = f", and {counted(len(far) - 1, 'other rank')} likewise" if len(far) > 1 else ""
         lines.append(
             f"doubtful: rank {far[0].rank} gets {far[0].samples} samples and was measured with {sizes[far[0].rank]} at "
-            f"most{more}. Measure with a larger example"
+            f"most{more}{'' if few else '. Measure with a larger example'}"
         )
     return lines

@@ -1,6 +1,6 @@
 """Whether fewer nodes are faster: each one more takes part in the work, and in every exchange."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from evenly.spec.cluster import Cluster
@@ -8,7 +8,9 @@ from evenly.spec.exchange import Exchange
 from evenly.spec.period import Adaptive, EveryGradient, EverySeconds, EverySteps, Period
 from evenly.spec.profile import Profile
 
-STARTS = 4  # nodes from which sets of near ones are grown
+STARTS = 4  # sites from which sets of near nodes are grown
+SITE = 2  # so many times farther than the nearest is not of one site
+ALL = 32  # so many sizes of sets are all tried
 
 Distances = dict[int, dict[int, float]]  # seconds from node to node
 
@@ -50,34 +52,39 @@ def distances(cluster: Cluster, profile: Profile, size_bytes: int) -> Distances:
     return found
 
 
-def smaller_sets(
-    strong: Mapping[int, int], able: Mapping[int, int], far: Distances, batch: int
-) -> Iterator[frozenset[int]]:
-    """Returns sets of nodes, fewer than all, that can do the work: the strongest of them, and such as are near.
+def try_sets(
+    strong: Mapping[int, int],
+    able: Mapping[int, int],
+    far: Distances,
+    batch: int,
+    mean_of: Callable[[frozenset[int]], float],
+) -> None:
+    """Asks for the mean step of sets of fewer nodes that can do the work: the strongest of them, and near ones.
 
     Args:
         strong: the samples that each node can do while all take part.
         able: those that it can do in the time that is to be beaten.
         far: seconds from node to node, where they are known.
         batch: the samples to do.
+        mean_of: says the mean step of a set.
     """
-    seen = set()
     for order in _orders(sorted(strong, key=lambda node: (-strong[node], node)), far):
-        for size in _sizes([*accumulate(able[node] for node in order)], batch):
-            chosen = frozenset(order[:size])
-            if chosen not in seen:
-                seen.add(chosen)
-                yield chosen
+        totals = [*accumulate(able[node] for node in order)]
+        least = next((size for size, total in enumerate(totals, start=1) if total >= batch), len(order))
+        sizes, means = _sizes(least, len(order)), dict[int, float]()
+        while sizes:
+            means |= {size: mean_of(frozenset(order[:size])) for size in sizes}
+            sizes = _between(means, len(order))
 
 
 def _orders(nodes: Sequence[int], far: Distances) -> Iterator[Sequence[int]]:
     """Returns orders in which to take nodes: as they are, and from some of them on each time the nearest to all."""
     yield nodes
-    for start in nodes[:STARTS] if far else ():
+    for start in _starts(nodes, far) if far else ():
         order, rest = [start], [node for node in nodes if node != start]
         away = {node: far.get(node, {}).get(start, 0.0) for node in rest}
         while rest:
-            nearest = min(rest, key=lambda node: away[node] or min(far.get(node, {}).values(), default=float("inf")))
+            nearest = min(rest, key=lambda node: away[node] or _nearest_s(node, far))
             order.append(nearest)
             rest.remove(nearest)
             for node in rest:
@@ -85,10 +92,32 @@ def _orders(nodes: Sequence[int], far: Distances) -> Iterator[Sequence[int]]:
         yield order
 
 
-def _sizes(totals: Sequence[int], batch: int) -> list[int]:
-    """Returns the least number of nodes that is enough, some near it and some near all, further apart in between."""
-    most = len(totals)
-    least = next((size for size, total in enumerate(totals, start=1) if total >= batch), most)
+def _starts(nodes: Sequence[int], far: Distances) -> list[int]:
+    """Returns the strongest node, and one of each site: nodes that have near ones, but are far from those before."""
+    starts = list(nodes[:1])
+    for node in sorted(nodes, key=lambda node: _nearest_s(node, far)):  # those with fast wires, the strongest first
+        apart = [far.get(node, {}).get(start, 0.0) for start in starts[1:]]
+        if len(starts) <= STARTS and all(seconds > SITE * _nearest_s(node, far) for seconds in apart):
+            starts.append(node)
+    return starts
+
+
+def _nearest_s(node: int, far: Distances) -> float:
+    return min(far.get(node, {}).values(), default=float("inf"))
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    """Returns numbers of nodes from `least` on, fewer than `most`: all, or some near both and fewer in between."""
+    if most - least <= ALL:
+        return list(range(least, most))
     gaps = [2**power for power in range(most.bit_length())]
     near = {least, *(least + gap for gap in gaps), *(most - gap for gap in gaps)}
     return sorted(size for size in near if least <= size < most)
+
+
+def _between(means: Mapping[int, float], most: int) -> list[int]:
+    """Returns the sizes half way from the best one to those beside it, until there are none."""
+    found = min(means, key=lambda size: (means[size], -size))
+    beside = [max((size for size in means if size < found), default=found)]
+    beside.append(min((size for size in means if size > found), default=most))
+    return sorted({(found + other) // 2 for other in beside} - means.keys())

@@ -3,11 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from heapq import heapify, heapreplace
 
 from evenly._errors import SpecError
 from evenly.planner.costs import Works, exchange_seconds
-from evenly.planner.fewer import distances, mean_step_s, smaller_sets
+from evenly.planner.dealing import Groups, best, capacity, ends, trim
+from evenly.planner.fewer import distances, mean_step_s, try_sets
 from evenly.planner.layout import lay_out
 from evenly.planner.lines import Kinds, Line, cut_lines, single_lines
 from evenly.planner.memory import UNKNOWN, largest_layer, whole_need
@@ -21,6 +21,7 @@ from evenly.spec.plan import MOST_SAMPLES, Plan, Prediction, Replica, Role
 from evenly.spec.profile import Profile
 
 BUDGET = 0.05  # of the time may go into exchanges between nodes, if nothing else is wished
+LEAST_BUDGET = 1e-6
 
 
 def plan(
@@ -57,8 +58,10 @@ def plan(
         raise SpecError(f"a global batch of {batch_size!r} samples was asked for. Give a whole number, at least 1.")
     if batch_size is not None and batch_size > MOST_SAMPLES:
         raise SpecError(f"a global batch of more than {MOST_SAMPLES} samples was asked for. Give fewer.")
-    if not 0 < exchange_budget < 1:
-        raise SpecError(f"exchange_budget={exchange_budget} was asked for; it is a part of the time, between 0 and 1.")
+    if not isinstance(exchange_budget, int | float) or not LEAST_BUDGET <= exchange_budget < 1:
+        raise SpecError(
+            f"exchange_budget={exchange_budget!r} was asked for; it is a part of the time, from {LEAST_BUDGET:g} to 1."
+        )
     free = _free(cluster, profile, memory_bytes)
     wishes = _Wishes(batch_size or profile.batch_size, cut, every, exchange_budget, exchange or Exchange())
     return _Task(cluster, profile, Works(graph), free, wishes).plan()
@@ -66,8 +69,6 @@ def plan(
 
 IDLE, HELP = 0.1, 0.03  # ranks that would wait for such a part of a step must do so much of the work, at least
 FEWER = 0.99  # of the time, at most, fewer nodes must take
-
-Groups = dict[int, list[int]]  # equal nodes, by the first of all that are equal to them
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,13 @@ class _Task:
     def _kinds(self) -> dict[int, tuple[object, ...]]:
         """What tells one node from another: equal ones are planned once."""
         kinds = {}
+        seen = [set(meeting.ranks) for meeting in self.profile.meetings]
+        seen += [set(cut.ranks) for cut in self.profile.cuts]
         for index, node in enumerate(self.cluster.nodes):
             devices = [self.profile.devices[rank] for rank in node.ranks]
-            told = [(d.step, d.rank if d.layers else -1, self.free[d.rank]) for d in devices]
-            kinds[index] = (*told, self.profile.rate(node.ranks))
+            told = [(d.step, d.averaging_s, d.alone, self.free[d.rank]) for d in devices]
+            own = any(d.layers for d in devices) or any(known & set(node.ranks) for known in seen)
+            kinds[index] = (*told, self.profile.rate(node.ranks), index if own else -1)
         return kinds
 
     @cached_property
@@ -163,7 +167,7 @@ class _Task:
         seconds = self._least_s(found, self._groups) if self._most(found, self._groups) >= self.batch else 0.0
         for first in self._groups if self.wishes.cut else ():
             ranks = self.cluster.nodes[first].ranks
-            samples = _best(found[first], seconds)[0] if seconds else 0
+            samples = best(found[first], seconds)[0] if seconds else 0
             found[first] += cut_lines(ranks, *given, kinds[first], seconds=seconds, samples=samples)
         return found
 
@@ -174,13 +178,13 @@ class _Task:
 
     def _least_s(self, lines: Mapping[int, Sequence[Line]], groups: Groups) -> float:
         """Returns the least time in which these nodes together do the global batch."""
-        capacity = partial(_capacity, lines, groups)
+        able = partial(capacity, lines, groups)
         low, high = 0.0, 1e-3
-        while capacity(high) < self.batch:
+        while able(high) < self.batch:
             low, high = high, high * 2
         for _ in range(40):
             middle = (low + high) / 2
-            low, high = (low, middle) if capacity(middle) >= self.batch else (middle, high)
+            low, high = (low, middle) if able(middle) >= self.batch else (middle, high)
         return high
 
     def _without_some_nodes(self, deal: _Deal) -> _Deal:
@@ -189,12 +193,19 @@ class _Task:
             return deal
         strong, able = (self._capacities(deal, seconds) for seconds in (deal.step_s, FEWER * deal.mean_s))
         far = distances(self.cluster, self.profile, self.works.exchanged_bytes(self.wishes.exchange))
-        deals = [deal]
-        for nodes in smaller_sets(strong, able, far, self.batch):
-            chosen = {first: [x for x in members if x in nodes] for first, members in self._groups.items()}
-            groups = {first: members for first, members in chosen.items() if members}
-            if self._may_take(FEWER * deal.mean_s, groups, nodes):
-                deals.append(self._deal(groups))
+        tried: dict[frozenset[int], _Deal | None] = {frozenset(strong): deal}
+
+        def mean_of(nodes: frozenset[int]) -> float:
+            if nodes not in tried:
+                chosen = {first: [x for x in members if x in nodes] for first, members in self._groups.items()}
+                groups = {first: members for first, members in chosen.items() if members}
+                fast_s = min(FEWER * deal.mean_s, *(found.mean_s / FEWER for found in tried.values() if found))
+                tried[nodes] = self._deal(groups) if self._may_take(fast_s, groups, nodes) else None
+            found = tried[nodes]
+            return found.mean_s if found is not None else float("inf")
+
+        try_sets(strong, able, far, self.batch, mean_of)
+        deals = [found for found in tried.values() if found is not None]
         least_s = min(found.mean_s for found in deals)
         fast = [found for found in deals if FEWER * found.mean_s <= least_s]
         return min(fast, key=lambda found: (-len(found.nodes), found.mean_s))
@@ -204,11 +215,11 @@ class _Task:
         exchange_s = self._exchange_s(nodes)
         times = {"step_s": mean_s, "exchange_s": exchange_s}
         longer = mean_step_s(self._period(**times), self.wishes.exchange, **times) / mean_s  # more, in shorter steps
-        return _capacity(self._lines, groups, mean_s / longer / FEWER) >= self.batch
+        return capacity(self._lines, groups, mean_s / longer / FEWER) >= self.batch
 
     def _capacities(self, deal: _Deal, seconds: float) -> dict[int, int]:
         """Returns the samples that each node that is used can do in some time."""
-        each = {first: _best(self._lines[first], seconds)[0] for first in self._groups}
+        each = {first: best(self._lines[first], seconds)[0] for first in self._groups}
         used = deal.nodes
         return {x: each[first] for first, members in self._groups.items() for x in members if x in used}
 
@@ -253,11 +264,11 @@ class _Task:
         lines: list[Line | None] = [None] * len(self.cluster.nodes)
         counts: list[list[int]] = [[]] * len(self.cluster.nodes)
         for first, members in groups.items():
-            total, line, samples = _best(ways[first], seconds)
+            total, line, samples = best(ways[first], seconds)
             for index in members if total else ():
                 lines[index], counts[index] = line, list(samples)
-        _trim(lines, counts, self.batch)
-        return lines, counts, max(_ends(lines, counts))
+        trim(lines, counts, self.batch)
+        return lines, counts, max(ends(lines, counts))
 
     def _idle(
         self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float, groups: Groups
@@ -344,51 +355,12 @@ class _Task:
         return tuple(Replica(ranks=crew.ranks, layout=crew.layout or whole) for crew, _ in deal.crews)
 
 
-def _best(lines: Sequence[Line], seconds: float) -> tuple[int, Line | None, list[int]]:
-    """Returns the line that does the most samples in this time, with how many each crew does; the first of equals."""
-    known: dict[int, int] = {}
-    ways = [(line, line.samples(seconds, known)) for line in lines]
-    line, samples = max(ways, key=lambda way: sum(way[1]), default=(None, []))
-    return sum(samples), line, samples
-
-
-def _capacity(lines: Mapping[int, Sequence[Line]], groups: Groups, seconds: float) -> int:
-    """Returns the samples that nodes do together in this time."""
-    return sum(len(members) * _best(lines[first], seconds)[0] for first, members in groups.items())
-
-
-def _ends(lines: Sequence[Line | None], counts: Sequence[list[int]]) -> list[float]:
-    """Returns when each node has finished its samples."""
-    return [
-        max(line.end_s(place, samples) for place, samples in enumerate(own) if samples)
-        for line, own in zip(lines, counts, strict=True)
-        if line is not None and any(own)
-    ]
-
-
-def _trim(lines: Sequence[Line | None], counts: list[list[int]], batch: int) -> None:
-    """Takes away the samples that are too many, each from whoever finishes last."""
-    ends = [
-        (-line.end_s(place, samples), index, place)
-        for index, line in enumerate(lines)
-        if line is not None
-        for place, samples in enumerate(counts[index])
-        if samples
-    ]
-    heapify(ends)
-    for _ in range(sum(map(sum, counts)) - batch):
-        _, index, place = ends[0]
-        line, counts[index][place] = lines[index], counts[index][place] - 1
-        left = counts[index][place]
-        ended = -line.end_s(place, left) if line is not None and left else 1.0
-        heapreplace(ends, (ended, index, place))
-
-
 def _free(cluster: Cluster, profile: Profile, given: Sequence[int] | None) -> tuple[int, ...]:
     if given is None:
         return tuple(device.free_bytes for device in profile.devices)
-    if len(given) != cluster.world_size or any(size <= 0 for size in given):
+    is_list = isinstance(given, Sequence) and all(isinstance(size, int) and size > 0 for size in given)
+    if not is_list or len(given) != cluster.world_size:
         raise SpecError(
-            f"memory_bytes={list(given)} was given for {cluster.world_size} ranks. Give one number above 0 for each."
+            f"memory_bytes={given!r} was given for {cluster.world_size} ranks. Give one whole number above 0 for each."
         )
     return tuple(given)

@@ -38,6 +38,8 @@ def why_left_out(
         return f"rank {helped}, of its node, needs only {eased:.0%} of its time while this one rests"
     if own_s + averaging_s > step_s:
         return f"a sample takes it {_ms(own_s)} and averaging {_ms(averaging_s)}, longer than the step"
+    if not others:
+        return "the batch is done as soon without it"
     return "averaging with it takes longer than it can help"
 
 

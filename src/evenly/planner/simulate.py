@@ -15,6 +15,8 @@ from evenly.spec.period import Adaptive, EveryEpoch, EveryGradient, EverySeconds
 from evenly.spec.plan import Plan
 from evenly.spec.profile import Profile
 
+MOST_STEPS = 10**8
+
 Numbers = npt.NDArray[np.float64]
 
 
@@ -51,9 +53,9 @@ def simulate(
         )
     if not any(role.samples for role in plan.roles):
         raise SpecError("a plan without samples was to be simulated. Make it with a batch size.")
-    if steps < 1 or not 0 <= jitter < 10:
+    if not 1 <= steps <= MOST_STEPS or not 0 <= jitter < 10:
         raise SpecError(
-            f"steps={steps}, jitter={jitter} were asked for. Give at least 1 step and a jitter from 0 to 10."
+            f"steps={steps}, jitter={jitter} were asked for. Give 1 to {MOST_STEPS} steps and a jitter from 0 to 10."
         )
     return _Play(plan, cluster, profile, Works(graph)).run(steps, jitter, _every(plan, steps_per_epoch), seed)
 

@@ -23,7 +23,7 @@ def remarks(run: Run) -> list[str]:
     told, lines = story(run), []
     if (started := told.of(RunStarted)) and (ranks := started[-1].ranks):
         here = _series(range(len(ranks)))
-        lines.append(f"of the ranks that were started {_series(ranks)} took part, counted here as {here}")
+        lines.append(f"of all that were started {named(ranks)} took part, counted here as {here}")
         reasons = by_reason(started[-1].left_out)
         lines += [f"{named(ranks)} took no part: {why}" for why, ranks in reasons.items()]
     if changes := list({change.step: change for change in told.of(Rebalanced)}.values()):  # a resumed run repeats some

@@ -81,6 +81,11 @@ def plan_measured(
     **wishes: Any,
 ) -> Plan:
     """Returns the plan for which a step takes the least time, by a profile that is given or measured now."""
+    if not isinstance(profile, Profile) and profile not in ("quick", "thorough"):
+        raise SpecError(
+            f"profile={profile!r} was given to plan. Give a Profile, such as Profile.load('profile.json'), or 'quick' "
+            "or 'thorough' to measure now."
+        )
     traced = follow(model.to(device), example)
     if not isinstance(profile, Profile):
         limits: Any = {"timeout_s": TIMEOUT_S, "tell": tell, "parent": stage.alarm}

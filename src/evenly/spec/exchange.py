@@ -33,7 +33,7 @@ class Outer(Value):
     @model_validator(mode="before")
     @classmethod
     def _is_nesterov(cls, fields: Any) -> Any:
-        return fields or {"settings": NESTEROV}
+        return {"settings": NESTEROV} if fields == {} else fields
 
     @model_validator(mode="after")
     def _has_a_rate(self) -> Self:

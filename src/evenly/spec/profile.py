@@ -110,6 +110,12 @@ class Lane(Value):
     target: Annotated[int, Field(ge=0)]
     rate: Rate
 
+    @model_validator(mode="after")
+    def _joins_two(self) -> Self:
+        if self.source == self.target:
+            raise ValueError(f"a way leads from rank {self.source} to itself; leave it out")
+        return self
+
 
 class Meeting(Value):
     """Seconds that these ranks need to sum a tensor, and to gather one, against its bytes."""
@@ -179,6 +185,8 @@ class Profile(Document):
             across: the wires between nodes; 1 Gbit/s if left out.
         """
         numbers = check_speeds(speeds, ranks=cluster.world_size)
+        if not 0 < flops_per_s < float("inf"):
+            raise SpecError(f"flops_per_s={flops_per_s} was given. Give the operations a second of the fastest rank.")
         batch = graph.batch_size
         flops = max(1.0, 3.0 * sum(layer.flops for layer in graph.layers))
         devices = []
@@ -259,7 +267,7 @@ class Profile(Document):
             )
         for what, mine, theirs in (
             ("cluster", self.cluster, cluster.fingerprint),
-            ("network", self.graph, graph.fingerprint),
+            ("network, or an example of another size", self.graph, graph.fingerprint),
         ):
             if mine != theirs:
                 raise SpecError(
