@@ -170,6 +170,28 @@ def test_each_fragment_overlaps_with_steps_of_its_own():
     assert one - three == pytest.approx(min(4 * step_s, one - 8 * step_s))
 
 
+@settings(deadline=None, max_examples=20)
+@given(
+    speeds=st.lists(st.floats(1, 100), min_size=3, max_size=4),
+    slow=st.sets(st.sampled_from([frozenset(pair) for pair in combinations(range(4), 2)])),
+    every=st.sampled_from([1, 7, "global"]),
+)
+def test_no_set_of_nodes_is_clearly_faster_where_wires_are_unlike(speeds, slow, every):
+    wishes = {"every": every, "batch_size": 10_000}
+    mean_s = mean_of(wired(speeds, slow, **wishes))
+    for size in range(1, len(speeds)):
+        for some in combinations(range(len(speeds)), size):
+            far = {frozenset(map(some.index, pair)) for pair in slow if pair <= set(some)}
+            alone = wired([speeds[node] for node in some], far, **wishes)
+            assert mean_s <= 1.02 * mean_of(alone), some
+
+
+def mean_of(made: Plan) -> float:
+    """Returns the mean step that a plan predicts; that of gradients has its exchanges in it."""
+    steps = made.period.steps if isinstance(made.period, EverySteps) else None
+    return made.predicted.step_s + (made.predicted.exchange_s / steps if steps else 0.0)
+
+
 def asked(strong: dict[int, int], far: dict[int, dict[int, float]], batch: int, best: int) -> set[int]:
     """Returns the sizes of the sets that are asked for, where that of `best` nodes is the fastest."""
     sizes = set()

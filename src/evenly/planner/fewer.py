@@ -1,14 +1,15 @@
 """Whether fewer nodes are faster: each one more takes part in the work, and in every exchange."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, combinations
 
 from evenly.spec.cluster import Cluster
 from evenly.spec.exchange import Exchange
 from evenly.spec.period import Adaptive, EveryGradient, EverySeconds, EverySteps, Period
 from evenly.spec.profile import Profile
 
-STARTS = 4  # sites from which sets of near nodes are grown
+FEW = 8  # nodes, of which all sets are tried
+STARTS = 4  # strong nodes, and sites, from which sets of near nodes are grown
 SITE = 2  # so many times farther than the nearest is not of one site
 ALL = 32  # so many sizes of sets are all tried
 
@@ -61,6 +62,8 @@ def try_sets(
 ) -> None:
     """Asks for the mean step of sets of fewer nodes that can do the work: the strongest of them, and near ones.
 
+    If wires are alike, the strongest are the best of each size. If they are not, all sets of few nodes are tried.
+
     Args:
         strong: the samples that each node can do while all take part.
         able: those that it can do in the time that is to be beaten.
@@ -75,6 +78,10 @@ def try_sets(
         while sizes:
             means |= {size: mean_of(frozenset(order[:size])) for size in sizes}
             sizes = _between(means, len(order))
+    for size in range(1, len(strong)) if far and len(strong) <= FEW else ():
+        for nodes in combinations(sorted(strong), size):
+            if sum(able[node] for node in nodes) >= batch:
+                mean_of(frozenset(nodes))
 
 
 def _orders(nodes: Sequence[int], far: Distances) -> Iterator[Sequence[int]]:
@@ -93,13 +100,13 @@ def _orders(nodes: Sequence[int], far: Distances) -> Iterator[Sequence[int]]:
 
 
 def _starts(nodes: Sequence[int], far: Distances) -> list[int]:
-    """Returns the strongest node, and one of each site: nodes that have near ones, but are far from those before."""
-    starts = list(nodes[:1])
+    """Returns the strongest nodes, and one of each site: nodes that have near ones, but are far from those before."""
+    sites: list[int] = []
     for node in sorted(nodes, key=lambda node: _nearest_s(node, far)):  # those with fast wires, the strongest first
-        apart = [far.get(node, {}).get(start, 0.0) for start in starts[1:]]
-        if len(starts) <= STARTS and all(seconds > SITE * _nearest_s(node, far) for seconds in apart):
-            starts.append(node)
-    return starts
+        apart = [far.get(node, {}).get(start, 0.0) for start in sites]
+        if len(sites) < STARTS and all(seconds > SITE * _nearest_s(node, far) for seconds in apart):
+            sites.append(node)
+    return list(dict.fromkeys([*nodes[:STARTS], *sites]))
 
 
 def _nearest_s(node: int, far: Distances) -> float:
