@@ -174,6 +174,7 @@ def test_a_closed_model_that_is_let_go_takes_its_groups_along():
         return weakref.ref(synchronized._gradients._ddp)
 
     kept = run_ranks(2, act)
+    DistributedDataParallel._active_ddp_module = None  # of two threads in forward one may leave the other's here
     until = time.monotonic() + 20  # a thread of torch may still hold the last average
     while any(ddp() is not None for ddp in kept) and time.monotonic() < until:
         gc.collect()
