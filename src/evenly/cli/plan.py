@@ -24,6 +24,7 @@ from evenly.cli._known import (
 from evenly.cli._quantities import memories_of
 from evenly.reports import Panel, draw_picture, rank_rows, require_picture
 from evenly.spec import Plan, period_of
+from evenly.spec.period import known_steps
 
 
 def plan(
@@ -90,5 +91,4 @@ def plan(
 
 def _steps(made: Plan) -> int:
     """Returns the steps of one period, which is what a mean step is taken over."""
-    steps = {"steps": "steps", "adaptive": "start"}.get(made.period.kind)
-    return int(getattr(made.period, steps)) if steps else 1000
+    return known_steps(made.period) or 1000

@@ -26,6 +26,7 @@ from evenly.cli._known import (
 )
 from evenly.reports import Panel, draw_picture, rank_rows, require_picture
 from evenly.spec import Cluster, Forecast, Graph, Plan, Profile
+from evenly.spec.period import known_steps
 from evenly.spec.plan import counted
 
 LEAST_PLAYED, MOST_PLAYED = 1000, 10**6  # steps, if nobody says how many
@@ -133,8 +134,7 @@ class _Edits:
 
 def _whole_periods(plans: list[Plan]) -> int:
     """Returns steps that are whole periods of each plan, so that no exchange counts for a part of one."""
-    names = {"steps": "steps", "adaptive": "start"}
-    each = [int(getattr(plan.period, names[plan.period.kind])) for plan in plans if plan.period.kind in names]
+    each = [steps for plan in plans if (steps := known_steps(plan.period))]
     together = lcm(*each) if lcm(*each) <= MOST_PLAYED else max(each)
     return min(MOST_PLAYED, together * ceil(LEAST_PLAYED / together))
 

@@ -97,6 +97,16 @@ class Adaptive(Value):
 AnyPeriod = EverySteps | EverySeconds | EveryEpoch | EveryGradient | Adaptive
 Period = Annotated[AnyPeriod, Field(discriminator="kind")]
 
+
+def known_steps(period: AnyPeriod) -> int:
+    """Returns the steps of a period, or of the first of adaptive ones; 0 where the data or the clock decide."""
+    match period:
+        case EverySteps(steps=number) | Adaptive(start=number):
+            return number
+        case _:
+            return 0
+
+
 Every = AnyPeriod | int | str  # what `period_of` understands
 
 
