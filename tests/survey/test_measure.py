@@ -1,9 +1,14 @@
 """What is measured: real ranks, equal devices that share what they measured, times that grow with the work."""
 
+import time
+
 import pytest
+import torch
 
 from evenly import Profile, SpecError
+from evenly.graph import follow
 from evenly.spec import Curve, DeviceProfile
+from evenly.survey.devices import DeviceSurvey
 from evenly.survey.measure import _usable
 from evenly.survey.pooling import pooled
 from tests.processes import run_processes
@@ -63,6 +68,21 @@ def test_ranks_on_a_gpu_measure_and_plan():
     check(run_processes(ragged(2), MEASURED, {"device": "cuda", "batch": 256}, limit_s=100), 256)
 
 
+@pytest.mark.parametrize(
+    ("sample_s", "sizes"), [(0.0, (8, 32, 64)), (0.012, (2, 8, 32)), (0.03, (2, 4, 8)), (0.09, (2, 3, 4))]
+)
+def test_a_slow_device_is_timed_with_as_many_samples_as_there_is_time_for(sample_s, sizes):
+    traced = follow(Network(), torch.randn(256, 3, 16, 16))
+    traced.model.register_forward_pre_hook(
+        lambda _, args, given: time.sleep(sample_s * len(given["x"])), with_kwargs=True
+    )
+    survey, began = DeviceSurvey(traced, torch.device("cpu"), budget_s=1.0), time.perf_counter()
+    step = survey.step()
+    assert step.sizes[:3] == sizes
+    assert time.perf_counter() - began < 2.0
+    assert step.at(256) >= 256 * sample_s
+
+
 def device(rank: int, seconds: float, spread: float = 0.1) -> DeviceProfile:
     return DeviceProfile(rank=rank, step=Curve(sizes=(8, 16), seconds=(seconds / 2, seconds)), spread=spread)
 
@@ -89,3 +109,12 @@ def test_devices_of_other_nodes_or_clearly_other_speed_stay_apart():
     assert pooled(clear, cluster_of([[0, 1]]), 16) == clear
     lucky = pooled([device(0, 1.0, 0.01), device(1, 1.06, 0.01)], cluster_of([[0, 1]]), 16)
     assert lucky[0].step == lucky[1].step  # few readings that agree by chance say little
+
+
+def test_equal_devices_that_were_timed_with_other_samples_share_their_mean_as_far_as_both_reach():
+    few, many = (Curve(sizes=sizes, seconds=tuple(size / 8 for size in sizes)) for sizes in ((2, 3, 4), (2, 4, 8)))
+    devices = [DeviceProfile(rank=0, step=few), DeviceProfile(rank=1, step=many.scaled(1.02))]
+    found = pooled(devices, cluster_of([[0, 1]]), 8)
+    assert found[0].step == found[1].step
+    assert found[0].step.sizes == (2, 3, 4)
+    assert found[0].step.at(4) == pytest.approx(0.505)

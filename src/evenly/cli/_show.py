@@ -40,7 +40,7 @@ def show_plan(plan: Plan, forecast: Forecast, cluster: Cluster, *, console: Cons
         [*bars(rows[:MOST_PLANNED], width=40, ascii_only=console.options.ascii_only), "", *totals(plan, forecast)],
         console,
     )
-    say(left_out_notes(rows), console)
+    say([*left_out_notes(rows), *plan.remarks], console)
 
 
 def show_forecasts(

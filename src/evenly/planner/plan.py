@@ -11,7 +11,7 @@ from evenly.planner.fewer import distances, mean_step_s, try_sets
 from evenly.planner.layout import lay_out
 from evenly.planner.lines import Kinds, Line, cut_lines, single_lines
 from evenly.planner.memory import UNKNOWN, largest_layer, whole_need
-from evenly.planner.reasons import costs_more, why_left_out
+from evenly.planner.reasons import costs_more, why_cut, why_left_out
 from evenly.planner.replica import Crew
 from evenly.spec.cluster import Cluster
 from evenly.spec.exchange import Exchange
@@ -352,7 +352,23 @@ class _Task:
         if all(crew.layout is None for crew, _ in deal.crews):
             return ()
         whole = lay_out(self.works.graph, [1.0])
-        return tuple(Replica(ranks=crew.ranks, layout=crew.layout or whole) for crew, _ in deal.crews)
+        return tuple(
+            Replica(ranks=crew.ranks, layout=crew.layout or whole, reason=self._why_cut(crew)) for crew, _ in deal.crews
+        )
+
+    def _why_cut(self, crew: Crew) -> str:
+        if crew.layout is None:
+            return ""
+        most = self._most(self._whole_lines, self._groups)
+        return why_cut(crew.ranks, whole_need(self.works, self.profile.sample_bytes), self.free, most, self.batch)
+
+    @cached_property
+    def _whole_lines(self) -> dict[int, list[Line]]:
+        """The ways in which every rank has a network of its own."""
+        return {
+            first: [way for way in own if all(crew.layout is None for crew in way.crews)]
+            for first, own in self._lines.items()
+        }
 
 
 def _free(cluster: Cluster, profile: Profile, given: Sequence[int] | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Why ranks are left out of a plan, in words."""
+"""Why ranks are left out of a plan, and why a network is cut, in words."""
 
 from collections.abc import Sequence
 
@@ -12,6 +12,24 @@ def costs_more(with_s: float, without_s: float) -> str:
     """Returns why a node is left out without which steps are shorter, exchanges included."""
     case = "exchanges with this node cost more than it helps"
     return f"{case}: {_ms(with_s)} a step with all that help, {_ms(without_s)} without"
+
+
+def why_cut(ranks: Sequence[int], need: Need, free: Sequence[int], most: int, batch: int) -> str:
+    """Returns why these ranks hold one network together.
+
+    Args:
+        ranks: those that do.
+        need: what a whole network takes.
+        free: the memory of each rank.
+        most: the samples for which all ranks have memory if every one has a whole network.
+        batch: the samples of a step.
+    """
+    small = [rank for rank in ranks if need.samples_in(free[rank]) < 1]
+    if small:
+        return f"the {free[small[0]] / 1e9:.3g} GB of rank {small[0]} do not hold all of it and a sample"
+    if most < batch:
+        return f"with whole networks the devices have memory for {most} of the {batch} samples"
+    return "steps are shorter than with whole networks"
 
 
 def why_left_out(

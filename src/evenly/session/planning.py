@@ -89,6 +89,8 @@ def plan_measured(
     traced = follow(model.to(device), example)
     if not isinstance(profile, Profile):
         limits: Any = {"timeout_s": TIMEOUT_S, "tell": tell, "parent": stage.alarm}
+        if stage.party.rank == 0:
+            logger.info("measuring %s on %d ranks for a plan", type(model).__name__, stage.party.size)
         profile = measure_party(stage.party, traced, stage.cluster, device, quick=profile == "quick", **limits)
     plan = planner.plan(stage.cluster, profile, traced.graph, **wishes)
     for doubt in planner.doubts(profile, plan) if stage.party.rank == 0 else ():

@@ -246,8 +246,8 @@ class _Scene:
         return self.profile.ease(rank, ranks, self.node) * self.steps[rank].at(samples)
 
     def _times(self, expected_s: float, enough_s: float) -> int:
-        """Returns how many steps to make."""
-        return min(MOST, max(LEAST, round(enough_s / expected_s)))
+        """Returns how many steps to make; of those that are longer than there is time for, one."""
+        return min(MOST, max(LEAST if expected_s <= enough_s else 1, round(enough_s / expected_s)))
 
 
 def _bounded(factor: float) -> float:

@@ -12,6 +12,7 @@ from evenly.spec.layout import Layout
 from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySeconds, EverySteps, Period
 
 MOST_SAMPLES = 2**40  # of a global batch
+MOST_NAMED = 8  # ranks in a line
 
 
 class Role(Value):
@@ -43,6 +44,7 @@ class Replica(Value):
 
     ranks: tuple[int, ...] = Field(min_length=1)
     layout: Layout
+    reason: str = Field(default="", description="why it is cut; empty: it is whole, or not said")
 
     @model_validator(mode="after")
     def _one_share_each(self) -> Self:
@@ -156,6 +158,21 @@ class Plan(Document):
             found[role.node].append(role.rank)
         return found
 
+    @property
+    def remarks(self) -> list[str]:
+        """What decided besides the speed of each rank: memory, and what is gained by cuts."""
+        full = [role.rank for role in self.roles if 0 < role.samples == role.most_samples]
+        whose = _named(full) if len(full) <= MOST_NAMED else counted(len(full), "rank")
+        lines = [f"{whose} {'has' if len(full) == 1 else 'have'} no memory for more samples"] if full else []
+        cut: dict[str, list[str]] = {}
+        for replica in self.replicas:
+            if replica.reason:
+                cut.setdefault(replica.reason, []).append(_named(replica.ranks))
+        for reason, holders in cut.items():
+            more = f" and {len(holders) - MOST_NAMED} more" if len(holders) > MOST_NAMED else ""
+            lines.append(f"the network of {'; '.join(holders[:MOST_NAMED])}{more} is cut: {reason}")
+        return lines
+
     def explain(self) -> str:
         """Returns the plan in plain words, with the times that it predicts."""
         of_all = f"{len(self.active)} of " if len(self.active) < len(self.roles) else ""
@@ -173,7 +190,7 @@ class Plan(Document):
         lines += [
             f"rank {role.rank} ({role.device}) is left out: {role.left_out}" for role in self.roles if role.left_out
         ]
-        return "\n".join([*lines, *_layout_words(self), *_predicted_words(self)])
+        return "\n".join([*lines, *self.remarks, *_layout_words(self), *_predicted_words(self)])
 
 
 def _period_words(plan: Plan) -> str:

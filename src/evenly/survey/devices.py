@@ -19,6 +19,7 @@ from evenly.survey.stopwatch import Stopwatch, usual
 
 PARTS = (1.0, 0.25, 0.5, 0.75, 0.125)  # of a layer, the most telling first
 BATCHES = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of the samples, for a whole step
+ENOUGH_SIZES = 3  # make a curve
 Tell = Callable[[str], None]
 
 
@@ -38,37 +39,49 @@ class DeviceSurvey:
         """Returns the seconds of a training step against samples."""
         model = copy.deepcopy(self._traced.model).to(self._device).train()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
-        smallest = min(self._sizes())
-        if smallest != self._batch:
-            require_any_batch(model, self._inputs(smallest), smallest, self._batch)
-        until = time.perf_counter() + self._budget_s / 2
-        found: dict[int, list[float]] = {}
+        few = min(2, self._batch)
+        if few != self._batch:
+            require_any_batch(model, self._inputs(few), few, self._batch)
+
+        def timed(samples: int) -> list[float]:
+            return self._watch.readings(functools.partial(train_step, model, optimizer, self._inputs(samples)))
+
+        train_step(model, optimizer, self._inputs(few))  # the first of all is slower than any other
+        began, seen = time.perf_counter(), timed(few)
+        sizes = self._within_reach(usual(seen) / few)
+        found = {few: seen} if few in sizes else {}
         while True:  # in rounds, so that what disturbs for a moment does not fall on one size alone
-            for size in self._sizes():
-                expected = self._expected(found, size)
-                if found and time.perf_counter() + expected > until:
+            for size in [size for size in sizes if size not in found] or sizes:
+                enough = len(found) >= min(ENOUGH_SIZES, len(sizes))  # else a slow device gets more time
+                until = began + (self._budget_s / 2 if enough else self._budget_s)
+                if found and time.perf_counter() + _expected(found, size) > until:
                     return self._curve(found)
                 self._tell(f"a step with {size} samples")
                 try:
-                    act = functools.partial(train_step, model, optimizer, self._inputs(size))
-                    found.setdefault(size, []).extend(self._watch.readings(act))
+                    found.setdefault(size, []).extend(timed(size))
                 except torch.OutOfMemoryError:
-                    if not found.get(min(self._sizes())):
-                        raise  # not even the smallest fits
+                    if size == few:
+                        raise
                     torch.cuda.empty_cache()
-                    self._most, found = size - 1, {few: seen for few, seen in found.items() if few < size}
+                    self._most, sizes = size - 1, [fewer for fewer in sizes if fewer < size] or [few]
+                    found = {fewer: found.get(fewer, seen) for fewer in sizes if fewer in (*found, few)}
                     break
 
-    @staticmethod
-    def _expected(found: dict[int, list[float]], size: int) -> float:
-        """Returns how long a step of this size should take, by the steps so far; the first of a size warms up."""
-        if size in found:
-            return found[size][-1]
-        return 2 * found[max(found)][-1] * size / max(found) if found else 0.0
+    def _within_reach(self, sample_s: float) -> list[int]:
+        """Returns the batches to time, small ones first: such that there is time for a few of them.
+
+        Of a network of which a sample takes 0.3 s nobody waits in 4 s for a batch of 256, and a device so slow can tell
+        its speed from batches of 2, 3 and 4 as well.
+        """
+        ladders = [self._sizes(), *([round(2 * growth**power) for power in range(9)] for growth in (4, 2, 1.5))]
+        fit = (ladder for ladder in ladders if sum(ladder[:ENOUGH_SIZES]) * sample_s <= self._budget_s)
+        return [size for size in next(fit, ladders[-1]) if size <= self._most] or self._sizes()
 
     def _curve(self, found: dict[int, list[float]]) -> Curve:
-        largest = found[max(found)]
-        self.spread = (max(largest) - min(largest)) / usual(largest)
+        repeated = [readings for readings in found.values() if len(readings) > 1]
+        if repeated:
+            largest = repeated[-1]
+            self.spread = (max(largest) - min(largest)) / usual(largest)
         seconds = rising([max(1e-9, usual(readings)) for readings in found.values()])
         return Curve(sizes=tuple(found), seconds=tuple(seconds))
 
@@ -132,14 +145,19 @@ class DeviceSurvey:
     def _probe_batch(self, step: Curve) -> int:
         """Returns the samples with which layers are timed: fewer on a slow device, so that all parts are reached."""
         bearable = self._budget_s / 40
-        sizes = [size for size in self._sizes() if step.at(size) <= bearable]
-        return max(sizes, default=min(self._sizes()))
+        return max((size for size in self._sizes() if step.at(size) <= bearable), default=min(2, self._batch))
 
     def _forms(self) -> Iterator[tuple[str, tuple[fx.Node, Layer]]]:
         nodes = {node.name: node for node in self._traced.program.graph.nodes}
         for layer in self._graph.layers:
             if layer.is_measurable:
                 yield self._graph.form_of(layer), (nodes[layer.name], layer)
+
+
+def _expected(found: dict[int, list[float]], size: int) -> float:
+    """Returns how long a step of this size should take, by the steps so far."""
+    near = size if size in found else max(found)
+    return found[near][-1] * size / near
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, torch.Tensor]) -> None:

@@ -44,10 +44,9 @@ def _make(device: Device) -> tuple[object, ...]:
 
 
 def _mean(curves: Sequence[Curve]) -> Curve:
-    """Returns the mean at the sizes that all curves have; their first where there is none."""
-    sizes = sorted(set.intersection(*(set(curve.sizes) for curve in curves)))
-    if not sizes:
-        return curves[0]
+    """Returns the mean at the sizes that any curve has, as far as all reach."""
+    reach = min(curve.sizes[-1] for curve in curves)
+    sizes = sorted({size for curve in curves for size in curve.sizes if size <= reach})
     return Curve(sizes=tuple(sizes), seconds=tuple(mean(curve.at(size) for curve in curves) for size in sizes))
 
 
