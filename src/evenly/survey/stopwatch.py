@@ -8,7 +8,6 @@ from statistics import mean
 
 import torch
 
-
 LONG_S = 0.2  # what takes that long is not slower because it is cold
 
 
