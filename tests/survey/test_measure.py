@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evenly import Profile, SpecError
-from evenly.graph import follow
+from evenly.graph import Traced, follow
 from evenly.spec import Curve, DeviceProfile
 from evenly.survey.devices import DeviceSurvey
 from evenly.survey.measure import _usable
@@ -68,19 +68,30 @@ def test_ranks_on_a_gpu_measure_and_plan():
     check(run_processes(ragged(2), MEASURED, {"device": "cuda", "batch": 256}, limit_s=100), 256)
 
 
-@pytest.mark.parametrize(
-    ("sample_s", "sizes"), [(0.0, (8, 32, 64)), (0.012, (2, 8, 32)), (0.03, (2, 4, 8)), (0.09, (2, 3, 4))]
-)
-def test_a_slow_device_is_timed_with_as_many_samples_as_there_is_time_for(sample_s, sizes):
+def slow_network(sample_s: float) -> Traced:
+    """Every sample takes its time."""
     traced = follow(Network(), torch.randn(256, 3, 16, 16))
     traced.model.register_forward_pre_hook(
         lambda _, args, given: time.sleep(sample_s * len(given["x"])), with_kwargs=True
     )
-    survey, began = DeviceSurvey(traced, torch.device("cpu"), budget_s=1.0), time.perf_counter()
+    return traced
+
+
+@pytest.mark.parametrize(
+    ("sample_s", "sizes"),
+    [(0.001, (8, 32, 64)), (0.01, (2, 8, 32)), (0.03, (2, 4, 8)), (0.08, (2, 3, 4)), (9.0, (2, 3, 4))],
+)
+def test_sizes_are_those_for_which_there_is_time(sample_s, sizes):
+    survey = DeviceSurvey(follow(Network(), torch.randn(256, 3, 16, 16)), torch.device("cpu"), budget_s=1.0)
+    assert tuple(survey._within_reach(sample_s)[:3]) == sizes
+
+
+def test_a_slow_device_gets_time_for_three_sizes():
+    survey, began = DeviceSurvey(slow_network(0.3), torch.device("cpu"), budget_s=4.0), time.perf_counter()
     step = survey.step()
-    assert step.sizes[:3] == sizes
-    assert time.perf_counter() - began < 2.0
-    assert step.at(256) >= 256 * sample_s
+    assert step.sizes == (2, 3, 4)
+    assert time.perf_counter() - began < 8.0
+    assert step.at(64) == pytest.approx(64 * 0.3, rel=0.3)
 
 
 def device(rank: int, seconds: float, spread: float = 0.1) -> DeviceProfile:

@@ -78,7 +78,9 @@ class DeviceProfile(Value):
     layers: dict[str, LayerCurves] = Field(default_factory=dict, description="by the layer's form; see Graph.form_of")
     free_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="0: not known")
     unit: Annotated[int, Field(ge=1)] = Field(default=1, description="the multiple of filters that it likes")
-    spread: Annotated[float, Field(ge=0)] = Field(default=0.0, description="of repeated steps, over their median")
+    spread: Annotated[float, Field(ge=0)] = Field(
+        default=0.0, description="of the middle half of repeated steps, over their mean"
+    )
     alone: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="the time of a step while the others of its node rest, over that while all work"
     )

@@ -15,11 +15,12 @@ from torch.utils import _pytree as pytree
 from evenly._errors import SpecError
 from evenly.graph import Traced
 from evenly.spec import Curve, Graph, Layer, LayerCurves, Tensor
-from evenly.survey.stopwatch import Stopwatch, usual
+from evenly.survey.stopwatch import Stopwatch, apart, usual
 
 PARTS = (1.0, 0.25, 0.5, 0.75, 0.125)  # of a layer, the most telling first
 BATCHES = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of the samples, for a whole step
 ENOUGH_SIZES = 3  # make a curve
+SAFE = 0.75  # of the time, so that what takes a little longer is still done
 Tell = Callable[[str], None]
 
 
@@ -74,14 +75,12 @@ class DeviceSurvey:
         its speed from batches of 2, 3 and 4 as well.
         """
         ladders = [self._sizes(), *([round(2 * growth**power) for power in range(9)] for growth in (4, 2, 1.5))]
-        fit = (ladder for ladder in ladders if sum(ladder[:ENOUGH_SIZES]) * sample_s <= self._budget_s)
+        fit = (ladder for ladder in ladders if sum(ladder[:ENOUGH_SIZES]) * sample_s <= SAFE * self._budget_s)
         return [size for size in next(fit, ladders[-1]) if size <= self._most] or self._sizes()
 
     def _curve(self, found: dict[int, list[float]]) -> Curve:
         repeated = [readings for readings in found.values() if len(readings) > 1]
-        if repeated:
-            largest = repeated[-1]
-            self.spread = (max(largest) - min(largest)) / usual(largest)
+        self.spread = apart(repeated[-1]) if repeated else 0.0  # of the largest that was repeated
         seconds = rising([max(1e-9, usual(readings)) for readings in found.values()])
         return Curve(sizes=tuple(found), seconds=tuple(seconds))
 

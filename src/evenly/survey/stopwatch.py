@@ -61,8 +61,22 @@ def usual(readings: Sequence[float]) -> float:
     >>> usual([2.0, 1.0, 2.0, 1.0, 9.0, 2.0, 1.0, 1.0])
     1.5
     """
+    return mean(_middle(readings))
+
+
+def apart(readings: Sequence[float]) -> float:
+    """Returns how far the middle half of the readings lies apart, as a part of the usual one.
+
+    >>> apart([1.0, 1.5, 2.5, 2.0, 9.0])
+    0.5
+    """
+    middle = _middle(readings)
+    return (middle[-1] - middle[0]) / mean(middle)
+
+
+def _middle(readings: Sequence[float]) -> list[float]:
     ordered, outside = sorted(readings), len(readings) // 4
-    return mean(ordered[outside : len(ordered) - outside])
+    return ordered[outside : len(ordered) - outside]
 
 
 def finish(device: torch.device) -> None:
