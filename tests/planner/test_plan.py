@@ -191,7 +191,7 @@ def test_impossible_memory_is_told_with_the_layer_and_how_much_is_missing(graph)
         planned(graph, [1, 1], memory_bytes=[1000, 1000])
 
 
-@pytest.mark.parametrize("speeds", [[0, 1], [float("nan"), 1], [-1, 1], [float("inf"), 1], [1], "11"])
+@pytest.mark.parametrize("speeds", [[0, 1], [float("nan"), 1], [-1, 1], [float("inf"), 1], [1e-308, 1], [1], "11"])
 def test_impossible_speeds_are_refused(graph, speeds):
     with pytest.raises(SpecError, match="speeds"):
         Profile.from_speeds(cluster_of(2), graph, speeds)

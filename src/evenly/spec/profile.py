@@ -14,6 +14,7 @@ from evenly.spec.graph import Graph
 from evenly.spec.layout import numbers_of
 
 AT_LEAST = 0.5  # of what is in proportion, a size far beyond those that were measured is taken to need
+LEAST_S, MOST_S = 1e-15, 1e15  # beyond is a slip of the pen
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -21,7 +22,7 @@ class Curve(Value):
     """Seconds against a size, measured at some sizes; straight lines lie between them and go on beyond the last."""
 
     sizes: tuple[Annotated[int, Field(gt=0)], ...] = Field(min_length=1)
-    seconds: tuple[Positive, ...]
+    seconds: tuple[Annotated[float, Field(ge=LEAST_S, le=MOST_S)], ...]
 
     @model_validator(mode="after")
     def _pairs(self) -> Self:
@@ -97,8 +98,8 @@ class DeviceProfile(Value):
 class Rate(Value):
     """What a wire does: seconds = latency_s + bytes / bytes_per_s."""
 
-    latency_s: Annotated[float, Field(ge=0)]
-    bytes_per_s: Positive
+    latency_s: Annotated[float, Field(ge=0, le=MOST_S)]
+    bytes_per_s: Annotated[float, Field(ge=LEAST_S, le=1e21)]
 
     def seconds(self, size_bytes: float) -> float:
         """Returns how long a message takes."""
@@ -191,9 +192,14 @@ class Profile(Document):
             raise SpecError(f"flops_per_s={flops_per_s} was given. Give the operations a second of the fastest rank.")
         batch = graph.batch_size
         flops = max(1.0, 3.0 * sum(layer.flops for layer in graph.layers))
+        each = [flops / flops_per_s * (max(numbers) / speed) for speed in numbers]
+        if not LEAST_S <= min(each) <= max(each) <= MOST_S:
+            raise SpecError(
+                f"by speeds={list(speeds)} and flops_per_s={flops_per_s} a step takes from {min(each):g} to "
+                f"{max(each):g} s, which no device does. Give speeds and operations a second as they are."
+            )
         devices = []
-        for rank, speed in enumerate(numbers):
-            seconds = flops / flops_per_s * max(numbers) / speed
+        for rank, seconds in enumerate(each):
             step = Curve(sizes=(batch,), seconds=(seconds,))
             devices.append(DeviceProfile(rank=rank, step=step, free_bytes=cluster.device_of(rank).memory_bytes))
         known = {name: rate for name, rate in (("inside", inside), ("across", across)) if rate is not None}
