@@ -9,7 +9,7 @@ from evenly.spec import Curve, Profile
 from tests.ranks import cluster_of, ragged
 
 
-def measured(spread: float, sizes: tuple[int, ...]) -> tuple[Profile, list[str]]:
+def measured(spread: float | None, sizes: tuple[int, ...]) -> tuple[Profile, list[str]]:
     cluster, graph = cluster_of(ragged(2)), trace(nn.Linear(3, 4), torch.ones(64, 3))
     profile = Profile.from_speeds(cluster, graph, [1, 1])
     step = Curve(sizes=sizes, seconds=tuple(1e-3 * size for size in sizes))
@@ -29,8 +29,9 @@ def test_a_shaky_measurement_of_one_size_far_from_the_plan_is_doubted_three_time
     told = "doubtful: rank 0 gets 32 samples and was measured with 2 at most, and 1 other rank likewise"
     assert lines[2] == told
     assert measured(0.1, (1, 2, 3))[1] == [
-        "doubtful: rank 0 gets 32 samples and was measured with 3 at most, and 1 other rank likewise. Measure with a "
-        "larger example"
+        "doubtful: rank 0 gets 32 samples and was measured with 3 at most, and 1 other rank likewise. Measure "
+        "thoroughly"
     ]
     assert doubts(profile) == lines[:2]
+    assert doubts(measured(0.1, (16, 32, 64))[0]) == doubts(measured(None, (2, 3, 4))[0]) == []
     assert doubts(profile.model_copy(update={"is_measured": False})) == []

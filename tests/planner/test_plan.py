@@ -9,6 +9,8 @@ from torch import nn
 
 from evenly import SpecError, trace
 from evenly.planner import plan, simulate
+from evenly.planner.memory import Need
+from evenly.planner.reasons import why_cut
 from evenly.spec import Cluster, Curve, Device, EverySteps, Exchange, Graph, Node, Plan, Profile, Rate
 
 GB = 10**9
@@ -129,7 +131,7 @@ def test_memory_is_kept(graph):
     assert 25 <= samples(made)[0] <= 30
     assert sum(samples(made)) == 100
     assert made.roles[0].memory_bytes <= free
-    assert "rank 0 has no memory for more samples" in made.explain()
+    assert "rank 0: no memory for more samples" in made.explain()
     assert planned(graph, [1, 1], memory_bytes=[100 * GB, 100 * GB], cut=False).remarks == []
 
 
@@ -154,15 +156,14 @@ def test_shares_of_a_cut_network_follow_memory_where_no_device_holds_all_of_it(h
     assert made.batch_size == 8
     largest = max(replica.ranks, key=lambda rank: memory[rank])
     assert made.roles[largest].memory_bytes == max(made.roles[rank].memory_bytes for rank in replica.ranks)
-    assert re.search("GB of rank . do not hold all of it and a sample", made.explain())
+    assert re.search("ranks .* together: .* GB do not hold a whole network and a sample", made.explain())
 
 
 def test_a_network_is_cut_because_the_batch_needs_the_memory_or_because_it_is_faster(heavy):
     one = 4 * heavy.parameter_bytes + heavy.sample_bytes
     made = planned(heavy, [1.0, 1.0], memory_bytes=[one, one])
-    assert made.remarks == [
-        "the network of ranks 0, 1 is cut: with whole networks the devices have memory for 2 of the 8 samples"
-    ]
+    assert made.remarks == ["ranks 0, 1 together: whole networks have memory for 2 of the 8 samples"]
+    assert why_cut((0, 1), Need(100, 10), [500, 500], 80, 8) == "so steps are shorter"
 
 
 class GroupedAttention(nn.Module):

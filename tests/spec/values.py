@@ -108,10 +108,10 @@ def plans(draw: st.DrawFn) -> Plan:
 @st.composite
 def curves(draw: st.DrawFn) -> Curve:
     sizes = sorted(draw(st.sets(st.integers(1, 2**40), min_size=1, max_size=4)))
-    return Curve(sizes=sizes, seconds=[draw(positive) for _ in sizes])
+    return Curve(sizes=sizes, seconds=[draw(st.floats(1e-15, 1e15)) for _ in sizes])
 
 
-rates = st.builds(Rate, latency_s=nonnegative, bytes_per_s=positive)
+rates = st.builds(Rate, latency_s=st.floats(0, 1e6), bytes_per_s=st.floats(1e-3, 1e21))
 layer_curves = st.builds(LayerCurves, outputs=curves(), inputs=curves(), samples=curves())
 
 

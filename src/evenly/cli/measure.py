@@ -181,7 +181,11 @@ def _cells(device: DeviceProfile, cluster: Cluster, sizes: Sequence[int]) -> Ite
     most = max(known)
     yield from (str(device.rank), found.name or (f"cuda:{found.index}" if found.kind == "cuda" else "cpu"))
     yield from (milliseconds(known[size]) if size in known else "-" for size in sizes)
-    yield from (per_second(most / known[most]), f"{device.spread:.1%}", gigabytes(device.free_bytes))
+    yield from (
+        per_second(most / known[most]),
+        "-" if device.spread is None else f"{device.spread:.1%}",
+        gigabytes(device.free_bytes),
+    )
 
 
 def _show_lanes(profile: Profile, console: Console) -> None:

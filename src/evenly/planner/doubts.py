@@ -3,7 +3,7 @@
 from evenly.spec.plan import Plan, counted
 from evenly.spec.profile import Profile
 
-SHAKY = 0.3  # steps that lie so far apart, over the usual one, tell little
+SHAKY = 0.25  # repeated steps of which the middle half lies so far apart tell little
 FEW_SIZES = 3  # fewer make no curve
 FAR = 4  # times more samples than were measured
 
@@ -12,14 +12,14 @@ def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
     """Returns why a measurement, and a plan made from it, should not be trusted; nothing where all is well."""
     if not profile.is_measured:
         return []
-    shaky = [device for device in profile.devices if device.spread > SHAKY]
+    shaky = {device.rank: device.spread for device in profile.devices if device.spread and device.spread > SHAKY}
     few = [device.rank for device in profile.devices if len(device.step.sizes) < FEW_SIZES < profile.batch_size]
     lines = []
     if shaky:
-        worst = max(shaky, key=lambda device: device.spread)
+        worst = max(shaky, key=lambda rank: shaky[rank])
         lines.append(
-            f"doubtful: repeated steps of {counted(len(shaky), 'rank')} lie up to {worst.spread:.0%} apart (rank "
-            f"{worst.rank}). Other programs were at work: measure anew when they are not"
+            f"doubtful: repeated steps of {counted(len(shaky), 'rank')} lie up to {shaky[worst]:.0%} apart (rank "
+            f"{worst}). Other programs were at work: measure anew when they are not"
         )
     if few:
         lines.append(
@@ -30,8 +30,9 @@ def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
     far = [role for role in plan.roles if role.samples > FAR * sizes[role.rank]] if plan is not None else []
     if far:
         more = f", and {counted(len(far) - 1, 'other rank')} likewise" if len(far) > 1 else ""
+        hint = "with a larger example" if sizes[far[0].rank] >= profile.batch_size else "thoroughly"
         lines.append(
             f"doubtful: rank {far[0].rank} gets {far[0].samples} samples and was measured with {sizes[far[0].rank]} at "
-            f"most{more}{'' if few else '. Measure with a larger example'}"
+            f"most{more}{'' if few else f'. Measure {hint}'}"
         )
     return lines

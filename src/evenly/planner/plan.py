@@ -359,16 +359,17 @@ class _Task:
     def _why_cut(self, crew: Crew) -> str:
         if crew.layout is None:
             return ""
-        most = self._most(self._whole_lines, self._groups)
-        return why_cut(crew.ranks, whole_need(self.works, self.profile.sample_bytes), self.free, most, self.batch)
+        need = whole_need(self.works, self.profile.sample_bytes)
+        return why_cut(crew.ranks, need, self.free, self._most_whole, self.batch)
 
     @cached_property
-    def _whole_lines(self) -> dict[int, list[Line]]:
-        """The ways in which every rank has a network of its own."""
-        return {
+    def _most_whole(self) -> int:
+        """The samples for which there is memory if every rank has a network of its own."""
+        whole = {
             first: [way for way in own if all(crew.layout is None for crew in way.crews)]
             for first, own in self._lines.items()
         }
+        return self._most(whole, self._groups)
 
 
 def _free(cluster: Cluster, profile: Profile, given: Sequence[int] | None) -> tuple[int, ...]:

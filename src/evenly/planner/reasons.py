@@ -24,12 +24,12 @@ def why_cut(ranks: Sequence[int], need: Need, free: Sequence[int], most: int, ba
         most: the samples for which all ranks have memory if every one has a whole network.
         batch: the samples of a step.
     """
-    small = [rank for rank in ranks if need.samples_in(free[rank]) < 1]
+    small = [free[rank] for rank in ranks if need.samples_in(free[rank]) < 1]
     if small:
-        return f"the {free[small[0]] / 1e9:.3g} GB of rank {small[0]} do not hold all of it and a sample"
+        return f"{min(small) / 1e9:.3g} GB do not hold a whole network and a sample"
     if most < batch:
-        return f"with whole networks the devices have memory for {most} of the {batch} samples"
-    return "steps are shorter than with whole networks"
+        return f"whole networks have memory for {most} of the {batch} samples"
+    return "so steps are shorter"
 
 
 def why_left_out(

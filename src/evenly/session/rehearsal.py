@@ -247,7 +247,7 @@ class _Scene:
 
     def _times(self, expected_s: float, enough_s: float) -> int:
         """Returns how many steps to make; of those that are longer than there is time for, one."""
-        return min(MOST, max(LEAST if expected_s <= enough_s else 1, round(enough_s / expected_s)))
+        return min(MOST, max(LEAST if expected_s <= self.enough_s else 1, round(enough_s / expected_s)))
 
 
 def _bounded(factor: float) -> float:

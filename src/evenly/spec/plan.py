@@ -12,7 +12,7 @@ from evenly.spec.layout import Layout
 from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySeconds, EverySteps, Period
 
 MOST_SAMPLES = 2**40  # of a global batch
-MOST_NAMED = 8  # ranks in a line
+MOST_NAMED = 8  # ranks or networks in a line
 
 
 class Role(Value):
@@ -161,17 +161,15 @@ class Plan(Document):
     @property
     def remarks(self) -> list[str]:
         """What decided besides the speed of each rank: memory, and what is gained by cuts."""
-        full = [role.rank for role in self.roles if 0 < role.samples == role.most_samples]
-        whose = _named(full) if len(full) <= MOST_NAMED else counted(len(full), "rank")
-        lines = [f"{whose} {'has' if len(full) == 1 else 'have'} no memory for more samples"] if full else []
-        cut: dict[str, list[str]] = {}
-        for replica in self.replicas:
-            if replica.reason:
-                cut.setdefault(replica.reason, []).append(_named(replica.ranks))
-        for reason, holders in cut.items():
-            more = f" and {len(holders) - MOST_NAMED} more" if len(holders) > MOST_NAMED else ""
-            lines.append(f"the network of {'; '.join(holders[:MOST_NAMED])}{more} is cut: {reason}")
-        return lines
+        cut = {replica.ranks[0]: replica for replica in self.replicas if len(replica.ranks) > 1}
+        lines: dict[str, list[str]] = {}
+        for rank in self.takers:
+            name = f"{_named(cut[rank].ranks)} together" if rank in cut else f"rank {rank}"
+            if 0 < self.roles[rank].samples == self.roles[rank].most_samples:
+                lines.setdefault("no memory for more samples", []).append(name)
+            if rank in cut and cut[rank].reason:
+                lines.setdefault(cut[rank].reason, []).append(name)
+        return [f"{_listed(names)}: {line}" for line, names in lines.items()]
 
     def explain(self) -> str:
         """Returns the plan in plain words, with the times that it predicts."""
@@ -290,6 +288,11 @@ def _milliseconds(seconds: float) -> str:
 
 def _named(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return "; ".join([*names[:MOST_NAMED], *more])
 
 
 def _samples_words(role: Role) -> str:

@@ -1,7 +1,7 @@
 """What was measured: seconds of each device against the size of its work, memory, and the wires between ranks."""
 
 import hashlib
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, Self
 
@@ -14,7 +14,7 @@ from evenly.spec.graph import Graph
 from evenly.spec.layout import numbers_of
 
 AT_LEAST = 0.5  # of what is in proportion, a size far beyond those that were measured is taken to need
-LEAST_S, MOST_S = 1e-15, 1e15  # beyond is a slip of the pen
+LEAST_S, MOST_S = 1e-15, 1e15  # seconds of anything; beyond is a slip of the pen
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -44,13 +44,18 @@ class Curve(Value):
         line = seconds[place - 1] + (seconds[place] - seconds[place - 1]) * (size - a) / (b - a)
         if size < sizes[0]:  # never faster than in proportion, never slower than the smallest that was measured
             return min(max(line, seconds[0] * size / sizes[0]), seconds[0])
-        return line if size <= sizes[-1] else self._beyond(size, line)
+        return line if size <= sizes[-1] else self._beyond(size)
 
-    def _beyond(self, size: float, line: float) -> float:
-        """Returns the seconds of a size beyond all that were measured: the last two may lie flat by chance."""
-        first, last = (self.sizes[0], self.seconds[0]), (self.sizes[-1], self.seconds[-1])
-        mean = last[1] + (last[1] - first[1]) / (last[0] - first[0]) * (size - last[0])
-        return max(line, mean, last[1], AT_LEAST * last[1] * size / last[0])
+    def _beyond(self, size: float) -> float:
+        """Returns the seconds of a size beyond all that were measured.
+
+        The line goes on from a size of half the last one, or from the first: the last two may lie flat, or steep, by
+        chance where they are close.
+        """
+        last, last_s = self.sizes[-1], self.seconds[-1]
+        half = max(0, bisect_right(self.sizes, last / 2) - 1)
+        slopes = [(last_s - self.seconds[place]) / (last - self.sizes[place]) for place in {0, half}]
+        return max(last_s + max(slopes) * (size - last), last_s, AT_LEAST * last_s * size / last)
 
     def scaled(self, factor: float) -> Self:
         """Returns the curve of a device on which everything takes `factor` times as long."""
@@ -79,8 +84,8 @@ class DeviceProfile(Value):
     layers: dict[str, LayerCurves] = Field(default_factory=dict, description="by the layer's form; see Graph.form_of")
     free_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="0: not known")
     unit: Annotated[int, Field(ge=1)] = Field(default=1, description="the multiple of filters that it likes")
-    spread: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="of the middle half of repeated steps, over their mean"
+    spread: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="of the middle half of repeated steps, over their mean; None: not known"
     )
     alone: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="the time of a step while the others of its node rest, over that while all work"
@@ -98,8 +103,8 @@ class DeviceProfile(Value):
 class Rate(Value):
     """What a wire does: seconds = latency_s + bytes / bytes_per_s."""
 
-    latency_s: Annotated[float, Field(ge=0, le=MOST_S)]
-    bytes_per_s: Annotated[float, Field(ge=LEAST_S, le=1e21)]
+    latency_s: Annotated[float, Field(ge=0, le=1e6)]
+    bytes_per_s: Annotated[float, Field(ge=1e-3, le=1e21)]
 
     def seconds(self, size_bytes: float) -> float:
         """Returns how long a message takes."""

@@ -34,7 +34,7 @@ class DeviceSurvey:
         self._budget_s = budget_s
         self._most = self._batch  # samples for which there is memory, as far as was seen
         self._watch = Stopwatch(device, enough_s=min(0.5, budget_s / 60))
-        self.spread = 0.0
+        self.spread: float | None = None
 
     def step(self) -> Curve:
         """Returns the seconds of a training step against samples."""
@@ -49,23 +49,22 @@ class DeviceSurvey:
 
         train_step(model, optimizer, self._inputs(few))  # the first of all is slower than any other
         began, seen = time.perf_counter(), timed(few)
-        sizes = self._within_reach(usual(seen) / few)
-        found = {few: seen} if few in sizes else {}
+        ladder = self._within_reach(usual(seen) / few)
+        sizes, found = sorted({few, *ladder, self._batch}), {few: seen}
         while True:  # in rounds, so that what disturbs for a moment does not fall on one size alone
             for size in [size for size in sizes if size not in found] or sizes:
-                enough = len(found) >= min(ENOUGH_SIZES, len(sizes))  # else a slow device gets more time
+                enough = all(one in found for one in ladder[:ENOUGH_SIZES])  # else a slow device gets more time
                 until = began + (self._budget_s / 2 if enough else self._budget_s)
-                if found and time.perf_counter() + _expected(found, size) > until:
+                if time.perf_counter() + _expected(found, size) > until:
                     return self._curve(found)
                 self._tell(f"a step with {size} samples")
                 try:
                     found.setdefault(size, []).extend(timed(size))
                 except torch.OutOfMemoryError:
-                    if size == few:
-                        raise
                     torch.cuda.empty_cache()
-                    self._most, sizes = size - 1, [fewer for fewer in sizes if fewer < size] or [few]
-                    found = {fewer: found.get(fewer, seen) for fewer in sizes if fewer in (*found, few)}
+                    self._most = max(few, size - 1)
+                    ladder, sizes = ([one for one in own if one <= self._most] for own in (ladder, sizes))
+                    found = {one: readings for one, readings in found.items() if one <= self._most and readings}
                     break
 
     def _within_reach(self, sample_s: float) -> list[int]:
@@ -80,7 +79,7 @@ class DeviceSurvey:
 
     def _curve(self, found: dict[int, list[float]]) -> Curve:
         repeated = [readings for readings in found.values() if len(readings) > 1]
-        self.spread = apart(repeated[-1]) if repeated else 0.0  # of the largest that was repeated
+        self.spread = apart(repeated[-1]) if repeated else None  # of the largest that was repeated
         seconds = rising([max(1e-9, usual(readings)) for readings in found.values()])
         return Curve(sizes=tuple(found), seconds=tuple(seconds))
 
@@ -205,7 +204,8 @@ class Probe:
             narrow = _with(self._input, self._channel, inputs)
             yield "inputs", inputs, self._act(narrow, _with(self._weight, self._in, inputs))
         samples = max(1, round(self._input[0] * part))
-        yield "samples", max(1, round(self._batch * part)), self._act((samples, *self._input[1:]), self._weight)
+        stands_for = max(1, round(self._batch * samples / self._input[0]))
+        yield "samples", stands_for, self._act((samples, *self._input[1:]), self._weight)
 
     @property
     def sizes(self) -> dict[str, int]:

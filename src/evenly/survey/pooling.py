@@ -29,7 +29,8 @@ def _alike(devices: Sequence[DeviceProfile], cluster: Cluster, batch: int) -> li
     groups: list[list[DeviceProfile]] = []
     for device in sorted(devices, key=lambda device: (device.step.at(batch), device.rank)):
         for group in groups:
-            noise = min(MOST_NOISE, max(LEAST_NOISE, device.spread, *(other.spread for other in group)))
+            spreads = [MOST_NOISE if one.spread is None else one.spread for one in (device, *group)]
+            noise = min(MOST_NOISE, max(LEAST_NOISE, *spreads))
             is_close = device.step.at(batch) <= (1 + noise) * group[0].step.at(batch)
             if is_close and _make(cluster.device_of(device.rank)) == _make(cluster.device_of(group[0].rank)):
                 group.append(device)
