@@ -1,11 +1,13 @@
 """What tests of measuring run on every rank."""
 
 import importlib
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import evenly
 from evenly.planner import simulate
@@ -23,12 +25,26 @@ class Network(nn.Module):
         return self.head(self.body((x.abs() + 1e-3).log()))
 
 
-def measured(*, device: str, batch: int, memory: list[int] | None = None) -> dict[str, Any]:
+class Normed(Network):
+    """Does not take a single sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(x))
+
+
+def measured(*, device: str, batch: int, memory: list[int] | None = None, sample_s: float = 0.0) -> dict[str, Any]:
     """Measures, plans, and returns the profile and what is predicted; less than the usual time is enough here."""
     importlib.import_module("evenly.survey.measure").QUICK_S /= 2
     importlib.import_module("evenly.session.rehearsal").QUICK_S /= 4
     dist.init_process_group("gloo")
-    model = Network()
+    model = Normed() if sample_s else Network()
+    register_module_forward_pre_hook(  # on all modules, as tracing refuses those that have one
+        lambda module, args: time.sleep(sample_s * len(args[0])) if isinstance(module, nn.BatchNorm1d) else None
+    )
     example = torch.randn(batch, 3, 16, 16, device=device)
     told: list[str] = []
     torch.manual_seed(7)

@@ -42,6 +42,12 @@ def test_two_real_ranks_measure_and_plan():
     check(run_processes(ragged(2), MEASURED, {"device": "cpu", "batch": 16}, limit_s=100), 16)
 
 
+def test_slow_ranks_measure_with_no_fewer_samples_than_a_network_takes():
+    results = run_processes(ragged(2), MEASURED, {"device": "cpu", "batch": 16, "sample_s": 0.3}, limit_s=100)
+    check(results, 16)
+    assert Profile.from_json(results[0]["profile"]).devices[0].step.sizes[:2] == (2, 3)
+
+
 def test_a_network_is_cut_on_trial_as_memory_allows_it():
     parameters = 4 * sum(p.numel() for p in Network().parameters())
     memory = [3 * parameters, 3 * parameters + 8]  # a whole network needs 4 of them to train
@@ -89,9 +95,11 @@ def test_sizes_are_those_for_which_there_is_time(sample_s, sizes):
 def test_a_slow_device_gets_time_for_three_sizes():
     survey, began = DeviceSurvey(slow_network(0.3), torch.device("cpu"), budget_s=4.0), time.perf_counter()
     step = survey.step()
-    assert step.sizes == (2, 3, 4)
+    assert step.sizes == (1, 2, 4)
     assert time.perf_counter() - began < 8.0
     assert step.at(64) == pytest.approx(64 * 0.3, rel=0.3)
+    quick = DeviceSurvey(follow(Network(), torch.randn(256, 3, 16, 16)), torch.device("cpu"), budget_s=4.0)
+    assert survey.sample_bytes() == quick.sample_bytes() > 4 * 32 * (196 + 144)  # what its convolutions give out
 
 
 def device(rank: int, seconds: float, spread: float = 0.1) -> DeviceProfile:

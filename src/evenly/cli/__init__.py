@@ -1,5 +1,6 @@
 """The command line: one file per verb. Nothing here imports torch before a verb needs it."""
 
+import gc
 import sys
 from typing import Annotated
 
@@ -47,3 +48,5 @@ def main() -> None:
     except EvenlyError as error:
         print(f"evenly: {error}", file=sys.stderr)
         sys.exit(1)
+    finally:
+        gc.freeze()  # nothing looks for cycles in what is left, which takes most of a second with torch

@@ -16,9 +16,8 @@ from evenly.planner.replica import eased
 from evenly.session.trials import Ensemble, Joint, Trial
 from evenly.shards import join_shards
 from evenly.spec import Cluster, Curve, CutStep, Layout, Profile, deal
-from evenly.survey import fastest_groups, usual
+from evenly.survey import LONG_S, fastest_groups, usual
 
-FEW = 2  # samples of each rank: little to compute
 LEAST, MOST = 2, 40  # steps of a kind
 QUICK_S, THOROUGH_S = 0.6, 20.0  # for the steps of a kind
 ROUND_S = 1.5  # of them together and alone, at least
@@ -99,6 +98,11 @@ class _Scene:
         return [device.step for device in self.profile.devices]
 
     @property
+    def few(self) -> list[int]:
+        """The samples of every rank with which it has little to compute."""
+        return [step.sizes[0] for step in self.steps]
+
+    @property
     def fastest(self) -> int:
         """The fastest rank of this node: it plans for all."""
         return min(self.node, key=self._pace)
@@ -119,22 +123,23 @@ class _Scene:
                     self._with_few(ensemble, ranks, told)
         self.meet()
         if self.party.rank not in likely:
-            self._in_step(None, likely, 0.0)
+            self._in_step(None, likely, None)
             return told
         with self._ensemble(likely) as ensemble:
-            few_s = self._with_few(ensemble, likely, told)
-            told |= self._in_step(ensemble, likely, few_s)
+            few = self._with_few(ensemble, likely, told)
+            told |= self._in_step(ensemble, likely, few)
         return told
 
-    def _with_few(self, ensemble: Ensemble, ranks: list[int], told: dict[str, Any]) -> float:
-        """Notes a step with little to compute, and returns the seconds in which this rank computes in it."""
+    def _with_few(self, ensemble: Ensemble, ranks: list[int], told: dict[str, Any]) -> Joint:
+        """Notes a step with little to compute, and returns it."""
         self.tell(f"ranks {ranks} averaging gradients")
-        slowest = max(ranks, key=self._pace)
-        few = ensemble.together(FEW, self._times(self._own_s(ranks, slowest, FEW), self.enough_s / 3))
+        slowest, mine = max(ranks, key=self._pace), self.few[self.party.rank]
+        times = self._times(self._own_s(ranks, slowest, self.few[slowest]), self.enough_s / 3)
+        few = ensemble.together(mine, times, warm=mine)
         if self.party.rank == slowest and len(ranks) > 1:
             told["few"].append([ranks, few.seconds])
-        told["factor"] = _bounded(max(1.0, few.computing_s / self._own_s(ranks, self.party.rank, FEW)))
-        return few.computing_s
+        told["factor"] = _bounded(max(1.0, few.computing_s / self._own_s(ranks, self.party.rank, mine)))
+        return few
 
     @contextmanager
     def _ensemble(self, ranks: Sequence[int]) -> Iterator[Ensemble]:
@@ -145,7 +150,7 @@ class _Scene:
         finally:
             ensemble.close()
 
-    def _in_step(self, ensemble: Ensemble | None, ranks: list[int], few_s: float) -> dict[str, Any]:
+    def _in_step(self, ensemble: Ensemble | None, ranks: list[int], few: Joint | None) -> dict[str, Any]:
         """Returns how much longer than by itself a step takes with all others in step, and with all others at rest;
         the step itself: its ranks, the samples of this one, its seconds, and those in which this rank computes; and,
         on the fastest rank, the seconds of a step in which the others have little to do.
@@ -153,34 +158,41 @@ class _Scene:
         All nodes do so at the same time, and in turns, as a machine may be faster now and slower then. Without an
         ensemble a rank only waits for the others.
         """
-        sizes = self._by_speed(ranks)
-        mine = sizes[ranks.index(self.party.rank)] if ensemble is not None else FEW
+        sizes, least = self._by_speed(ranks), self.few[self.party.rank]
+        mine = sizes[ranks.index(self.party.rank)] if ensemble is not None else least
         longest_s = max(self._own_s(ranks, rank, samples) for rank, samples in zip(ranks, sizes, strict=True))
-        own_s, own_few_s = (self._own_s(ranks, self.party.rank, samples) for samples in (mine, FEW))
+        own_s, own_few_s = (self._own_s(ranks, self.party.rank, samples) for samples in (mine, least))
         leads = self._led_by(ranks, sizes)
         joint: list[Joint] = []
         alone, lean = [], []
         rounds, turns = max(1, int(self.enough_s / ROUND_S)), max(len(node.ranks) for node in self.cluster.nodes)
+        is_long = self._is_long(ranks, longest_s)
+        is_small = rounds == 1 and sizes == [self.few[rank] for rank in ranks]  # then they were made already
+        if ensemble is not None and own_few_s <= self.enough_s:
+            ensemble.alone(least, 1, warm=0)  # warms up, while the others do so too
         for _ in range(rounds):
             self.meet()
             if ensemble is not None:
-                joint.append(ensemble.together(mine, self._times(longest_s, self.enough_s / rounds)))
+                times, warm = self._times(longest_s, self.enough_s / rounds), least if is_long else mine
+                joint.append(few if few is not None and is_small else ensemble.together(mine, times, warm=warm))
                 if leads is not None:
-                    few = mine if self.party.rank == leads else FEW
-                    lean.append(ensemble.together(few, self._times(longest_s, self.enough_s / rounds / 2)).seconds)
+                    times = self._times(longest_s, self.enough_s / rounds / 2)
+                    samples = mine if leads == self.party.rank else least
+                    lean.append(ensemble.together(samples, times, warm=least if is_long else samples).seconds)
             for turn in range(turns):
                 self.meet()
                 if ensemble is not None and self.node[turn : turn + 1] == (self.party.rank,):
-                    alone.append(ensemble.alone(mine, self._times(own_s, self.enough_s / rounds / turns)))
+                    times = self._times(own_s, self.enough_s / rounds / turns)
+                    alone.append(ensemble.alone(mine, times, warm=0 if is_long else mine))
         self.meet()
-        if ensemble is None:
+        if ensemble is None or few is None:
             return {}
         computing_s, whole_s = usual([j.computing_s for j in joint]), usual([j.seconds for j in joint])
         factor = whole_s / own_s  # of a rank alone nothing of a step is averaging or waiting
         if len(ranks) > 1:
             factor = computing_s / own_s
             if own_s > TELLING * own_few_s:  # what is fixed in a step falls out
-                factor = (computing_s - few_s) / (own_s - own_few_s)
+                factor = (computing_s - few.computing_s) / (own_s - own_few_s)
             factor = max(factor, usual(alone) / own_s)  # a quota recovers while a rank averages: that is fixed too
         factor = _bounded(factor)
         found: dict[str, Any] = {"factor": factor, "joint": [ranks, mine, whole_s, computing_s]}
@@ -194,7 +206,8 @@ class _Scene:
         if len(order) < 2 or self.steps[order[0]] == self.steps[order[1]]:
             return None
         own_s = self._own_s(ranks, order[0], sizes[list(ranks).index(order[0])])
-        return order[0] if own_s > TELLING * max(self._own_s(ranks, rank, FEW) for rank in order[1:]) else None
+        others_s = max(self._own_s(ranks, rank, self.few[rank]) for rank in order[1:])
+        return order[0] if own_s > TELLING * others_s else None
 
     def cut_found(self) -> dict[str, Any] | None:
         """Returns, on the fastest rank of a node, the cut network to try there."""
@@ -221,7 +234,9 @@ class _Scene:
         )
         try:
             trial = Trial(sharded.train(), self.traced, self.device)
-            seconds = trial.step_s(self.profile.batch_size, self._times(found["parts_s"], self.enough_s))
+            times, batch = self._times(found["parts_s"], self.enough_s), self.profile.batch_size
+            warm = max(self.few) if self._is_long(found["ranks"], found["parts_s"]) else batch
+            seconds = trial.step_s(batch, times, warm=warm)
         finally:
             sharded.close()
         is_first = self.party.rank == found["ranks"][0]
@@ -239,7 +254,7 @@ class _Scene:
         samples *= min(1.0, self.enough_s / LEAST / expected_s)
         counts = deal(max(len(ranks), round(samples)), speeds)
         most = [max(self.steps[rank].sizes) for rank in ranks]  # so many were seen to fit into its memory
-        return [min(top, max(1, count)) for top, count in zip(most, counts, strict=True)]
+        return [min(top, max(self.few[rank], count)) for rank, top, count in zip(ranks, most, counts, strict=True)]
 
     def _own_s(self, ranks: Sequence[int], rank: int, samples: int) -> float:
         """Returns what a rank needs for a step by itself, while these ranks work."""
@@ -247,7 +262,11 @@ class _Scene:
 
     def _times(self, expected_s: float, enough_s: float) -> int:
         """Returns how many steps to make; of those that are longer than there is time for, one."""
-        return min(MOST, max(LEAST if expected_s <= self.enough_s else 1, round(enough_s / expected_s)))
+        return min(MOST, max(LEAST if expected_s <= enough_s else 1, round(enough_s / expected_s)))
+
+    def _is_long(self, ranks: Sequence[int], expected_s: float) -> bool:
+        """Whether steps of these ranks are so long that few samples warm up for them: see `Stopwatch`."""
+        return expected_s > LONG_S and all(self.cluster.device_of(rank).kind == "cpu" for rank in ranks)
 
 
 def _bounded(factor: float) -> float:
@@ -281,7 +300,7 @@ def _added(profile: Profile, node: Sequence[int], rows: Sequence[dict[str, Any]]
     found: dict[int, float] = {}
     for rank in node:
         for ranks, seconds in rows[rank]["few"]:
-            own_s = profile.ease(rank, ranks, node) * profile.devices[rank].step.at(FEW)
+            own_s = profile.ease(rank, ranks, node) * profile.devices[rank].step.seconds[0]
             found[rank] = max(0.0, seconds - own_s)
     joint = {rank: rows[rank]["joint"] for rank in node if rows[rank]["joint"] is not None}
     longest_s = max((computing_s for *_, computing_s in joint.values()), default=0.0)

@@ -13,8 +13,6 @@ from evenly.nodes import join_nodes
 from evenly.spec import Cluster, EverySteps, Exchange
 from evenly.survey import finish, inputs_of, train_step, usual
 
-WARM = 1  # steps until memory has found its place
-
 
 class Trial:
     """A network that makes steps which change nothing."""
@@ -29,16 +27,18 @@ class Trial:
         self._model, self._traced, self._device = model, traced, device
         self._optimizer = optimizer or still_optimizer(model)
 
-    def step_s(self, samples: int, times: int) -> float:
-        """Returns the seconds of a step with so many samples; the first ones warm up."""
-        given = inputs_of(self._traced.graph, samples, self._device)
-        seconds = []
-        for _ in range(times + WARM):
-            began = time.perf_counter()
-            train_step(self._model, self._optimizer, given)
-            finish(self._device)
-            seconds.append(time.perf_counter() - began)
-        return usual(seconds[WARM:])
+    def step_s(self, samples: int, times: int, *, warm: int) -> float:
+        """Returns the seconds of a step with so many samples; one with `warm` samples comes first, if not 0."""
+        given = {size: inputs_of(self._traced.graph, size, self._device) for size in {warm, samples} if size}
+        if warm:
+            self._step(given[warm])
+        return usual([self._step(given[samples]) for _ in range(times)])
+
+    def _step(self, given: dict[str, torch.Tensor]) -> float:
+        began = time.perf_counter()
+        train_step(self._model, self._optimizer, given)
+        finish(self._device)
+        return time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ class Ensemble:
         self._trial = Trial(self._joined, traced, device, optimizer)
         self._single = Trial(copy.deepcopy(traced.model).to(device).train(), traced, device)
 
-    def together(self, samples: int, times: int) -> Joint:
-        """Returns a step in which this rank has so many samples; all ranks make as many steps."""
-        seconds = self._trial.step_s(samples, times)
-        return Joint(seconds, usual([spent.computing_s for spent in self._joined.clock.take()[WARM:]]))
+    def together(self, samples: int, times: int, *, warm: int) -> Joint:
+        """Returns a step in which this rank has so many samples, after one with `warm`; all make as many steps."""
+        seconds = self._trial.step_s(samples, times, warm=warm)
+        return Joint(seconds, usual([spent.computing_s for spent in self._joined.clock.take()[-times:]]))
 
-    def alone(self, samples: int, times: int) -> float:
-        """Returns the seconds of a step by itself, while the others rest."""
-        return self._single.step_s(samples, times)
+    def alone(self, samples: int, times: int, *, warm: int) -> float:
+        """Returns the seconds of a step by itself, after one with `warm` samples, if not 0."""
+        return self._single.step_s(samples, times, warm=warm)
 
     def close(self) -> None:
         """Ends the connections."""

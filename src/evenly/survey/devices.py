@@ -4,6 +4,7 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from statistics import mean
 from typing import Any
 
@@ -21,6 +22,7 @@ PARTS = (1.0, 0.25, 0.5, 0.75, 0.125)  # of a layer, the most telling first
 BATCHES = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of the samples, for a whole step
 ENOUGH_SIZES = 3  # make a curve
 SAFE = 0.75  # of the time, so that what takes a little longer is still done
+PATIENCE = 1.5  # times the budget, at most, for enough sizes on a slow device
 Tell = Callable[[str], None]
 
 
@@ -32,7 +34,9 @@ class DeviceSurvey:
         self._graph = traced.graph
         self._batch = max(1, traced.graph.batch_size)
         self._budget_s = budget_s
-        self._most = self._batch  # samples for which there is memory, as far as was seen
+        self._few, self._most = min(2, self._batch), self._batch  # samples; for which there is memory, as was seen
+        self._kept: dict[int, int] = {}  # bytes that autograd keeps for a batch, by its samples
+        self._began = 0.0
         self._watch = Stopwatch(device, enough_s=min(0.5, budget_s / 60))
         self.spread: float | None = None
 
@@ -40,21 +44,19 @@ class DeviceSurvey:
         """Returns the seconds of a training step against samples."""
         model = copy.deepcopy(self._traced.model).to(self._device).train()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)
-        few = min(2, self._batch)
-        if few != self._batch:
-            require_any_batch(model, self._inputs(few), few, self._batch)
+        self._few = few = self._fewest(model, optimizer)
 
         def timed(samples: int) -> list[float]:
             return self._watch.readings(functools.partial(train_step, model, optimizer, self._inputs(samples)))
 
-        train_step(model, optimizer, self._inputs(few))  # the first of all is slower than any other
-        began, seen = time.perf_counter(), timed(few)
+        self._began = began = time.perf_counter()
+        seen = timed(few)
         ladder = self._within_reach(usual(seen) / few)
         sizes, found = sorted({few, *ladder, self._batch}), {few: seen}
         while True:  # in rounds, so that what disturbs for a moment does not fall on one size alone
             for size in [size for size in sizes if size not in found] or sizes:
                 enough = all(one in found for one in ladder[:ENOUGH_SIZES])  # else a slow device gets more time
-                until = began + (self._budget_s / 2 if enough else self._budget_s)
+                until = began + (0.5 if enough else PATIENCE) * self._budget_s
                 if time.perf_counter() + _expected(found, size) > until:
                     return self._curve(found)
                 self._tell(f"a step with {size} samples")
@@ -67,13 +69,37 @@ class DeviceSurvey:
                     found = {one: readings for one, readings in found.items() if one <= self._most and readings}
                     break
 
+    def _fewest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Returns the smallest batch to time: one sample where two take long and a network takes one, else two.
+
+        The first steps of all, which are slower than any other, are made on the way.
+        """
+        few = self._few
+        forward = functools.partial(require_any_batch, model, self._inputs(few), few, self._batch)
+        seconds = 0.0
+        if few != self._batch:
+            with self._noting(model, few):
+                seconds = self._watch.once(forward)
+        if seconds > self._budget_s / 16 and self._device.type != "cpu":  # libraries may have been loaded meanwhile
+            seconds = self._watch.once(forward)
+        if seconds > self._budget_s / 16:
+            refusals = RuntimeError, ValueError, IndexError  # as of normalization over one value
+            with suppress(*refusals):
+                with self._noting(model, 1):
+                    outputs = model(**self._inputs(1))
+                _descend(outputs, optimizer)
+                return 1
+        train_step(model, optimizer, self._inputs(few))
+        return few
+
     def _within_reach(self, sample_s: float) -> list[int]:
         """Returns the batches to time, small ones first: such that there is time for a few of them.
 
         Of a network of which a sample takes 0.3 s nobody waits in 4 s for a batch of 256, and a device so slow can tell
-        its speed from batches of 2, 3 and 4 as well.
+        its speed from batches of 1, 2 and 3 as well.
         """
-        ladders = [self._sizes(), *([round(2 * growth**power) for power in range(9)] for growth in (4, 2, 1.5))]
+        steps = ([round(self._few * growth**power) for power in range(9)] for growth in (4, 2, 1.5))
+        ladders = [self._sizes(), *(sorted(set(sizes)) for sizes in steps)]
         fit = (ladder for ladder in ladders if sum(ladder[:ENOUGH_SIZES]) * sample_s <= SAFE * self._budget_s)
         return [size for size in next(fit, ladders[-1]) if size <= self._most] or self._sizes()
 
@@ -86,7 +112,8 @@ class DeviceSurvey:
     def layers(self, step: Curve) -> dict[str, LayerCurves]:
         """Returns the curves of every form of convolution and linear layer that the budget allows to time."""
         forms = dict(self._forms())
-        until = time.perf_counter() + self._budget_s / 2
+        left_s = 0.75 * self._budget_s - (time.perf_counter() - self._began)  # what steps took longer is missing here
+        until = time.perf_counter() + min(self._budget_s / 2, max(self._budget_s / 4, left_s))
         samples = self._probe_batch(step)
         scale = step.at(self._batch) / step.at(samples)
         watch = Stopwatch(self._device, enough_s=self._budget_s / 4 / max(1, 13 * len(forms)), most=7)
@@ -116,10 +143,15 @@ class DeviceSurvey:
     def sample_bytes(self) -> int:
         """Returns what autograd keeps for each sample, from two batches of different size."""
         model = copy.deepcopy(self._traced.model).to(self._device).train()
-        few, many = (self._kept_bytes(model, size) for size in (2, 4))
-        return max(0, many - few) // 2
+        few, many = self._few, self._few + 1
+        for size in {few, many} - self._kept.keys():
+            with self._noting(model, size):
+                model(**self._inputs(size))
+        return max(0, self._kept[many] - self._kept[few])
 
-    def _kept_bytes(self, model: nn.Module, samples: int) -> int:
+    @contextmanager
+    def _noting(self, model: nn.Module, samples: int) -> Iterator[None]:
+        """Notes what autograd keeps, of parameters and buffers apart, in a forward with so many samples."""
         kept: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,22 +160,21 @@ class DeviceSurvey:
 
         own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            outputs = model(**self._inputs(samples))
-        del outputs
-        return sum(size for place, size in kept.items() if place not in own)
+            yield
+        self._kept[samples] = sum(size for place, size in kept.items() if place not in own)
 
     def _inputs(self, samples: int) -> dict[str, torch.Tensor]:
         return inputs_of(self._graph, samples, self._device)
 
     def _sizes(self) -> list[int]:
         """Returns the batches to try, small ones first."""
-        wished = {max(min(2, self._batch), round(self._batch * part)) for part in BATCHES}
+        wished = {max(self._few, round(self._batch * part)) for part in BATCHES}
         return sorted(size for size in wished if size <= self._most)
 
     def _probe_batch(self, step: Curve) -> int:
         """Returns the samples with which layers are timed: fewer on a slow device, so that all parts are reached."""
         bearable = self._budget_s / 40
-        return max((size for size in self._sizes() if step.at(size) <= bearable), default=min(2, self._batch))
+        return max((size for size in self._sizes() if step.at(size) <= bearable), default=self._few)
 
     def _forms(self) -> Iterator[tuple[str, tuple[fx.Node, Layer]]]:
         nodes = {node.name: node for node in self._traced.program.graph.nodes}
@@ -160,7 +191,11 @@ def _expected(found: dict[int, list[float]], size: int) -> float:
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, torch.Tensor]) -> None:
     """Makes one step on these inputs, with a loss that every output takes part in."""
-    outputs = [x for x in pytree.tree_leaves(model(**given)) if isinstance(x, torch.Tensor) and x.requires_grad]
+    _descend(model(**given), optimizer)
+
+
+def _descend(given: object, optimizer: torch.optim.Optimizer) -> None:
+    outputs = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor) and x.requires_grad]
     torch.stack([x.float().square().mean() for x in outputs]).sum().backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
     optimizer.step()
     optimizer.zero_grad()
@@ -241,8 +276,7 @@ def require_training(traced: Traced) -> None:
 def require_any_batch(model: nn.Module, given: dict[str, torch.Tensor], samples: int, batch: int) -> None:
     """Raises `SpecError` for a network that takes the example but not another number of samples."""
     try:
-        with torch.no_grad():
-            model(**given)
+        model(**given)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:

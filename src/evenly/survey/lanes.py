@@ -11,7 +11,7 @@ from evenly.comm import Party, Waiter, all_to_all, close_groups, open_group
 from evenly.spec import Lane, Rate
 from evenly.survey.stopwatch import finish
 
-ROW_S = 0.06  # messages are sent in rows of about this length: see Stopwatch
+LEAST_ROW_S, MOST_ROW_S = 0.01, 0.06  # messages are sent in rows of about such a length: see Stopwatch
 SMALL = 1  # float32 numbers in a ping
 STREAMS = (1 << 14, 1 << 18, 1 << 20)  # float32 numbers in larger messages: 64 KiB, 1 MiB, 4 MiB
 
@@ -37,7 +37,7 @@ def measure_lanes(
         tell(f"the way between ranks {pair[0]} and {pair[1]}")
         group = open_group(party, f"pair {pair}", pair, backend=backend, timeout_s=waiter.timeout_s)
         for source, target in ((0, 1), (1, 0)):
-            rate = _Direction(group, waiter, device, source).rate(enough_s)
+            rate = _Direction(group, waiter, device, source, enough_s=enough_s).rate()
             if party.rank == pair[0]:
                 found.append(Lane(source=pair[source], target=pair[target], rate=rate))
         close_groups([group])
@@ -47,18 +47,21 @@ def measure_lanes(
 class _Direction:
     """Messages from member `source` of a group of two to the other one."""
 
-    def __init__(self, group: dist.ProcessGroup, waiter: Waiter, device: torch.device, source: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, waiter: Waiter, device: torch.device, source: int, *, enough_s: float
+    ) -> None:
         self._group, self._waiter, self._device = group, waiter, device
+        self._enough_s, self._row_s = enough_s, min(MOST_ROW_S, max(LEAST_ROW_S, enough_s / 4))
         self._source, self._sends = source, group.rank() == source
 
-    def rate(self, enough_s: float) -> Rate:
-        """Returns latency and bandwidth; no larger messages follow one that takes longer than `enough_s`."""
+    def rate(self) -> Rate:
+        """Returns latency and bandwidth; no larger messages follow one that takes longer than is enough."""
         ping_s = self._time(SMALL) / 2
         points = []
         for count in STREAMS:
             seconds = self._time(count)
             points.append((4 * count, max(seconds - ping_s, 1e-7)))
-            if seconds > enough_s:
+            if seconds > self._enough_s:
                 break
         (few, quick), (many, slow) = (points[-2], points[-1]) if len(points) > 1 else ((0, ping_s), points[-1])
         speed = (many - few) / (slow - quick) if slow > quick else many / slow
@@ -75,7 +78,7 @@ class _Direction:
                 self._send(answer, there=False)
             finish(self._device)
             seconds = (time.perf_counter() - began) / times
-            times = max(1, min(100, ceil(ROW_S / max(1e-6, self._agreed(seconds)))))
+            times = max(1, min(100, ceil(self._row_s / max(1e-6, self._agreed(seconds)))))
         return self._agreed(seconds)
 
     def _agreed(self, seconds: float) -> float:

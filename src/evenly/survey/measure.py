@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from evenly.survey.pooling import pooled
 
 QUICK_S, THOROUGH_S = 4.0, 60.0
 MOST_MEETING = 16  # ranks of a node whose meetings are measured
+ROW_S = 0.08  # of sums and gathers in a row, if there is time
 MOST_PAIRS = 28  # of a node of 8; larger nodes are measured round the ring
 
 
@@ -61,7 +63,7 @@ def measure_cluster(
         batch = max(1, traced.graph.batch_size)
         devices = _completed(pooled([DeviceProfile(**row[0]) for row in rows], cluster, batch), batch)
         steps = [device_profile.step for device_profile in devices]
-        seen = _meetings(party, alarm, cluster, steps, batch, device, timeout_s, tell)
+        seen = _meetings(party, alarm, cluster, steps, batch, device, budget_s, timeout_s, tell)
         told = gather_json([meeting.model_dump() for meeting in seen], everybody, waiter)
         return Profile(
             cluster=cluster.fingerprint,
@@ -152,6 +154,7 @@ def _meetings(
     steps: Sequence[Curve],
     batch: int,
     device: torch.device,
+    budget_s: float,
     timeout_s: float,
     tell: Callable[[str], None],
 ) -> list[Meeting]:
@@ -161,7 +164,8 @@ def _meetings(
         return []
     groups = fastest_groups(ranks, steps, batch)
     backend = backend_for([cluster.device_of(rank) for rank in ranks])
-    return measure_meetings(party, alarm, groups, timeout_s=timeout_s, device=device, backend=backend, tell=tell)
+    limits: Any = {"timeout_s": timeout_s, "row_s": min(ROW_S, budget_s / 100)}
+    return measure_meetings(party, alarm, groups, device=device, backend=backend, tell=tell, **limits)
 
 
 def _unit(device: torch.device, traced: Traced) -> int:

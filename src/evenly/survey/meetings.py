@@ -11,7 +11,6 @@ from evenly.spec import Curve, Meeting
 from evenly.survey.stopwatch import finish
 
 SIZES = (1 << 12, 1 << 18, 1 << 21)  # bytes: 4 KiB, 256 KiB, 2 MiB
-ROW_S = 0.08  # messages are sent in rows of about this length: see Stopwatch
 
 
 def measure_meetings(
@@ -22,16 +21,20 @@ def measure_meetings(
     timeout_s: float,
     device: torch.device,
     backend: str,
+    row_s: float,
     tell: Callable[[str], None],
 ) -> list[Meeting]:
-    """Returns how each group of ranks meets, told by its first rank; the groups follow each other in this order."""
+    """Returns how each group of ranks meets, told by its first rank; the groups follow each other in this order.
+
+    Messages are sent in rows of about `row_s`: see `Stopwatch`.
+    """
     found = []
     for ranks in groups:
         if party.rank not in ranks:
             continue
         tell(f"ranks {list(ranks)} summing and gathering")
         group = open_group(party, f"meeting {list(ranks)}", ranks, backend=backend, timeout_s=timeout_s)
-        meeting = _Room(Wire(group, alarm, timeout_s=timeout_s), device).meeting(ranks)
+        meeting = _Room(Wire(group, alarm, timeout_s=timeout_s), device, row_s).meeting(ranks)
         if party.rank == ranks[0]:
             found.append(meeting)
         close_groups([group])
@@ -41,8 +44,8 @@ def measure_meetings(
 class _Room:
     """Messages of different sizes on one wire."""
 
-    def __init__(self, wire: Wire, device: torch.device) -> None:
-        self._wire, self._device = wire, device
+    def __init__(self, wire: Wire, device: torch.device, row_s: float) -> None:
+        self._wire, self._device, self._row_s = wire, device, row_s
 
     def meeting(self, ranks: Sequence[int]) -> Meeting:
         """Returns the seconds of sums and gathers."""
@@ -76,5 +79,5 @@ class _Room:
             finish(self._device)
             own = torch.tensor([(time.perf_counter() - began) / times], device=self._device)
             seconds = float(self._wire.sum(own, largest=True).wait()[0])
-            times = max(1, min(100, ceil(ROW_S / max(1e-6, seconds))))
+            times = max(1, min(100, ceil(self._row_s / max(1e-6, seconds))))
         return max(seconds, 1e-9)
