@@ -59,7 +59,7 @@ def measure(
     Args:
         model: the network, on the device of this rank; it is not changed.
         example: the batch to train with, as forward takes it.
-        quick: 15 to 30 seconds of measuring instead of one to three minutes.
+        quick: about 10 seconds of measuring instead of one to three minutes.
         memory_bytes: what plans may use of this rank's free memory; all of it if left out. Networks that are cut on
             trial are then cut as plans will do it; measuring whole networks may use more.
         group: the ranks to measure; torch's default group if left out.

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from evenly._errors import SpecError
 from evenly.graph import Traced
 from evenly.spec import Curve, Graph, Layer, LayerCurves, Tensor
-from evenly.survey.stopwatch import Stopwatch, apart, usual
+from evenly.survey.stopwatch import ROW_S, Stopwatch, apart, usual
 
 PARTS = (1.0, 0.25, 0.5, 0.75, 0.125)  # of a layer, the most telling first
 BATCHES = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # of the samples, for a whole step
@@ -112,11 +112,12 @@ class DeviceSurvey:
     def layers(self, step: Curve) -> dict[str, LayerCurves]:
         """Returns the curves of every form of convolution and linear layer that the budget allows to time."""
         forms = dict(self._forms())
-        left_s = 0.75 * self._budget_s - (time.perf_counter() - self._began)  # what steps took longer is missing here
+        left_s = self._budget_s - (time.perf_counter() - self._began)  # what steps took longer is missing here
         until = time.perf_counter() + min(self._budget_s / 2, max(self._budget_s / 4, left_s))
         samples = self._probe_batch(step)
         scale = step.at(self._batch) / step.at(samples)
-        watch = Stopwatch(self._device, enough_s=self._budget_s / 4 / max(1, 13 * len(forms)), most=7)
+        enough_s, row_s = self._budget_s / 4 / max(1, 13 * len(forms)), min(ROW_S, self._budget_s / 400)
+        watch = Stopwatch(self._device, enough_s=enough_s, most=7, row_s=row_s)
         probes = {
             form: Probe(node, layer, self._graph.tensors, samples, self._device)
             for form, (node, layer) in forms.items()

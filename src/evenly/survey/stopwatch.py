@@ -8,6 +8,7 @@ from statistics import mean
 
 import torch
 
+ROW_S = 0.04  # of what is short, done again and again
 LONG_S = 0.2  # what takes a CPU that long is hardly slower because it is cold
 
 
@@ -23,7 +24,7 @@ class Stopwatch:
     enough_s: float  # spent on one reading, if `most` repetitions do not end it before
     least: int = 2
     most: int = 9
-    row_s: float = 0.04
+    row_s: float = ROW_S
 
     def read(self, act: Callable[[], object]) -> float:
         """Returns the seconds that `act` takes once it is warm."""
