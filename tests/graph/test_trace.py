@@ -346,6 +346,49 @@ def test_a_change_in_place_is_followed_or_refused(name: str) -> None:
         compare(build, IMAGE, [2, 1])
 
 
+class Looping(nn.Module):
+    """What only export can follow; its normalization is called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.head, self.last = nn.Linear(8, 5), nn.BatchNorm1d(5, affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):  # as fx would have it
+            raise TypeError
+        y = self.norm(self.first(x))
+        for _ in range(2):
+            y = self.norm(self.second(y).relu())
+        return self.last(self.head(y.mean((2, 3))))
+
+
+def test_batch_norm_of_an_exported_network():
+    layers = trace(Looping(), torch.randn(4, 3, 6, 6)).layers
+    assert [layer.where for layer in layers if layer.op == "batch_norm"] == ["norm", "norm", "norm", "last"]
+    compare(lambda: Looping().double(), torch.randn(4, 3, 6, 6, dtype=torch.float64), [2, 1])
+
+
+def test_a_network_that_counts_its_samples_in_a_way_that_nothing_follows():
+    """`len` is a number of the example for export, and no number for fx; what was seen once would count for ever."""
+
+    class Counting(Looping):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) / len(x)
+
+    with pytest.raises(SpecError, match="other batch sizes"):
+        trace(Counting(), torch.randn(4, 3, 6, 6))
+
+
+def test_an_exported_network_that_reads_what_its_normalization_counts():
+    class Reading(Looping):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.norm.num_batches_tracked
+
+    with pytest.raises(SpecError, match="num_batches_tracked"):
+        trace(Reading(), torch.randn(4, 3, 6, 6))
+
+
 @pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_encoders_whose_layers_torch_would_fuse_in_evaluation(count, dropout):

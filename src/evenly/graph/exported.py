@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree as pytree
 
@@ -32,6 +33,9 @@ def exported(model: nn.Module, given: dict[str, torch.Tensor]) -> fx.GraphModule
             node.target, node.args = F.embedding, (ids, weight, *rest[:1])
         elif node.target is torch.ops.aten.slice.Tensor:
             _spell_slice(node)
+    for path, own in model.named_modules():
+        if isinstance(own, nn.modules.batchnorm._BatchNorm) and own.track_running_stats:
+            _call_norm(path, own, module)
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
     return fx.GraphModule(module, graph)
@@ -41,10 +45,30 @@ def _require_open_batch(program: ExportedProgram) -> None:
     """Raises where the network does other things for other batch sizes: export would keep to that of the example."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     inputs = [values.get(str(name)) for name in program.graph_signature.user_inputs]
-    fixed = [x for x in inputs if isinstance(x, torch.Tensor) and x.ndim and isinstance(x.shape[0], int)]
+    fixed = [x for x in inputs if isinstance(x, torch.Tensor) and x.ndim and is_concrete_int(x.shape[0])]
     bounds = [(int(r.lower), r.upper) for r in program.range_constraints.values()]
     if fixed or any(lower > 2 or upper < 2**40 for lower, upper in bounds):
         raise SpecError("forward does other things for other batch sizes")
+
+
+def _call_norm(path: str, own: nn.Module, module: fx.GraphModule) -> None:
+    """Lets a BatchNorm of the network itself do what it does there, as it also counts its batches."""
+    nodes: list[fx.Node] = list(module.graph.nodes)
+    held = {str(node.target): node for node in nodes if node.op == "get_attr"}
+    mean, counter = (held.get(f"{path}.{name}") for name in ("running_mean", "num_batches_tracked"))
+    norms = [node for node in nodes if node.target is torch.ops.aten.batch_norm.default and node.args[3] is mean]
+    counts: list[fx.Node] = []  # the first adds to the counter, each other one to what the one before gave
+    for node in nodes:
+        if node.target is torch.ops.aten.add_.Tensor and node.args == (counts[-1] if counts else counter, 1):
+            counts.append(node)
+    is_plain = len(counts) == (len(norms) if own.training else 0) and not (counts and counts[-1].users)
+    if mean is None or not norms or not is_plain:
+        return
+    for node in reversed(counts):
+        module.graph.erase_node(node)
+    module.set_submodule(path, own)
+    for node in norms:
+        node.op, node.target, node.args = "call_module", path, node.args[:1]
 
 
 def _spell_slice(node: fx.Node) -> None:
