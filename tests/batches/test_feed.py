@@ -51,6 +51,13 @@ def test_a_rank_with_nothing_left_borrows_a_batch_that_does_not_count(case):
             assert len(batch) == (loader.samples or min(2, size))
 
 
+def test_what_all_ranks_take_for_each_sample_of_one():
+    big, small = feeds(100, [6, 2])
+    assert (big.times, small.times) == (8 / 6, 4.0)
+    small.reshare([4, 4])
+    assert small.times == 2.0
+
+
 def test_a_borrowed_batch():
     big, small = feeds(9, [7, 1])
     assert [samples for _, samples in epoch_of(big)] == [7, 1]

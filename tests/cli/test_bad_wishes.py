@@ -118,13 +118,19 @@ def test_a_model_that_is_none(fails, verb, model, told):
         (("--input", "0x8"), "--input 0x8 was given, but sizes are whole numbers of at least 1"),
         (("--input", "8,8"), "Write --input 64x3x32x32"),
         (("--input", "8x8", "--dtype", "float3"), "--dtype float3 was given. Choose one of: float32"),
-        (("--input", "99999999999999999999x8"), "cannot be made"),
+        (("--input", "9999999999999999999x8"), "cannot be made"),
         (("--input", "8x9"), "was traced with an input of 8x9 (float32), but"),
         (("--input", "8x8", "--input", "8x8"), "the example does not fit forward(x"),
     ],
 )
 def test_an_input_that_does_not_fit(fails, words, told):
     assert told in fails("plan", f"{NETWORKS}:Tiny", *words, *SPEEDS)
+
+
+def test_an_example_that_fits_into_no_memory(fails):
+    told = fails("measure", f"{NETWORKS}:Tiny", "--device", "cpu", "--input", "9999999999x8")
+    assert "--input 9999999999x8 was given, which is 320 GB, but" in told
+    assert not dist.is_initialized()
 
 
 def test_planning_needs_no_memory_for_the_example(evenly):

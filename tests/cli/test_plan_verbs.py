@@ -145,8 +145,9 @@ def test_a_simulation_is_what_the_plan_predicts(evenly, files, given, tmp_path):
         (("--slow", "0=0.5", "--slow", "1=0.5"), "changed: rank 1 at 0.5 times its speed", True),
         (("--period", "200"), "changed: period 200", False),
         (("--add", "1:like 0"), "changed: planned anew for 4 ranks: 100 samples a step, the same period", False),
+        (("--add", "1:like 0", "--period", "9"), "4 ranks: 100 samples a step, that period", False),
         (("--add", "host0"), "changed: a device more on node host0", False),
-        (("--add", "2:0"), "changed: a device more on node 2:0", False),
+        (("--add", "2:0"), "changed: a device more on node 2, like rank 0", False),
     ],
 )
 def test_what_if(evenly, files, given, tmp_path, words, said, slower):

@@ -369,6 +369,15 @@ def test_batch_norm_of_an_exported_network():
     compare(lambda: Looping().double(), torch.randn(4, 3, 6, 6, dtype=torch.float64), [2, 1])
 
 
+def test_a_network_that_raises_by_itself_is_not_blamed_on_tracing():
+    class Loud(Looping):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("not today")
+
+    with pytest.raises(SpecError, match=r"was to be traced, but raised RuntimeError: not today. Give"):
+        trace(Loud(), torch.randn(4, 3, 6, 6))
+
+
 def test_a_network_that_counts_its_samples_in_a_way_that_nothing_follows():
     """`len` is a number of the example for export, and no number for fx; what was seen once would count for ever."""
 

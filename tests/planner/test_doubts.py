@@ -30,7 +30,7 @@ def test_a_shaky_measurement_of_one_size_far_from_the_plan_is_doubted_three_time
     assert lines[2] == told
     assert measured(0.1, (1, 2, 3))[1] == [
         "doubtful: rank 0 gets 32 samples and was measured with 3 at most, and 1 other rank likewise. Measure "
-        "thoroughly"
+        "without --quick, or in a session with profile='thorough'"
     ]
     assert doubts(profile) == lines[:2]
     assert doubts(measured(0.1, (16, 32, 64))[0]) == doubts(measured(None, (2, 3, 4))[0]) == []

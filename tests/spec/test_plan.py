@@ -113,11 +113,10 @@ def test_a_plan_in_words():
     )
     averaged = Plan.even(cluster, period=EverySteps(1), exchange=Exchange(optimizer_state="average")).explain()
     assert "across nodes every step; optimizer state is averaged too\n" in averaged
-    assert (
-        Plan.even(cluster_of([[0]]), batch_size=1)
-        .explain()
-        .endswith("every epoch; optimizer state is kept local\nnode 0: rank 0 (cpu) 1 sample a step")
-    )
+    alone = Plan.even(cluster_of([[0]]), batch_size=1).explain()
+    assert alone == "1 rank on 1 node; one rank takes all samples\nnode 0: rank 0 (cpu) 1 sample a step"
+    near = Plan.even(cluster_of(ragged(2)), batch_size=1).explain()
+    assert near.startswith("2 ranks on 1 node; gradients are averaged at every step\n")
     assert "over all ranks at every step" in Plan.even(cluster, period=EveryGradient()).explain()
 
 

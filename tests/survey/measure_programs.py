@@ -36,15 +36,37 @@ class Normed(Network):
         return self.norm(super().forward(x))
 
 
-def measured(*, device: str, batch: int, memory: list[int] | None = None, sample_s: float = 0.0) -> dict[str, Any]:
+class Single(Network):
+    """Gives NaN for a single sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(10, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return self.last(y / (y.std(0, keepdim=True) + 1e-3))
+
+
+def measured(
+    *,
+    device: str,
+    batch: int,
+    memory: list[int] | None = None,
+    network: str = "Network",
+    sample_s: list[float] | None = None,
+    haste: int = 4,
+) -> dict[str, Any]:
     """Measures, plans, and returns the profile and what is predicted; less than the usual time is enough here."""
     importlib.import_module("evenly.survey.measure").QUICK_S /= 2
-    importlib.import_module("evenly.session.rehearsal").QUICK_S /= 4
+    importlib.import_module("evenly.session.rehearsal").QUICK_S /= haste
     dist.init_process_group("gloo")
-    model = Normed() if sample_s else Network()
-    register_module_forward_pre_hook(  # on all modules, as tracing refuses those that have one
-        lambda module, args: time.sleep(sample_s * len(args[0])) if isinstance(module, nn.BatchNorm1d) else None
-    )
+    model = globals()[network]()
+    if sample_s is not None:
+        own_s = sample_s[dist.get_rank()]
+        register_module_forward_pre_hook(  # on all modules, as tracing refuses those that have one
+            lambda module, args: time.sleep(own_s * len(args[0])) if module.__class__ is nn.Flatten else None
+        )
     example = torch.randn(batch, 3, 16, 16, device=device)
     told: list[str] = []
     torch.manual_seed(7)

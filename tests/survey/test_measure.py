@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 from evenly import Profile, SpecError
 from evenly.graph import Traced, follow
@@ -18,14 +19,14 @@ from tests.survey.measure_programs import Network
 MEASURED = "tests.survey.measure_programs:measured"
 
 
-def check(results: list[dict], batch: int) -> None:
+def check(results: list[dict], batch: int, layers: int = 3) -> None:
     """The profile is the same on all ranks, and says what it should."""
     profile = Profile.from_json(results[0]["profile"])
     assert len({result["profile"] for result in results}) == 1
     for device in profile.devices:
         assert device.step.at(batch) > 0 < device.step.at(1)  # which is larger may be chance where steps are so short
         assert set(device.step.sizes) <= set(range(1, batch + 1))
-        assert len(device.layers) == 3
+        assert len(device.layers) == layers
         assert device.free_bytes > 0
         assert device.unit > 1
         assert device.averaging_s is not None
@@ -42,10 +43,23 @@ def test_two_real_ranks_measure_and_plan():
     check(run_processes(ragged(2), MEASURED, {"device": "cpu", "batch": 16}, limit_s=100), 16)
 
 
-def test_slow_ranks_measure_with_no_fewer_samples_than_a_network_takes():
-    results = run_processes(ragged(2), MEASURED, {"device": "cpu", "batch": 16, "sample_s": 0.3}, limit_s=100)
-    check(results, 16)
-    assert Profile.from_json(results[0]["profile"]).devices[0].step.sizes[:2] == (2, 3)
+@pytest.mark.parametrize(
+    ("network", "sample_s", "least"),
+    [
+        ("Normed", [0.3, 0.3], [2, 2]),  # too slow for more than the fewest samples in the rehearsal
+        ("Normed", [0.07, 0.07], [2, 2]),  # slow enough to warm up with few samples
+        ("Single", [0.3, 0.3], [2, 2]),
+        ("Network", [0.3, 0.001], [1, 2]),
+    ],
+    ids=["too slow", "slow", "NaN", "unlike"],
+)
+def test_slow_ranks_measure_with_no_fewer_samples_than_a_network_takes(network, sample_s, least):
+    arguments = {"device": "cpu", "batch": 16, "network": network, "sample_s": sample_s, "haste": 2}
+    results = run_processes(ragged(2), MEASURED, arguments, limit_s=100)
+    check(results, 16, layers=4 if network == "Single" else 3)
+    devices = Profile.from_json(results[0]["profile"]).devices
+    assert [device.step.sizes[0] for device in devices] == least
+    assert all(len(device.step.sizes) > 1 for device in devices)
 
 
 def test_a_network_is_cut_on_trial_as_memory_allows_it():
@@ -74,9 +88,9 @@ def test_ranks_on_a_gpu_measure_and_plan():
     check(run_processes(ragged(2), MEASURED, {"device": "cuda", "batch": 256}, limit_s=100), 256)
 
 
-def slow_network(sample_s: float) -> Traced:
+def slow_network(sample_s: float, network: nn.Module | None = None, example: torch.Tensor | None = None) -> Traced:
     """Every sample takes its time."""
-    traced = follow(Network(), torch.randn(256, 3, 16, 16))
+    traced = follow(network or Network(), torch.randn(256, 3, 16, 16) if example is None else example)
     traced.model.register_forward_pre_hook(
         lambda _, args, given: time.sleep(sample_s * len(given["x"])), with_kwargs=True
     )
@@ -95,11 +109,66 @@ def test_sizes_are_those_for_which_there_is_time(sample_s, sizes):
 def test_a_slow_device_gets_time_for_three_sizes():
     survey, began = DeviceSurvey(slow_network(0.3), torch.device("cpu"), budget_s=4.0), time.perf_counter()
     step = survey.step()
-    assert step.sizes == (1, 2, 4)
+    assert step.sizes[:2] == (1, 2)
+    assert len(step.sizes) == 3
     assert time.perf_counter() - began < 8.0
     assert step.at(64) == pytest.approx(64 * 0.3, rel=0.3)
     quick = DeviceSurvey(follow(Network(), torch.randn(256, 3, 16, 16)), torch.device("cpu"), budget_s=4.0)
     assert survey.sample_bytes() == quick.sample_bytes() > 4 * 32 * (196 + 144)  # what its convolutions give out
+
+
+class Turned(nn.Module):
+    """Of one sample the two halves of a turn are the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.body(x).relu().transpose(0, 1).contiguous().transpose(0, 1)
+        return x
+
+
+@pytest.mark.parametrize("sample_s", [0.0, 0.3])
+def test_memory_of_a_sample_is_that_of_a_sample_among_others(sample_s):
+    traced = slow_network(sample_s, Turned(), torch.randn(16, 64, 32))
+    survey = DeviceSurvey(traced, torch.device("cpu"), budget_s=4.0)
+    assert survey.step().sizes[0] == (1 if sample_s else 2)
+    assert survey.sample_bytes() == 4 * 2 * 64 * 32 * 4  # what is turned, and what relu and the layer keep
+    assert len(next(iter(survey.layers(survey.step()).values())).samples.sizes) > 1
+
+
+class Faulty(nn.Module):
+    """Has a forward, and something that is wrong in training."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.layer, self.norm, self.fault = nn.Linear(8, 8), nn.BatchNorm1d(8), fault
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | None:
+        y = self.layer(x)
+        if self.fault == "backward" and isinstance(y, torch.Tensor) and y.requires_grad:
+            y.register_hook(lambda _: 1 / 0)
+        if self.fault == "NaN":
+            y = y / 0.0 * 0.0
+        return None if self.fault == "nothing" else self.norm(y) if self.fault == "one" else y
+
+
+@pytest.mark.parametrize(
+    ("fault", "batch", "words"),
+    [
+        ("backward", 16, "with 2 samples of random numbers, but raised ZeroDivisionError: division by zero. Give"),
+        ("nothing", 16, "no output has a gradient"),
+        ("NaN", 16, "its gradients became NaN or infinite"),
+        ("one", 1, "with 1 sample of random numbers, but raised ValueError: Expected more than 1 value"),
+    ],
+)
+def test_networks_that_make_no_step(fault, batch, words):
+    traced = follow(Faulty(""), torch.randn(batch, 8))
+    traced.model.fault = fault
+    with pytest.raises(SpecError, match=words):
+        DeviceSurvey(traced, torch.device("cpu"), budget_s=1.0).step()
 
 
 def device(rank: int, seconds: float, spread: float = 0.1) -> DeviceProfile:

@@ -42,7 +42,7 @@ class Feed:
         self.between: list[Callable[[], None]] = []  # called when a step is over and another follows
         self.on_end: list[Callable[[], None]] = []
         self._device, self._drop_last, self._name = device, drop_last, type(dataset).__name__
-        self._shares = check_samples(samples)
+        self._shares, self._rank = check_samples(samples), rank
         if not 0 <= rank < len(self._shares):
             raise DataError(
                 f"the batches of rank {rank} were asked for, but the plan is for {len(self._shares)} ranks, counted "
@@ -59,6 +59,12 @@ class Feed:
     def global_batch(self) -> int:
         """The samples of all ranks in one step."""
         return sum(self._shares)
+
+    @property
+    def times(self) -> float:
+        """The samples of all ranks for each one of this rank's; as many as there are ranks if it has none."""
+        own = self._shares[self._rank]
+        return self.global_batch / own if own else len(self._shares)
 
     def __len__(self) -> int:
         """Returns the number of steps in an epoch, the same on every rank; a stream may not know it: `TypeError`."""

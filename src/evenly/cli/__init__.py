@@ -1,5 +1,6 @@
 """The command line: one file per verb. Nothing here imports torch before a verb needs it."""
 
+import atexit
 import gc
 import sys
 from typing import Annotated
@@ -43,10 +44,9 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 def main() -> None:
     """Runs the command line; an expected error is one message, not a traceback."""
+    atexit.register(gc.freeze)  # nothing looks for cycles in what is left, which takes most of a second with torch
     try:
         app()
     except EvenlyError as error:
         print(f"evenly: {error}", file=sys.stderr)
         sys.exit(1)
-    finally:
-        gc.freeze()  # nothing looks for cycles in what is left, which takes most of a second with torch

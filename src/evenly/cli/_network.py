@@ -4,12 +4,16 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from evenly._errors import EvenlyError, SpecError
 from evenly.cli._quantities import shape_of
+from evenly.reports import gigabytes
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +63,15 @@ def examples(model: str, inputs: Sequence[str], dtype: str, *, device: str = "cp
             f"the network {model!r} was asked for, but not what goes into it. Add --input 64x3x32x32: the sizes of a "
             "batch, its samples first."
         )
+    kind, shapes = dtype_of(dtype), [shape_of(size) for size in sizes]
+    wanted, free = sum(prod(shape) for shape in shapes) * kind.itemsize, psutil.virtual_memory().available
+    if device != "meta" and wanted > free:
+        raise SpecError(
+            f"--input {' '.join(sizes)} was given, which is {gigabytes(wanted)}, but {gigabytes(free)} of memory are "
+            "free. Give the sizes of a batch that fits into memory."
+        )
     try:
-        return tuple(torch.zeros(shape_of(size), dtype=dtype_of(dtype), device=device) for size in sizes)
+        return tuple(torch.zeros(shape, dtype=kind, device=device) for shape in shapes)
     except (RuntimeError, TypeError, OverflowError) as error:
         raise SpecError(
             f"--input {' '.join(sizes)} was given, but cannot be made: {_words(error)}. Give the sizes of a batch that "

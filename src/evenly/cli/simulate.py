@@ -121,12 +121,14 @@ class _Edits:
             words.append(f"rank {wish.split('=')[0]} at {wish.split('=')[1]} times its speed")
         for wish in self.add:
             cluster, profile = with_device(cluster, profile, wish)
-            words.append(f"a device more on node {wish}")
+            node, _, like = wish.partition(":")
+            words.append(f"a device more on node {node.strip()}" + (f", like rank {like.split()[-1]}" if like else ""))
         if self.add:
             plan = plan_anew(plan, cluster, profile, case.graph)
             cut = "networks may be cut" if case.plan.replicas else "no network is cut, as before"
+            period = "the same period" if self.period is None else "that period"
             ranks, samples = counted(cluster.world_size, "rank"), counted(plan.batch_size, "sample")
-            words.append(f"planned anew for {ranks}: {samples} a step, the same period, {cut}")
+            words.append(f"planned anew for {ranks}: {samples} a step, {period}, {cut}")
         if self.period is not None:
             plan = settled(plan, cluster, profile, case.graph)
         return _Case(plan, cluster, profile, case.graph, words) if words else None

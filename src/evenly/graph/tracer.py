@@ -287,6 +287,11 @@ def _by_export(model: nn.Module, given: dict[str, torch.Tensor], first: Exceptio
     try:
         return exported(model, given)
     except Exception as second:
+        if _reason(first) == _reason(second):  # the network's own doing
+            raise SpecError(
+                f"the forward of {type(model).__name__} was to be traced, but raised {type(second).__name__}: "
+                f"{_reason(second)}. Give an example that it takes."
+            ) from first
         raise SpecError(
             f"the forward of {type(model).__name__} was to be traced, but it cannot be: {_reason(first)}; nor by "
             f"torch.export: {_reason(second)}. Let it depend on shapes only, not on values, or move that part into a "

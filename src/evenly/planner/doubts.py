@@ -6,6 +6,7 @@ from evenly.spec.profile import Profile
 SHAKY = 0.25  # repeated steps of which the middle half lies so far apart tell little
 FEW_SIZES = 3  # fewer make no curve
 FAR = 4  # times more samples than were measured
+THOROUGHLY = "without --quick, or in a session with profile='thorough'"
 
 
 def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
@@ -24,13 +25,13 @@ def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
     if few:
         lines.append(
             f"doubtful: only {counted(len(profile.devices[few[0]].step.sizes), 'size')} of a step could be timed on "
-            f"ranks {few}. Measure anew, and thoroughly"
+            f"ranks {few}. Measure {THOROUGHLY}"
         )
     sizes = [max(device.step.sizes) for device in profile.devices]
     far = [role for role in plan.roles if role.samples > FAR * sizes[role.rank]] if plan is not None else []
     if far:
         more = f", and {counted(len(far) - 1, 'other rank')} likewise" if len(far) > 1 else ""
-        hint = "with a larger example" if sizes[far[0].rank] >= profile.batch_size else "thoroughly"
+        hint = "with a larger example" if sizes[far[0].rank] >= profile.batch_size else THOROUGHLY
         lines.append(
             f"doubtful: rank {far[0].rank} gets {far[0].samples} samples and was measured with {sizes[far[0].rank]} at "
             f"most{more}{'' if few else f'. Measure {hint}'}"

@@ -21,6 +21,10 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     feed: Feed | None
 
+    def times(self, ranks: int) -> float:
+        """Returns the samples of all ranks for each one of this rank's."""
+        return ranks if self.feed is None else self.feed.times
+
     def close(self) -> None:
         """Ends the connections of the module."""
         self.model.close()

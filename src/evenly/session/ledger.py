@@ -1,12 +1,14 @@
 """Counts what a run does: steps, samples, exchanges, bytes, and where its seconds go; and tells it."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import psutil
 
 from evenly.nodes import Exchanged, Synchronized
+from evenly.session.full import Trainee
 from evenly.session.recorder import Recorder
 from evenly.spec import ExchangeDone, PeriodChosen, Phases, RunFinished, StepsDone
 
@@ -18,7 +20,7 @@ class Ledger:
 
     def __init__(self, recorder: Recorder) -> None:
         self.step = 0
-        self.samples = self.exchange_seconds = 0.0
+        self.samples = self._all_samples = self.exchange_seconds = 0.0
         self.steps_made = self.exchanges = self.sent_bytes = 0
         self._exchange_s = self._waiting_s = 0.0  # in which training stood still
         self._recorder = recorder
@@ -37,14 +39,21 @@ class Ledger:
         model.on_exchange.append(self.count_exchange)
         model.on_period.append(self.tell_period)
 
-    def count_step(self, step: int, samples: float, *, epoch: int, ranks: int) -> None:
-        """Adds a step; tells progress from time to time, taking the other ranks for equal to this one."""
+    def count_steps(self, trainee: Trainee, epoch: Callable[[], int], *, ranks: int) -> None:
+        """Adds every step that is made with a model from now on."""
+        trainee.model.on_step.append(
+            lambda step, samples: self._count_step(step, samples, epoch=epoch(), times=trainee.times(ranks))
+        )
+
+    def _count_step(self, step: int, samples: float, *, epoch: int, times: float) -> None:
+        """Adds a step; tells progress from time to time: all ranks take so many `times` the samples of this one."""
         self.step = step
         self.steps_made += 1
         self.samples += samples
+        self._all_samples += times * samples
         if time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
-            self._recorder.tell(StepsDone, epoch=epoch, step=step, samples=int(self.samples * ranks))
+            self._recorder.tell(StepsDone, epoch=epoch, step=step, samples=round(self._all_samples))
 
     def count_exchange(self, done: Exchanged) -> None:
         """Adds an exchange and tells it."""

@@ -166,7 +166,7 @@ class _Scene:
         joint: list[Joint] = []
         alone, lean = [], []
         rounds, turns = max(1, int(self.enough_s / ROUND_S)), max(len(node.ranks) for node in self.cluster.nodes)
-        is_long = self._is_long(ranks, longest_s)
+        is_long = self._is_long([self.party.rank], own_s)
         is_small = rounds == 1 and sizes == [self.few[rank] for rank in ranks]  # then they were made already
         if ensemble is not None and own_few_s <= self.enough_s:
             ensemble.alone(least, 1, warm=0)  # warms up, while the others do so too

@@ -277,9 +277,7 @@ class Session:
         attach_rebalancer(trainee, plan, self._stage)
         if len(self._trainees) == 1:
             self._ledger.step = self._saved_step = trainee.model.schedule.step
-            trainee.model.on_step.append(
-                lambda step, samples: self._ledger.count_step(step, samples, epoch=self._epoch, ranks=self.world_size)
-            )
+            self._ledger.count_steps(trainee, lambda: self._epoch, ranks=self.world_size)
             told = {"settings": self._settings, "resumed_step": self._ledger.step, **self._stage.attendance}
             self._recorder.tell(RunStarted, name=self._folder.name if self._folder else "run", plan=plan, **told)
 

@@ -203,6 +203,8 @@ def _period_words(plan: Plan) -> str:
             often = f"{seconds:g} s"
         case Adaptive(warmup=warmup):
             often = f"so many steps as {wish_words(plan.period)}"
+    if len({plan.roles[rank].node for rank in plan.takers}) == 1:
+        return "gradients are averaged at every step" if len(plan.takers) > 1 else "one rank takes all samples"
     start = f" (every step for the first {warmup})" if warmup else ""
     how = f"across nodes every {often}{start}{_exchange_words(plan.exchange)}"
     if len({plan.roles[rank].node for rank in plan.takers}) == len(plan.takers) > 1:  # one a node

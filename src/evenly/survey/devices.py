@@ -4,9 +4,9 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from statistics import mean
-from typing import Any
+from typing import Any, TypeGuard
 
 import psutil
 import torch
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from evenly._errors import SpecError
 from evenly.graph import Traced
 from evenly.spec import Curve, Graph, Layer, LayerCurves, Tensor
+from evenly.spec.plan import counted
 from evenly.survey.stopwatch import ROW_S, Stopwatch, apart, usual
 
 PARTS = (1.0, 0.25, 0.5, 0.75, 0.125)  # of a layer, the most telling first
@@ -82,21 +83,24 @@ class DeviceSurvey:
                 seconds = self._watch.once(forward)
         if seconds > self._budget_s / 16 and self._device.type != "cpu":  # libraries may have been loaded meanwhile
             seconds = self._watch.once(forward)
-        if seconds > self._budget_s / 16:
-            refusals = RuntimeError, ValueError, IndexError  # as of normalization over one value
-            with suppress(*refusals):
-                with self._noting(model, 1):
-                    outputs = model(**self._inputs(1))
-                _descend(outputs, optimizer)
-                return 1
-        train_step(model, optimizer, self._inputs(few))
+        if seconds > self._budget_s / 16 and self._takes_one(model, optimizer):
+            return 1
+        require_a_step(model, optimizer, self._inputs(few), few)
         return few
+
+    def _takes_one(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Makes a step with one sample, if it can be made: normalization over a single value raises, or gives NaN."""
+        try:
+            require_a_step(model, optimizer, self._inputs(1), 1)
+        except (SpecError, torch.OutOfMemoryError):  # with more samples it is raised again, if it is not for that
+            return False
+        return True
 
     def _within_reach(self, sample_s: float) -> list[int]:
         """Returns the batches to time, small ones first: such that there is time for a few of them.
 
         Of a network of which a sample takes 0.3 s nobody waits in 4 s for a batch of 256, and a device so slow can tell
-        its speed from batches of 1, 2 and 3 as well.
+        its speed from batches of 1, 2 and 4 as well.
         """
         steps = ([round(self._few * growth**power) for power in range(9)] for growth in (4, 2, 1.5))
         ladders = [self._sizes(), *(sorted(set(sizes)) for sizes in steps)]
@@ -144,11 +148,11 @@ class DeviceSurvey:
     def sample_bytes(self) -> int:
         """Returns what autograd keeps for each sample, from two batches of different size."""
         model = copy.deepcopy(self._traced.model).to(self._device).train()
-        few, many = self._few, self._few + 1
+        few, many = 2, 3 if self._few < min(2, self._batch) else 4  # not one: it may be laid out in another way
         for size in {few, many} - self._kept.keys():
             with self._noting(model, size):
                 model(**self._inputs(size))
-        return max(0, self._kept[many] - self._kept[few])
+        return max(0, self._kept[many] - self._kept[few]) // (many - few)
 
     @contextmanager
     def _noting(self, model: nn.Module, samples: int) -> Iterator[None]:
@@ -175,7 +179,7 @@ class DeviceSurvey:
     def _probe_batch(self, step: Curve) -> int:
         """Returns the samples with which layers are timed: fewer on a slow device, so that all parts are reached."""
         bearable = self._budget_s / 40
-        return max((size for size in self._sizes() if step.at(size) <= bearable), default=self._few)
+        return max((size for size in self._sizes() if step.at(size) <= bearable), default=min(2, self._batch))
 
     def _forms(self) -> Iterator[tuple[str, tuple[fx.Node, Layer]]]:
         nodes = {node.name: node for node in self._traced.program.graph.nodes}
@@ -192,14 +196,17 @@ def _expected(found: dict[int, list[float]], size: int) -> float:
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, torch.Tensor]) -> None:
     """Makes one step on these inputs, with a loss that every output takes part in."""
-    _descend(model(**given), optimizer)
-
-
-def _descend(given: object, optimizer: torch.optim.Optimizer) -> None:
-    outputs = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor) and x.requires_grad]
-    torch.stack([x.float().square().mean() for x in outputs]).sum().backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+    loss_of(model(**given)).backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
     optimizer.step()
     optimizer.zero_grad()
+
+
+def loss_of(given: object) -> torch.Tensor:
+    """Returns a loss that every output takes part in."""
+    outputs = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not outputs:
+        raise SpecError("a training step was to be made, but no output has a gradient. Return one that has.")
+    return torch.stack([x.float().square().mean() for x in outputs]).sum()
 
 
 def inputs_of(graph: Graph, samples: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -272,6 +279,35 @@ def require_training(traced: Traced) -> None:
     results = _results(traced.graph)  # those that are plain tensors
     if results and not any(tensor.has_grad for tensor in results):
         raise SpecError(f"{name} was to be measured in training, but no output has a gradient. Return one that has.")
+
+
+def require_a_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, torch.Tensor], samples: int
+) -> None:
+    """Makes a training step; raises `SpecError` where a network makes none."""
+    what = f"{type(model).__name__} was to be measured in training with {counted(samples, 'sample')} of random numbers"
+    try:
+        loss_of(model(**given)).backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        is_finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if _is_dense(p.grad))
+        if is_finite:
+            optimizer.step()
+    except (torch.OutOfMemoryError, SpecError):
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise SpecError(
+            f"{what}, but raised {type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}. Give a "
+            "network and a batch that train by themselves."
+        ) from error
+    finally:
+        optimizer.zero_grad()
+    if not is_finite:
+        raise SpecError(
+            f"{what} between 0 and 1, but its gradients became NaN or infinite. Give a network that is finite there."
+        )
+
+
+def _is_dense(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return gradient is not None and gradient.layout is torch.strided
 
 
 def require_any_batch(model: nn.Module, given: dict[str, torch.Tensor], samples: int, batch: int) -> None:
