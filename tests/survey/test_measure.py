@@ -46,10 +46,10 @@ def test_two_real_ranks_measure_and_plan():
 @pytest.mark.parametrize(
     ("network", "sample_s", "least"),
     [
-        ("Normed", [0.3, 0.3], [2, 2]),  # too slow for more than the fewest samples in the rehearsal
+        ("Normed", [0.12, 0.12], [2, 2]),  # too slow for more than the fewest samples in the rehearsal
         ("Normed", [0.07, 0.07], [2, 2]),  # slow enough to warm up with few samples
-        ("Single", [0.3, 0.3], [2, 2]),
-        ("Network", [0.3, 0.001], [1, 2]),
+        ("Single", [0.12, 0.12], [2, 2]),
+        ("Network", [0.12, 0.001], [1, 2]),
     ],
     ids=["too slow", "slow", "NaN", "unlike"],
 )
@@ -107,12 +107,12 @@ def test_sizes_are_those_for_which_there_is_time(sample_s, sizes):
 
 
 def test_a_slow_device_gets_time_for_three_sizes():
-    survey, began = DeviceSurvey(slow_network(0.3), torch.device("cpu"), budget_s=4.0), time.perf_counter()
+    survey, began = DeviceSurvey(slow_network(0.1), torch.device("cpu"), budget_s=1.4), time.perf_counter()
     step = survey.step()
     assert step.sizes[:2] == (1, 2)
     assert len(step.sizes) == 3
-    assert time.perf_counter() - began < 8.0
-    assert step.at(64) == pytest.approx(64 * 0.3, rel=0.3)
+    assert time.perf_counter() - began < 4.0
+    assert step.at(64) == pytest.approx(64 * 0.1, rel=0.3)
     quick = DeviceSurvey(follow(Network(), torch.randn(256, 3, 16, 16)), torch.device("cpu"), budget_s=4.0)
     assert survey.sample_bytes() == quick.sample_bytes() > 4 * 32 * (196 + 144)  # what its convolutions give out
 
@@ -130,13 +130,14 @@ class Turned(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("sample_s", [0.0, 0.3])
+@pytest.mark.parametrize("sample_s", [0.0, 0.05])
 def test_memory_of_a_sample_is_that_of_a_sample_among_others(sample_s):
     traced = slow_network(sample_s, Turned(), torch.randn(16, 64, 32))
-    survey = DeviceSurvey(traced, torch.device("cpu"), budget_s=4.0)
-    assert survey.step().sizes[0] == (1 if sample_s else 2)
+    survey = DeviceSurvey(traced, torch.device("cpu"), budget_s=1.0)
+    step = survey.step()
+    assert step.sizes[0] == (1 if sample_s else 2)
     assert survey.sample_bytes() == 4 * 2 * 64 * 32 * 4  # what is turned, and what relu and the layer keep
-    assert len(next(iter(survey.layers(survey.step()).values())).samples.sizes) > 1
+    assert len(next(iter(survey.layers(step).values())).samples.sizes) > 1
 
 
 class Faulty(nn.Module):
