@@ -1,6 +1,7 @@
 """One backward: buckets of gradients summed over a group, weighted by samples, and checked for what is not finite."""
 
 import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -8,6 +9,16 @@ import torch.distributed as dist
 
 from evenly._errors import PeerError
 from evenly.comm import Alarm, all_reduce, first_line
+
+
+@dataclass
+class _Bucket:
+    """Gradients on their way."""
+
+    future: torch.futures.Future[torch.Tensor]
+    buffer: torch.Tensor
+    summed: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # over ranks, in at least 32 bits
+    kept: torch.Tensor | None = None  # as it was before, where this rank has no samples
 
 
 class Averaging:
@@ -18,11 +29,13 @@ class Averaging:
     every rank; callbacks only compute.
     """
 
-    def __init__(self, group: dist.ProcessGroup, alarm: Alarm, *, samples: float, step: int) -> None:
-        self.samples, self.step = samples, step
+    def __init__(self, group: dist.ProcessGroup, alarm: Alarm, *, step: int) -> None:
+        self.samples, self.step = 0.0, step
         self._group, self._alarm = group, alarm
+        self._started = False
+        self._queued: list[_Bucket] = []  # until the weight is known
+        self._sent: list[_Bucket] = []
         self._checks: list[torch.Tensor] = []
-        self._parts: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor, torch.Tensor]] = []
         self._sums: list[torch.futures.Future[Any]] = []
         self._lock = threading.Lock()
         self._awaited = 1  # the message behind the last bucket
@@ -30,26 +43,44 @@ class Averaging:
         self._event: torch.cuda.Event | None = None
 
     def add(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Starts a bucket; the future holds it once it is averaged."""
+        """Takes a bucket; the future holds it once it is averaged."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
-        if self.samples == 0:
-            buffer.zero_()  # 0 * NaN would not be 0
-        else:
-            self._checks.append(torch.sum(buffer, dtype=torch.float32 if buffer.dtype.itemsize < 4 else None))
-        if self._group.size() == 1:
-            future.set_result(buffer)
-            return future
-        summed = buffer.float() if buffer.dtype.itemsize < 4 else buffer  # 16 bits cannot hold samples x gradient
-        if self.samples != 0:
-            summed.mul_(self.samples)
-        self._parts.append((future, buffer, summed))
-        self._alarm.hold(future, buffer)
-        with self._lock:
-            self._awaited += 1
-        self._start(all_reduce(summed, self._group))
+        self._queued.append(_Bucket(future, buffer))
+        if self._group.size() > 1:
+            self._alarm.hold(future, buffer)
+        if self._started:
+            self._send()
         return future
+
+    def start(self, samples: float) -> None:
+        """Sends what was taken, and sends from now on what is taken; only the first call counts."""
+        if not self._started:
+            self._started, self.samples = True, samples
+            self._send()
+
+    def _send(self) -> None:
+        buckets, self._queued = self._queued, []
+        for bucket in buckets:
+            buffer = bucket.buffer
+            if self.samples != 0:
+                self._checks.append(torch.sum(buffer, dtype=torch.float32 if buffer.dtype.itemsize < 4 else None))
+            if self._group.size() == 1:
+                if self.samples == 0:
+                    buffer.copy_(finite(buffer))
+                bucket.future.set_result(buffer)
+                continue
+            if self.samples == 0:
+                bucket.kept = finite(buffer)  # averaged before, or nothing; stays if no rank has samples
+                buffer.zero_()  # 0 * NaN would not be 0
+            bucket.summed = buffer.float() if buffer.dtype.itemsize < 4 else buffer  # 16 bits cannot hold the products
+            if self.samples not in (0, 1):
+                bucket.summed.mul_(self.samples)
+            self._sent.append(bucket)
+            with self._lock:
+                self._awaited += 1
+            self._start(all_reduce(bucket.summed, self._group))
 
     def close(self, device: torch.device) -> None:
         """Follows the last bucket with the message about samples and finiteness."""
@@ -100,13 +131,16 @@ class Averaging:
     def _divide(self) -> None:
         for reduced in self._sums:
             reduced.wait()  # done already: this orders the device's streams
-        samples = self._tally[-1].clamp_min(1)
-        divisor: torch.Tensor | float = samples if samples.is_cuda else float(samples)
-        for future, buffer, summed in self._parts:
-            summed.div_(divisor)
-            if summed is not buffer:
-                buffer.copy_(summed)
-            self._alarm.release(future, buffer)
+        total = self._tally[-1]
+        is_empty = total == 0
+        divisor = torch.where(is_empty, 1.0, total)
+        for bucket in self._sent:
+            average = bucket.summed.div_(divisor if divisor.is_cuda else float(divisor))
+            if bucket.kept is not None:
+                average = torch.where(is_empty, bucket.kept, average)
+            if average is not bucket.buffer:
+                bucket.buffer.copy_(average)
+            self._alarm.release(bucket.future, bucket.buffer)
 
     def _lose(self, error: RuntimeError) -> None:
         self._alarm.settle_cause()
@@ -116,3 +150,8 @@ class Averaging:
                 f"step {self.step}: {first_line(error)}. That rank has ended or cannot be reached; look at its output."
             )
         )
+
+
+def finite(buffer: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with zeros in place of what is not finite: a batch of no samples may give such gradients."""
+    return torch.where(torch.isfinite(buffer), buffer, torch.zeros_like(buffer))

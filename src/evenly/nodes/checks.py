@@ -36,6 +36,53 @@ def require_dense(module: torch.nn.Module) -> None:
             )
 
 
+class OptimizedParameters:
+    """What the optimizer trained when synchronize was called: the other ranks average nothing else."""
+
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._module, self._optimizer = module, optimizer
+        self._groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        self._sizes = [len(group) for group in self._groups]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._frozen = [parameter for parameter in held if not parameter.requires_grad]
+
+    def require_unchanged(self, *, thoroughly: bool = False) -> None:
+        """Raises `SpecError` for parameters that came later or are trained only now; at every step in short."""
+        groups = self._optimizer.param_groups
+        if [len(group["params"]) for group in groups] != self._sizes or (
+            thoroughly and [list(map(id, group["params"])) for group in groups] != self._groups
+        ):
+            known = {number for group in self._groups for number in group}
+            strangers = [p for group in groups for p in group["params"] if id(p) not in known]
+            self._refuse(strangers, "was given to the optimizer")
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                self._refuse([parameter], "is trained")
+
+    def _refuse(self, strangers: list[torch.Tensor], case: str) -> None:
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        found = [repr(names.get(id(p), f"of shape {list(p.shape)}, outside the model")) for p in strangers]
+        raise SpecError(
+            f"the parameter {found[0] if found else 'list'} {case} after synchronize was called, so its gradients are "
+            "not averaged with the other ranks. Call finish() and close(), then synchronize again."
+        )
+
+
+def require_own_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `SpecError` for an object that is no optimizer of torch, or one that talks to other ranks by itself."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise SpecError(
+            f"synchronize was given a {name} as optimizer, which has no hooks around its steps. Give the "
+            "torch.optim.Optimizer that it wraps."
+        )
+    if any(base.__module__.startswith("torch.distributed") for base in type(optimizer).__mro__):
+        raise SpecError(
+            f"synchronize was given a {name}, which shares its work with all ranks of a process group, so nodes would "
+            "not be apart between exchanges. Give a plain optimizer."
+        )
+
+
 def require_trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises `SpecError` unless `optimizer` trains exactly what `module` says is trained."""
     parameters = list(module.parameters())

@@ -8,6 +8,8 @@ import torch
 
 from evenly._errors import SpecError
 
+LEAST, MOST = 1e-6, 1e12  # samples of a batch; products with gradients keep their precision
+
 
 def counted_samples(count: Callable[..., Any], args: Any, kwargs: Any) -> float:
     """Returns the samples of a batch as `count` sees them; raises `SpecError` where that is no number of samples."""
@@ -16,8 +18,11 @@ def counted_samples(count: Callable[..., Any], args: Any, kwargs: Any) -> float:
         samples = float(found)
     except (TypeError, ValueError, RuntimeError):
         samples = math.nan
-    if not 0 <= samples < math.inf:
-        raise SpecError(f"count= gave {found!r} for a batch. It must return its samples: a number, 0 or more.")
+    if samples != 0 and not LEAST <= samples <= MOST:
+        raise SpecError(
+            f"count= gave {found!r} for a batch. It must return its samples: 0, or a number from {LEAST:g} to {MOST:g}, "
+            "since gradients are multiplied by it."
+        )
     return samples
 
 

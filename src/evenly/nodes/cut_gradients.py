@@ -1,7 +1,6 @@
 """Gradients of replicas that are cut over ranks: averaged at the end of every backward, in global coordinates."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,9 +10,11 @@ from torch.utils.hooks import RemovableHandle
 
 from evenly._errors import MismatchError
 from evenly.comm import Alarm, Waiter, all_reduce
+from evenly.nodes.averaged import Gradients
+from evenly.nodes.averaging import finite
+from evenly.nodes.forwards import ForwardLog, uncounted
 from evenly.nodes.meeting import Meeting
 from evenly.nodes.replicas import Replica
-from evenly.nodes.sharing import Gradients
 
 
 @dataclass(frozen=True)
@@ -47,45 +48,37 @@ class ReplicaGradients(Gradients):
         alarm: Alarm,
         timeout_s: float,
     ) -> None:
+        super().__init__(module)
         self._module, self._meeting, self._group, self._alarm = module, meeting, group, alarm
         self._timeout_s = timeout_s
         self._ranks = tuple(ranks)
         self._replicas = [[self._ranks.index(rank) for rank in replica.everybody] for replica in replicas]
         self._first = any(alarm.party.rank == replica.ranks[0] for replica in replicas)
         self._listens = any(alarm.party.rank in replica.audience for replica in replicas)
-        self._accumulated = self._current = self._averaged = self._weight = 0.0
-        self._fresh = self._begun = self._queued = self._is_paused = self._waits = False
+        self._log = ForwardLog(on_end=self._end_backward)
+        self._begun = self._is_filled = self._is_queued = False
         self._latest: Tally | None = None
         self._hooks = [_on_gradient(p, self._arrived) for p in module.parameters() if p.requires_grad]
 
     def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
         """Runs the module on a batch of `samples` samples; all ranks of the replica meet in it."""
+        self._forget_abandoned()
+        self._is_filled = self._is_queued = False  # by a backward that has failed
         if not self._begun:
             self._begun = True
             self._alarm.begin()
-        self._waits, self._queued, self._fresh = self._is_paused, False, True
-        if self._is_paused:
-            self._accumulated += samples
-        else:
-            self._current = samples
+        forward = self._log.begin(samples, is_averaged=not self._is_paused)
         try:
-            return self._module(*args, **kwargs)
+            output = self._module(*args, **kwargs)
         except Exception as error:
             self._alarm.ring(error)
             raise
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keeps gradients of replicas apart; they accumulate until the next backward outside."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+        self._log.watch(forward, output)
+        return output
 
     def take_samples(self) -> float:
         """Returns the samples averaged since the last call; the first rank of a replica answers for its batch."""
-        samples, self._averaged, self.pending = self._averaged, 0.0, False
+        samples = super().take_samples()
         return samples if self._first else 0.0
 
     def last(self, *, now: bool) -> Tally | None:
@@ -97,6 +90,7 @@ class ReplicaGradients(Gradients):
         """Goes on with the parameters that the module has now, which meet in `meeting`."""
         self.close()
         self._meeting = meeting
+        self._learn(self._module)
         self._hooks = [_on_gradient(p, self._arrived) for p in self._module.parameters() if p.requires_grad]
 
     def close(self) -> None:
@@ -105,62 +99,68 @@ class ReplicaGradients(Gradients):
             hook.remove()
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        if not self._queued and not self._waits:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+        self._is_filled = True
+        if not self._log.is_running and not self._is_queued:
+            self._is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     @torch.no_grad()
-    def _average(self) -> None:
+    def _end_backward(self) -> None:
         """Runs when all gradients of a backward are there."""
-        self._queued = self._begun = False
+        if not self._is_filled:  # autograd.grad() gives parameters nothing
+            return
+        self._is_filled = self._is_queued = False
+        forwards = self._log.members()
+        self._log.complete()
+        if not any(forward.is_averaged for forward in forwards):
+            self._kept_local(forwards)
+            return
+        self._begun = False
         if self.clock is not None:
             self.clock.end()
-        if self._fresh:  # a second backward through the same batch has its weight, and adds no samples
-            self._weight = self._accumulated + self._current
-            self._averaged += self._weight
-        self._accumulated = self._current = 0.0
-        self._fresh = False
+        weight = self._weight(forwards)
+        self._was_averaged(uncounted(forwards))
         waiter = Waiter(
             self._alarm, place=f"the gradients of step {self.step}", step=self.step - 1, timeout_s=self._timeout_s
         )
         try:
-            self._meet(waiter)
+            self._meet(weight, waiter)
         except Exception as error:
             self._alarm.ring(error)
             raise
-        self.pending = True
 
-    def _meet(self, waiter: Waiter) -> None:
+    def _meet(self, weight: float, waiter: Waiter) -> None:
         trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         held = {name: p.grad for name, p in trained.items() if p.grad is not None}
-        if self._weight == 0:
+        if not weight:
             for gradient in held.values():
-                gradient.zero_()  # the mean over no samples is NaN
-        samples, nonfinite, used = self._exchange_tally(list(trained), held, waiter)
+                gradient.copy_(finite(gradient))  # the mean over no samples is NaN
+        samples, nonfinite, used = self._exchange_tally(list(trained), held, weight, waiter)
         self._latest = Tally(self.step, tuple(nonfinite))
         if nonfinite:
             _spoil(held.values())
         elif self._meeting.sides > 1:
             gradients = {name: _gradient(p) for name, p in trained.items() if name in used}
             summed = [(name, g.float() if g.dtype.itemsize < 4 else g) for name, g in gradients.items()]
-            self.sent_bytes += self._meeting.reduce(summed, waiter, weight=self._weight / samples if samples else 0.0)
+            share = weight / samples if samples else 1 / self._meeting.sides  # what no_sync() and borrowed batches left
+            self.sent_bytes += self._meeting.reduce(summed, waiter, weight=share)
             self._meeting.spread(summed, waiter)
             for (_, value), gradient in zip(summed, gradients.values(), strict=True):
                 if value is not gradient:
                     gradient.copy_(value)
 
     def _exchange_tally(
-        self, names: list[str], held: dict[str, torch.Tensor], waiter: Waiter
+        self, names: list[str], held: dict[str, torch.Tensor], weight: float, waiter: Waiter
     ) -> tuple[float, list[int], set[str]]:
         """Returns the samples of all replicas, the members whose gradients are not finite, the parameters used."""
         size = len(self._ranks)
         device = next(self._module.parameters()).device
         tally = torch.zeros(2 * size + len(names), dtype=torch.float64, device=device)
         place = self._ranks.index(self._alarm.party.rank)
-        tally[size + place] = self._weight
+        tally[size + place] = weight
         if not self._listens:
             tally[2 * size :] = torch.tensor([name in held for name in names], dtype=torch.float64)
-        if held and self._weight:
+        if held and weight:
             sums = [torch.sum(g, dtype=torch.float32 if g.dtype.itemsize < 4 else None) for g in held.values()]
             tally[place] = (~torch.isfinite(torch.stack([s.double().real for s in sums]).sum())).double()
         if size > 1:

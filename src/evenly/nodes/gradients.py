@@ -1,8 +1,11 @@
-"""Gradients inside a node: torch's DDP with a hook that weights by samples and finds what is not finite."""
+"""Gradients inside a node: torch's DDP with a hook that weights by samples and finds what is not finite.
+
+DDP's reducer is kept armed at all times, so that no backward escapes it: one that the synchronized model did not cause
+is seen too. Whether a backward is averaged, and with what weight, say the forwards it has passed through.
+"""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from typing import Any, final
 from weakref import ref
 
@@ -13,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenly._errors import SpecError
 from evenly.comm import Alarm
+from evenly.nodes.averaged import Gradients
 from evenly.nodes.averaging import Averaging
-from evenly.nodes.sharing import Gradients
+from evenly.nodes.forwards import ForwardLog, uncounted
 
 
 @final
@@ -28,8 +32,11 @@ class NodeGradients(Gradients):
     def __init__(
         self, module: torch.nn.Module, group: dist.ProcessGroup, *, alarm: Alarm, find_unused_parameters: bool = False
     ) -> None:
-        self._group, self._alarm = group, alarm
-        self._accumulated = self._current = self._averaged = 0.0
+        super().__init__(module)
+        self._module, self._group, self._alarm = module, group, alarm
+        self._finds_unused = find_unused_parameters
+        self._log = ForwardLog()
+        self._averaging: Averaging | None = None
         self._latest: Averaging | None = None
         self._earlier: Averaging | None = None
         self._body = _Body(module)
@@ -42,16 +49,28 @@ class NodeGradients(Gradients):
             **_local_buffers(),
         )
         self._ddp.register_comm_hook(ref(self), _average)  # DDP would keep itself and the group alive for ever
-        if group.size() > 1 and not find_unused_parameters:
+        if not find_unused_parameters:
             self._rehearse()
+        self._everything = [_touch(module)] if find_unused_parameters else []
+        self._arm()
 
     def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
         """Runs the module on a batch of `samples` samples."""
-        if self._ddp.require_backward_grad_sync:
-            self._current = samples
-        else:
-            self._accumulated += samples
-        return self._ddp(*args, **kwargs)
+        self._require_complete()
+        self._forget_abandoned()
+        forward = self._log.begin(samples, is_averaged=not self._is_paused)
+        # DDP's own forward looks for unused parameters; else it only takes time
+        output = self._ddp(*args, **kwargs) if self._finds_unused else self._module(*args, **kwargs)
+        self._log.watch(forward, output)
+        return output
+
+    def _arm(self) -> None:
+        """Lets the next backward, whatever causes it, go through DDP's buckets."""
+        self._ddp.reducer.prepare_for_backward(self._everything)
+
+    def _rearm(self) -> None:
+        """Arms behind what DDP itself has queued for the end of this backward."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._arm)
 
     def _rehearse(self) -> None:
         """Makes DDP settle its buckets now, in an order that depends on the module alone.
@@ -62,21 +81,9 @@ class NodeGradients(Gradients):
         self._body.rehearsing = True
         self._ddp().backward()
         self._ddp.reducer._rebuild_buckets()  # a collective: later it would wait for ranks that never call forward
-        self._body.rehearsing = self.pending = False
-        self._latest, self._alarm.begun, self.sent_bytes = None, 0, 0
+        self._body.rehearsing = False
         for parameter in self._body.parameters():
             parameter.grad = None
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keeps gradients local; they accumulate until the next backward outside."""
-        with self._ddp.no_sync():
-            yield
-
-    def take_samples(self) -> float:
-        """Returns the samples behind the gradients averaged since the last call."""
-        samples, self._averaged, self.pending = self._averaged, 0.0, False
-        return samples
 
     def last(self, *, now: bool) -> Averaging | None:
         """Returns the last backward's averaging, once, to ask whether all gradients were finite.
@@ -95,22 +102,60 @@ class NodeGradients(Gradients):
         """DDP goes with the object."""
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begins to average a bucket of gradients."""
+        """Begins to average a bucket of gradients; leaves it as it is in no_sync() and in backwards of others."""
+        if self._body.rehearsing:
+            return _done(bucket.buffer())
         if bucket.index() == 0:
-            self._alarm.begin()
-            samples = self._accumulated + self._current
-            self._averaging = Averaging(self._group, self._alarm, samples=samples, step=self.step)
+            self._begin_backward()
+        future = _done(bucket.buffer()) if self._averaging is None else self._averaging.add(bucket.buffer())
         ranks = self._group.size()
-        self.sent_bytes += 2 * (ranks - 1) * bucket.buffer().nbytes // ranks
-        future = self._averaging.add(bucket.buffer())
+        self.sent_bytes += 0 if self._averaging is None else 2 * (ranks - 1) * bucket.buffer().nbytes // ranks
         if bucket.is_last():
+            self._end_backward(bucket.buffer().device)
+        return future
+
+    def _begin_backward(self) -> None:
+        forwards = self._log.members()
+        self._averaging = None
+        if any(forward.is_averaged for forward in forwards):
+            self._alarm.begin()
+            self._averaging = Averaging(self._group, self._alarm, step=self.step)
+            if not self._log.may_grow:  # else its weight is known when the last gradient is there
+                self._averaging.start(self._weight(forwards))
+
+    def _end_backward(self, device: torch.device) -> None:
+        forwards = self._log.members()  # all of them: the last gradient is there
+        torch.autograd.Variable._execution_engine.queue_callback(self._rearm)
+        if self._averaging is None:
+            self._kept_local(forwards)
+        else:
             if self.clock is not None:
                 self.clock.end()
-            self._averaging.close(bucket.buffer().device)
-            self._latest, self.pending = self._averaging, True
-            self._averaged += self._averaging.samples
-            self._accumulated = self._current = 0.0
-        return future
+            self._averaging.start(self._weight(forwards))
+            self._averaging.close(device)
+            self._latest = self._averaging
+            self._was_averaged(uncounted(forwards))
+        self._log.complete()
+
+    def _require_complete(self) -> None:
+        """Raises `SpecError` where a backward since the last complete one has left parameters without a gradient."""
+        missing = self._missing()
+        if not missing:
+            return
+        reached = self._log.reached_since()
+        if not reached or any(forward.is_averaged for forward in reached):
+            raise SpecError(self._incomplete("forward", missing))
+        self._arm()  # in no_sync() a loss may use some parameters only
+
+    def _missing(self) -> list[str]:
+        """Returns the parameters that the last backward has left without a gradient; none if it was complete."""
+        try:
+            self._ddp.reducer._check_reducer_finalized()  # private: the only way to ask; also in torch 2.11
+        except RuntimeError as error:
+            found = re.search(r"for rank \d+: ([\d ]+)", str(error))
+            numbers = [int(number) for number in found[1].split()] if found else []
+            return [self._names[number] for number in numbers] or ["some"]
+        return []
 
 
 def _average(owner: "ref[NodeGradients]", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -118,6 +163,19 @@ def _average(owner: "ref[NodeGradients]", bucket: GradBucket) -> torch.futures.F
     if gradients is None:
         raise SpecError("backward was called after the synchronized model was let go. Keep it as long as its losses.")
     return gradients.average(bucket)
+
+
+def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[buffer.device] if buffer.is_cuda else None
+    )
+    future.set_result(buffer)
+    return future
+
+
+def _touch(module: torch.nn.Module) -> torch.Tensor:
+    """Returns a number that depends on every trained parameter."""
+    return torch.stack([p.sum().real.double() for p in module.parameters() if p.requires_grad]).sum()
 
 
 class _Body(torch.nn.Module):
@@ -129,9 +187,7 @@ class _Body(torch.nn.Module):
         self.rehearsing = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.rehearsing:
-            return self.module(*args, **kwargs)
-        return torch.stack([p.sum().real.double() for p in self.parameters() if p.requires_grad]).sum()
+        return _touch(self.module) if self.rehearsing else self.module(*args, **kwargs)
 
 
 def _local_buffers() -> dict[str, Any]:

@@ -2,57 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
 
 import torch
 
 from evenly.comm import Waiter
+from evenly.nodes.averaged import Gradients
 from evenly.nodes.cargo import Cargo
 from evenly.nodes.membership import Quorum
 from evenly.nodes.state import Entry
-from evenly.nodes.timing import StepClock
-
-
-class Verdict(Protocol):
-    """What is known of one backward's gradients."""
-
-    @property
-    def step(self) -> int:
-        """The step that the backward belongs to."""
-
-    def nonfinite_members(self) -> list[int]:
-        """Returns the members of the group whose gradients were not finite."""
-
-
-class Gradients(ABC):
-    """Averages gradients at every backward, weighted by samples."""
-
-    step: int = 1  # the step that the next backward belongs to
-    pending: bool = False  # a backward was averaged and no step has used it yet
-    clock: StepClock | None = None  # told when this rank's own backward is done
-    sent_bytes: int = 0  # to other ranks, for all gradients so far
-
-    @abstractmethod
-    def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module on a batch of `samples` samples."""
-
-    @abstractmethod
-    def paused(self) -> AbstractContextManager[None]:
-        """Keeps gradients local; they accumulate until the next backward outside."""
-
-    @abstractmethod
-    def take_samples(self) -> float:
-        """Returns the samples behind the gradients averaged since the last call, for which this rank answers."""
-
-    @abstractmethod
-    def last(self, *, now: bool) -> Verdict | None:
-        """Returns the last backward's verdict, once; where reading it would stall a device that of the one before,
-        unless it is wanted `now`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Lets go of the module."""
 
 
 class Sharing(ABC):

@@ -14,14 +14,15 @@ import torch
 
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Alarm, Groups, Waiter, require_same
+from evenly.nodes.averaged import Verdict
 from evenly.nodes.bell import Bell
-from evenly.nodes.checks import require_dense, require_trainable
+from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
 from evenly.nodes.counting import counted_samples, leading_dim
 from evenly.nodes.exchanger import Exchanger
 from evenly.nodes.membership import Membership
 from evenly.nodes.replicas import wire_of
 from evenly.nodes.schedule import Schedule
-from evenly.nodes.sharing import Sharing, Verdict
+from evenly.nodes.sharing import Sharing
 from evenly.nodes.signature import describe
 from evenly.nodes.timing import StepClock
 from evenly.nodes.trips import Exchanged
@@ -67,6 +68,7 @@ class Synchronized(torch.nn.Module):
         self._scaler, self._alarm, self._bell = scaler, alarm, bell
         try:
             self._agree_at_start(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
+            self._optimized = OptimizedParameters(module, optimizer)
             self._gradients = sharing.gradients(module, find_unused_parameters=find_unused_parameters)
             self.clock = StepClock(next(module.parameters(), torch.empty(0)).device)
             self._gradients.clock = self.clock
@@ -210,6 +212,7 @@ class Synchronized(torch.nn.Module):
 
     def _last_look(self) -> Callable[[], None]:
         """Returns what looks at the last step's gradients; to do so may stall a device, and another thread may."""
+        self._optimized.require_unchanged(thoroughly=True)
         looks = self._settings.nonfinite == "stop" and not self._gradients.pending
         return partial(self._look, self._gradients.last(now=True) if looks else None)
 
@@ -279,10 +282,23 @@ class Synchronized(torch.nn.Module):
             raise SpecError(
                 "nonfinite='skip' was asked for, but step(closure) cannot be skipped. Use nonfinite='stop'."
             )
+        if not _closure(args, kwargs):
+            self._require_averaged()
         scaled = hasattr(optimizer, "found_inf")  # a GradScaler leaves the skipping to this optimizer
         verdict = self._gradients.last(now=scaled or self._settings.nonfinite == "skip")
         if not scaled:
             self._look(verdict)
+
+    def _require_averaged(self) -> None:
+        """Raises `SpecError` unless the step is one that all ranks that share gradients make alike."""
+        if self._groups.party.size == 1:
+            return
+        try:
+            self._optimized.require_unchanged()
+            self._gradients.require_averaged()
+        except SpecError as error:
+            self._alarm.ring(error)
+            raise
 
     def _look(self, verdict: Verdict | None) -> None:
         if verdict is not None and (members := verdict.nonfinite_members()):
@@ -290,6 +306,7 @@ class Synchronized(torch.nn.Module):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _closure(args, kwargs):
+            self._require_averaged()
             self._look(self._gradients.last(now=True))
         samples = self._gradients.take_samples()
         self._exchanger.count(samples)
@@ -358,6 +375,7 @@ class Synchronized(torch.nn.Module):
 
     def _agree_at_start(self, settings: str) -> None:
         """Makes sure that all ranks were given the same, and gives every rank the state of rank 0."""
+        require_own_steps(self._optimizer)
         require_trainable(self.module, self._optimizer)
         if self._groups.party.size == 1:
             return

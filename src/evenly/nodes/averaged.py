@@ -1,0 +1,140 @@
+"""What averages gradients inside a node promises, and when a step may use them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from evenly._errors import SpecError
+from evenly.nodes.forwards import Forward, uncounted
+from evenly.nodes.timing import StepClock
+
+
+class Verdict(Protocol):
+    """What is known of one backward's gradients."""
+
+    @property
+    def step(self) -> int:
+        """The step that the backward belongs to."""
+
+    def nonfinite_members(self) -> list[int]:
+        """Returns the members of the group whose gradients were not finite."""
+
+
+class Gradients(ABC):
+    """Averages gradients at every backward, weighted by samples, and knows whether all that a step uses was averaged.
+
+    Backwards inside no_sync() stay local, and so do those that no forward of the synchronized model has caused. The
+    next averaged one takes along what no_sync() has left; a step on anything else that is local is refused.
+    """
+
+    step: int = 1  # the step that the next backward belongs to
+    pending: bool = False  # a backward was averaged and no step has used it yet
+    clock: StepClock | None = None  # told when this rank's own backward is done
+    sent_bytes: int = 0  # to other ranks, for all gradients so far
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._learn(module)
+        self._is_paused = False
+        self._accumulated = 0.0  # samples of backwards in no_sync() since the last averaged one
+        self._averaged = 0.0  # samples behind the gradients averaged since the last step
+        self._has_averaged = self._has_local = self._has_foreign = False  # kinds of backwards since the last step
+
+    def _learn(self, module: torch.nn.Module) -> None:
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._names, self._trained = list(trained), list(trained.values())
+
+    @abstractmethod
+    def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module on a batch of `samples` samples."""
+
+    @abstractmethod
+    def last(self, *, now: bool) -> Verdict | None:
+        """Returns the last backward's verdict, once; where reading it would stall a device that of the one before,
+        unless it is wanted `now`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the module."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keeps gradients local; they accumulate until the next backward of a forward outside."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def take_samples(self) -> float:
+        """Returns the samples behind the gradients averaged since the last call, for which this rank answers."""
+        samples, self._averaged, self.pending = self._averaged, 0.0, False
+        self._has_averaged = self._has_local = self._has_foreign = False
+        return samples
+
+    def require_averaged(self) -> None:
+        """Raises `SpecError` unless all gradients that a step is about to use are the same on all ranks of the node."""
+        if missing := self._missing():
+            raise SpecError(self._incomplete("optimizer.step()", missing))
+        asked = "optimizer.step() was called with gradients that were not averaged with the other ranks"
+        if self._has_foreign:
+            raise SpecError(
+                f"{asked}: a backward did not come from a forward of the synchronized model, but from the plain module, "
+                "a layer or a parameter. Call the synchronized model, and add penalties to its loss."
+            )
+        if self._has_local:
+            raise SpecError(
+                f"{asked}: the last backward was that of a forward inside no_sync(). Leave no_sync() for the last "
+                "micro-batch before a step."
+            )
+        if not self._has_averaged and any(parameter.grad is not None for parameter in self._trained):
+            raise SpecError(
+                f"{asked}: there was no backward of the synchronized model since the last step, so they are old or were "
+                "set by hand. Call backward() before each step, and zero_grad() after it."
+            )
+
+    def _missing(self) -> Sequence[str]:
+        """Returns the parameters that a backward to be averaged has left without a gradient."""
+        return ()
+
+    def _incomplete(self, asked: str, missing: Sequence[str]) -> str:
+        names = ", ".join(map(repr, missing[:3])) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        return (
+            f"{asked} was called after a backward that gave no gradient to {names}, so gradients were not averaged "
+            "with the other ranks. Let each loss use all parameters (add up the losses of one step), freeze those that "
+            "are not trained before synchronize, or pass find_unused_parameters=True."
+        )
+
+    def _weight(self, forwards: Sequence[Forward]) -> float:
+        return self._accumulated + sum(forward.samples for forward in forwards)
+
+    def _was_averaged(self, samples: float) -> None:
+        """Notes a complete averaged backward; `samples` had not been counted before."""
+        self._averaged += self._accumulated + samples
+        self._accumulated = 0.0
+        self._has_averaged = self.pending = True
+        self._has_local = False
+
+    def _kept_local(self, forwards: Sequence[Forward]) -> None:
+        """Notes a complete backward that was not averaged."""
+        self._accumulated += uncounted(forwards)
+        if forwards:
+            self._has_local = True
+        else:
+            self._has_foreign = True
+
+    def _forget_abandoned(self) -> None:
+        """Forgets backwards whose gradients were set to None or zero, so that they count no samples."""
+        if (self._accumulated or self._has_averaged or self._has_local or self._has_foreign) and all(
+            map(_is_empty, self._trained)
+        ):
+            self._accumulated = self._averaged = 0.0
+            self._has_averaged = self._has_local = self._has_foreign = False
+
+
+def _is_empty(parameter: torch.Tensor) -> bool:
+    """Returns whether there is no gradient; zeros on a device are not looked for, as that would stall it."""
+    gradient = parameter.grad
+    return gradient is None or (gradient.device.type == "cpu" and not bool(gradient.any()))

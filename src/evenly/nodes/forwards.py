@@ -1,0 +1,123 @@
+"""Which forwards a backward belongs to: their samples are its weight, and they say whether it is averaged.
+
+A hook on the outputs of each forward fires in every backward that passes through them. So several forwards may share a
+backward, several backwards a forward, and forwards whose outputs nobody uses count nothing.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+NO_TASK = -1
+
+
+class Forward:
+    """One forward of the synchronized module; as a hook on its outputs it lives as long as their graph."""
+
+    def __init__(self, log: "ForwardLog", samples: float, *, is_averaged: bool) -> None:
+        self._log = weakref.ref(log)  # a graph that somebody keeps does not keep the network
+        self.samples = samples
+        self.is_averaged = is_averaged  # not made inside no_sync()
+        self.has_counted = False  # a backward through it was complete, so its samples are counted
+        self.was_reached = False  # by a backward
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Notes the backward; a batch without samples adds nothing to the gradients of those before it."""
+        log = self._log()
+        if log is not None:
+            log.reached(self)
+        return None if self.samples else torch.zeros_like(gradient)
+
+
+class ForwardLog:
+    """The forwards of one network, and those that the running backward has passed through.
+
+    `on_end` is called at the end of each backward that has reached a forward.
+    """
+
+    def __init__(self, on_end: Callable[[], None] | None = None) -> None:
+        self._on_end = on_end
+        self._alive: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self._recent: list[Forward] = []  # since the last complete backward
+        self._task = NO_TASK  # number of the running backward, as autograd counts them
+        self._members: list[Forward] = []
+
+    def begin(self, samples: float, *, is_averaged: bool) -> Forward:
+        """Returns the record of a forward that is about to run."""
+        self._task, self._members = NO_TASK, []  # of a backward that has failed
+        forward = Forward(self, samples, is_averaged=is_averaged)
+        self._recent.append(forward)
+        return forward
+
+    def watch(self, forward: Forward, output: Any) -> None:
+        """Lets `forward` notice every backward through its outputs."""
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(forward)  # type: ignore[no-untyped-call]  # torch has no annotation here
+                self._alive.add(forward)
+
+    def reached(self, forward: Forward) -> None:
+        """Notes that the running backward passes through `forward`."""
+        task = torch._C._current_graph_task_id()  # private: tells two backwards apart, as torch.autograd.graph does
+        if task != self._task:
+            self._task, self._members = task, []
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_task)
+        if forward not in self._members:
+            forward.was_reached = True
+            self._members.append(forward)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward that has reached a forward runs now; activation checkpoints run others inside it."""
+        return self._task != NO_TASK
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether the running backward may yet pass through forwards that it has not reached."""
+        return len(self._alive) > len(self._members)
+
+    def members(self) -> list[Forward]:
+        """Returns the forwards of the running backward; where it has reached none, as with a loss on something else
+        than outputs, those since the last complete backward."""
+        return list(self._members) if self.is_running else self.reached_since() or list(self._recent)
+
+    def reached_since(self) -> list[Forward]:
+        """Returns the forwards that a backward has reached since the last complete one."""
+        return [forward for forward in self._recent if forward.was_reached]
+
+    def complete(self) -> None:
+        """Notes that a backward has given all parameters their gradients."""
+        self._recent = []
+
+    def _end_task(self) -> None:
+        if self._on_end is not None:
+            self._on_end()
+        self._task, self._members = NO_TASK, []
+
+
+def uncounted(forwards: Iterable[Forward]) -> float:
+    """Returns the samples of forwards that no complete backward has counted, and counts them."""
+    samples = 0.0
+    for forward in forwards:
+        if not forward.has_counted:
+            forward.has_counted = True
+            samples += forward.samples
+    return samples
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in what a forward has returned."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, list | tuple | set | frozenset):
+        for value in output:
+            yield from _tensors(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors(getattr(output, field.name, None))

@@ -1,0 +1,457 @@
+"""Steps whose gradients were not averaged inside the node: refused at that step, or averaged exactly."""
+
+import re
+from contextlib import closing, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from evenly._errors import MismatchError, PeerError, SpecError
+from tests.nodes.test_corners import SEEDING, errors_of, join
+from tests.ranks import ragged, run_ranks
+
+
+def network(seed=0):
+    with SEEDING:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch(rank, number, size=None):
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(size or rank + 2, 4, generator=generator, dtype=torch.float64)
+
+
+def gradients_of(model, x, factor=1.0):
+    model.zero_grad()
+    (factor * model(x).square().mean()).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def mean_gradients(sizes, parts):
+    """Returns the mean over ranks of each parameter's gradient, weighted by samples."""
+    total = sum(sizes)
+    return [
+        sum(size * g for size, g in zip(sizes, gradients, strict=True)) / total
+        for gradients in zip(*parts, strict=True)
+    ]
+
+
+def expected_gradients(sizes_by_backward):
+    """Returns the sum over backwards of the weighted mean gradient, for ranks with batches of these sizes."""
+    model = network()
+    found = None
+    for number, sizes in enumerate(sizes_by_backward):
+        parts = [gradients_of(model, batch(rank, number, size)) for rank, size in enumerate(sizes)]
+        mean = mean_gradients(sizes, parts)
+        found = mean if found is None else [a + b for a, b in zip(found, mean, strict=True)]
+    return found
+
+
+def loss_of(output):
+    return output.square().mean()
+
+
+def run_steps(loop, *, nodes=None, every=50, steps=1, **settings):
+    """Returns the gradients that each rank steps with, after `loop` has filled them."""
+
+    def act(party):
+        model = network()
+        synchronized, optimizer = join(party, nodes or ragged(2), model, every=every, **settings)
+        with closing(synchronized):
+            for _ in range(steps):
+                loop(synchronized, optimizer, party.rank)
+                found = [parameter.grad.clone() for parameter in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    return run_ranks(sum(map(len, nodes or ragged(2))), act)
+
+
+def assert_same(found, expected):
+    for of_rank in found:
+        for one, other in zip(of_rank, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_two_backwards_of_one_forward():
+    def loop(model, optimizer, rank):
+        loss = loss_of(model(batch(rank, 0)))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    once = expected_gradients([[2, 3]])
+    assert_same(run_steps(loop), [2 * gradient for gradient in once])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_two_forwards_then_two_backwards(turned):
+    def loop(model, optimizer, rank):
+        losses = [loss_of(model(batch(rank, number, rank + 2 + number * (3 - 2 * rank)))) for number in range(2)]
+        for loss in reversed(losses) if turned else losses:
+            loss.backward()
+
+    assert_same(run_steps(loop), expected_gradients([[2, 3], [5, 4]]))
+
+
+def test_two_forwards_and_one_backward_count_all_samples():
+    def loop(model, optimizer, rank):
+        (loss_of(model(batch(rank, 0, 2))) + loss_of(model(batch(rank, 1, 2 + 4 * rank)))).backward()
+
+    model = network()
+    parts = []
+    for rank in range(2):
+        first, second = (gradients_of(model, batch(rank, n, s)) for n, s in ((0, 2), (1, 2 + 4 * rank)))
+        parts.append([a + b for a, b in zip(first, second, strict=True)])
+    assert_same(run_steps(loop), mean_gradients([4, 8], parts))
+
+
+def test_forwards_that_train_different_layers_share_one_backward():
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = network(), network(1)
+
+        def forward(self, x, head):
+            return getattr(self, head)(x)
+
+    def act(party):
+        model = TwoHeads()
+        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        with closing(synchronized):
+            small, large = batch(party.rank, 0, 2), batch(party.rank, 1, 2 + 4 * party.rank)
+            (loss_of(synchronized(small, "first")) + loss_of(synchronized(large, "second"))).backward()
+            return [parameter.grad.clone() for parameter in model.parameters()]
+
+    def part(rank):
+        first, second = network(), network(1)
+        return [*gradients_of(first, batch(rank, 0, 2)), *gradients_of(second, batch(rank, 1, 2 + 4 * rank))]
+
+    assert_same(run_ranks(2, act), mean_gradients([4, 8], [part(0), part(1)]))
+
+
+def test_a_forward_whose_output_is_not_used_counts_no_samples():
+    def loop(model, optimizer, rank):
+        model(batch(rank, 7, 9 * rank + 1))
+        with model.no_sync():
+            model(batch(rank, 8, 9 * rank + 1))
+        loss_of(model(batch(rank, 0))).backward()
+        model(batch(rank, 7, 9 * rank + 1))
+
+    assert_same(run_steps(loop), expected_gradients([[2, 3]]))
+
+
+def test_a_forward_after_which_nothing_was_trained_does_not_end_accumulation():
+    def loop(model, optimizer, rank):
+        model(batch(rank, 7, 1))  # with gradients, and without a backward
+        with model.no_sync():
+            (loss_of(model(batch(rank, 0, 2))) / 2).backward()
+        (loss_of(model(batch(rank, 1, 2 + 4 * rank))) / 2).backward()
+
+    model = network()
+    parts = []
+    for rank in range(2):
+        first, second = (gradients_of(model, batch(rank, n, s), 0.5) for n, s in ((0, 2), (1, 2 + 4 * rank)))
+        parts.append([a + b for a, b in zip(first, second, strict=True)])
+    assert_same(run_steps(loop), mean_gradients([4, 8], parts))
+
+
+def test_abandoned_gradients_count_no_samples():
+    def loop(model, optimizer, rank):
+        with model.no_sync():
+            loss_of(model(batch(rank, 7, 9 * rank + 1))).backward()
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, 0))).backward()
+
+    assert_same(run_steps(loop), expected_gradients([[2, 3]]))
+
+
+def test_gradients_of_inputs_and_penalties_on_them():
+    def loop(model, optimizer, rank):
+        x = batch(rank, 0).requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (loss_of(output) + slope.square().mean()).backward()
+
+    def part(rank):
+        model, x = network(), batch(rank, 0).requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (loss_of(output) + slope.square().mean()).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert_same(run_steps(loop), mean_gradients([2, 3], [part(0), part(1)]))
+
+
+def test_a_parameter_that_only_the_loss_uses():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.scale = network(), nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x):
+            return self.body(x)
+
+    def act(party):
+        model = Scaled()
+        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        with closing(synchronized):
+            loss = loss_of(synchronized(batch(party.rank, 0))) * model.scale
+            loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            return [parameter.tolist() for parameter in model.parameters()]
+
+    first, second = run_ranks(2, act)
+    assert first == second
+
+
+def by_autograd_grad(model, rank):
+    loss = loss_of(model(batch(rank, 0)))
+    for parameter, gradient in zip(
+        model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+    ):
+        parameter.grad = gradient
+
+
+def by_plain_module(model, rank):
+    loss_of(model.module(batch(rank, 0))).backward()
+
+
+def by_plain_module_too(model, rank):
+    loss_of(model(batch(rank, 0))).backward()
+    loss_of(model.module(batch(rank, 1))).backward()
+
+
+def by_a_layer(model, rank):
+    loss_of(model(batch(rank, 0))).backward()
+    model.module[0](batch(rank, 1)).sum().backward()
+
+
+def in_no_sync(model, rank):
+    with model.no_sync():
+        loss_of(model(batch(rank, 0))).backward()
+
+
+def after_no_sync(model, rank):
+    loss_of(model(batch(rank, 0))).backward()
+    in_no_sync(model, rank)
+
+
+def of_one_layer(model, rank):
+    model(batch(rank, 0))
+    model.module[0](batch(rank, 1)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [by_autograd_grad, by_plain_module, by_plain_module_too, by_a_layer, in_no_sync, after_no_sync, of_one_layer],
+)
+@pytest.mark.parametrize("every", [50, "global"])
+def test_a_step_with_gradients_that_were_not_averaged_is_refused(fill, every):
+    def act(party):
+        synchronized, optimizer = join(party, ragged(2, 1), network(), every=every)
+        before = [parameter.detach().clone() for parameter in synchronized.parameters()]
+        with closing(synchronized):
+            fill(synchronized, party.rank)
+            try:
+                optimizer.step()
+            finally:
+                after = list(synchronized.parameters())
+                assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+    errors = errors_of(3, act)
+    assert any(isinstance(error, SpecError) for error in errors)
+    for error in errors:
+        assert isinstance(error, SpecError | PeerError)
+        assert re.search(r"not averaged|no gradient", str(error)), error
+
+
+@pytest.mark.parametrize("every", [50, "global", 1])
+@pytest.mark.parametrize("change", ["unfrozen", "added", "outside"])
+@pytest.mark.parametrize("nodes", [ragged(2), ragged(1, 1)])
+def test_parameters_that_came_later_are_refused_at_the_step(change, every, nodes):
+    def act(party):
+        model = network()
+        model[0].bias.requires_grad_(change != "unfrozen")
+        synchronized, optimizer = join(party, nodes, model, every=every)
+        with closing(synchronized):
+            if change == "unfrozen":
+                model[0].bias.requires_grad_()
+            else:
+                extra = nn.Linear(3, 3).double()
+                if change == "added":
+                    model.append(extra)
+                optimizer.add_param_group({"params": list(extra.parameters())})
+            output = synchronized(batch(party.rank, 0))
+            loss_of(extra(output) if change == "outside" else output).backward()
+            optimizer.step()
+
+    for error in errors_of(2, act):
+        assert isinstance(error, SpecError | PeerError)
+        assert re.search(r"parameter", str(error)), error
+
+
+def rate_differs(model, optimizer, rank):
+    optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * rank
+
+
+def momentum_differs(model, optimizer, rank):
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, float(rank))
+
+
+def values_differ(model, optimizer, rank):
+    model.module[2].bias.data += rank
+
+
+@pytest.mark.parametrize("change", [rate_differs, momentum_differs, values_differ])
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("nodes", [ragged(2), ragged(2, 1)])
+@pytest.mark.parametrize("every", [3, "global"])
+def test_ranks_of_a_node_that_hold_different_parameters_are_named(change, overlap, nodes, every):
+    if every == "global" and overlap:
+        pytest.skip("gradients of all ranks need no overlapped exchange")
+
+    def act(party):
+        model = network()
+        own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        synchronized, optimizer = join(party, nodes, model, every=every, optimizer=own, overlap=overlap)
+        with closing(synchronized):
+            for step in range(7):
+                if step == 1:
+                    change(synchronized, optimizer, party.rank)
+                loss_of(synchronized(batch(party.rank, step))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            synchronized.finish()
+
+    errors = errors_of(sum(map(len, nodes)), act)
+    named = [error for error in errors if isinstance(error, MismatchError)]
+    assert named
+    first = "'2.bias'" if change is values_differ else "'0.weight'"
+    for error in named:
+        assert first in str(error)
+        assert "step" in str(error)
+        assert re.search(r"ranks? \[?0", str(error))
+    if change is rate_differs:
+        assert any("'lr'" in str(error) for error in named)
+
+
+def test_parameters_trained_without_the_optimizer_are_noticed_at_the_end():
+    def act(party):
+        synchronized, optimizer = join(party, ragged(1, 1), network())
+        with closing(synchronized):
+            loss_of(synchronized(batch(party.rank, 0))).backward()
+            with torch.no_grad():
+                for parameter in synchronized.parameters():
+                    parameter -= 0.1 * parameter.grad
+            synchronized.finish()
+
+    for error in errors_of(2, act):
+        assert isinstance(error, MismatchError | PeerError)
+        assert "optimizer" in str(error)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_takes_the_same_way_on_all_ranks_of_a_node(search):
+    def act(party):
+        model = network()
+        own = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
+        synchronized, optimizer = join(party, ragged(2), model, every=2, optimizer=own)
+        with closing(synchronized):
+            for number in range(3):
+
+                def closure(number=number):
+                    optimizer.zero_grad()
+                    loss = loss_of(synchronized(batch(party.rank, number)))
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+            synchronized.finish()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    found = run_ranks(2, act)
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
+    for number in range(3):
+
+        def closure(number=number):
+            optimizer.zero_grad()
+            loss = sum(len(x) * loss_of(model(x)) for x in (batch(0, number), batch(1, number))) / 5
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    for of_rank in found:
+        for one, other in zip(of_rank, model.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
+
+
+def test_an_optimizer_that_communicates_by_itself_is_refused():
+    class ZeroRedundancyOptimizer(torch.optim.SGD):
+        pass
+
+    ZeroRedundancyOptimizer.__module__ = "torch.distributed.optim.zero_redundancy_optimizer"
+
+    def act(party):
+        model = network()
+        join(party, ragged(2), model, optimizer=ZeroRedundancyOptimizer(model.parameters(), lr=0.1))
+
+    for error in errors_of(2, act):
+        assert "ZeroRedundancyOptimizer" in str(error)
+
+
+@pytest.mark.parametrize("nodes", [ragged(1), ragged(2), ragged(2, 1)])
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_borrowed_micro_batch_adds_nothing_to_those_before_it(nodes, paused):
+    """A batch that counts no samples, in any place of an accumulation."""
+
+    def count(x):
+        return 0 if x.shape[0] == 7 else len(x)
+
+    ranks = sum(map(len, nodes))
+
+    def act(party):
+        model = network()
+        synchronized, optimizer = join(party, nodes, model, every="global")
+        synchronized._count = count
+        with closing(synchronized):
+            pause = synchronized.no_sync if paused else nullcontext
+            with pause():
+                loss_of(synchronized(batch(party.rank, 0))).backward()
+                loss_of(synchronized(batch(party.rank, 1, 7))).backward()
+            loss_of(synchronized(batch(party.rank, 2, 7))).backward()
+            return [parameter.grad.clone() for parameter in model.parameters()]
+
+    found = run_ranks(ranks, act)
+    expected = expected_gradients([[rank + 2 for rank in range(ranks)]])
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.25, 1e5])
+def test_fractional_counts_weigh_and_do_not_scale(scale):
+    def act(party):
+        model = network()
+        synchronized, _ = join(party, ragged(2), model)
+        synchronized._count = lambda x: scale * len(x)
+        with closing(synchronized):
+            loss_of(synchronized(batch(party.rank, 0))).backward()
+            return [parameter.grad.clone() for parameter in model.parameters()]
+
+    assert_same(run_ranks(2, act), expected_gradients([[2, 3]]))
+
+
+@pytest.mark.parametrize("count", [1e-30, 1e30])
+def test_counts_that_gradients_cannot_be_multiplied_with_are_refused(count):
+    def act(party):
+        synchronized, _ = join(party, ragged(2), network())
+        synchronized._count = lambda x: count
+        with closing(synchronized):
+            synchronized(batch(party.rank, 0))
+
+    for error in errors_of(2, act):
+        assert "count=" in str(error)
