@@ -119,7 +119,7 @@ def test_forwards_that_train_different_layers_share_one_backward():
 
     def act(party):
         model = TwoHeads()
-        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        synchronized, _ = join(party, ragged(2), model, every=50)
         with closing(synchronized):
             small, large = batch(party.rank, 0, 2), batch(party.rank, 1, 2 + 4 * party.rank)
             (loss_of(synchronized(small, "first")) + loss_of(synchronized(large, "second"))).backward()
@@ -342,7 +342,7 @@ def test_ranks_of_a_node_that_hold_different_parameters_are_named(change, overla
 
 def test_parameters_trained_without_the_optimizer_are_noticed_at_the_end():
     def act(party):
-        synchronized, optimizer = join(party, ragged(1, 1), network())
+        synchronized, _ = join(party, ragged(1, 1), network())
         with closing(synchronized):
             loss_of(synchronized(batch(party.rank, 0))).backward()
             with torch.no_grad():
@@ -417,7 +417,7 @@ def test_a_borrowed_micro_batch_adds_nothing_to_those_before_it(nodes, paused):
 
     def act(party):
         model = network()
-        synchronized, optimizer = join(party, nodes, model, every="global")
+        synchronized, _ = join(party, nodes, model, every="global")
         synchronized._count = count
         with closing(synchronized):
             pause = synchronized.no_sync if paused else nullcontext

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from evenly._errors import SpecError
+from evenly.comm import Waiter, all_reduce, off_wire, on_wire
 from evenly.nodes.forwards import Forward, uncounted
 from evenly.nodes.timing import StepClock
 
@@ -34,11 +36,14 @@ class Gradients(ABC):
     pending: bool = False  # a backward was averaged and no step has used it yet
     clock: StepClock | None = None  # told when this rank's own backward is done
     sent_bytes: int = 0  # to other ranks, for all gradients so far
+    _speaks: bool = True  # whether this rank answers for its batch; of a network cut over ranks one does
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._learn(module)
         self._is_paused = False
         self._accumulated = 0.0  # samples of backwards in no_sync() since the last averaged one
+        self._last_weight = 0.0
         self._averaged = 0.0  # samples behind the gradients averaged since the last step
         self._has_averaged = self._has_local = self._has_foreign = False  # kinds of backwards since the last step
 
@@ -81,8 +86,8 @@ class Gradients(ABC):
         asked = "optimizer.step() was called with gradients that were not averaged with the other ranks"
         if self._has_foreign:
             raise SpecError(
-                f"{asked}: a backward did not come from a forward of the synchronized model, but from the plain module, "
-                "a layer or a parameter. Call the synchronized model, and add penalties to its loss."
+                f"{asked}: a backward did not come from a forward of the synchronized model, but from the plain "
+                "module, a layer or a parameter. Call the synchronized model, and add penalties to its loss."
             )
         if self._has_local:
             raise SpecError(
@@ -91,8 +96,8 @@ class Gradients(ABC):
             )
         if not self._has_averaged and any(parameter.grad is not None for parameter in self._trained):
             raise SpecError(
-                f"{asked}: there was no backward of the synchronized model since the last step, so they are old or were "
-                "set by hand. Call backward() before each step, and zero_grad() after it."
+                f"{asked}: there was no backward of the synchronized model since the last step, so they are old or "
+                "were set by hand. Call backward() before each step, and zero_grad() after it."
             )
 
     def _missing(self) -> Sequence[str]:
@@ -100,6 +105,13 @@ class Gradients(ABC):
         return ()
 
     def _incomplete(self, asked: str, missing: Sequence[str]) -> str:
+        frozen = [name for name, p in zip(self._names, self._trained, strict=True) if not p.requires_grad]
+        if frozen:
+            return (
+                f"{asked} was called, but the parameter {frozen[0]!r} is no longer trained, which was different when "
+                "synchronize was called: gradients were not averaged with the other ranks. Freeze parameters before, "
+                "or call finish(), close() and synchronize again."
+            )
         names = ", ".join(map(repr, missing[:3])) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         return (
             f"{asked} was called after a backward that gave no gradient to {names}, so gradients were not averaged "
@@ -110,8 +122,28 @@ class Gradients(ABC):
     def _weight(self, forwards: Sequence[Forward]) -> float:
         return self._accumulated + sum(forward.samples for forward in forwards)
 
-    def _was_averaged(self, samples: float) -> None:
-        """Notes a complete averaged backward; `samples` had not been counted before."""
+    def mean_loss(self, loss: Any, waiter: Waiter) -> Any:
+        """Returns the mean of a loss over the ranks that share gradients, weighted as the last backward's gradients.
+
+        All of these ranks call it together. What is not one number is returned as it is.
+        """
+        if self._group.size() == 1 or loss is None or (isinstance(loss, torch.Tensor) and loss.numel() != 1):
+            return loss
+        device = self._trained[0].device
+        value = torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(())
+        weight = self._last_weight if self._speaks else 0.0
+        row = torch.zeros(4, dtype=torch.float64, device=device)  # weighted sum, weights, sum, ranks
+        row[0], row[1] = value * weight if weight else 0.0, weight
+        row[2], row[3] = value, 1.0
+        travelling = on_wire(row, self._group)
+        waiter.wait([all_reduce(travelling, self._group)])
+        total = off_wire(travelling, device)
+        mean = torch.where(total[1] > 0, total[0] / total[1], total[2] / total[3])
+        return mean.to(loss.dtype) if isinstance(loss, torch.Tensor) else float(mean)
+
+    def _was_averaged(self, weight: float, samples: float) -> None:
+        """Notes a complete averaged backward with this weight; `samples` had not been counted before."""
+        self._last_weight = weight
         self._averaged += self._accumulated + samples
         self._accumulated = 0.0
         self._has_averaged = self.pending = True

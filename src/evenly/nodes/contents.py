@@ -8,6 +8,7 @@ import torch
 
 from evenly._errors import SpecError
 from evenly.nodes.cargo import Cargo
+from evenly.nodes.fingerprint import Fingerprint
 from evenly.nodes.fragments import Piece, split, within
 from evenly.nodes.sharing import Sharing
 from evenly.nodes.state import Entry, held_now, reset_state, trained_entries
@@ -46,6 +47,12 @@ class Contents:
     def load_all(self) -> Cargo:
         """Returns a snapshot of all parameters, whose points nobody remembers."""
         return self._sharing.load({"": trained_entries(self._module)} if self._travels else {})
+
+    def fingerprint(self, fragments: Sequence[int] | None = None) -> Fingerprint:
+        """Returns the fingerprint of what this rank holds of these fragments, or of all trained parameters."""
+        if fragments is None or not self._travels:
+            return self._sharing.fingerprint(trained_entries(self._module))
+        return self._sharing.fingerprint([e for entries in self._entries(fragments).values() for e in entries])
 
     def words(self, fragments: Sequence[int], buffers: dict[str, torch.Tensor], *, stateful: Sequence[int] = ()) -> str:
         """Returns what is about to be sent, in words."""

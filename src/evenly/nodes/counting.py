@@ -20,8 +20,8 @@ def counted_samples(count: Callable[..., Any], args: Any, kwargs: Any) -> float:
         samples = math.nan
     if samples != 0 and not LEAST <= samples <= MOST:
         raise SpecError(
-            f"count= gave {found!r} for a batch. It must return its samples: 0, or a number from {LEAST:g} to {MOST:g}, "
-            "since gradients are multiplied by it."
+            f"count= gave {found!r} for a batch. It must return its samples: 0, or a number from {LEAST:g} to "
+            f"{MOST:g}, since gradients are multiplied by it."
         )
     return samples
 

@@ -6,9 +6,10 @@ from typing import final
 
 import torch
 
-from evenly.comm import Alarm, Groups, Waiter, Wire
+from evenly.comm import Alarm, Groups, Waiter, Wire, placement_of
 from evenly.nodes.cargo import Agreed, Cargo
 from evenly.nodes.cut_gradients import ReplicaGradients
+from evenly.nodes.fingerprint import Fingerprint, placed_fingerprint
 from evenly.nodes.flat import real, travelling_dtype
 from evenly.nodes.meeting import Items, Meeting, Open
 from evenly.nodes.membership import Quorum
@@ -115,6 +116,18 @@ class CutSharing(Sharing):
         scratch = [(name, _travelling(move)) for name, move in moves.items()]
         self.inside.reduce(scratch, waiter, weight=self._share(quorum))
         return scratch
+
+    @property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica of the node."""
+        place = self._groups.ranks.index
+        return tuple(tuple(place(rank) for rank in replica.ranks) for replica in self._nodes[self._groups.index])
+
+    def fingerprint(self, entries: Sequence[Entry]) -> Fingerprint:
+        """Returns this rank's part of that of its replica."""
+        speaks = self._groups.party.rank == self._replica.ranks[0]
+        placed = {entry.label: (entry.tensor, placement_of(entry.tensor)) for entry in entries}
+        return placed_fingerprint(placed, speaks=speaks)
 
     def agree_on_largest(self, counters: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter) -> None:
         """Takes the maximum over the replicas of the node, then across nodes."""

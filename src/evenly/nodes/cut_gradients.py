@@ -48,12 +48,12 @@ class ReplicaGradients(Gradients):
         alarm: Alarm,
         timeout_s: float,
     ) -> None:
-        super().__init__(module)
-        self._module, self._meeting, self._group, self._alarm = module, meeting, group, alarm
+        super().__init__(module, group)
+        self._module, self._meeting, self._alarm = module, meeting, alarm
         self._timeout_s = timeout_s
         self._ranks = tuple(ranks)
         self._replicas = [[self._ranks.index(rank) for rank in replica.everybody] for replica in replicas]
-        self._first = any(alarm.party.rank == replica.ranks[0] for replica in replicas)
+        self._speaks = any(alarm.party.rank == replica.ranks[0] for replica in replicas)
         self._listens = any(alarm.party.rank in replica.audience for replica in replicas)
         self._log = ForwardLog(on_end=self._end_backward)
         self._begun = self._is_filled = self._is_queued = False
@@ -79,7 +79,7 @@ class ReplicaGradients(Gradients):
     def take_samples(self) -> float:
         """Returns the samples averaged since the last call; the first rank of a replica answers for its batch."""
         samples = super().take_samples()
-        return samples if self._first else 0.0
+        return samples if self._speaks else 0.0
 
     def last(self, *, now: bool) -> Tally | None:
         """Returns what the last backward's ranks said, once."""
@@ -119,7 +119,7 @@ class ReplicaGradients(Gradients):
         if self.clock is not None:
             self.clock.end()
         weight = self._weight(forwards)
-        self._was_averaged(uncounted(forwards))
+        self._was_averaged(weight, uncounted(forwards))
         waiter = Waiter(
             self._alarm, place=f"the gradients of step {self.step}", step=self.step - 1, timeout_s=self._timeout_s
         )

@@ -17,8 +17,10 @@ from evenly.nodes.adapting import Pace, Seen, choose
 from evenly.nodes.buffers import Buffers
 from evenly.nodes.cargo import Cargo
 from evenly.nodes.contents import Contents
+from evenly.nodes.divergence import DivergenceCheck
+from evenly.nodes.fingerprint import Fingerprint
 from evenly.nodes.flight import Flight
-from evenly.nodes.membership import Ballot, Membership
+from evenly.nodes.membership import Ballot, Membership, Quorum
 from evenly.nodes.points import Points, of_node
 from evenly.nodes.schedule import Schedule
 from evenly.nodes.sharing import Sharing
@@ -67,6 +69,7 @@ class Exchanger:
         self._pace = Pace()
         self._seen = Seen()  # by this rank, of its last exchange
         self._contents = Contents(module, optimizer, sharing, settings, travels=self._averages)
+        self._divergence = DivergenceCheck(optimizer, groups, sharing, joint=joint)
         self._is_assembled = True  # all ranks have come where the last exchange was made
         self._differs = False  # what was merged as a change left nodes different in the last bits
         self._device = next(module.parameters(), torch.empty(0)).device
@@ -112,10 +115,11 @@ class Exchanger:
                 self._merge(trip)
             overlap = 0 if waits else self._settings.overlap
             look = self._before()
-            trip, ballot = self._depart(tuple(fragments), overlap=overlap)
+            trip, ballot, held = self._depart(tuple(fragments), overlap=overlap)
             self._schedule.exchanged(fragments)
             self._forget_samples(fragments)
-            agree = partial(self._agree, trip.cargo, replace(ballot, ends=exact), trip.snapshot, look=look)
+            ballot = replace(ballot, ends=exact)
+            agree = partial(self._agree, trip.cargo, ballot, trip.snapshot, held=held, since=trip.steps, look=look)
             if overlap == 0:
                 if self._stream is not None:
                     torch.cuda.current_stream(self._device).synchronize()
@@ -150,7 +154,8 @@ class Exchanger:
             elif has_landed:
                 self._average_now()  # what was merged as a change left nodes different in the last bits
             else:
-                self.meet(lambda waiter: self._membership.convene(self._ballot("", samples=0.0), waiter))
+                ballot, held = self._ballot("", samples=0.0), self._contents.fingerprint()
+                self.meet(partial(self._convene, ballot, held, since=0, everywhere=not self._differs))
 
     def assemble(self) -> None:
         """Exchanges until all nodes have come here: some may have exchanges to make before they do."""
@@ -208,8 +213,9 @@ class Exchanger:
         cargo, buffers = self._contents.load_all(), kept_buffers(self._module)
         snapshot = self.buffers.snapshot()
         words = self._contents.words(range(self._settings.fragments), buffers)
-        ballot = self._ballot(f"an average\n{words}", samples=self.samples)
-        arrived = self.meet(lambda waiter: self._agree(cargo, ballot, snapshot, waiter, exact=True))
+        ballot, held = self._ballot(f"an average\n{words}", samples=self.samples), self._contents.fingerprint()
+        ways: Any = {"held": held, "since": self._schedule.since, "exact": True}
+        arrived = self.meet(partial(self._agree, cargo, ballot, snapshot, **ways))
         with torch.no_grad():
             self._contents.unload(cargo)
             for name, value in arrived.buffers.items():
@@ -275,7 +281,7 @@ class Exchanger:
         fields = self._settings.model_dump(mode="json")
         return {name: fields[name] for name in SETTINGS}
 
-    def _depart(self, fragments: tuple[int, ...], *, overlap: int) -> tuple[Trip, Ballot]:
+    def _depart(self, fragments: tuple[int, ...], *, overlap: int) -> tuple[Trip, Ballot, Fingerprint]:
         for fragment in fragments:
             self._counts[fragment] += 1
         stateful = tuple(f for f in fragments if self._counts[f] % self._settings.state_every == 0)
@@ -284,9 +290,11 @@ class Exchanger:
         layout = self._contents.words(fragments, snapshot, stateful=stateful)
         samples = max(self._samples[fragment] for fragment in fragments)
         ballot = self._ballot(layout, samples=samples)
+        held = self._contents.fingerprint(fragments)
         step, number = self._schedule.step, self._schedule.exchanges + 1
         steps, place = self._schedule.since_of(fragments), self._next_place()
-        return Trip(number, step, step + overlap, fragments, stateful, steps, place, cargo, snapshot), ballot
+        trip = Trip(number, step, step + overlap, fragments, stateful, steps, place, cargo, snapshot)
+        return trip, ballot, held
 
     def _ballot(self, layout: str, *, samples: float) -> Ballot:
         code = int.from_bytes(hashlib.sha256(layout.encode()).digest()[:6])  # exact in a float64
@@ -309,6 +317,8 @@ class Exchanger:
         snapshot: Tensors,
         waiter: Waiter,
         *,
+        held: Fingerprint,
+        since: int,
         exact: bool = False,
         look: Look | None = None,
     ) -> Arrived | None:
@@ -319,7 +329,7 @@ class Exchanger:
             torch.cuda.current_stream(self._device).synchronize()  # steps queued before are no part of the exchange
         began = time.monotonic()
         moves = self.buffers.moves(snapshot)
-        quorum = self._membership.convene(replace(ballot, changed=moves.bits()), waiter)
+        quorum = self._convene(replace(ballot, changed=moves.bits()), held, waiter, since=since)
         self._is_assembled = quorum.ends
         if quorum.ends and not quorum.differs and isinstance(self._schedule.period, EverySeconds):
             return None
@@ -331,6 +341,15 @@ class Exchanger:
             carried = of_node(carried, self._groups.node_votes, waiter)
         agreed, seconds = moves.agreed(counters, added), time.monotonic() - met
         return Arrived(quorum.weights, carried, seconds, met - began, quorum.measured, agreed)
+
+    def _convene(
+        self, ballot: Ballot, held: Fingerprint, waiter: Waiter, *, since: int, everywhere: bool = False
+    ) -> Quorum:
+        """Returns who takes part, once it is sure that ranks which must hold the same parameters do."""
+        ballot = replace(ballot, held=held.read(), holders=self._sharing.holders)
+        quorum = self._membership.convene(ballot, waiter)
+        self._divergence.require_same(quorum, held, waiter, step=ballot.step, since=since, everywhere=everywhere)
+        return quorum
 
     def _merge(self, trip: Trip) -> None:
         began = time.monotonic()

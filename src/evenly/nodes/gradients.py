@@ -32,8 +32,8 @@ class NodeGradients(Gradients):
     def __init__(
         self, module: torch.nn.Module, group: dist.ProcessGroup, *, alarm: Alarm, find_unused_parameters: bool = False
     ) -> None:
-        super().__init__(module)
-        self._module, self._group, self._alarm = module, group, alarm
+        super().__init__(module, group)
+        self._module, self._alarm = module, alarm
         self._finds_unused = find_unused_parameters
         self._log = ForwardLog()
         self._averaging: Averaging | None = None
@@ -134,7 +134,7 @@ class NodeGradients(Gradients):
             self._averaging.start(self._weight(forwards))
             self._averaging.close(device)
             self._latest = self._averaging
-            self._was_averaged(uncounted(forwards))
+            self._was_averaged(self._averaging.samples, uncounted(forwards))
         self._log.complete()
 
     def _require_complete(self) -> None:

@@ -8,8 +8,10 @@ import torch
 
 from evenly._errors import LockstepError
 from evenly.comm import Groups, Peers, Waiter, all_gather
+from evenly.nodes.fingerprint import NOTHING_HELD, Held
 
 NOTHING = (0.0,) * 5
+HELD = slice(8 + len(NOTHING), 10 + len(NOTHING))  # columns of a row of votes
 OTHER_TENSORS = (
     "are about to send other tensors: one calls agreed() where another one calls finish(), or state of the optimizer "
     "is averaged that some do not have, as they have not used a parameter yet"
@@ -30,6 +32,8 @@ class Ballot:
     differs: bool = True  # its parameters may not be those of the other nodes
     doubtful: bool = False  # a backward was not finite and no step followed: a GradScaler may have skipped one
     changed: tuple[bool, ...] = ()  # for each buffer, whether it differs from the last agreed value
+    held: Held = NOTHING_HELD  # fingerprint of the parameters
+    holders: tuple[tuple[int, ...], ...] = ((0,),)  # places in the node of those who hold one network together
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Quorum:
     ends: bool = False  # all ranks have come as far
     differs: bool = True  # some may have other parameters than the others
     changed: tuple[bool, ...] = ()  # for each buffer, whether any rank has changed it
+    held: tuple[Held, ...] = (NOTHING_HELD,)  # by each network of the node
+    held_by_nodes: tuple[Held, ...] = (NOTHING_HELD,)
 
 
 class Membership(ABC):
@@ -65,14 +71,16 @@ class StaticMembership(Membership):
         groups = self._groups
         stand = [ballot.step, ballot.exchange, ballot.layout, ballot.backwards]
         flags = [ballot.doubtful, not ballot.ends, ballot.differs]
-        told = [ballot.samples, *flags, *ballot.measured, *ballot.changed]
+        told = [ballot.samples, *flags, *ballot.measured, *ballot.held, *ballot.changed]
         row = torch.tensor([*stand, *told], dtype=torch.float64)
-        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 13 + buffers]
+        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 15 + buffers]
         waiter.wait([work], meeting=True)
         self._require_lockstep(siblings, groups.ranks, "rank")
         node = siblings.amax(0)
         node[4] = siblings[:, 4].sum()
-        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 13 + buffers]
+        held = [siblings[list(places), HELD].sum(0) for places in ballot.holders]  # of each network: [2]
+        node[HELD] = held[0]
+        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 15 + buffers]
         waiter.wait([work for _, work in votes], meeting=True)
         for rows, _ in votes:
             self._require_lockstep(rows, range(len(groups.nodes)), "node")
@@ -85,7 +93,9 @@ class StaticMembership(Membership):
             measured=tuple(rows[:, 8 : 8 + len(NOTHING)].amax(0).tolist()),
             ends=not bool(rows[:, 6].any()),
             differs=bool(rows[:, 7].any()),
-            changed=tuple(bool(value) for value in rows[:, 8 + len(NOTHING) :].amax(0)),
+            changed=tuple(bool(value) for value in rows[:, HELD.stop :].amax(0)),
+            held=tuple((float(value), float(unit)) for value, unit in held),
+            held_by_nodes=tuple((float(value), float(unit)) for value, unit in rows[:, HELD]),
         )
 
     def _require_lockstep(self, rows: torch.Tensor, names: "tuple[int, ...] | range", kind: str) -> None:

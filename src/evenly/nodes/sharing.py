@@ -8,6 +8,7 @@ import torch
 from evenly.comm import Waiter
 from evenly.nodes.averaged import Gradients
 from evenly.nodes.cargo import Cargo
+from evenly.nodes.fingerprint import Fingerprint
 from evenly.nodes.membership import Quorum
 from evenly.nodes.state import Entry
 
@@ -42,6 +43,15 @@ class Sharing(ABC):
         self, entries: Mapping[str, Sequence[Entry]], state: Sequence[Entry] = (), *, change: bool = False
     ) -> Cargo:
         """Returns a snapshot of parameters, by the key under which their point is remembered, and of state."""
+
+    @property
+    @abstractmethod
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Which ranks of the node, by their places in it, hold one network together."""
+
+    @abstractmethod
+    def fingerprint(self, entries: Sequence[Entry]) -> Fingerprint:
+        """Returns the fingerprint of what this rank holds of the parameters; those of all holders are summed."""
 
     @abstractmethod
     def agree_on_largest(self, counters: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter) -> None:

@@ -274,7 +274,7 @@ class Synchronized(torch.nn.Module):
         """The buffers as the last exchange left them."""
         return self._exchanger.buffers.agreed
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._require_own("optimizer.step()")
         self._alarm.check()
         self.clock.averaged()
@@ -282,12 +282,34 @@ class Synchronized(torch.nn.Module):
             raise SpecError(
                 "nonfinite='skip' was asked for, but step(closure) cannot be skipped. Use nonfinite='stop'."
             )
-        if not _closure(args, kwargs):
-            self._require_averaged()
+        if _closure(args, kwargs):
+            return self._with_mean_loss(args, kwargs)
+        self._require_averaged()
         scaled = hasattr(optimizer, "found_inf")  # a GradScaler leaves the skipping to this optimizer
         verdict = self._gradients.last(now=scaled or self._settings.nonfinite == "skip")
         if not scaled:
             self._look(verdict)
+        return None
+
+    def _with_mean_loss(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns the arguments of `step` with a closure that gives the loss of all ranks that share gradients.
+
+        An optimizer may decide by the loss, as LBFGS does, and these ranks must decide alike.
+        """
+
+        def mean_of(value: Any) -> Any:
+            return self._closing(value) if callable(value) else value
+
+        return (args[0], *map(mean_of, args[1:])), {key: mean_of(value) for key, value in kwargs.items()}
+
+    def _closing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def averaged() -> Any:
+            loss, place = closure(), f"the loss of step {self.schedule.step + 1}"
+            waiter = Waiter(self._alarm, place=place, step=self.schedule.step, timeout_s=self._settings.timeout_s)
+            with torch.no_grad():
+                return self._gradients.mean_loss(loss, waiter)
+
+        return averaged
 
     def _require_averaged(self) -> None:
         """Raises `SpecError` unless the step is one that all ranks that share gradients make alike."""

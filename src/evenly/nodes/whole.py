@@ -7,6 +7,7 @@ import torch
 
 from evenly.comm import Alarm, Groups, Waiter, all_reduce, broadcast, off_wire, on_wire, slices
 from evenly.nodes.cargo import Agreed, Cargo
+from evenly.nodes.fingerprint import Fingerprint, fingerprint
 from evenly.nodes.flat import TYPES, Flat, flats, travelling_dtype
 from evenly.nodes.gradients import NodeGradients
 from evenly.nodes.meeting import scale
@@ -57,6 +58,15 @@ class WholeSharing(Sharing):
     ) -> Cargo:
         """Returns a snapshot of the slices that this rank owns."""
         return _Cargo(self._groups, entries, state, change=change)
+
+    @property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Every rank by itself."""
+        return tuple((place,) for place in range(len(self._groups.ranks)))
+
+    def fingerprint(self, entries: Sequence[Entry]) -> Fingerprint:
+        """Returns that of all parameters."""
+        return fingerprint({entry.label: entry.tensor for entry in entries})
 
     def agree_on_largest(self, counters: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter) -> None:
         """Takes the maximum inside the node, then across nodes."""

@@ -1,0 +1,118 @@
+"""Ranks that should hold the same parameters and do not: noticed in the vote before an exchange, and named."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenly._errors import MismatchError
+from evenly.comm import Groups, Waiter, gather_json
+from evenly.nodes.fingerprint import Fingerprint, Held, apart
+from evenly.nodes.membership import Quorum
+from evenly.nodes.sharing import Sharing
+
+INSIDE = (
+    "They must be equal after every step. Something has changed them on some ranks only: gradients or parameters set "
+    "by hand, other settings or state of the optimizer, a random number. Nothing was merged. Do the same on all ranks "
+    "of a node."
+)
+ACROSS = (
+    "Nodes must be equal after an exchange, and no step of the optimizer that synchronize was given came since: "
+    "something else has changed parameters. Nothing was merged. Train with that optimizer, or load the same parameters "
+    "on all ranks."
+)
+JOINT = (
+    "Ranks that average all gradients must be equal after every step. Something has changed parameters on some ranks "
+    "only: by hand, by other settings or state of the optimizer. Nothing was merged. Do the same on all ranks."
+)
+
+
+class DivergenceCheck:
+    """Compares what ranks have said that they hold, and finds out where they differ."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Groups,
+        sharing: Sharing,
+        *,
+        joint: bool,
+    ) -> None:
+        self._optimizer, self._groups, self._sharing, self._joint = optimizer, groups, sharing, joint
+
+    def require_same(
+        self, quorum: Quorum, held: Fingerprint, waiter: Waiter, *, step: int, since: int, everywhere: bool
+    ) -> None:
+        """Raises `MismatchError` where networks of this node differ, or, if they may not, those of different nodes.
+
+        `held` is this rank's. All ranks that see the difference call it together. They had `since` steps in which
+        rounding may differ.
+        """
+        node, world = self._groups.node_votes, self._groups.world
+        if apart(quorum.held, steps=since):
+            self._refuse(held, dict(enumerate(self._groups.ranks)), node, waiter, INSIDE, step=step, since=since)
+        if (everywhere or self._joint) and apart(quorum.held_by_nodes, steps=since):
+            why, ranks = JOINT if self._joint else ACROSS, dict(enumerate(range(self._groups.party.size)))
+            self._refuse(held, ranks, world, waiter, why, step=step, since=since)
+
+    def _refuse(
+        self,
+        held: Fingerprint,
+        ranks: dict[int, int],
+        group: dist.ProcessGroup,
+        waiter: Waiter,
+        why: str,
+        *,
+        step: int,
+        since: int,
+    ) -> None:
+        own = {
+            "holds": held.by_tensor(),
+            "settings": [_settings(group) for group in self._optimizer.param_groups],
+            "with": [self._groups.ranks[place] for place in self._holders()],
+        }
+        rows = {ranks[place]: row for place, row in enumerate(gather_json(own, group, waiter))}
+        networks = sorted({tuple(row["with"]) for row in rows.values()})
+        name, others = _first_apart(networks, rows, since=since)
+        raise MismatchError(
+            f"ranks {list(networks[0])} and {others} held different parameters after step {step}: {name!r} is the "
+            f"first that differs{_other_settings(rows)}. {why}"
+        )
+
+    def _holders(self) -> tuple[int, ...]:
+        place = self._groups.local_rank
+        return next((holders for holders in self._sharing.holders if place in holders), (place,))
+
+
+def _first_apart(
+    networks: Sequence[tuple[int, ...]], rows: dict[int, dict[str, Any]], *, since: int
+) -> tuple[str, list[int]]:
+    """Returns the first parameter that differs between networks, and the ranks that hold another one than the first."""
+    for place, (name, *_) in enumerate(rows[networks[0][0]]["holds"]):
+        held: list[Held] = []
+        for ranks in networks:
+            values = [rows[rank]["holds"][place] for rank in ranks]
+            held.append((math.fsum(value for _, value, _ in values), max(unit for _, _, unit in values)))
+        if found := apart(held, steps=since):
+            return name, [rank for network in found for rank in networks[network]]
+    return "some", [rank for ranks in networks[1:] for rank in ranks]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, str]:
+    return {key: repr(value) for key, value in sorted(group.items()) if key != "params"}
+
+
+def _other_settings(rows: dict[int, dict[str, Any]]) -> str:
+    """Returns, in words, the first setting of the optimizer that is not the same on all ranks."""
+    (first, reference), *others = ((rank, row["settings"]) for rank, row in rows.items())
+    for rank, settings in others:
+        if json.dumps(settings) != json.dumps(reference):
+            for number, (ours, theirs) in enumerate(zip(reference, settings, strict=False)):
+                for key in ours.keys() & theirs.keys():
+                    if ours[key] != theirs[key]:
+                        said = f"{ours[key]} on rank {first} and {theirs[key]} on rank {rank}"
+                        return f"; the optimizer's setting {key!r} of group {number} is {said}"
+    return ""
