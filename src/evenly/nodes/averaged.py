@@ -1,7 +1,7 @@
 """What averages gradients inside a node promises, and when a step may use them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from evenly._errors import SpecError
-from evenly.comm import Waiter, all_reduce, off_wire, on_wire
+from evenly.comm import Alarm, Waiter, all_reduce, off_wire, on_wire
 from evenly.nodes.forwards import Forward, uncounted
 from evenly.nodes.timing import StepClock
 
@@ -38,14 +38,15 @@ class Gradients(ABC):
     sent_bytes: int = 0  # to other ranks, for all gradients so far
     _speaks: bool = True  # whether this rank answers for its batch; of a network cut over ranks one does
 
-    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup, alarm: Alarm) -> None:
+        self._group, self._alarm = group, alarm
         self._learn(module)
         self._is_paused = False
         self._accumulated = 0.0  # samples of backwards in no_sync() since the last averaged one
         self._last_weight = 0.0
         self._averaged = 0.0  # samples behind the gradients averaged since the last step
         self._has_averaged = self._has_local = self._has_foreign = False  # kinds of backwards since the last step
+        self._before: dict[int, torch.Tensor] | None = None  # gradients, where the running backward has no samples
 
     def _learn(self, module: torch.nn.Module) -> None:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -157,13 +158,53 @@ class Gradients(ABC):
         else:
             self._has_foreign = True
 
+    def _told(self, error: SpecError) -> SpecError:
+        """Returns the error, once the other ranks were told."""
+        self._alarm.ring(error)
+        return error
+
+    def _untouched(self) -> Sequence[torch.Tensor]:
+        """Returns the trained parameters to which the running backward has not added anything yet."""
+        return self._trained
+
     def _forget_abandoned(self) -> None:
         """Forgets backwards whose gradients were set to None or zero, so that they count no samples."""
         if (self._accumulated or self._has_averaged or self._has_local or self._has_foreign) and all(
-            map(_is_empty, self._trained)
+            map(_is_empty, self._untouched())
         ):
             self._accumulated = self._averaged = 0.0
             self._has_averaged = self._has_local = self._has_foreign = False
+
+    def _begin_task(self, forward: Forward) -> None:
+        """Runs when a backward reaches the outputs of the first of its forwards."""
+        self._forget_abandoned()
+        self._before = None if forward.samples else self._gradients_now()
+
+    def _gradients_now(self) -> dict[int, torch.Tensor]:
+        """Returns copies of the gradients as they were before the running backward."""
+        untouched = self._untouched()
+        found = {id(p): p.grad.detach().clone() for p in untouched if p.grad is not None}
+        if len(untouched) < len(self._trained) and not all(map(_is_empty, untouched)):
+            error = SpecError(
+                "a batch that counts no samples was given behind others of the same step, and its loss uses parameters "
+                "of the model by itself: what the others gave them cannot be told apart. Let forward() use them, or "
+                "leave such a batch out."
+            )
+            raise self._told(error)
+        return found
+
+    def _is_borrowed(self, forwards: Sequence[Forward]) -> bool:
+        """Returns whether all batches of the running backward count no samples, so that gradients stay as they were."""
+        return self._before is not None and not any(forward.samples for forward in forwards)
+
+    def _restore(self, parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor]) -> None:
+        """Gives gradients the values that they had before the running backward."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            before = (self._before or {}).get(id(parameter))
+            if before is None:
+                gradient.zero_()
+            else:
+                gradient.copy_(before)
 
 
 def _is_empty(parameter: torch.Tensor) -> bool:

@@ -48,22 +48,23 @@ class ReplicaGradients(Gradients):
         alarm: Alarm,
         timeout_s: float,
     ) -> None:
-        super().__init__(module, group)
-        self._module, self._meeting, self._alarm = module, meeting, alarm
+        super().__init__(module, group, alarm)
+        self._module, self._meeting = module, meeting
         self._timeout_s = timeout_s
         self._ranks = tuple(ranks)
         self._replicas = [[self._ranks.index(rank) for rank in replica.everybody] for replica in replicas]
         self._speaks = any(alarm.party.rank == replica.ranks[0] for replica in replicas)
         self._listens = any(alarm.party.rank in replica.audience for replica in replicas)
-        self._log = ForwardLog(on_end=self._end_backward)
-        self._begun = self._is_filled = self._is_queued = False
+        self._log = ForwardLog(on_begin=self._begin_task, on_end=self._end_backward)
+        self._begun = self._is_queued = False
+        self._filled: set[int] = set()  # parameters to which the running backward has added
         self._latest: Tally | None = None
         self._hooks = [_on_gradient(p, self._arrived) for p in module.parameters() if p.requires_grad]
 
     def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
         """Runs the module on a batch of `samples` samples; all ranks of the replica meet in it."""
         self._forget_abandoned()
-        self._is_filled = self._is_queued = False  # by a backward that has failed
+        self._filled, self._is_queued = set(), False  # by a backward that has failed
         if not self._begun:
             self._begun = True
             self._alarm.begin()
@@ -99,18 +100,25 @@ class ReplicaGradients(Gradients):
             hook.remove()
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        self._is_filled = True
+        self._filled.add(id(parameter))
         if not self._log.is_running and not self._is_queued:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
+    def _untouched(self) -> list[torch.Tensor]:
+        return [parameter for parameter in self._trained if id(parameter) not in self._filled]
+
     @torch.no_grad()
     def _end_backward(self) -> None:
         """Runs when all gradients of a backward are there."""
-        if not self._is_filled:  # autograd.grad() gives parameters nothing
+        if not self._filled:  # autograd.grad() gives parameters nothing
             return
-        self._is_filled = self._is_queued = False
+        self._filled, self._is_queued = set(), False
         forwards = self._log.members()
+        if self._is_borrowed(forwards):
+            held = [parameter for parameter in self._trained if parameter.grad is not None]
+            self._restore(held, [parameter.grad for parameter in held if parameter.grad is not None])
+        self._before = None
         self._log.complete()
         if not any(forward.is_averaged for forward in forwards):
             self._kept_local(forwards)

@@ -93,15 +93,17 @@ def apart(rows: Sequence[Held], *, steps: int) -> list[int]:
 
 
 def _placed(tensor: torch.Tensor, placement: Placement | None, *, speaks: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns weighted sums for each index of the dim that is cut, and these indices in the full tensor."""
+    """Returns weighted sums for each index of the first dim, and these indices in the full tensor."""
     cut = placement.dim if placement is not None else None
     if not tensor.numel() or (cut is None and not speaks):
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
-    values = _wide(tensor.detach().reshape(1) if not tensor.ndim else tensor.detach())
-    matrix = real(values.movedim(cut or 0, 0)).reshape(values.shape[cut or 0], -1)  # [indices, others]
-    sums = matrix @ _waves(torch.arange(matrix.shape[1], device=matrix.device)).to(matrix.dtype)
-    segments = ((0, len(sums)),) if placement is None or cut is None else placement.segments[placement.wire.rank]
-    return sums.double(), torch.cat([torch.arange(start, stop) for start, stop in segments])
+    values = real(_wide(tensor.detach().reshape(1) if not tensor.ndim else tensor.detach()))
+    places = [torch.arange(size) for size in values.shape]
+    if placement is not None and cut is not None:
+        places[cut] = torch.cat([torch.arange(*segment) for segment in placement.segments[placement.wire.rank]])
+    for dim in range(values.ndim - 1, 0, -1):
+        values = values @ _waves(places[dim] * (dim + 1) + dim).to(values)
+    return values.double(), places[0]
 
 
 def _row_sums(vector: torch.Tensor) -> torch.Tensor:

@@ -35,11 +35,12 @@ class Forward:
 class ForwardLog:
     """The forwards of one network, and those that the running backward has passed through.
 
-    `on_end` is called at the end of each backward that has reached a forward.
+    `on_begin` is called when a backward reaches its first forward, `on_end` at its end.
     """
 
-    def __init__(self, on_end: Callable[[], None] | None = None) -> None:
-        self._on_end = on_end
+    def __init__(self, *, on_begin: Callable[[Forward], None], on_end: Callable[[], None] | None = None) -> None:
+        self._on_begin = weakref.WeakMethod(on_begin)  # its object holds this log
+        self._on_end = weakref.WeakMethod(on_end) if on_end is not None else None
         self._alive: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._recent: list[Forward] = []  # since the last complete backward
         self._task = NO_TASK  # number of the running backward, as autograd counts them
@@ -64,6 +65,8 @@ class ForwardLog:
         task = torch._C._current_graph_task_id()  # private: tells two backwards apart, as torch.autograd.graph does
         if task != self._task:
             self._task, self._members = task, []
+            if (begin := self._on_begin()) is not None:
+                begin(forward)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_task)
         if forward not in self._members:
             forward.was_reached = True
@@ -93,8 +96,8 @@ class ForwardLog:
         self._recent = []
 
     def _end_task(self) -> None:
-        if self._on_end is not None:
-            self._on_end()
+        if self._on_end is not None and (end := self._on_end()) is not None:
+            end()
         self._task, self._members = NO_TASK, []
 
 

@@ -32,11 +32,12 @@ class NodeGradients(Gradients):
     def __init__(
         self, module: torch.nn.Module, group: dist.ProcessGroup, *, alarm: Alarm, find_unused_parameters: bool = False
     ) -> None:
-        super().__init__(module, group)
-        self._module, self._alarm = module, alarm
+        super().__init__(module, group, alarm)
+        self._module = module
         self._finds_unused = find_unused_parameters
-        self._log = ForwardLog()
+        self._log = ForwardLog(on_begin=self._begin_task)
         self._averaging: Averaging | None = None
+        self._buckets: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # where they may have to be restored
         self._latest: Averaging | None = None
         self._earlier: Averaging | None = None
         self._body = _Body(module)
@@ -108,6 +109,8 @@ class NodeGradients(Gradients):
         if bucket.index() == 0:
             self._begin_backward()
         future = _done(bucket.buffer()) if self._averaging is None else self._averaging.add(bucket.buffer())
+        if self._before is not None:
+            self._buckets.append((bucket.parameters(), bucket.gradients()))
         ranks = self._group.size()
         self.sent_bytes += 0 if self._averaging is None else 2 * (ranks - 1) * bucket.buffer().nbytes // ranks
         if bucket.is_last():
@@ -116,16 +119,20 @@ class NodeGradients(Gradients):
 
     def _begin_backward(self) -> None:
         forwards = self._log.members()
-        self._averaging = None
+        self._averaging, self._buckets = None, []
         if any(forward.is_averaged for forward in forwards):
             self._alarm.begin()
             self._averaging = Averaging(self._group, self._alarm, step=self.step)
-            if not self._log.may_grow:  # else its weight is known when the last gradient is there
+            if self._before is None and not self._log.may_grow:  # else its weight is known at the last bucket
                 self._averaging.start(self._weight(forwards))
 
     def _end_backward(self, device: torch.device) -> None:
         forwards = self._log.members()  # all of them: the last gradient is there
         torch.autograd.Variable._execution_engine.queue_callback(self._rearm)
+        if self._is_borrowed(forwards):
+            for parameters, gradients in self._buckets:
+                self._restore(parameters, gradients)
+        self._before, self._buckets = None, []
         if self._averaging is None:
             self._kept_local(forwards)
         else:
@@ -144,8 +151,13 @@ class NodeGradients(Gradients):
             return
         reached = self._log.reached_since()
         if not reached or any(forward.is_averaged for forward in reached):
-            raise SpecError(self._incomplete("forward", missing))
+            raise self._told(SpecError(self._incomplete("forward", missing)))
         self._arm()  # in no_sync() a loss may use some parameters only
+
+    def _untouched(self) -> list[torch.Tensor]:
+        trained = dict(zip(self._names, self._trained, strict=True))
+        missing = self._missing()
+        return [trained[name] for name in missing if name in trained] if missing else list(self._trained)
 
     def _missing(self) -> list[str]:
         """Returns the parameters that the last backward has left without a gradient; none if it was complete."""
