@@ -142,7 +142,7 @@ def make_network(program: Program, seed: int = 0) -> nn.Module:
     generator = torch.Generator().manual_seed(seed + 17)
     layers = {
         "plain": lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
-        "norm": lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)),
+        "norm": lambda: nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)),
         "penalty": Penalized,
     }
     model = layers[program.network]().double()
@@ -322,7 +322,7 @@ class Player:
         self.samples = [0.0] * program.ranks  # since the last exchange
         self.steps = self.since = 0
         self.pending = []  # exchanges to be merged: step, changes by rank
-        self.is_poisoned = False
+        self.is_poisoned = self.is_frozen = False
         self.forget()
         self.losses, self.counted = {}, set()
         self.foreign, self.is_local, self.has_averaged = False, False, False
@@ -356,6 +356,7 @@ class Player:
         if any(how != "model" for *_, how in found):
             self.foreign = True
             return
+        self.is_poisoned |= self.is_frozen
         averages = any(not paused for _, _, paused, _ in found)
         fresh = [number for number in numbers if number not in self.counted]
         self.counted |= set(fresh)
@@ -388,7 +389,7 @@ class Player:
             for rank in ranks:
                 before = self.averaged[rank]
                 self.averaged[rank] = mean if before is None else [a + b for a, b in zip(before, mean, strict=True)]
-        self.behind = [b + a + l for b, a, l in zip(self.behind, added, self.local_samples, strict=True)]
+        self.behind = [sum(three) for three in zip(self.behind, added, self.local_samples, strict=True)]
         self.local, self.local_samples = [None] * len(self.models), [0.0] * len(self.models)
         self.is_local, self.has_averaged = False, True
 
@@ -524,7 +525,10 @@ class Player:
     def _poison(self) -> None:
         self.is_poisoned = True
 
-    freeze = add_group = _poison
+    add_group = _poison
+
+    def freeze(self) -> None:
+        self.is_frozen = True  # what was averaged before may still be used
 
     @property
     def is_first_alone(self) -> bool:

@@ -2,14 +2,18 @@
 
 import re
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from evenly._errors import MismatchError, PeerError, SpecError
+from evenly.nodes import join_nodes
+from evenly.spec import period_of
 from tests.nodes.test_corners import SEEDING, errors_of, join
-from tests.ranks import ragged, run_ranks
+from tests.ranks import cluster_of, ragged, run_ranks
 
 
 def network(seed=0):
@@ -455,3 +459,163 @@ def test_counts_that_gradients_cannot_be_multiplied_with_are_refused(count):
 
     for error in errors_of(2, act):
         assert "count=" in str(error)
+
+
+class TwoBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = network(), network(1), network(2)
+
+    def forward(self, x):
+        shared = self.trunk(x).sum(1, keepdim=True)
+        return self.left(x), self.right(x), shared
+
+
+def test_backwards_that_train_different_layers_complete_each_other():
+    def act(party):
+        model = TwoBranches()
+        model.trunk.requires_grad_(False)
+        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        with closing(synchronized):
+            left, right, _ = synchronized(batch(party.rank, 0))
+            loss_of(left).backward()
+            loss_of(right).backward()
+            optimizer.step()
+            return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    parts = [[g for seed in (1, 2) for g in gradients_of(network(seed), batch(rank, 0))] for rank in range(2)]
+    assert_same(run_ranks(2, act), mean_gradients([2, 3], parts))
+
+
+def test_backwards_that_share_layers_and_leave_others_out_are_refused():
+    def act(party):
+        synchronized, optimizer = join(party, ragged(2), TwoBranches(), every=50)
+        with closing(synchronized):
+            left, right, shared = synchronized(batch(party.rank, 0))
+            (loss_of(left) + loss_of(shared)).backward(retain_graph=True)
+            (loss_of(right) + loss_of(shared)).backward()
+            optimizer.step()
+
+    for error in errors_of(2, act):
+        assert isinstance(error, SpecError)
+        assert "add up the losses" in str(error)
+
+
+def test_in_no_sync_a_loss_may_use_some_layers_only():
+    def act(party):
+        model = TwoBranches()
+        model.trunk.requires_grad_(False)
+        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        with closing(synchronized):
+            with synchronized.no_sync():
+                first, second = synchronized(batch(party.rank, 1)), synchronized(batch(party.rank, 2))
+                loss_of(first[0]).backward(retain_graph=True)
+                loss_of(second[0]).backward()
+                loss_of(first[1]).backward()
+            left, right, _ = synchronized(batch(party.rank, 0))
+            (loss_of(left) + loss_of(right)).backward()
+            optimizer.step()
+            return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    def part(rank):
+        left, right = network(1), network(2)
+        of_left = [gradients_of(left, batch(rank, number)) for number in (0, 1, 2)]
+        of_right = [gradients_of(right, batch(rank, number)) for number in (0, 1)]
+        return [*(sum(g) for g in zip(*of_left, strict=True)), *(sum(g) for g in zip(*of_right, strict=True))]
+
+    assert_same(run_ranks(2, act), mean_gradients([2, 3], [part(0), part(1)]))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=reentrant)
+
+    def loop(model, optimizer, rank):
+        for _ in range(2):
+            loss_of(model(batch(rank, 0).requires_grad_())).backward()
+
+    def act(party):
+        model = Checkpointed()
+        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        with closing(synchronized):
+            loop(synchronized, optimizer, party.rank)
+            optimizer.step()
+            return [parameter.grad.clone() for parameter in model.parameters()]
+
+    assert_same(run_ranks(2, act), [2 * gradient for gradient in expected_gradients([[2, 3]])])
+
+
+@pytest.mark.parametrize("kind", ["tuple", "mapping", "dataclass", "object"])
+def test_outputs_of_any_kind(kind):
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x):
+            output = self.body(x)
+            return {"tuple": (1, [output]), "mapping": {"y": output}, "dataclass": Output(output)}.get(
+                kind, Box(output)
+            )
+
+    def opened(output):
+        return {"tuple": lambda: output[1][0], "mapping": lambda: output["y"]}.get(kind, lambda: output.y)()
+
+    def act(party):
+        model = Wrapped()
+        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        with closing(synchronized):
+            for number in range(2):
+                loss_of(opened(synchronized(batch(party.rank, number)))).backward()
+            optimizer.step()
+            return [parameter.grad.clone() for parameter in model.parameters()]
+
+    assert_same(run_ranks(2, act), expected_gradients([[2, 3], [2, 3]]))
+
+
+@dataclass
+class Output:
+    y: torch.Tensor
+
+
+class Box:
+    def __init__(self, y):
+        self.y = y
+
+
+@pytest.mark.parametrize("loop", [by_plain_module, in_no_sync, by_autograd_grad])
+def test_a_rank_alone_in_the_world_has_nobody_to_differ_from(loop):
+    def act(party):
+        synchronized, optimizer = join(party, ragged(1), network())
+        with closing(synchronized):
+            loop(synchronized, party.rank)
+            optimizer.step()
+            synchronized.finish()
+
+    run_ranks(1, act)
+
+
+def test_unused_parameters_with_several_backwards():
+    def act(party):
+        model = TwoBranches()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"party": party, "cluster": cluster_of(ragged(2)), "period": period_of(50)}
+        synchronized = join_nodes(model, optimizer, find_unused_parameters=True, **settings)
+        with closing(synchronized):
+            for number in range(2):
+                left, right, _ = synchronized(batch(party.rank, number))
+                loss_of(left if number else right).backward()
+            optimizer.step()
+            assert all(parameter.grad is None for parameter in model.trunk.parameters())
+            return [p.grad.clone() for part in (model.left, model.right) for p in part.parameters()]
+
+    parts = [
+        [*gradients_of(network(1), batch(rank, 1)), *gradients_of(network(2), batch(rank, 0))] for rank in range(2)
+    ]
+    assert_same(run_ranks(2, act), mean_gradients([2, 3], parts))

@@ -67,7 +67,7 @@ class ForwardLog:
             self._task, self._members = task, []
             if (begin := self._on_begin()) is not None:
                 begin(forward)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_task)
+            torch.autograd.Variable._execution_engine.queue_callback(self._await_others)
         if forward not in self._members:
             forward.was_reached = True
             self._members.append(forward)
@@ -94,6 +94,10 @@ class ForwardLog:
     def complete(self) -> None:
         """Notes that a backward has given all parameters their gradients."""
         self._recent = []
+
+    def _await_others(self) -> None:
+        """Goes behind what others, such as DDP, have queued for the end of the backward meanwhile."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_task)
 
     def _end_task(self) -> None:
         if self._on_end is not None and (end := self._on_end()) is not None:

@@ -18,7 +18,7 @@ from evenly._errors import SpecError
 from evenly.comm import Alarm
 from evenly.nodes.averaged import Gradients
 from evenly.nodes.averaging import Averaging
-from evenly.nodes.forwards import ForwardLog, uncounted
+from evenly.nodes.forwards import Forward, ForwardLog, uncounted
 
 
 @final
@@ -35,7 +35,7 @@ class NodeGradients(Gradients):
         super().__init__(module, group, alarm)
         self._module = module
         self._finds_unused = find_unused_parameters
-        self._log = ForwardLog(on_begin=self._begin_task)
+        self._log = ForwardLog(on_begin=self._begin_task, on_end=self._end_task)
         self._averaging: Averaging | None = None
         self._buckets: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # where they may have to be restored
         self._latest: Averaging | None = None
@@ -52,6 +52,7 @@ class NodeGradients(Gradients):
         self._ddp.register_comm_hook(ref(self), _average)  # DDP would keep itself and the group alive for ever
         if not find_unused_parameters:
             self._rehearse()
+        self._left: list[str] = []  # parameters without a gradient at the end of a backward that is to be averaged
         self._everything = [_touch(module)] if find_unused_parameters else []
         self._arm()
 
@@ -132,7 +133,7 @@ class NodeGradients(Gradients):
         if self._is_borrowed(forwards):
             for parameters, gradients in self._buckets:
                 self._restore(parameters, gradients)
-        self._before, self._buckets = None, []
+        self._before, self._buckets, self._left = None, [], []
         if self._averaging is None:
             self._kept_local(forwards)
         else:
@@ -143,6 +144,22 @@ class NodeGradients(Gradients):
             self._latest = self._averaging
             self._was_averaged(self._averaging.samples, uncounted(forwards))
         self._log.complete()
+
+    def _begin_task(self, forward: Forward) -> None:
+        """Runs when a backward reaches a forward: the one before may have left parameters for it, and no others."""
+        if self._left:
+            given = [p for name, p in zip(self._names, self._trained, strict=True) if name not in self._left]
+            if any(map(_is_reached, given)):
+                raise self._told(SpecError(self._incomplete("backward()", self._left)))
+        super()._begin_task(forward)
+
+    def _end_task(self) -> None:
+        """Runs at the end of a backward that has reached a forward."""
+        missing = self._missing()
+        if missing and not any(forward.is_averaged for forward in self._log.members()):
+            self._arm()  # in no_sync() a loss may use some parameters only
+        else:
+            self._left = missing
 
     def _require_complete(self) -> None:
         """Raises `SpecError` where a backward since the last complete one has left parameters without a gradient."""
@@ -175,6 +192,17 @@ def _average(owner: "ref[NodeGradients]", bucket: GradBucket) -> torch.futures.F
     if gradients is None:
         raise SpecError("backward was called after the synchronized model was let go. Keep it as long as its losses.")
     return gradients.average(bucket)
+
+
+def _is_reached(parameter: torch.Tensor) -> bool:
+    """Returns whether the running backward gives this parameter a gradient."""
+    with torch.enable_grad():
+        view = parameter.view_as(parameter).grad_fn
+    node = view.next_functions[0][0] if view is not None else None
+    try:
+        return node is not None and bool(torch._C._will_engine_execute_node(node))  # private: as torch.autograd.graph
+    except RuntimeError:  # in autograd.grad()
+        return False
 
 
 def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
