@@ -361,8 +361,11 @@ class Player:
         fresh = [number for number in numbers if number not in self.counted]
         self.counted |= set(fresh)
         if self.program.network == "penalty" and any(
-            not any(counts[rank] for _, counts, *_ in found)
-            and any(g is not None and any(bool(t.any()) for t in g) for g in (self.local[rank], self.averaged[rank]))
+            not all(counts[rank] for _, counts, *_ in found)
+            and (
+                any(counts[rank] for _, counts, *_ in found)
+                or any(g and any(bool(t.any()) for t in g) for g in (self.local[rank], self.averaged[rank]))
+            )
             for rank in range(len(self.models))
         ):
             self.is_poisoned = True  # what the loss adds to its own parameter cannot be taken back

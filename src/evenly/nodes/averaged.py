@@ -47,6 +47,7 @@ class Gradients(ABC):
         self._averaged = 0.0  # samples behind the gradients averaged since the last step
         self._has_averaged = self._has_local = self._has_foreign = False  # kinds of backwards since the last step
         self._before: dict[int, torch.Tensor] | None = None  # gradients, where the running backward has no samples
+        self._is_touched = self._had_gradients = False  # what such a backward has found when it reached the outputs
 
     def _learn(self, module: torch.nn.Module) -> None:
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -175,27 +176,35 @@ class Gradients(ABC):
             self._accumulated = self._averaged = 0.0
             self._has_averaged = self._has_local = self._has_foreign = False
 
-    def _begin_task(self, forward: Forward) -> None:
+    def begin_task(self) -> None:
         """Runs when a backward reaches the outputs of the first of its forwards."""
         self._forget_abandoned()
-        self._before = None if forward.samples else self._gradients_now()
+        self._before = None
+        self._is_touched = self._had_gradients = False
 
-    def _gradients_now(self) -> dict[int, torch.Tensor]:
-        """Returns copies of the gradients as they were before the running backward."""
+    def reached_empty(self, *, is_first: bool) -> None:
+        """Runs when a backward reaches the outputs of a batch that counts no samples, and must add nothing."""
         untouched = self._untouched()
-        found = {id(p): p.grad.detach().clone() for p in untouched if p.grad is not None}
-        if len(untouched) < len(self._trained) and not all(map(_is_empty, untouched)):
-            error = SpecError(
-                "a batch that counts no samples was given behind others of the same step, and its loss uses parameters "
-                "of the model by itself: what the others gave them cannot be told apart. Let forward() use them, or "
-                "leave such a batch out."
-            )
-            raise self._told(error)
-        return found
+        self._is_touched |= len(untouched) < len(self._trained)  # by the loss, which uses parameters by itself
+        if is_first:
+            self._had_gradients = not all(map(_is_empty, untouched))
+            self._before = {id(p): p.grad.detach().clone() for p in untouched if p.grad is not None}
+
+    @abstractmethod
+    def end_task(self) -> None:
+        """Runs at the end of a backward that has reached a forward."""
 
     def _is_borrowed(self, forwards: Sequence[Forward]) -> bool:
         """Returns whether all batches of the running backward count no samples, so that gradients stay as they were."""
-        return self._before is not None and not any(forward.samples for forward in forwards)
+        has_samples = any(forward.samples for forward in forwards)
+        if self._is_touched and (has_samples or self._had_gradients):
+            error = SpecError(
+                "a batch that counts no samples was given together with others of the same step, and its loss uses "
+                "parameters of the model by itself: what the others gave them cannot be told apart. Let forward() use "
+                "them, or leave such a batch out."
+            )
+            raise self._told(error)
+        return self._before is not None and not has_samples
 
     def _restore(self, parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor]) -> None:
         """Gives gradients the values that they had before the running backward."""

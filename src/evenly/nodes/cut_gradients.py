@@ -55,7 +55,7 @@ class ReplicaGradients(Gradients):
         self._replicas = [[self._ranks.index(rank) for rank in replica.everybody] for replica in replicas]
         self._speaks = any(alarm.party.rank == replica.ranks[0] for replica in replicas)
         self._listens = any(alarm.party.rank in replica.audience for replica in replicas)
-        self._log = ForwardLog(on_begin=self._begin_task, on_end=self._end_backward)
+        self._log = ForwardLog(self)
         self._begun = self._is_queued = False
         self._filled: set[int] = set()  # parameters to which the running backward has added
         self._latest: Tally | None = None
@@ -103,13 +103,13 @@ class ReplicaGradients(Gradients):
         self._filled.add(id(parameter))
         if not self._log.is_running and not self._is_queued:
             self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_task)
 
     def _untouched(self) -> list[torch.Tensor]:
         return [parameter for parameter in self._trained if id(parameter) not in self._filled]
 
     @torch.no_grad()
-    def _end_backward(self) -> None:
+    def end_task(self) -> None:
         """Runs when all gradients of a backward are there."""
         if not self._filled:  # autograd.grad() gives parameters nothing
             return

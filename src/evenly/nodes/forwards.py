@@ -6,8 +6,8 @@ backward, several backwards a forward, and forwards whose outputs nobody uses co
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -32,15 +32,24 @@ class Forward:
         return None if self.samples else torch.zeros_like(gradient)
 
 
+class LogOwner(Protocol):
+    """Who is told about backwards that reach a forward."""
+
+    def begin_task(self) -> None:
+        """A backward has reached its first forward."""
+
+    def reached_empty(self, *, is_first: bool) -> None:
+        """It has reached one whose batch counts no samples."""
+
+    def end_task(self) -> None:
+        """It is over."""
+
+
 class ForwardLog:
-    """The forwards of one network, and those that the running backward has passed through.
+    """The forwards of one network, and those that the running backward has passed through."""
 
-    `on_begin` is called when a backward reaches its first forward, `on_end` at its end.
-    """
-
-    def __init__(self, *, on_begin: Callable[[Forward], None], on_end: Callable[[], None] | None = None) -> None:
-        self._on_begin = weakref.WeakMethod(on_begin)  # its object holds this log
-        self._on_end = weakref.WeakMethod(on_end) if on_end is not None else None
+    def __init__(self, owner: "LogOwner") -> None:
+        self._owner = weakref.ref(owner)  # it holds this log
         self._alive: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._recent: list[Forward] = []  # since the last complete backward
         self._task = NO_TASK  # number of the running backward, as autograd counts them
@@ -65,12 +74,14 @@ class ForwardLog:
         task = torch._C._current_graph_task_id()  # private: tells two backwards apart, as torch.autograd.graph does
         if task != self._task:
             self._task, self._members = task, []
-            if (begin := self._on_begin()) is not None:
-                begin(forward)
+            if (owner := self._owner()) is not None:
+                owner.begin_task()
             torch.autograd.Variable._execution_engine.queue_callback(self._await_others)
         if forward not in self._members:
             forward.was_reached = True
             self._members.append(forward)
+            if not forward.samples and (owner := self._owner()) is not None:
+                owner.reached_empty(is_first=len(self._members) == 1)
 
     @property
     def is_running(self) -> bool:
@@ -100,8 +111,8 @@ class ForwardLog:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_task)
 
     def _end_task(self) -> None:
-        if self._on_end is not None and (end := self._on_end()) is not None:
-            end()
+        if (owner := self._owner()) is not None:
+            owner.end_task()
         self._task, self._members = NO_TASK, []
 
 

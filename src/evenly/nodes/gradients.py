@@ -18,7 +18,7 @@ from evenly._errors import SpecError
 from evenly.comm import Alarm
 from evenly.nodes.averaged import Gradients
 from evenly.nodes.averaging import Averaging
-from evenly.nodes.forwards import Forward, ForwardLog, uncounted
+from evenly.nodes.forwards import ForwardLog, uncounted
 
 
 @final
@@ -35,7 +35,7 @@ class NodeGradients(Gradients):
         super().__init__(module, group, alarm)
         self._module = module
         self._finds_unused = find_unused_parameters
-        self._log = ForwardLog(on_begin=self._begin_task, on_end=self._end_task)
+        self._log = ForwardLog(self)
         self._averaging: Averaging | None = None
         self._buckets: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # where they may have to be restored
         self._latest: Averaging | None = None
@@ -110,7 +110,7 @@ class NodeGradients(Gradients):
         if bucket.index() == 0:
             self._begin_backward()
         future = _done(bucket.buffer()) if self._averaging is None else self._averaging.add(bucket.buffer())
-        if self._before is not None:
+        if self._before is not None:  # gradients may have to be restored
             self._buckets.append((bucket.parameters(), bucket.gradients()))
         ranks = self._group.size()
         self.sent_bytes += 0 if self._averaging is None else 2 * (ranks - 1) * bucket.buffer().nbytes // ranks
@@ -124,7 +124,7 @@ class NodeGradients(Gradients):
         if any(forward.is_averaged for forward in forwards):
             self._alarm.begin()
             self._averaging = Averaging(self._group, self._alarm, step=self.step)
-            if self._before is None and not self._log.may_grow:  # else its weight is known at the last bucket
+            if all(f.samples for f in forwards) and not self._log.may_grow:  # else the last bucket tells its weight
                 self._averaging.start(self._weight(forwards))
 
     def _end_backward(self, device: torch.device) -> None:
@@ -145,15 +145,15 @@ class NodeGradients(Gradients):
             self._was_averaged(self._averaging.samples, uncounted(forwards))
         self._log.complete()
 
-    def _begin_task(self, forward: Forward) -> None:
+    def begin_task(self) -> None:
         """Runs when a backward reaches a forward: the one before may have left parameters for it, and no others."""
         if self._left:
             given = [p for name, p in zip(self._names, self._trained, strict=True) if name not in self._left]
             if any(map(_is_reached, given)):
                 raise self._told(SpecError(self._incomplete("backward()", self._left)))
-        super()._begin_task(forward)
+        super().begin_task()
 
-    def _end_task(self) -> None:
+    def end_task(self) -> None:
         """Runs at the end of a backward that has reached a forward."""
         missing = self._missing()
         if missing and not any(forward.is_averaged for forward in self._log.members()):
