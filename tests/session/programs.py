@@ -52,8 +52,8 @@ def train(
     rank = int(os.environ["RANK"])
     if own_folders:
         folder = f"{folder}-{os.environ['GROUP_RANK']}"
-    if how == "while saving" and rank == crash_rank:
-        _die_while_saving(crash_step)
+    if how.endswith("while saving") and rank == crash_rank:
+        _die_while_saving(crash_step, signal.SIGSTOP if how.startswith("stop") else signal.SIGKILL)
     with evenly.Session(
         folder, checkpoint_every=checkpoint_every, keep=3, timeout_s=timeout_s, device=device
     ) as session:
@@ -71,7 +71,7 @@ def train(
                     optimizer.step()
                     optimizer.zero_grad()
                     made += 1
-                if rank == crash_rank and how != "while saving" and synchronized.schedule.step == crash_step:
+                if rank == crash_rank and not how.endswith("while saving") and synchronized.schedule.step == crash_step:
                     _crash(how)
                 time.sleep(pause_s)
             schedule.step()
@@ -97,8 +97,8 @@ def _crash(how: str) -> None:
     os._exit(9)
 
 
-def _die_while_saving(times: int) -> None:
-    """Kills this process inside the `times`-th checkpoint, when its files are half written."""
+def _die_while_saving(times: int, number: int) -> None:
+    """Kills or stops this process inside the `times`-th checkpoint, when its files are half written."""
     plain, count = folders.write_part, 0
 
     def write_part(folder: Path, name: str, value: Any) -> dict[str, str]:
@@ -107,7 +107,7 @@ def _die_while_saving(times: int) -> None:
         if name.startswith("rank"):
             count += 1
             if count == times:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), number)
         return digests
 
     folders.write_part = write_part

@@ -81,7 +81,7 @@ class Session:
 
     def _open(self, place: Place) -> None:
         self._closing.enter_context(open_world(place, timeout_s=self._timeout_s))
-        party = party_of()
+        party = party_of(timeout_s=self._timeout_s)
         self.rank, self.world_size = party.rank, party.size
         self._alarm = Alarm(party.chapter("session"))
         self._closing.callback(self._alarm.close)

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from evenly._errors import SpecError
-from evenly.comm import Alarm, Assembly, Party, Waiter, open_group
+from evenly._errors import PeerError, SpecError
+from evenly.comm import Alarm, Assembly, Party, Waiter, close_groups, open_group
 from evenly.session.checkpoint import Checkpoints
 from evenly.session.ledger import Ledger
 from evenly.session.recorder import Recorder
@@ -53,7 +53,7 @@ class Stage:
         Waiter(self.alarm, place=f"the session of {party.size} ranks", timeout_s=timeout_s).roll_call()
         group = open_group(chapter, "world", range(party.size), backend="gloo", timeout_s=timeout_s)
         self.assembly = Assembly(self.alarm, group, timeout_s=timeout_s)
-        opened.callback(group.shutdown)
+        opened.callback(lambda: close_groups([group], failed=self.alarm.has_rung))
         self.recorder = Recorder(folder, rank=party.rank)
         opened.callback(self.recorder.close)
         self.ledger = Ledger(self.recorder)
@@ -139,7 +139,7 @@ def _release(party: Party, idle: list[int]) -> None:
         party.store.set(OVER, "1")
         while not party.store.check([f"gone/{rank}" for rank in idle]) and time.monotonic() < until:
             time.sleep(0.05)
-    except RuntimeError as error:  # one of them kept the store, and has gone
+    except PeerError as error:  # one of them kept the store, and has gone
         logger.debug("the store of the session is gone: %s", error)
 
 
