@@ -3,6 +3,7 @@
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -38,8 +39,7 @@ def fail_at(tmp_path, nodes, victim: int, **arguments) -> tuple[list[Rank], int,
 def _state(pid: int) -> str:
     """Returns the letter for the state of a process; Z if it has gone."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return "Z"
 

@@ -1,6 +1,7 @@
 """`evenly launch`: torchrun on nodes with unequal numbers of processes, or a rehearsal of them on one machine."""
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -48,7 +49,8 @@ def launch(
     chosen = range(len(counts)) if node_rank is None else [_check_node(node_rank, num_nodes=len(counts))]
     script = [*(["-m"] if module else []), "--", *command]  # else torchrun would take the script's options for its own
     commands = [_agent(counts, node=node, host=host, port=port, script=script) for node in chosen]
-    raise typer.Exit(run_together(commands, environ=_threads(sum(counts)) if node_rank is None else {}))
+    shared = {**_threads(sum(counts)), "EVENLY_TOKEN": secrets.token_hex(16)} if node_rank is None else {}
+    raise typer.Exit(run_together(commands, environ=shared))
 
 
 def run_together(commands: Sequence[Sequence[str]], *, environ: Mapping[str, str]) -> int:
@@ -133,7 +135,7 @@ def _asked_to_end() -> Iterator[list[int]]:
 def _agent(counts: Sequence[int], *, node: int, host: str, port: int, script: Sequence[str]) -> list[str]:
     """Returns torchrun's command line; only its static rendezvous keeps the order of the nodes."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", "evenly.launch.agent"),
         *(f"--nnodes={len(counts)}", f"--nproc-per-node={counts[node]}", f"--node-rank={node}"),
         *(f"--master-addr={host}", f"--master-port={port}"),
         *script,
