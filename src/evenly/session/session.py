@@ -91,6 +91,7 @@ class Session:
         cluster = survey_party(party, self.device, timeout_s=self._timeout_s, parent=self._alarm)
         cluster = cluster if self._nodes_wish is None else regroup(cluster, self._nodes_wish)
         wishes: Any = {"folder": self._folder, "resume": self._resume, "timeout_s": self._timeout_s}
+        wishes["holding"] = self._closing
         self._enter(Stage(party, cluster, self._alarm, **wishes))
 
     def _enter(self, stage: Stage) -> None:
