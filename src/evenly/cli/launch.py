@@ -1,6 +1,7 @@
 """`evenly launch`: torchrun on nodes with unequal numbers of processes, or a rehearsal of them on one machine."""
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -8,11 +9,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Annotated
 
 import psutil
 import typer
 
+from evenly._errors import LaunchError
 from evenly.launch.ports import free_port
 from evenly.launch.settings import environment, overlay
 
@@ -45,6 +49,7 @@ def launch(
     Without --node-rank all nodes start here, as a rehearsal: the library treats them as separate nodes.
     """
     counts = _parse_nodes(nodes)
+    _require_script(command[0], is_module=module)
     host, port = _parse_master(master, node_rank=node_rank, num_nodes=len(counts))
     chosen = range(len(counts)) if node_rank is None else [_check_node(node_rank, num_nodes=len(counts))]
     script = [*(["-m"] if module else []), "--", *command]  # else torchrun would take the script's options for its own
@@ -151,11 +156,31 @@ def _threads(num_processes: int) -> dict[str, str]:
 
 def _parse_nodes(text: str) -> list[int]:
     items = [item.strip() for item in text.split(",")]
-    if not all(item.isdecimal() and int(item) > 0 for item in items):
+    if not all(re.fullmatch(r"0*[1-9][0-9]{0,3}", item) for item in items):
         raise typer.BadParameter(
-            f"{text!r} was given; each node needs a whole number from 1. Write --nodes 3,1 for three and one."
+            f"{text[:80]!r} was given; each node needs a whole number from 1 to 9999. Write --nodes 3,1 for three and "
+            "one."
         )
     return [int(item) for item in items]
+
+
+def _require_script(name: str, *, is_module: bool) -> None:
+    """Raises `LaunchError` for a script or module that is not there, once and not from every rank."""
+    is_there = False
+    if is_module:
+        top = name.partition(".")[0]
+        found = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])  # `python -m` looks into this folder too
+        is_there = found is not None or top in sys.builtin_module_names
+        case = f"there is no module {top} in this folder or in this Python"
+    else:
+        with suppress(OSError, ValueError):  # a name that no file can have
+            is_there = Path(name).exists()
+        case = f"there is no such file in {Path.cwd()}"
+    if not is_there:
+        raise LaunchError(
+            f"{'the module' if is_module else 'the script'} {name[:200]} was to be started; {case}. Check the name"
+            f"{'' if is_module else ', or write -m for a module'}."
+        )
 
 
 def _check_node(node_rank: int, *, num_nodes: int) -> int:
@@ -170,9 +195,9 @@ def _parse_master(master: str | None, *, node_rank: int | None, num_nodes: int) 
     if master is None and (node_rank is None or num_nodes == 1):
         return "127.0.0.1", free_port()
     host, _, port = (master or "").rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 65536):
+    if not (host and re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) < 65536):
         raise typer.BadParameter(
-            f"--master {master or '(nothing)'} was given; the nodes need an address to meet. "
+            f"--master {(master or '(nothing)')[:80]} was given; the nodes need an address to meet. "
             "Write --master HOST:PORT with the host of node 0, the same on every node."
         )
     return host, int(port)

@@ -62,6 +62,8 @@ class Session:
         self._device_wish, self._nodes_wish, self._seed, self._keep = device, nodes, seed, max(keep, 1)
         if isinstance(checkpoint_every, int) and checkpoint_every < 1:
             raise SpecError(f"checkpoint_every={checkpoint_every} was asked for. Give 1 or more, 'epoch' or None.")
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise SpecError(f"seed={str(seed)[:40]} was asked for. Give a whole number between -2^63 and 2^63.")
         self._checkpoint_every, self._place, self._resume, self._timeout_s = checkpoint_every, place, resume, timeout_s
         self._alarm: Alarm | None = None
         self._stage: Any = None  # entered with the session
