@@ -148,3 +148,24 @@ def scale(folder: str) -> list[Any]:
                 scaler.update()
                 optimizer.zero_grad()
         return [synchronized.schedule.step, digest(*model.parameters())]
+
+
+def by_hand(what: str, victim: int, *, timeout_s: float) -> None:
+    """Trains without a session, in a group that the program opened, until rank `victim` stops itself in step 3."""
+    torch.manual_seed(17)
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo")
+    x, y = dataset().tensors
+    model = nn.Sequential(nn.Flatten(), nn.Linear(30, 16), nn.ReLU(), nn.Linear(16, 3))
+    if what == "shard":
+        model = evenly.shard(model, x[:8], timeout_s=timeout_s)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if what == "synchronize":
+        model = evenly.synchronize(model, optimizer, every=50, timeout_s=timeout_s)
+    for step in range(10_000):
+        if rank == victim and step == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        nn.functional.cross_entropy(model(x[:8]), y[:8]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)

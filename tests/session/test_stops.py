@@ -1,5 +1,6 @@
 """A process that is stopped or killed in a step, an exchange or a save: the others name it and end in time."""
 
+import os
 import re
 import signal
 import time
@@ -18,7 +19,10 @@ SLACK_S = 8.0  # to notice, to give up connections and to end the interpreter, o
 def fail_at(tmp_path, nodes, victim: int, **arguments) -> tuple[list[Rank], int, float]:
     """Returns the other ranks, ended, the victim's process id and the seconds from its stop to the end of the last."""
     settings = {"folder": str(tmp_path / "run"), "timeout_s": TIMEOUT_S, "crash_rank": victim, "epochs": 100}
-    ranks = start_processes(nodes, TRAIN, {**settings, "crash_step": 3, "pause_s": 0.02, **arguments})
+    return watch(start_processes(nodes, TRAIN, {**settings, "crash_step": 3, "pause_s": 0.02, **arguments}), victim)
+
+
+def watch(ranks: list[Rank], victim: int) -> tuple[list[Rank], int, float]:
     pid = ranks[victim].process.pid
     assert pid is not None
     others = [rank for number, rank in enumerate(ranks) if number != victim]
@@ -56,7 +60,10 @@ def require_named(tmp_path, how: str, victim: int, place: str, *, limit_s: float
     nodes = settings.pop("nodes", ragged(2))
     if place == "save":
         settings["how"] = f"{how} while saving"
-    others, pid, seconds = fail_at(tmp_path, nodes, victim, **{"how": how, **settings})
+    require_ended(*fail_at(tmp_path, nodes, victim, **{"how": how, **settings}), victim=victim, limit_s=limit_s)
+
+
+def require_ended(others: list[Rank], pid: int, seconds: float, *, victim: int, limit_s: float) -> None:
     for rank in others:
         assert rank.code not in (0, -signal.SIGABRT), rank.errors[-3000:]
         last = rank.errors.strip().splitlines()[-1]
@@ -84,3 +91,29 @@ def test_a_killed_rank_is_named(tmp_path, victim, place):
 
 def test_a_killed_rank_is_named_in_a_step(tmp_path):
     require_named(tmp_path, "kill", 1, "step", limit_s=SLACK_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("what", ["synchronize", "shard"])
+def test_a_loop_by_hand_ends_as_well(what, victim):
+    arguments = {"what": what, "victim": victim, "timeout_s": TIMEOUT_S}
+    ended = watch(start_processes(ragged(2), "tests.session.programs:by_hand", arguments), victim)
+    require_ended(*ended, victim=victim, limit_s=TIMEOUT_S + SLACK_S)
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_on_in_time_is_not_missed(tmp_path):
+    """Stopped for less than the time limit, and so are all at once for longer."""
+    arguments = {"folder": str(tmp_path / "run"), "timeout_s": 6.0, "epochs": 8, "pause_s": 0.05, "every": 3}
+    ranks = start_processes(ragged(1, 1), TRAIN, arguments)
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < until:
+        time.sleep(0.05)
+    for stopped, seconds in ((ranks[:1], 3.0), (ranks, 8.0)):
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in stopped:
+                os.kill(rank.process.pid, number)
+            time.sleep(seconds if number == signal.SIGSTOP else 0.5)
+    for rank in collect(ranks):
+        assert rank.code == 0, rank.errors

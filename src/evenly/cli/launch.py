@@ -49,9 +49,9 @@ def launch(
     Without --node-rank all nodes start here, as a rehearsal: the library treats them as separate nodes.
     """
     counts = _parse_nodes(nodes)
-    _require_script(command[0], is_module=module)
     host, port = _parse_master(master, node_rank=node_rank, num_nodes=len(counts))
     chosen = range(len(counts)) if node_rank is None else [_check_node(node_rank, num_nodes=len(counts))]
+    _require_script(command[0], is_module=module)
     script = [*(["-m"] if module else []), "--", *command]  # else torchrun would take the script's options for its own
     commands = [_agent(counts, node=node, host=host, port=port, script=script) for node in chosen]
     shared = {**_threads(sum(counts)), "EVENLY_TOKEN": secrets.token_hex(16)} if node_rank is None else {}
