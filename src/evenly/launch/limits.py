@@ -4,11 +4,14 @@ A client of torch's `TCPStore` waits for ever if the process that hosts it is st
 Such calls run in a thread of their own, which is given up when the limit has passed.
 """
 
+import os
+import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 
@@ -18,6 +21,7 @@ from evenly.launch.settings import environment
 Result = TypeVar("Result")
 
 SLICE_S = 0.25
+IDLE_S = 5.0  # a thread without a call for so long ends
 _IN_PROCESS = (HashStore, FileStore)  # nobody else has to answer
 
 
@@ -34,6 +38,33 @@ def within(limit_s: float, call: Callable[[], Result]) -> Result:
     return result
 
 
+class _Worker:
+    """A thread that makes one call after another, as long as calls come; one that hangs is not used again."""
+
+    idle: ClassVar[deque["_Worker"]] = deque()
+
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="bounded-call", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                call = self.calls.get(timeout=IDLE_S)
+            except queue.Empty:
+                try:
+                    self.idle.remove(self)  # from here on nobody gives it a call
+                except ValueError:
+                    continue  # somebody is about to
+                return
+            call.run()
+            del call
+            self.idle.append(self)
+
+
+os.register_at_fork(after_in_child=_Worker.idle.clear)  # a child has none of these threads
+
+
 class _Call:
     """A call in a thread of its own."""
 
@@ -42,9 +73,14 @@ class _Call:
         self._result: Any = None
         self._error: BaseException | None = None
         self.waited_s = 0.0
-        threading.Thread(target=self._run, name="bounded-call", daemon=True).start()
+        try:
+            worker = _Worker.idle.pop()
+        except IndexError:
+            worker = _Worker()
+        worker.calls.put(self)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Makes the call; what waits for it goes on."""
         try:
             self._result = self._call()
         except BaseException as error:

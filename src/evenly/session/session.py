@@ -110,6 +110,8 @@ class Session:
         left_out = isinstance(error, LeftOut)
         error = None if left_out else error
         try:
+            if isinstance(error, RuntimeError) and self._alarm is not None:  # torch's for a rank that has gone, perhaps
+                self._alarm.check()
             if error is None and not left_out:
                 self.finish()
                 sums = self._assembly.gather(self._ledger.sums(), "the end of the run")
