@@ -61,7 +61,7 @@ def test_two_ranks_and_one_run_as_two_nodes() -> None:
 
 def test_the_store_of_a_rehearsal_is_reached_from_this_machine_only() -> None:
     port = free_port()
-    process = start("--nodes", "1,1", "--master", f"127.0.0.1:{port}", SCRIPT, "--stay")
+    process = start("--nodes", "1", "--master", f"127.0.0.1:{port}", SCRIPT, "--stay")
     try:
         assert process.stdout is not None
         process.stdout.readline()

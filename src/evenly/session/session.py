@@ -19,7 +19,7 @@ from evenly.nodes import Synchronized, join_nodes
 from evenly.session.by_hand import regroup, survey_party
 from evenly.session.checkpoint import apply, restore_random_state
 from evenly.session.full import Trainee
-from evenly.session.planning import exchange_of, plan_run, require_epochs
+from evenly.session.planning import exchange_of, plan_run, require_epochs, require_numbers
 from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.sharding import shard_for
 from evenly.session.stage import LINGER_S, LeftOut, Stage
@@ -60,10 +60,7 @@ class Session:
         """
         self._folder = Path(folder) if folder is not None else None
         self._device_wish, self._nodes_wish, self._seed, self._keep = device, nodes, seed, max(keep, 1)
-        if isinstance(checkpoint_every, int) and checkpoint_every < 1:
-            raise SpecError(f"checkpoint_every={checkpoint_every} was asked for. Give 1 or more, 'epoch' or None.")
-        if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-            raise SpecError(f"seed={str(seed)[:40]} was asked for. Give a whole number between -2^63 and 2^63.")
+        require_numbers(seed=seed, checkpoint_every=checkpoint_every)
         self._checkpoint_every, self._place, self._resume, self._timeout_s = checkpoint_every, place, resume, timeout_s
         self._alarm: Alarm | None = None
         self._stage: Any = None  # entered with the session
