@@ -8,7 +8,7 @@ EvenlyError
 ├── MismatchError     ranks were given different models, optimizers or settings
 ├── NonFiniteError    a loss or gradient became NaN or infinite
 ├── DataError         data are missing, empty or not in the expected form
-├── CheckpointError   a checkpoint is missing, damaged or of another model
+├── CheckpointError   a checkpoint is missing, damaged or of another model, or its folder is in use
 └── LabError          the emulated cluster cannot be built on this machine
 
 A message has three parts: what was asked, what is the case (with values), what to do.
@@ -48,7 +48,7 @@ class DataError(EvenlyError):
 
 
 class CheckpointError(EvenlyError):
-    """A checkpoint is missing, damaged or of another model."""
+    """A checkpoint is missing, damaged or of another model, or the folder of a run is in use."""
 
 
 class LabError(EvenlyError):

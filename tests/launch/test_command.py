@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from evenly.cli.launch import CONTEXT_SETTINGS, launch, run_together
+from evenly.launch.ports import free_port
 from tests.launch.greetings import greetings
 
 SCRIPT = str(Path(__file__).with_name("greet.py"))
@@ -55,6 +57,20 @@ def test_two_ranks_and_one_run_as_two_nodes() -> None:
     assert seats == [(0, "0", 0, 2), (1, "0", 1, 2), (2, "1", 0, 1)]
     assert all(each["totals"] == [3, 3] for each in said)
     assert all(each["args"] == ["--nodes", "of the script", "--help"] for each in said)
+
+
+def test_the_store_of_a_rehearsal_is_reached_from_this_machine_only() -> None:
+    port = free_port()
+    process = start("--nodes", "1", "--master", f"127.0.0.1:{port}", SCRIPT, "--stay")
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        socket.create_connection(("127.0.0.1", port), timeout=5.0).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=5.0)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
 
 
 def test_one_failing_rank_ends_all_nodes_and_is_the_exit_code() -> None:

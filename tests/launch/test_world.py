@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from evenly._errors import LaunchError
 from evenly.launch import Place, find_place, open_world, pick_device
 from evenly.launch.meeting import meet
 from evenly.launch.ports import free_port
+from evenly.launch.serving import listen_at
 from tests.launch.greetings import greetings
 
 ALONE = find_place({})
@@ -108,6 +110,60 @@ def test_a_port_in_use_is_named_at_once() -> None:
         message = failure(place(0, of=2, port=port), timeout_s=30.0)
     assert f"port {port}" in message
     assert "MASTER_PORT" in message
+
+
+def answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.3"])
+def test_the_store_listens_only_where_the_ranks_meet(host: str) -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        meetings = [pool.submit(meet, place(rank, of=2, port=port, host=host), timeout_s=30.0) for rank in (0, 1)]
+        stores = [each.result() for each in meetings]
+    assert len(stores) == 2
+    assert answers(host, port)
+    assert not answers("127.0.0.2", port)  # an address of this machine like all of 127.0.0.0/8
+
+
+def test_a_name_that_is_loopback_only_on_this_machine_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 1))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert listen_at("host0", 0, is_local=False) is None
+    bound = listen_at("host0", 0, is_local=True)
+    assert bound is not None
+    bound.close()
+
+
+def test_keys_of_two_runs_differ() -> None:
+    ports, tokens = [free_port(), free_port()], []
+    for port in ports:
+        with ThreadPoolExecutor(2) as pool:
+            stores = list(pool.map(lambda rank: meet(place(rank, of=2, port=port), timeout_s=30.0), (0, 1)))  # noqa: B023
+        tokens.append(stores[0].underlying_store.underlying_store.get("evenly/0/0/token"))
+    assert len(set(tokens)) == 2
+
+
+def test_a_stopped_rank_0_is_told_within_the_time_limit() -> None:
+    """Its socket still takes connections: the store behind it does not answer."""
+    port, began = free_port(), time.monotonic()
+    code = f"from tests.launch.test_world import *\nmeet(place(0, of=3, port={port}), timeout_s=60)"
+    first = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        while not answers("127.0.0.1", port) and time.monotonic() < began + 30:
+            time.sleep(0.05)
+        first.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert f"127.0.0.1:{port}" in failure(place(1, of=3, port=port), timeout_s=1.5)
+        assert time.monotonic() - began < 6
+    finally:
+        first.kill()
+        first.wait()
 
 
 def test_a_place_without_a_master_cannot_meet_others() -> None:

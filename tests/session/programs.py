@@ -52,8 +52,8 @@ def train(
     rank = int(os.environ["RANK"])
     if own_folders:
         folder = f"{folder}-{os.environ['GROUP_RANK']}"
-    if how == "while saving" and rank == crash_rank:
-        _die_while_saving(crash_step)
+    if how.endswith("while saving") and rank == crash_rank:
+        _die_while_saving(crash_step, signal.SIGSTOP if how.startswith("stop") else signal.SIGKILL)
     with evenly.Session(
         folder, checkpoint_every=checkpoint_every, keep=3, timeout_s=timeout_s, device=device
     ) as session:
@@ -71,7 +71,7 @@ def train(
                     optimizer.step()
                     optimizer.zero_grad()
                     made += 1
-                if rank == crash_rank and how != "while saving" and synchronized.schedule.step == crash_step:
+                if rank == crash_rank and not how.endswith("while saving") and synchronized.schedule.step == crash_step:
                     _crash(how)
                 time.sleep(pause_s)
             schedule.step()
@@ -97,8 +97,8 @@ def _crash(how: str) -> None:
     os._exit(9)
 
 
-def _die_while_saving(times: int) -> None:
-    """Kills this process inside the `times`-th checkpoint, when its files are half written."""
+def _die_while_saving(times: int, number: int) -> None:
+    """Kills or stops this process inside the `times`-th checkpoint, when its files are half written."""
     plain, count = folders.write_part, 0
 
     def write_part(folder: Path, name: str, value: Any) -> dict[str, str]:
@@ -107,7 +107,7 @@ def _die_while_saving(times: int) -> None:
         if name.startswith("rank"):
             count += 1
             if count == times:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), number)
         return digests
 
     folders.write_part = write_part
@@ -148,3 +148,24 @@ def scale(folder: str) -> list[Any]:
                 scaler.update()
                 optimizer.zero_grad()
         return [synchronized.schedule.step, digest(*model.parameters())]
+
+
+def by_hand(what: str, victim: int, *, timeout_s: float) -> None:
+    """Trains without a session, in a group that the program opened, until rank `victim` stops itself in step 3."""
+    torch.manual_seed(17)
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo")
+    x, y = dataset().tensors
+    model = nn.Sequential(nn.Flatten(), nn.Linear(30, 16), nn.ReLU(), nn.Linear(16, 3))
+    if what == "shard":
+        model = evenly.shard(model, x[:8], timeout_s=timeout_s)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if what == "synchronize":
+        model = evenly.synchronize(model, optimizer, every=50, timeout_s=timeout_s)
+    for step in range(10_000):
+        if rank == victim and step == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        nn.functional.cross_entropy(model(x[:8]), y[:8]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)

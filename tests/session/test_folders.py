@@ -1,7 +1,9 @@
 """Checkpoint folders through accidents: replaced, set aside, merged, named alike."""
 
+import pytest
 import torch
 
+from evenly import CheckpointError
 from evenly.session import folder
 from evenly.session.merge import merge
 from evenly.session.tree import flatten, restore
@@ -11,7 +13,7 @@ def seal(root, name, value=1):
     partial = root / f".{name}.abcd"
     partial.mkdir(parents=True)
     folder.write_part(partial, "rank-0", {"value": value})
-    folder.seal(partial, root / name, {"files": {}})
+    folder.seal(partial, root / name, {"files": {}, "epoch": 1})
 
 
 def names(root):
@@ -42,6 +44,36 @@ def test_earlier_checkpoints_are_set_aside_and_not_mixed_with_new_ones(tmp_path)
     folder.clear(tmp_path, keep=1)
     assert names(tmp_path) == ["step-000000010"]
     assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == ["step-000000900", "step-000001000"]
+
+
+def test_what_was_set_aside_is_never_overwritten(tmp_path):
+    """The number follows the largest there is: some of those before may have been removed."""
+    for number in (1, 2, 3):
+        seal(tmp_path, f"step-{number:09d}")
+        folder.set_aside(tmp_path)
+    (tmp_path / "earlier-1").rename(tmp_path.parent / "elsewhere")
+    seal(tmp_path, "step-000000004")
+    folder.set_aside(tmp_path)
+    assert {path.name: names(path) for path in tmp_path.glob("earlier-*")} == {
+        f"earlier-{number}": [f"step-{number:09d}"] for number in (2, 3, 4)
+    }
+
+
+@pytest.mark.parametrize("change", ["value", "key", "list", "nested", "text"])
+def test_a_changed_manifest_is_damage(tmp_path, change):
+    seal(tmp_path, "step-000000005")
+    file = tmp_path / "step-000000005" / "manifest.json"
+    text = {
+        "value": file.read_text().replace('"epoch": 1', '"epoch": 2'),
+        "key": file.read_text().replace('"epoch"', '"epoche"'),
+        "list": "[]",
+        "nested": "[" * 100_000,
+        "text": "\x00\xff",
+    }[change]
+    assert folder.read_manifest(file.parent)["epoch"] == 1
+    file.write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
+        folder.read_manifest(file.parent)
 
 
 def test_merging_leaves_alone_what_is_the_same_or_no_float():

@@ -217,3 +217,16 @@ def test_starting_afresh_sets_earlier_checkpoints_aside(tmp_path):
     steps = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
     assert steps == ["step-000000007"]
     assert len(list((tmp_path / "checkpoints").glob("earlier-1/step-*"))) == 1
+
+
+def test_an_error_of_torch_gives_way_to_what_the_alarm_knows():
+    """A collective inside torch only says that somebody is missing."""
+
+    def lose_a_rank():
+        with evenly.Session() as session:
+            session._alarm.fail(evenly.PeerError("rank 3 has gone"))
+            raise RuntimeError("Timed out waiting 34000ms for recv operation to complete")
+
+    with pytest.raises(evenly.PeerError, match="rank 3 has gone") as caught:
+        lose_a_rank()
+    assert isinstance(caught.value.__context__, RuntimeError)

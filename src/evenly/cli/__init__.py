@@ -50,3 +50,7 @@ def main() -> None:
     except EvenlyError as error:
         print(f"evenly: {error}", file=sys.stderr)
         sys.exit(1)
+    except OSError as error:  # a file or folder that cannot be used, where nobody could say more about it
+        reason = error.strerror or str(error) or type(error).__name__
+        print(f"evenly: {reason}{f': {error.filename}' if error.filename else ''}.", file=sys.stderr)
+        sys.exit(1)

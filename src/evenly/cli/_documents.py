@@ -38,9 +38,12 @@ def require_writable(*paths: Path | None) -> None:
         if path is None:
             continue
         folder = path.parent
-        case = None if folder.is_dir() else f"there is no folder {folder}"
-        case = case or (None if os.access(folder, os.W_OK) else f"the folder {folder} cannot be written to")
-        case = "it is a folder" if path.is_dir() else case
+        try:
+            case = None if folder.is_dir() else f"there is no folder {folder}"
+            case = case or (None if os.access(folder, os.W_OK) else f"the folder {folder} cannot be written to")
+            case = "it is a folder" if path.is_dir() else case
+        except OSError as error:
+            case = error.strerror
         if case:
             raise SpecError(f"the file {path} was to be written, but {case}. Give a file in a folder of yours.")
 

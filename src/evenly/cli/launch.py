@@ -1,17 +1,22 @@
 """`evenly launch`: torchrun on nodes with unequal numbers of processes, or a rehearsal of them on one machine."""
 
 import os
+import re
+import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Annotated
 
 import psutil
 import typer
 
+from evenly._errors import LaunchError
 from evenly.launch.ports import free_port
 from evenly.launch.settings import environment, overlay
 
@@ -46,9 +51,11 @@ def launch(
     counts = _parse_nodes(nodes)
     host, port = _parse_master(master, node_rank=node_rank, num_nodes=len(counts))
     chosen = range(len(counts)) if node_rank is None else [_check_node(node_rank, num_nodes=len(counts))]
+    _require_script(command[0], is_module=module)
     script = [*(["-m"] if module else []), "--", *command]  # else torchrun would take the script's options for its own
     commands = [_agent(counts, node=node, host=host, port=port, script=script) for node in chosen]
-    raise typer.Exit(run_together(commands, environ=_threads(sum(counts)) if node_rank is None else {}))
+    shared = {**_threads(sum(counts)), "EVENLY_TOKEN": secrets.token_hex(16)} if node_rank is None else {}
+    raise typer.Exit(run_together(commands, environ=shared))
 
 
 def run_together(commands: Sequence[Sequence[str]], *, environ: Mapping[str, str]) -> int:
@@ -133,7 +140,7 @@ def _asked_to_end() -> Iterator[list[int]]:
 def _agent(counts: Sequence[int], *, node: int, host: str, port: int, script: Sequence[str]) -> list[str]:
     """Returns torchrun's command line; only its static rendezvous keeps the order of the nodes."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", "evenly.launch.agent"),
         *(f"--nnodes={len(counts)}", f"--nproc-per-node={counts[node]}", f"--node-rank={node}"),
         *(f"--master-addr={host}", f"--master-port={port}"),
         *script,
@@ -149,11 +156,31 @@ def _threads(num_processes: int) -> dict[str, str]:
 
 def _parse_nodes(text: str) -> list[int]:
     items = [item.strip() for item in text.split(",")]
-    if not all(item.isdecimal() and int(item) > 0 for item in items):
+    if not all(re.fullmatch(r"0*[1-9][0-9]{0,3}", item) for item in items):
         raise typer.BadParameter(
-            f"{text!r} was given; each node needs a whole number from 1. Write --nodes 3,1 for three and one."
+            f"{text[:80]!r} was given; each node needs a whole number from 1 to 9999. Write --nodes 3,1 for three and "
+            "one."
         )
     return [int(item) for item in items]
+
+
+def _require_script(name: str, *, is_module: bool) -> None:
+    """Raises `LaunchError` for a script or module that is not there, once and not from every rank."""
+    is_there = False
+    if is_module:
+        top = name.partition(".")[0]
+        found = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])  # `python -m` looks into this folder too
+        is_there = found is not None or top in sys.builtin_module_names
+        case = f"there is no module {top} in this folder or in this Python"
+    else:
+        with suppress(OSError, ValueError):  # a name that no file can have
+            is_there = Path(name).exists()
+        case = f"there is no such file in {Path.cwd()}"
+    if not is_there:
+        raise LaunchError(
+            f"{'the module' if is_module else 'the script'} {name[:200]} was to be started; {case}. Check the name"
+            f"{'' if is_module else ', or write -m for a module'}."
+        )
 
 
 def _check_node(node_rank: int, *, num_nodes: int) -> int:
@@ -168,9 +195,9 @@ def _parse_master(master: str | None, *, node_rank: int | None, num_nodes: int) 
     if master is None and (node_rank is None or num_nodes == 1):
         return "127.0.0.1", free_port()
     host, _, port = (master or "").rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 65536):
+    if not (host and re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) < 65536):
         raise typer.BadParameter(
-            f"--master {master or '(nothing)'} was given; the nodes need an address to meet. "
+            f"--master {(master or '(nothing)')[:80]} was given; the nodes need an address to meet. "
             "Write --master HOST:PORT with the host of node 0, the same on every node."
         )
     return host, int(port)

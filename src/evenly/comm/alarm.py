@@ -1,26 +1,30 @@
 """Tells every rank when one of them fails, without a collective and long before any timeout.
 
-Ranks leave notes in the store they share. A thread of each rank looks for new notes twice a second; whoever waits for
-others asks the alarm instead of sleeping on, and a gradient that will never come is let go.
+Ranks leave notes in the store they share. A thread of each rank looks for new notes twice a second, and for the signs
+of life of the others. Whoever waits for others asks the alarm instead of sleeping on, and a gradient that will never
+come is let go.
 """
 
 import json
 import logging
+import os
 import socket
 import threading
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from evenly import _errors
+from evenly.comm.heartbeats import ENDED, INTERVAL_S, SILENT_S, AwakeClock, Heartbeats, identity
 from evenly.comm.party import Party
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 0.5
+LOST_S = 3.0  # who still waits for others so long after the host of the store has gone waits in vain
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Note:
     step: int = 0
     begun: int = 0
     sharing: tuple[int, ...] = ()  # ranks that average gradients with the one that waits
+    pid: int = 0
 
 
 class Alarm:
@@ -53,15 +58,18 @@ class Alarm:
         self._passed: set[str] = set()
         self._open_notes: dict[tuple[int, str], Note] = {}  # of ranks that wait where this rank has not been
         self._error: _errors.EvenlyError | None = None
-        self._rung = self._deaf = False
-        self._futures: dict[int, tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = {}
+        self._rung = False
+        self._futures: dict[int, tuple[torch.futures.Future[torch.Tensor], torch.Tensor, float]] = {}
+        self._clock = AwakeClock()
+        self._beats = Heartbeats(party)
+        self._is_root = parent is None  # one alarm of a process gives signs of life for those that follow it
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=_watch, args=(weakref.ref(self), self._stop), name="evenly-alarm", daemon=True
         )
-        weakref.finalize(self, _end, self._stop, self._thread)  # also at exit
+        self._end = weakref.finalize(self, _end, self._stop, self._thread, party, self._beats)  # also at exit
         if party.size > 1:
             self._thread.start()
 
@@ -72,7 +80,7 @@ class Alarm:
         self._rung = True
         kind = type(error).__name__ if isinstance(error, _errors.EvenlyError) else "PeerError"
         text = str(error) if isinstance(error, _errors.EvenlyError) else f"{type(error).__name__}: {error}"
-        self._post(Note("failed", self.party.rank, self._host, text, error=kind))
+        self._post(Note("failed", self.party.rank, self._host, text, error=kind, pid=os.getpid()))
 
     @property
     def has_rung(self) -> bool:
@@ -112,15 +120,67 @@ class Alarm:
         with self._lock:
             self._error = self._error or error
             held, self._futures = list(self._futures.values()), {}
-        for future, tensor in held:
+        for future, tensor, _ in held:
             _settle(future, tensor)
 
-    def settle_cause(self) -> None:
-        """Waits a moment for a note that explains a broken connection."""
-        deadline = time.monotonic() + 4 * INTERVAL_S
-        while self._error is None and time.monotonic() < deadline and not self._stop.is_set():
+    def settle_cause(self, where: str = "") -> None:
+        """Waits a moment for a note that explains a broken connection, or until it is clear which rank has gone."""
+        deadline = time.monotonic() + SILENT_S + 3 * INTERVAL_S
+        while not self.has_failed and time.monotonic() < deadline and not self._stop.is_set():
             self._poll()
+            if (error := self.missing(where)) is not None:
+                self.fail(error)
             time.sleep(0.05)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `check` would raise."""
+        return self._error is not None or any(parent.has_failed for parent in self._parents)
+
+    def missing(self, where: str = "") -> _errors.PeerError | None:
+        """Returns an error that names the ranks which have gone or are stopped, as far as that can be seen now."""
+        for parent in self._parents:
+            if (error := parent.missing(where)) is not None:
+                return error
+        store = self.party.store
+        if store.lost_s > 0 and not self._host_has_ended():
+            return store.error
+        if store.unanswered_s >= SILENT_S:
+            return store.hung(store.unanswered_s)
+        silent = self._beats.silent()
+        if not silent:
+            return None
+        who = ", ".join(self._beats.who(rank) for rank in silent)
+        return _errors.PeerError(
+            f"{who} {'have' if len(silent) > 1 else 'has'} given no sign of life for {min(silent.values()):.0f} s"
+            f"{where and f', seen by rank {self.party.rank} {where}'}: "
+            "the process has ended, is stopped or cannot be reached. Look at its output and its host; if it only needs "
+            "longer, give a larger timeout_s."
+        )
+
+    def who(self, ranks: list[int]) -> str:
+        """Returns ranks with their hosts and process ids, as far as they are known."""
+        return ", ".join(self._beats.who(rank) for rank in ranks)
+
+    def announce(self, key: str) -> None:
+        """Says under `key` that this rank has come, and who it is."""
+        if self._is_root and self.party.size > 1:
+            self.party.store.run(self._beats.beat)
+        self.party.store.set(key, identity())
+
+    def learn(self, identities: list[bytes]) -> None:
+        """Notes who the ranks are, once all have announced themselves."""
+        self._beats.learn(identities)
+
+    def require_store(self) -> None:
+        """Raises if the host of the store has gone for a while: nobody can tell this rank what it waits for."""
+        if self.party.store.lost_s > LOST_S and not self._host_has_ended():
+            raise self.party.store.error or _errors.PeerError("the store is gone.")
+
+    def _host_has_ended(self) -> bool:
+        host = self.party.store_rank
+        seen = host is not None and self._beats.has_ended(host)
+        return seen or any(parent._host_has_ended() for parent in self._parents)
 
     def waiting(self, place: str, step: int) -> None:
         """Lets the others know that this rank waits at `place` after `step` steps."""
@@ -144,7 +204,7 @@ class Alarm:
         """Lets `future` go with `tensor` if the alarm rings before it is done."""
         with self._lock:
             if self._error is None:
-                self._futures[id(future)] = (future, tensor)
+                self._futures[id(future)] = (future, tensor, self._clock.seconds)
                 return
         _settle(future, tensor)
 
@@ -155,34 +215,71 @@ class Alarm:
         _settle(future, tensor)
 
     def close(self) -> None:
-        """Ends the watching thread."""
-        _end(self._stop, self._thread)
+        """Ends the watching thread and tells the others that they need not watch this rank any more."""
+        self._end()
 
     def _post(self, note: Note) -> None:
         try:
             number = self.party.store.add("notes", 1)
             self.party.store.set(f"note/{number}", json.dumps(asdict(note)))
-        except RuntimeError as error:
+        except _errors.PeerError as error:
             logger.debug("the note %s could not be left: %s", note, error)
+
+    def _tick(self) -> None:
+        """What the watching thread does at every interval."""
+        self._poll()
+        for parent in self._parents:
+            if parent._error is not None:
+                self.fail(parent._error)
+        now_s, timeout_s = self._clock.read(), self.party.store.timeout_s
+        with self._lock:
+            waited_s = now_s - min((since_s for *_, since_s in self._futures.values()), default=now_s)
+        if waited_s > min(timeout_s, LOST_S):  # somebody waits: a rank that has gone for good is reason to end it
+            try:
+                self.require_store()
+            except _errors.PeerError as lost:
+                self.fail(lost)
+        if waited_s > timeout_s:
+            self.fail(self.missing("in a step") or self._unexplained(waited_s))
+        if self._beats.silent(least_s=timeout_s) and (error := self.missing()) is not None:
+            self.fail(error)
+
+    def _unexplained(self, waited_s: float) -> _errors.PeerError:
+        return _errors.PeerError(
+            f"rank {self.party.rank} waited {waited_s:.0f} s in a step for gradients of other ranks, which give signs "
+            "of life but did not send them. Look at their output; for a slow step or link give a larger timeout_s."
+        )
 
     def _poll(self) -> None:
         for note in self._fresh():
             self._read(Note(**{**note, "sharing": tuple(note["sharing"])}))
 
     def _fresh(self) -> list[dict[str, Any]]:
-        notes: list[dict[str, Any]] = []
-        if self._deaf or not self._reading.acquire(timeout=2 * INTERVAL_S):  # the thread may hang in a dying store
-            return notes
+        store = self.party.store
+        if store.error is not None or not self._reading.acquire(timeout=2 * INTERVAL_S):  # the thread may hang in it
+            return []
         try:
-            count = self.party.store.add("notes", 0)
-            while self._seen < count and self.party.store.check([f"note/{self._seen + 1}"]):
-                notes.append(json.loads(self.party.store.get(f"note/{self._seen + 1}")))
-                self._seen += 1
-        except RuntimeError as error:
-            self._deaf = True  # the host of the store is gone: asking again would only fill the log
+            return store.run(self._ask)
+        except _errors.PeerError as error:
+            if not store.lost_s:  # it hangs; a host that has gone may just have come to its end
+                self.fail(error)
             logger.debug("the notes could not be read: %s", error)
+            return []
         finally:
             self._reading.release()
+
+    def _ask(self) -> list[dict[str, Any]]:
+        """Returns the new notes; direct calls of the store, with a sign of life and a look for those of the others."""
+        store = self.party.store.raw
+        if self._is_root and not self._stop.is_set():
+            self._beats.beat()
+        notes: list[dict[str, Any]] = []
+        count = store.add("notes", 0)
+        while self._seen < count and store.check([f"note/{self._seen + 1}"]):
+            notes.append(json.loads(store.get(f"note/{self._seen + 1}")))
+            self._seen += 1
+        if self._is_root:
+            self._beats.sample()
         return notes
 
     def _read(self, note: Note) -> None:
@@ -195,7 +292,7 @@ class Alarm:
                 self._compare(note)
         else:
             kind = getattr(_errors, note.error, _errors.PeerError)
-            self.fail(kind(f"rank {note.rank} on {note.host} stopped: {note.text}"))
+            self.fail(kind(f"rank {note.rank} on {note.host} (pid {note.pid}) stopped: {note.text}"))
 
     def _compare(self, note: Note) -> None:
         if self.begun <= note.begun or note.place in self._passed:
@@ -210,11 +307,17 @@ class Alarm:
         self.fail(error)
 
 
-def _end(stop: threading.Event, thread: threading.Thread) -> None:
+def _end(stop: threading.Event, thread: threading.Thread, party: Party, beats: Heartbeats) -> None:
     """Ends a watching thread: one that is inside the store when Python ends would abort the process."""
     stop.set()
-    if thread.is_alive() and thread is not threading.current_thread():
-        thread.join(timeout=4 * INTERVAL_S)
+    if not thread.is_alive():
+        return
+    is_hung = party.store.error is not None or party.store.unanswered_s >= INTERVAL_S
+    if thread is not threading.current_thread():
+        thread.join(timeout=0.1 if is_hung else 4 * INTERVAL_S)
+    if not is_hung:
+        with suppress(_errors.PeerError):
+            party.store.run(lambda: beats.beat(ENDED), limit_s=4 * INTERVAL_S)
 
 
 def _watch(alarm: "weakref.ref[Alarm]", stop: threading.Event) -> None:
@@ -222,7 +325,7 @@ def _watch(alarm: "weakref.ref[Alarm]", stop: threading.Event) -> None:
         watched = alarm()
         if watched is None:
             return
-        watched._poll()
+        watched._tick()
         del watched
 
 

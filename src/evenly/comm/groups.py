@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, ProcessGroupGloo
 
+from evenly._errors import PeerError
 from evenly.comm.party import Party
 from evenly.comm.slices import Segment, refine
 from evenly.launch.gloo import wires_of_process
+from evenly.launch.limits import NoAnswerError, within
 from evenly.launch.recorder import spare_recorder
 from evenly.spec import Device
 
@@ -139,7 +141,7 @@ def open_group(
     One that is used `beside` the training does not share the thread that receives with those of the training.
     """
     spare_recorder()
-    store = PrefixStore(name, party.store)
+    store = PrefixStore(name, party.store.raw)
     rank, size = list(ranks).index(party.rank), len(ranks)
     timeout = timedelta(seconds=timeout_s + MARGIN_S)
     group = dist.ProcessGroup(store, rank, size)
@@ -149,7 +151,14 @@ def open_group(
         engine: Backend = dist.ProcessGroupNCCL(store, rank, size, options)
         kind, served = dist.ProcessGroup.BackendType.NCCL, ["cuda"]
     else:
-        engine = _gloo(store, rank, size, timeout, beside=beside)
+        try:
+            engine = within(timeout_s + 1.0, lambda: _gloo(store, rank, size, timeout, beside=beside))
+        except NoAnswerError:
+            party.store.run(lambda: store.check(["-"]), limit_s=2.0)  # addresses pass through it: does its host answer?
+            raise PeerError(
+                f"rank {party.rank} was to connect with the ranks {list(ranks)}; they did not all connect within "
+                f"{timeout_s:g} s. Look at their output; if they only need longer, give a larger timeout_s."
+            ) from None
         kind, served = dist.ProcessGroup.BackendType.GLOO, ["cpu", "cuda"]
     group._set_default_backend(kind)
     engine._set_sequence_number_for_group()

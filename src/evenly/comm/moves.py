@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from evenly._errors import PeerError
 from evenly.comm.alarm import Alarm
+from evenly.comm.heartbeats import AwakeClock
 
 QUIET_S = 2.0  # a longer wait for others to come is told to them
 
@@ -49,63 +50,71 @@ class Waiter:
             self.watch.resume()
 
     def _wait(self, works: Iterable[dist.Work], *, meeting: bool) -> None:
-        began, told = time.monotonic(), self.on_quiet is None
+        clock, told = AwakeClock(), self.on_quiet is None
         for work in works:
             done = threading.Event()
             work.get_future().add_done_callback(partial(_set, done))
             while not done.wait(0.1):
-                if not told and self.on_quiet is not None and time.monotonic() - began > 1.0:
+                waited_s = clock.read()
+                if not told and self.on_quiet is not None and waited_s > 1.0:
                     told = True
                     self.on_quiet()
-                self._listen(time.monotonic() - began, meeting=meeting)
+                self._listen(waited_s, meeting=meeting)
             try:
                 work.wait()
             except RuntimeError as error:
-                self.alarm.settle_cause()
+                self.alarm.settle_cause(f"at {self.place} after step {self.step}")
                 self.alarm.check()
                 raise self._left(error) from error
 
     def wait_for(self, done: threading.Event) -> None:
         """Returns when a thread of this rank has `done` its work with others, listening as `wait` does."""
-        began = time.monotonic()
+        clock = AwakeClock()
         while not done.wait(0.1):
-            self._listen(time.monotonic() - began, meeting=True)
+            self._listen(clock.read(), meeting=True)
 
     def roll_call(self) -> None:
         """Returns when every rank of the party has come to this place; nothing but the store is needed."""
         keys = [f"roll/{self.place}/{rank}" for rank in range(self.alarm.party.size)]
-        self.alarm.party.store.set(keys[self.alarm.party.rank], "1")
-        self.read_all(keys)
+        self.alarm.announce(keys[self.alarm.party.rank])
+        self.alarm.learn(self.read_all(keys))
         self.alarm.hear()  # the others may have given up before this rank came
 
     def read_all(self, keys: list[str]) -> list[bytes]:
         """Returns what the store has under these keys, one of each rank, once all are there."""
         store = self.alarm.party.store
-        began, pause_s = time.monotonic(), 0.002
+        clock, pause_s = AwakeClock(), 0.002
         while not store.check(keys):
             self.alarm.check()
-            waited_s = time.monotonic() - began
+            waited_s = clock.read()
             if waited_s > self.timeout_s:
                 error = self._late(waited_s, [rank for rank, key in enumerate(keys) if not store.check([key])])
                 self.alarm.ring(error)
                 raise error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
-        return [store.get(key) for key in keys]
+        return store.get_all(keys)
 
     def _listen(self, waited_s: float, *, meeting: bool) -> None:
         self.alarm.check()
+        self.alarm.require_store()
         if meeting and self._tells and waited_s > min(QUIET_S, self.timeout_s / 4):
             self.alarm.waiting(self.place, self.step)
         if waited_s > self.timeout_s:
-            error = self._late(waited_s, self.alarm.absent(self.place) if meeting else [])
+            absent = self.alarm.absent(self.place) if meeting else []
+            self.alarm.check()  # asking who is absent may have found that nobody can say it
+            error = self._late(waited_s, absent)
             self.alarm.ring(error)
             raise error
 
     def _late(self, waited_s: float, absent: list[int]) -> PeerError:
-        who = f"ranks {absent} did not arrive" if absent else "all ranks arrived but the transfer did not end"
+        who = "all ranks arrived but the transfer did not end."
+        if absent:
+            who = f"ranks {absent} did not arrive ({self.alarm.who(absent)})."
+        if (missing := self.alarm.missing()) is not None:
+            who = f"{who if absent else 'the others did not answer.'} {missing}"
         return PeerError(
-            f"rank {self.alarm.party.rank} waited {waited_s:.0f} s at {self.place} after step {self.step}: {who}. "
+            f"rank {self.alarm.party.rank} waited {waited_s:.0f} s at {self.place} after step {self.step}: {who} "
             "Look at those ranks' output; for a slow link give a larger timeout_s."
         )
 

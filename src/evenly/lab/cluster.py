@@ -1,7 +1,6 @@
 """What is to be emulated: nodes, the ranks on each, their share of the CPU and the speed of their link."""
 
 import re
-import tomllib
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -9,13 +8,18 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from evenly._errors import SpecError
+from evenly.spec._text import load_toml
 from evenly.spec._value import Document, Value
 
+MOST_RANKS = 1024  # on one node of a machine that plays them all
+MOST_CORES = 8192  # what Linux can be built for
+MOST_MBIT = 1e7  # 10 Tbit/s
+
 # A quota is at least 1 ms and a period at most 1 s, so a thousandth of a core is the least the kernel can give.
-CoresWorth = Annotated[float, Field(ge=0.001)]
+CoresWorth = Annotated[float, Field(ge=0.001, le=MOST_CORES)]
 
 _HOSTNAME = r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$"
-_CORE_SET = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_CORE_SET = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*")
 _SHIPPED = files("evenly.lab") / "clusters"
 
 
@@ -23,8 +27,10 @@ class LabNode(Value):
     """One emulated node: its hostname, its ranks, and what each of them may use."""
 
     name: str = Field(default="", pattern=_HOSTNAME, description="hostname; node0, node1, ... where none is given")
-    ranks: int = Field(default=1, ge=1)
-    rate_mbit: Annotated[float, Field(gt=0)] | None = Field(default=None, description="each way; None is unshaped")
+    ranks: int = Field(default=1, ge=1, le=MOST_RANKS)
+    rate_mbit: Annotated[float, Field(gt=0, le=MOST_MBIT)] | None = Field(
+        default=None, description="each way; None is unshaped"
+    )
     cpu: CoresWorth | tuple[CoresWorth, ...] | None = Field(
         default=None, description="cores' worth of CPU time per rank, one number for all ranks or one for each"
     )
@@ -34,7 +40,9 @@ class LabNode(Value):
     @classmethod
     def _is_a_core_set(cls, cores: str | None) -> str | None:
         if cores is not None and (not _CORE_SET.fullmatch(cores) or not core_numbers(cores)):
-            raise ValueError("a core set is numbers and rising ranges joined by commas, such as 0-1 or 0,2")
+            raise ValueError(
+                f"a core set is numbers below {MOST_CORES} and rising ranges joined by commas, such as 0-1 or 0,2"
+            )
         return cores
 
     @model_validator(mode="after")
@@ -74,13 +82,13 @@ class LabCluster(Document):
 
 
 def core_numbers(cores: str) -> frozenset[int]:
-    """Returns the cores that a core set names, none for a range that falls.
+    """Returns the cores that a core set names, none for a range that falls or leaves what a machine can have.
 
     >>> sorted(core_numbers("0-2,5"))
     [0, 1, 2, 5]
     """
     ranges = [[int(end) for end in part.split("-")] for part in cores.split(",")]
-    if any(ends[0] > ends[-1] for ends in ranges):
+    if any(not ends[0] <= ends[-1] < MOST_CORES for ends in ranges):
         return frozenset()
     return frozenset(core for ends in ranges for core in range(ends[0], ends[-1] + 1))
 
@@ -92,21 +100,19 @@ def shipped_clusters() -> tuple[str, ...]:
 
 def load_cluster(path: str | Path) -> LabCluster:
     """Returns the cluster that a TOML file describes; `path` may also be the bare name of a shipped cluster."""
-    text = _read(path)
+    values = load_toml(path, _read(path))
     try:
-        return LabCluster(**tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"{path} is not valid TOML: {error}. Correct the file and try again.") from None
+        return LabCluster(**values)
     except SpecError as error:
         raise SpecError(f"{path}: {error}") from None
 
 
 def _read(path: str | Path) -> str:
-    if not Path(path).exists() and str(path) in shipped_clusters():
-        return (_SHIPPED / f"{path}.toml").read_text()
     try:
+        if not Path(path).exists() and str(path) in shipped_clusters():
+            return (_SHIPPED / f"{path}.toml").read_text()
         return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # also text that is not UTF-8
         shipped = ", ".join(shipped_clusters())
         raise SpecError(
             f"cannot read a cluster from {path}: {error}. Give the path of a TOML file or one of {shipped}."

@@ -25,11 +25,12 @@ class Identity(Value):
 def identity(place: Place) -> Identity:
     """Returns the marks of this process, with the node as its launcher names it."""
     return Identity(
-        hostname=socket.gethostname(), boot_id=_boot_id(), netns=_netns(), node_id=place.node_id, pid=os.getpid()
+        hostname=socket.gethostname(), boot_id=boot_id(), netns=_netns(), node_id=place.node_id, pid=os.getpid()
     )
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Returns what tells this start of this machine from all others; "" where the system does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

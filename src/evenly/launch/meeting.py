@@ -1,16 +1,20 @@
 """How the ranks of a run find each other: one store, one key per rank, one time limit."""
 
+import secrets
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
-from evenly._errors import LaunchError
+from evenly._errors import LaunchError, PeerError
+from evenly.launch.limits import BoundedStore, NoAnswerError, within
 from evenly.launch.place import Place
+from evenly.launch.serving import serve_store
 from evenly.launch.settings import environment
 
 _num_meetings: Counter[tuple[str, int]] = Counter()  # at each address, in this process
@@ -19,19 +23,29 @@ _num_meetings: Counter[tuple[str, int]] = Counter()  # at each address, in this 
 def meet(place: Place, *, timeout_s: float) -> Store:
     """Returns the store all ranks share, once every rank has announced itself in it.
 
-    The store of torchrun's agent outlives a world and a restart, so both are counted in the names of the keys.
+    The store of torchrun's agent outlives a world and a restart, so both are counted in the names of the keys. A random
+    token in them keeps two runs apart that came to one store.
     """
     master = _master(place)
     prefix = f"evenly/{environment('TORCHELASTIC_RESTART_COUNT') or 0}/{_num_meetings[master]}"
     missing: list[int] = []
     reason = ""
+    drawn = secrets.token_hex(16)
     for remaining_s in _tries(timeout_s):
         try:
-            store = PrefixStore(prefix, _connect(place, timeout_s=max(remaining_s, 1.0)))
-            for missing in _roll_calls(place, store=store, timeout_s=remaining_s):
+            limit_s = max(remaining_s, 1.0)
+            store = BoundedStore(_connect(place, timeout_s=limit_s), timeout_s=limit_s).prefixed(prefix)
+            token = environment("EVENLY_TOKEN") or _common_token(place, drawn, store=store, timeout_s=remaining_s)
+            if not token:
+                missing = [0]
+                continue
+            own = store.prefixed(token)
+            for missing in _roll_calls(place, store=own, timeout_s=remaining_s):
                 if not missing:
                     _num_meetings[master] += 1
-                    return store
+                    return own.raw
+        except (NoAnswerError, PeerError):
+            reason = "something listened there but gave no answer"
         except (OSError, UnicodeError) as error:  # nobody listens there yet, or the name is not known or no name
             reason = str(getattr(error, "strerror", None) or error)
         except dist.DistError as error:  # the store went away with a rank 0 that gave up or is about to open anew
@@ -49,7 +63,18 @@ def _tries(timeout_s: float) -> Iterator[float]:
     yield 0.0
 
 
-def _roll_calls(place: Place, *, store: Store, timeout_s: float) -> Iterator[list[int]]:
+def _common_token(place: Place, drawn: str, *, store: BoundedStore, timeout_s: float) -> str:
+    """Returns what rank 0 has drawn, once it is there; nothing if rank 0 does not come."""
+    if place.rank == 0:
+        store.set("token", drawn)
+        return drawn
+    for _ in _tries(timeout_s):
+        if store.check(["token"]):
+            return store.get("token").decode()
+    return ""
+
+
+def _roll_calls(place: Place, *, store: BoundedStore, timeout_s: float) -> Iterator[list[int]]:
     """Announces this rank; yields the ranks not yet announced, again and again until time is up."""
     store.set(f"arrived/{place.rank}", "1")
     missing = list(range(place.world_size))
@@ -64,16 +89,12 @@ def _connect(place: Place, *, timeout_s: float) -> TCPStore:
     serves = place.rank == 0 and not _agent_serves(place)
     if not serves:  # a plain connection first: torch's own attempts overrun their limit and fill the log
         socket.create_connection((addr, port), timeout=timeout_s).close()
+    is_local = place.local_size == place.world_size
+    ways: Any = {"world_size": place.world_size, "timeout_s": timeout_s}
     try:
-        return TCPStore(
-            addr,
-            port,
-            world_size=place.world_size,
-            is_master=serves,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        if serves:
+            return serve_store(addr, port, is_local=is_local, **ways)
+        return within(timeout_s, lambda: _join_store(addr, port, **ways))
     except dist.DistNetworkError as error:
         if not serves:
             raise
@@ -81,6 +102,11 @@ def _connect(place: Place, *, timeout_s: float) -> TCPStore:
             f"rank 0 was to listen on port {port} for the other ranks; {str(error).splitlines()[0]}. "
             "Choose another port with MASTER_PORT, the same on all ranks."
         ) from None
+
+
+def _join_store(addr: str, port: int, *, world_size: int, timeout_s: float) -> TCPStore:
+    limit = timedelta(seconds=timeout_s)
+    return TCPStore(addr, port, world_size, False, timeout=limit, wait_for_workers=False, multi_tenant=True)
 
 
 def _agent_serves(place: Place) -> bool:

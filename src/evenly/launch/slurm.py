@@ -44,6 +44,7 @@ class Slurm(Launcher):
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
         job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID", "")
         addr = expand_hosts(nodes)[0] if nodes else None
+        addr = "127.0.0.1" if ranks["local_size"] == ranks["world_size"] else addr  # nobody comes from elsewhere
         port = derive_port(job, _step(environ)) if job else None
         master = read_master(environ, addr=addr, port=port, advice=_ADVICE)
         return Place(**ranks, **master, node_id=node_id, launcher=self.name)

@@ -4,13 +4,14 @@ import logging
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import distributed_c10d
 
 from evenly._errors import LaunchError, SpecError
+from evenly.launch.limits import NoAnswerError, within
 from evenly.launch.meeting import meet
 from evenly.launch.place import Place
 from evenly.spec.exchange import MOST_S
@@ -63,11 +64,13 @@ def open_world(place: Place, *, timeout_s: float = 300.0) -> World:
 def _initialize(place: Place, *, store: Store, timeout_s: float) -> None:
     limit = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
-    except RuntimeError as error:
+        ways: Any = {"rank": place.rank, "world_size": place.world_size, "timeout": limit}
+        within(timeout_s + 1.0, lambda: dist.init_process_group("gloo", store=store, **ways))
+    except (RuntimeError, NoAnswerError) as error:
+        reason = (str(error).splitlines() or [f"no answer within {timeout_s:g} s"])[0]
         raise LaunchError(
             f"rank {place.rank} of {place.world_size} was to open a gloo group; all ranks had arrived, yet they could "
-            f"not connect to each other: {str(error).splitlines()[0]}. Check that the hosts reach each other by name, "
+            f"not connect to each other: {reason}. Check that the hosts reach each other by name, "
             "or set GLOO_SOCKET_IFNAME to the network interface to use."
         ) from error
 

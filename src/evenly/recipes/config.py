@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from evenly._errors import SpecError
+from evenly.spec._text import load_toml
 from evenly.spec._value import Value
 
 
@@ -26,6 +27,12 @@ class RecipeConfig(Value):
             raise SpecError(
                 f"this recipe has no setting {', '.join(map(repr, unknown))}. It has: {', '.join(cls.model_fields)}."
             )
+        for key, value in values.items():
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise SpecError(
+                    f"the setting {key} was given a number of {len(str(abs(value)))} digits; whole numbers lie between "
+                    "-2^63 and 2^63. Give a smaller one."
+                )
         if isinstance(values.get("every"), int):
             values["every"] = str(values["every"])
         return cls(**values)
@@ -33,12 +40,7 @@ class RecipeConfig(Value):
 
 def read_toml(file: Path) -> dict[str, Any]:
     """Returns what a TOML file says."""
-    try:
-        return tomllib.loads(file.read_text())
-    except OSError as error:
-        raise SpecError(f"the settings file {file} cannot be read: {error.strerror}. Check the path.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SpecError(f"{file} is not valid TOML: {error}. Correct that line.") from None
+    return load_toml(file)
 
 
 def _value(text: str) -> Any:
@@ -46,5 +48,5 @@ def _value(text: str) -> Any:
         return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, thousands of digits, or nested without end
         return text

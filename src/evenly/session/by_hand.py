@@ -31,7 +31,7 @@ def discover(
         device: what this rank computes on; `"auto"` takes its CUDA device if there is one.
         timeout_s: how long to wait for the other ranks.
     """
-    return survey_party(party_of(group), device, timeout_s=timeout_s)
+    return survey_party(party_of(group, timeout_s=timeout_s), device, timeout_s=timeout_s)
 
 
 def survey_party(party: Party, device: str | torch.device, *, timeout_s: float, parent: Alarm | None = None) -> Cluster:
@@ -66,7 +66,7 @@ def measure(
         tell: called with what is measured now, to show progress.
         timeout_s: how long to wait for the other ranks.
     """
-    party = party_of(group)
+    party = party_of(group, timeout_s=timeout_s)
     device = next(iter(model.parameters()), torch.empty(0)).device
     cluster = survey_party(party, device, timeout_s=timeout_s)
     return measure_party(
@@ -147,7 +147,7 @@ def synchronize(
     """
     require_scaler(model, scaler)
     period, settings = period_of(every), Exchange(**exchange, timeout_s=timeout_s)
-    party = party_of(group)
+    party = party_of(group, timeout_s=timeout_s)
     device = next(iter(model.parameters()), torch.empty(0)).device
     cluster = survey_party(party, device, timeout_s=timeout_s)
     return join_nodes(
@@ -212,7 +212,7 @@ def shard(
         print(model.layout.explain())
         ```
     """
-    party = party_of(group)
+    party = party_of(group, timeout_s=timeout_s)
     device = next(iter(model.parameters()), torch.empty(0)).device
     if isinstance(example, Plan):
         replica = example.replica_of(party.rank)

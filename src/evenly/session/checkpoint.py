@@ -18,6 +18,7 @@ from evenly.comm import Assembly, full_shape
 from evenly.session import folder
 from evenly.session.full import Trainee, full_state, own_exchanges, part_of, put_state
 from evenly.session.merge import merge
+from evenly.session.ownership import FolderOwner
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +26,23 @@ logger = logging.getLogger(__name__)
 class Checkpoints:
     """The checkpoints of one run in the folder `root`; all ranks call each method together."""
 
-    def __init__(self, root: Path, assembly: Assembly, *, rank: int, nodes: list[list[int]]) -> None:
-        self.root, self.rank, self.nodes = root, rank, nodes
+    def __init__(
+        self,
+        root: Path,
+        assembly: Assembly,
+        *,
+        rank: int,
+        nodes: list[list[int]],
+        owner: FolderOwner | None = None,
+    ) -> None:
+        self.root, self.rank, self.nodes, self._owner = root, rank, nodes, owner
         self._assembly = assembly
         self._node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
         self._leads = nodes[self._node][0] == rank
 
     def save(self, step: int, trainees: list[Trainee], tracked: dict[str, Any], *, epoch: int, keep: int) -> Path:
         """Writes the run's state as the checkpoint of `step` and returns its folder."""
-        token, step = self._together([secrets.token_hex(4), step], "choose a name")[
-            0
-        ]  # nodes may have made other steps
+        token, step = self._together(lambda: self._begin(step), f"begin a checkpoint in {self.root}")[0]
         name = f"step-{step:09d}"
         partial = self.root / f".{name}.{token}"
         owner = self._open(partial)
@@ -82,6 +89,12 @@ class Checkpoints:
         state: dict[str, Any] = {}
         self._together(lambda: state.update(self._read(path)), f"read the checkpoint {path}")
         return state
+
+    def _begin(self, step: int) -> list[Any]:
+        """Returns a new token and the step; those of rank 0 count, as nodes may have made other numbers of steps."""
+        if self._owner is not None:
+            self._owner.require()
+        return [secrets.token_hex(4), step]
 
     def _open(self, partial: Path) -> bool:
         """Makes the folder to write into; returns whether this rank owns it (each file system has one owner)."""

@@ -16,8 +16,9 @@ from evenly._errors import CheckpointError
 from evenly.session.tree import flatten, restore
 
 MANIFEST = "manifest.json"
-VERSION = 2
-NAME = re.compile(r"step-\d{9,}")
+VERSION = 3
+NAME = re.compile(r"step-[0-9]{9,}")
+EARLIER = re.compile(r"earlier-[0-9]{1,18}")
 
 
 def write_part(folder: Path, name: str, value: Any) -> dict[str, str]:
@@ -40,14 +41,15 @@ def read_part(folder: Path, name: str, digests: dict[str, str]) -> Any:
     try:
         tensors = load_file(folder / f"{name}.safetensors")
         return restore(json.loads((folder / f"{name}.json").read_text()), tensors)
-    except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+    except (SafetensorError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise _damaged(folder / name, str(error)) from None
 
 
 def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     """Makes the folder `partial` the checkpoint `final`: from here on it exists, whole."""
     file = partial / MANIFEST
-    file.write_text(json.dumps({"version": VERSION, **manifest}, indent=1))
+    text = {"version": VERSION, **manifest}
+    file.write_text(json.dumps({**text, "sha256": _digest_of(text)}, indent=1))
     _flush(file)
     _flush(partial)
     if final.exists():  # saved before at the same step: the older one must not be lost before the newer is there
@@ -67,16 +69,21 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint."""
+    """Returns the manifest of a checkpoint, after checking it."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        manifest: Any = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(folder / MANIFEST, str(error)) from None
+    if not isinstance(manifest, dict):
+        raise _damaged(folder / MANIFEST, "it is not a JSON object")
     if manifest.get("version") != VERSION:
         raise CheckpointError(
             f"{folder} has version {manifest.get('version')}, this library reads version {VERSION}. "
             "Resume with the version that wrote it."
         )
+    said, found = manifest.pop("sha256", None), _digest_of(manifest)
+    if said != found:
+        raise _damaged(folder / MANIFEST, f"its SHA-256 is {found[:16]}..., it says {str(said)[:16]}...")
     return manifest
 
 
@@ -92,8 +99,8 @@ def set_aside(root: Path) -> None:
     """Moves all checkpoints in `root` into a new folder `earlier-N` there."""
     found = checkpoints(root)
     if found:
-        number = 1 + len(list(root.glob("earlier-*")))
-        aside = root / f"earlier-{number}"
+        numbers = [int(path.name[len("earlier-") :]) for path in root.iterdir() if EARLIER.fullmatch(path.name)]
+        aside = root / f"earlier-{1 + max(numbers, default=0)}"
         aside.mkdir()
         for path in found:
             path.rename(aside / path.name)
@@ -120,6 +127,10 @@ def _damaged(file: Path, reason: str) -> CheckpointError:
         f"the checkpoint file {file} is damaged: {reason}. "
         f"Remove the folder {file.parent} to resume from the checkpoint before it, or restore it from a copy."
     )
+
+
+def _digest_of(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(file: Path) -> str:

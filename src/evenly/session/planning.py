@@ -98,6 +98,14 @@ def plan_measured(
     return Plan.from_json(stage.assembly.gather(plan.to_json() if stage.party.rank == 0 else None, "the plan")[0])
 
 
+def require_numbers(*, seed: int, checkpoint_every: int | str | None) -> None:
+    """Raises `SpecError` for numbers that a session cannot work with."""
+    if isinstance(checkpoint_every, int) and checkpoint_every < 1:
+        raise SpecError(f"checkpoint_every={checkpoint_every} was asked for. Give 1 or more, 'epoch' or None.")
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise SpecError(f"seed={str(seed)[:40]} was asked for. Give a whole number between -2^63 and 2^63.")
+
+
 def require_epochs(plan: Plan, checkpoint_every: int | str | None, *, models: int) -> None:
     """Refuses checkpoints by steps, and a second model, where nodes make unequal numbers of steps."""
     if isinstance(plan.period, EverySeconds) and models:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from evenly._errors import CheckpointError
 from evenly.spec import Event, RunFailed
 
 logger = logging.getLogger(__name__)
@@ -19,10 +20,16 @@ class Recorder:
         self._rank = rank
         self._stream = None
         if folder is not None and rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
             file = folder / "run.jsonl"
-            _drop_cut_line(file)
-            self._stream = file.open("a", encoding="utf-8")
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                _drop_cut_line(file)
+                self._stream = file.open("a", encoding="utf-8")
+            except OSError as error:
+                raise CheckpointError(
+                    f"the run was to be recorded in {file}; that cannot be done: {error.strerror or error}. "
+                    "Give a folder that can be written."
+                ) from None
 
     def tell(self, kind: type[Any], **fields: Any) -> None:
         """Makes an event of `kind`, now; only rank 0 tells."""

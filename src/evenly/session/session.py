@@ -19,7 +19,7 @@ from evenly.nodes import Synchronized, join_nodes
 from evenly.session.by_hand import regroup, survey_party
 from evenly.session.checkpoint import apply, restore_random_state
 from evenly.session.full import Trainee
-from evenly.session.planning import exchange_of, plan_run, require_epochs
+from evenly.session.planning import exchange_of, plan_run, require_epochs, require_numbers
 from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.sharding import shard_for
 from evenly.session.stage import LINGER_S, LeftOut, Stage
@@ -60,8 +60,7 @@ class Session:
         """
         self._folder = Path(folder) if folder is not None else None
         self._device_wish, self._nodes_wish, self._seed, self._keep = device, nodes, seed, max(keep, 1)
-        if isinstance(checkpoint_every, int) and checkpoint_every < 1:
-            raise SpecError(f"checkpoint_every={checkpoint_every} was asked for. Give 1 or more, 'epoch' or None.")
+        require_numbers(seed=seed, checkpoint_every=checkpoint_every)
         self._checkpoint_every, self._place, self._resume, self._timeout_s = checkpoint_every, place, resume, timeout_s
         self._alarm: Alarm | None = None
         self._stage: Any = None  # entered with the session
@@ -81,7 +80,7 @@ class Session:
 
     def _open(self, place: Place) -> None:
         self._closing.enter_context(open_world(place, timeout_s=self._timeout_s))
-        party = party_of()
+        party = party_of(timeout_s=self._timeout_s)
         self.rank, self.world_size = party.rank, party.size
         self._alarm = Alarm(party.chapter("session"))
         self._closing.callback(self._alarm.close)
@@ -91,6 +90,7 @@ class Session:
         cluster = survey_party(party, self.device, timeout_s=self._timeout_s, parent=self._alarm)
         cluster = cluster if self._nodes_wish is None else regroup(cluster, self._nodes_wish)
         wishes: Any = {"folder": self._folder, "resume": self._resume, "timeout_s": self._timeout_s}
+        wishes["holding"] = self._closing
         self._enter(Stage(party, cluster, self._alarm, **wishes))
 
     def _enter(self, stage: Stage) -> None:
@@ -107,6 +107,8 @@ class Session:
         left_out = isinstance(error, LeftOut)
         error = None if left_out else error
         try:
+            if isinstance(error, RuntimeError) and self._alarm is not None:  # torch's for a rank that has gone, perhaps
+                self._alarm.check()
             if error is None and not left_out:
                 self.finish()
                 sums = self._assembly.gather(self._ledger.sums(), "the end of the run")

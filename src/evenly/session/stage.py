@@ -6,10 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from evenly._errors import SpecError
-from evenly.comm import Alarm, Assembly, Party, Waiter, open_group
+from evenly._errors import PeerError, SpecError
+from evenly.comm import Alarm, Assembly, Party, Waiter, close_groups, open_group
 from evenly.session.checkpoint import Checkpoints
 from evenly.session.ledger import Ledger
+from evenly.session.ownership import FolderOwner, hold_together
 from evenly.session.recorder import Recorder
 from evenly.spec import Cluster, Plan
 
@@ -36,30 +37,42 @@ class Stage:
         folder: Path | None,
         resume: bool,
         timeout_s: float,
+        holding: ExitStack | None = None,
+        owner: FolderOwner | None = None,
     ) -> None:
+        """Opens the meetings; with `holding`, which lasts as long as the run, the folder is taken from other runs."""
         self.party, self.cluster, self.alarm = party, cluster, alarm
         self._active: list[int] = []  # ranks of a larger stage that this one was made of
         self._left_out: dict[int, str] = {}  # the others of them, and why
         self._wishes: dict[str, Any] = {"folder": folder, "resume": resume, "timeout_s": timeout_s}
         self.checkpoints: Checkpoints | None = None
+        self.owner = owner
         self._restored: list[dict[str, Any] | None] = []  # what was found, once it was looked for
         self._room = party.chapter("room")  # for those that are left out
         with ExitStack() as opened:  # closed again if something goes wrong before the end
-            self._open(opened, folder, resume, timeout_s)
+            self._open(opened, folder, resume, timeout_s, holding)
             self._closing = opened.pop_all()
 
-    def _open(self, opened: ExitStack, folder: Path | None, resume: bool, timeout_s: float) -> None:
+    def _open(
+        self, opened: ExitStack, folder: Path | None, resume: bool, timeout_s: float, holding: ExitStack | None
+    ) -> None:
         party, chapter = self.party, self.party.chapter("stage")
         Waiter(self.alarm, place=f"the session of {party.size} ranks", timeout_s=timeout_s).roll_call()
         group = open_group(chapter, "world", range(party.size), backend="gloo", timeout_s=timeout_s)
         self.assembly = Assembly(self.alarm, group, timeout_s=timeout_s)
-        opened.callback(group.shutdown)
+        opened.callback(lambda: close_groups([group], failed=self.alarm.has_rung))
+        nodes = self.cluster.rank_lists()
+        if folder is not None and holding is not None:
+            leads = any(ranks[0] == party.rank for ranks in nodes)
+            self.owner = hold_together(folder, self.assembly, rank=party.rank, leads=leads)
+            if self.owner is not None:
+                holding.callback(self.owner.release)
         self.recorder = Recorder(folder, rank=party.rank)
         opened.callback(self.recorder.close)
         self.ledger = Ledger(self.recorder)
         if folder is not None:
-            nodes = self.cluster.rank_lists()
-            self.checkpoints = Checkpoints(folder / "checkpoints", self.assembly, rank=party.rank, nodes=nodes)
+            ways: Any = {"rank": party.rank, "nodes": nodes, "owner": self.owner}
+            self.checkpoints = Checkpoints(folder / "checkpoints", self.assembly, **ways)
             if not resume:
                 self.checkpoints.set_aside()
 
@@ -110,7 +123,9 @@ class Stage:
         self._closing.close()
         party = self.party.among(plan.active, f"active {plan.active}")
         alarm = Alarm(party.chapter("alarm"), parent=self.alarm)
-        stage = Stage(party, self.cluster.among(plan.active), alarm, **{**self._wishes, "resume": True})
+        stage = Stage(
+            party, self.cluster.among(plan.active), alarm, owner=self.owner, **{**self._wishes, "resume": True}
+        )
         stage._wishes["resume"] = self._wishes["resume"]  # what was there before is set aside already
         stage.recorder.listeners, stage._active, stage._left_out = listeners, plan.active, left_out
         stage._closing.callback(alarm.close)
@@ -139,7 +154,7 @@ def _release(party: Party, idle: list[int]) -> None:
         party.store.set(OVER, "1")
         while not party.store.check([f"gone/{rank}" for rank in idle]) and time.monotonic() < until:
             time.sleep(0.05)
-    except RuntimeError as error:  # one of them kept the store, and has gone
+    except PeerError as error:  # one of them kept the store, and has gone
         logger.debug("the store of the session is gone: %s", error)
 
 

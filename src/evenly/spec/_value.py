@@ -1,6 +1,5 @@
 """What all nouns share: frozen, versioned, exact round trip through JSON, errors that name the field."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -9,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic._internal._model_construction import ModelMetaclass
 
 from evenly._errors import SpecError
+from evenly.spec._text import load_json, long_number
 
 
 class _Speaking(ModelMetaclass):
@@ -48,10 +48,12 @@ class Document(Value):
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Returns the value that `text` describes, or raises `SpecError` naming the offending field."""
+        if (number := long_number(text)) is not None:
+            raise SpecError(f"{cls.__name__} is not valid: it holds the number {number}. Correct it and try again.")
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise _spec_error(cls.__name__, error, _said(text)) from None
+            raise _spec_error(cls.__name__, error, load_json(text)) from None
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON text to `path`."""
@@ -94,13 +96,6 @@ def _field_path(loc: tuple[int | str, ...], given: Any) -> str:
     return ".".join(parts) or "(whole value)"
 
 
-def _said(text: str | bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
 def _spec_error(name: str, error: ValidationError, fields: Any) -> SpecError:
     lines = []
     for item in error.errors():
@@ -117,5 +112,8 @@ def _plain(item: Any) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # more digits than Python prints, or nested too deeply
+        return f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from evenly._errors import SpecError
+from evenly.spec._text import long_number
 from evenly.spec._value import Document, Value
 from evenly.spec.cluster import Cluster
 from evenly.spec.plan import Plan
@@ -186,6 +187,11 @@ class Run(Document):
         rows = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         events: list[Event] = []
         for number, line in rows:
+            if (long := long_number(line)) is not None:
+                raise SpecError(
+                    f"line {number} of the run is not an event: it holds the number {long}. "
+                    "The file was written by another version or edited."
+                )
             try:
                 events.append(_EVENT.validate_json(line))
             except ValidationError as error:
@@ -203,8 +209,9 @@ class Run(Document):
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Returns the run in the folder or `run.jsonl` file `path`."""
-        file = Path(path) / "run.jsonl" if Path(path).is_dir() else Path(path)
+        file = Path(path)
         try:
+            file = file / "run.jsonl" if file.is_dir() else file
             return cls.from_lines(file.read_bytes().split(b"\n"))
         except OSError as error:
             raise SpecError(f"cannot read a run from {file}: {error.strerror}. Give a run folder.") from None

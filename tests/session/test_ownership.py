@@ -1,0 +1,141 @@
+"""One run at a time has a folder; what a killed run left behind does not keep the next one out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from evenly import CheckpointError, Session
+from evenly.session import ownership
+from evenly.session.ownership import OWNER, is_held_by, take_folder
+from tests.processes import Rank, collect, start_processes
+from tests.ranks import ragged
+
+TRAIN = "tests.session.programs:train"
+HOLD = "import sys, time, pathlib\nfrom evenly.session.ownership import take_folder\n"
+HOLD += "take_folder(pathlib.Path(sys.argv[1]), 'other')\nprint('held', flush=True)\ntime.sleep(60)"
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def foreign(tmp_path, **fields):
+    """Leaves the file of an owner on another machine."""
+    entry = {"token": "far", "host": "far", "pid": 7, "boot": "another", "since": "2020-01-01 00:00:00", **fields}
+    (tmp_path / OWNER).write_text(json.dumps(entry).ljust(4096))
+
+
+def test_a_held_folder_is_refused_with_its_holder_and_free_once_that_is_killed(tmp_path, holder):
+    with pytest.raises(CheckpointError, match=rf"holds it: process {holder.pid} on \S+, since 20\d\d-"):
+        take_folder(tmp_path, "mine")
+    assert is_held_by(tmp_path, "other")
+    holder.send_signal(signal.SIGSTOP)  # a stopped run may go on
+    with pytest.raises(CheckpointError, match="holds it"):
+        take_folder(tmp_path, "mine")
+    holder.kill()
+    holder.wait()
+    began = time.monotonic()
+    take_folder(tmp_path, "mine").release()
+    assert time.monotonic() - began < 1.0
+    assert not (tmp_path / OWNER).exists()
+
+
+def test_a_second_session_of_the_same_process_is_refused(tmp_path):
+    with Session(tmp_path / "run"), pytest.raises(CheckpointError, match=f"process {os.getpid()}"):
+        Session(tmp_path / "run").__enter__()
+    with Session(tmp_path / "run"):
+        pass
+
+
+def test_workers_that_outlive_a_killed_run_hold_nothing(tmp_path):
+    code = HOLD.replace("print(", "import os\nchild = os.fork()\nchild and print(")
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    children = [int(pid) for pid in _children(process.pid)]
+    process.kill()
+    process.wait()
+    try:
+        assert children
+        take_folder(tmp_path, "mine").release()
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        process.communicate()
+
+
+def _children(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:  # noqa: PTH123
+        return file.read().split()
+
+
+def test_another_machine_that_still_renews_its_lease_is_respected(tmp_path, monkeypatch):
+    monkeypatch.setattr(ownership, "LEASE_S", 3.0)
+    foreign(tmp_path, renewals=1)
+    timer = threading.Timer(0.5, foreign, [tmp_path], {"renewals": 2})
+    timer.start()
+    with pytest.raises(CheckpointError, match="process 7 on far, since 2020"):
+        take_folder(tmp_path, "mine")
+    timer.join()
+
+
+@pytest.mark.parametrize("left", ["lease", "nothing", "noise"])
+def test_what_a_killed_run_of_another_machine_left_is_taken_over(tmp_path, monkeypatch, left):
+    monkeypatch.setattr(ownership, "LEASE_S", 0.5)
+    if left == "lease":
+        foreign(tmp_path)
+    else:
+        (tmp_path / OWNER).write_text("" if left == "nothing" else "[" * 4000)
+    take_folder(tmp_path, "mine").release()
+
+
+def test_a_run_whose_folder_was_taken_writes_nothing_more(tmp_path):
+    owner = take_folder(tmp_path, "mine")
+    try:
+        owner.require()
+        foreign(tmp_path)
+        with pytest.raises(CheckpointError, match="another run has taken it"):
+            owner.require()
+    finally:
+        owner.release()
+    assert (tmp_path / OWNER).exists()  # that of the other run
+
+
+def test_two_runs_in_one_folder_are_not_mixed(tmp_path):
+    """The first goes on; all ranks of the second say who has the folder, and it can be resumed once it is free."""
+    arguments = {"folder": str(tmp_path / "run"), "epochs": 1000, "pause_s": 0.02}
+    first = start_processes(ragged(1), TRAIN, arguments)
+    try:
+        until = time.monotonic() + 60
+        while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < until:
+            time.sleep(0.05)
+        second = collect(start_processes(ragged(1, 1), TRAIN, {**arguments, "epochs": 1}))
+        assert all(rank.code == 1 for rank in second)
+        for rank in second:
+            assert f"process {first[0].process.pid} on " in rank.errors.strip().splitlines()[-1]
+        assert first[0].code is None
+    finally:
+        end(first[0])
+    third = collect(start_processes(ragged(1), TRAIN, {**arguments, "epochs": 1}))
+    assert third[0].code == 0, third[0].errors
+
+
+def end(rank: Rank) -> None:
+    rank.process.kill()
+    rank.process.join()
+    rank.folder.cleanup()
