@@ -14,6 +14,7 @@ from evenly._errors import MismatchError, SpecError
 from evenly.comm import Traffic, Wire, close_groups, first_line
 from evenly.graph import Traced
 from evenly.shards.chance import Dice
+from evenly.shards.guard import guard_after_backward
 from evenly.shards.ops import hollow
 from evenly.shards.placement import place, placement_of
 from evenly.shards.program import Program
@@ -88,6 +89,7 @@ class Sharded(nn.Module):
                 )
             self._agree_on_batch(bound)
             result = self._program.run(bound) if self._program is not None else None
+            guard_after_backward(result, self.parameters)
             return self._tell(result) if self._has_audience else result
 
     def _agree_on_batch(self, given: Mapping[str, Any]) -> None:
