@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Pending, Wire
-from evenly.shards.guard import PartGradient, guard, trial, unguard
+from evenly.shards.guard import PartGradient, guard, part_of, trial, unguard
 from evenly.shards.placement import Placement, is_retired, placement_of
 
 _FULL = "_evenly_is_full"  # a mark on norms of full gradients
@@ -106,9 +106,10 @@ def widen_clipping() -> None:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if not any(type(tensor) is PartGradient and placement_of(tensor) is not None for tensor in given):
+        guarded = [tensor for tensor in given if type(tensor) is PartGradient]
+        if not guarded or any(part_of(tensor) is None for tensor in guarded):  # which refuse
             return norm(given, norm_type, error_if_nonfinite, foreach)
-        total = _total_norm([(tensor, placement_of(tensor)) for tensor in given], norm_type)
+        total = _total_norm([(tensor, part_of(tensor)) for tensor in given], norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise NonFiniteError(
                 f"the norm of order {norm_type} of all gradients was asked for, and is {total.item()}. Look for what "

@@ -16,7 +16,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly._errors import SpecError
-from evenly.shards.placement import place, placement_of
+from evenly.shards.placement import Placement, placement_of
+
+_MARK = "_evenly_part_of"
 
 COPIES = {  # operations that are not called pointwise, but leave each element alone
     "_to_copy", "_unsafe_view", "alias", "cat", "contiguous", "copy", "copy_", "detach", "detach_", "empty_like",
@@ -57,21 +59,21 @@ class PartGradient(torch.Tensor):
                 return func(*args, **kwargs)
             if func.__name__ in LEAVE:  # what leaves torch, or comes out plain, is this rank's part: that is seen
                 return func(*pytree.tree_map(_plain, args), **kwargs)
-            with _OnlyElementwise(next(_names((args, kwargs)), None)):
+            with _OnlyElementwise(_marks((args, kwargs))):
                 result = func(*args, **kwargs)
-        return pytree.tree_map(_as_part, result)
+        return _as_parts(result, args, kwargs)
 
 
 class _OnlyElementwise(TorchDispatchMode):
     """Raises `SpecError` at an operation that does not treat each element alone."""
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, marks: list[Placement]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
-        self._name = name
+        self._marks = marks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _is_elementwise(func):
-            of = "a gradient" if self._name is None else f"the gradient of {self._name!r}"
+            of = f"the gradient of {self._marks[0].name!r}" if self._marks else "a gradient"
             raise SpecError(
                 f"{func} was asked for on {of}, but the parameter is cut over ranks and this rank holds only a part: "
                 "the result would be another one than on one device. To clip, call torch.nn.utils.clip_grad_norm_ "
@@ -85,7 +87,7 @@ class _OnlyElementwise(TorchDispatchMode):
 @cache
 def _is_elementwise(op: torch._ops.OpOverload) -> bool:
     space, _, name = op._schema.name.partition("::")
-    if space != "aten" or torch.Tag.nondeterministic_seeded in op.tags or name == "equal":
+    if space != "aten" or torch.Tag.nondeterministic_seeded in op.tags:
         return False
     if name in COPIES | FACTORIES or torch.Tag.pointwise in op.tags:
         return True
@@ -112,21 +114,19 @@ def guard(parameters: Iterable[torch.Tensor]) -> None:
     """Has the gradients of cut parameters refuse what their parts cannot give."""
     for parameter in parameters:
         grad, placement = parameter.grad, placement_of(parameter)
-        if grad is None or placement is None or placement.wire.size == 1:
-            continue
-        place(grad, placement)
-        if placement.is_cut:
-            _as_part(grad)
+        if grad is not None and placement is not None and placement.is_cut and placement.wire.size > 1:
+            _as_part(grad, placement)
 
 
 def unguard(parameters: Iterable[torch.Tensor]) -> None:
     """Has the gradients be plain tensors."""
     for parameter in parameters:
         if type(parameter.grad) is PartGradient:
-            parameter.grad.__class__ = torch.Tensor
+            vars(parameter.grad).pop(_MARK, None)  # a plain tensor can be copied, a placement cannot
+            parameter.grad.__class__ = torch.Tensor  # type: ignore[assignment]  # as torch does with lazy buffers
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no annotation here
 def guard_after_backward(outputs: Any, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
     """Has the gradients of `parameters()` guarded at the end of every backward that goes through `outputs`."""
 
@@ -141,9 +141,29 @@ def guard_after_backward(outputs: Any, parameters: Callable[[], Iterable[torch.T
             leaf.register_hook(arrive)  # type: ignore[no-untyped-call]  # torch has no annotation here
 
 
-def _as_part(value: Any) -> Any:
+def part_of(gradient: torch.Tensor) -> Placement | None:
+    """Returns where a guarded gradient lies in the full one; None if that is not known, or it is not guarded."""
+    return vars(gradient).get(_MARK) if type(gradient) is PartGradient else None
+
+
+def _as_parts(result: Any, args: Any, kwargs: Any) -> Any:
+    """Returns what an operation on parts gives, as parts; of lists that are treated one by one, those from parts."""
+    if isinstance(result, torch.Tensor):
+        alike = [own for own in _parts((args, kwargs)) if own.shape == result.shape]
+        return _as_part(result, part_of(alike[0]) if alike else None)
+    if isinstance(result, list | tuple):
+        given = args[0] if args and isinstance(args[0], list | tuple) and len(args[0]) == len(result) else None
+        for number, own in enumerate(result):
+            if given is None or type(given[number]) is PartGradient:
+                _as_part(own, None if given is None else part_of(given[number]))
+    return result
+
+
+def _as_part(value: Any, placement: Placement | None) -> Any:
     if type(value) is torch.Tensor and value.ndim > 0 and value.layout is torch.strided:
         value.__class__ = PartGradient
+        if placement is not None:
+            vars(value)[_MARK] = placement
     return value
 
 
@@ -151,8 +171,9 @@ def _plain(value: Any) -> Any:
     return value.as_subclass(torch.Tensor) if type(value) is PartGradient else value
 
 
-def _names(values: Any) -> Iterator[str]:
-    for leaf in pytree.tree_leaves(values):
-        placement = placement_of(leaf) if type(leaf) is PartGradient else None
-        if placement is not None:
-            yield placement.name
+def _parts(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if type(leaf) is PartGradient]
+
+
+def _marks(values: Any) -> list[Placement]:
+    return [own for part in _parts(values) if (own := part_of(part)) is not None]

@@ -87,10 +87,10 @@ _reasons: dict[tuple[Any, ...], str | None] = {}
 
 
 class _Checked(NamedTuple):
-    """How an optimizer looked when it was checked last, and the cut parameters it had."""
+    """How an optimizer looked when it was checked last, and its parameters, if some are cut."""
 
     look: tuple[Any, ...]
-    cut: list[torch.Tensor]
+    held: list[torch.Tensor]
 
 
 _checked: "weakref.WeakKeyDictionary[Optimizer, _Checked]" = weakref.WeakKeyDictionary()
@@ -102,36 +102,36 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     look = _look(optimizer)
     known = _checked.get(optimizer)
     if known is None or known.look != look:
-        cut = [p for group in optimizer.param_groups for p in _cut(group["params"])]
         check_elementwise(optimizer, args[1:], kwargs)  # the first is the optimizer
-        known = _Checked(look, cut)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        known = _Checked(look, held if _cut(held) else [])
         with _lock:
             _checked[optimizer] = known
-    if not known.cut:
+    if not known.held:
         return None
-    unguard(known.cut)  # what the optimizer does with them was tried
+    unguard(known.held)  # what the optimizer does with them was tried
     closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
     if not closures:
         return None
 
     def led(value: Any) -> Any:
-        return _unguarding(value, known.cut) if callable(value) else value
+        return _unguarding(value, known.held) if callable(value) else value
 
     return (optimizer, *map(led, args[1:])), {key: led(value) for key, value in kwargs.items()}
 
 
 def _after_step(optimizer: Optimizer, _: Any, __: Any) -> None:
     known = None if trial.is_on else _checked.get(optimizer)
-    if known is not None and known.cut:
-        guard(known.cut)
+    if known is not None and known.held:
+        guard(known.held)
 
 
-def _unguarding(closure: Callable[..., Any], cut: list[torch.Tensor]) -> Callable[..., Any]:
+def _unguarding(closure: Callable[..., Any], held: list[torch.Tensor]) -> Callable[..., Any]:
     """Returns the closure, followed by what lets the optimizer have its gradients."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         loss = closure(*args, **kwargs)
-        unguard(cut)
+        unguard(held)
         return loss
 
     return run
@@ -242,7 +242,7 @@ def _left_alone(optimizer: Optimizer) -> Iterator[None]:
                 yield
         finally:
             for parameter in parameters:
-                parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]  # as torch does with lazy ones
+                parameter.__class__ = torch.nn.Parameter  # as torch does with lazy ones
             random.setstate(chance)
 
 
@@ -365,7 +365,8 @@ class _Run:
         args = [closure if callable(value) else value for value in self._args]
         kwargs = {key: closure if callable(value) else value for key, value in self._kwargs.items()}
         with trial.on():
-            self.twin.optimizer.step(*args, **kwargs)
+            step: Callable[..., Any] = self.twin.optimizer.step
+            step(*args, **kwargs)
 
     def _give(self, grads: dict[int, torch.Tensor], scale: float) -> None:
         for index, parameter in self.owners:
@@ -378,7 +379,7 @@ class _Run:
         for _, parameter in self.owners:
             kind = kind_of(parameter)
             mine, truth = self.twin.stand_in(parameter), whole.twin.stand_in(parameter)
-            names = {"parameter": (mine, truth)}
+            names: dict[str, tuple[Any, Any]] = {"parameter": (mine, truth)}
             if is_last:
                 left, right = self._state(mine), whole._state(truth)
                 names |= {f"state{name}": (left.get(name), right.get(name)) for name in {**left, **right}}
@@ -388,9 +389,10 @@ class _Run:
                 if not _is_same(one, other):
                     return name, kind
         if is_last:
-            for own, other in zip(self.twin.optimizer.param_groups, whole.twin.optimizer.param_groups, strict=True):
+            groups = zip(self.twin.optimizer.param_groups, whole.twin.optimizer.param_groups, strict=True)
+            for own, its in groups:
                 for name, value in own.items():
-                    if isinstance(value, Real | torch.Tensor) and not _is_same(value, other.get(name)):
+                    if isinstance(value, Real | torch.Tensor) and not _is_same(value, its.get(name)):
                         return f"option {name}", None
         return None
 

@@ -21,7 +21,7 @@ from evenly.shards.program import Program
 from evenly.spec.layout import Layout
 
 OWN = {"layout", "wire", "_dice", "_signature", "_shapes", "_stage", "_source", "_has_audience", "_program", "_plain"}
-OWN |= {"_expected", "_stand", "_passes", "_is_closed"}
+OWN |= {"_expected", "_stand", "_passes", "_is_closed", "on_first_batch"}
 
 
 class Sharded(nn.Module):
@@ -65,6 +65,7 @@ class Sharded(nn.Module):
         self._passes = 0
         self._stand = (0, False)  # the samples and the mode of the last pass
         self._is_closed = False
+        self.on_first_batch: Callable[[Mapping[str, Any]], None] | None = None  # is given the arguments of forward
         self._expected = {name: tensor.shape for name, tensor in self.named_parameters()}
 
     @property
@@ -88,9 +89,16 @@ class Sharded(nn.Module):
                     "Give the rank a share, or leave it out of the group."
                 )
             self._agree_on_batch(bound)
+            self._meet_first_batch(bound)
             result = self._program.run(bound) if self._program is not None else None
             guard_after_backward(result, self.parameters)
             return self._tell(result) if self._has_audience else result
+
+    def _meet_first_batch(self, given: Mapping[str, Any]) -> None:
+        """Does what waits for a batch, once; on all ranks, as all see the same batches."""
+        if self.on_first_batch is not None and not torch.is_inference_mode_enabled():
+            act, self.on_first_batch = self.on_first_batch, None
+            act(given)
 
     def _agree_on_batch(self, given: Mapping[str, Any]) -> None:
         """Compares the size of the batch with the other ranks' whenever it is another one than before."""

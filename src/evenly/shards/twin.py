@@ -17,10 +17,23 @@ from torch.optim.optimizer import Optimizer
 from evenly.shards.placement import placement_of
 
 Indices = torch.Tensor | None
-ATOMS = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.layout, types.ModuleType)
+ATOMS: tuple[type, ...] = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    types.ModuleType,
+)
 ATOMS += (types.NoneType, types.BuiltinFunctionType, types.EllipsisType, nn.Module)
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 LEFT_OUT = ("grad_scale", "found_inf")  # a GradScaler sets them for one step
+LEAST = 3  # indices of a cut dim
 LR = 0.1  # one that is felt: a warmup begins with 0
 
 
@@ -52,7 +65,7 @@ def is_ours(hook: Any) -> bool:
 
 def step_of(optimizer: Optimizer) -> Any:
     """Returns the `step` that was put on the object itself, or None; what a scheduler puts there only counts."""
-    step = vars(optimizer).get("step")
+    step: Any = vars(optimizer).get("step")
     only_counts = hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step
     return None if only_counts else step
 
@@ -130,7 +143,7 @@ class Twin:
         yield weakref.ref, self._reference
 
     def _optimizer(self, value: Optimizer) -> Optimizer:
-        made = self._keep(value, object.__new__(type(value)))
+        made: Optimizer = self._keep(value, object.__new__(type(value)))
         for name, held in vars(value).items():
             if name in HOOKS:
                 kept = {number: self._copy(hook) for number, hook in held.items() if not is_ours(hook)}
@@ -179,7 +192,7 @@ class Twin:
             made[self._copy(owner)] = self._copy(entries)
         return made
 
-    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+    def _tensor(self, value: torch.Tensor) -> Any:
         alike = {kind_of(owner) for owner in self._owners if owner.shape == value.shape}
         if value.ndim == 0 or not alike:
             made = value.detach().clone()
@@ -264,7 +277,9 @@ class Twin:
 
 def draw(kind: Kind, sizes: Sequence[int], *, seed: int) -> torch.Tensor:
     """Returns a tensor of random numbers for a parameter of this kind."""
-    shape = (*sizes, *[1] * kind.num_dims)[: kind.num_dims]
+    shape = [*sizes, *[1] * kind.num_dims][: kind.num_dims]
+    if kind.dim is not None:
+        shape[kind.dim] = max(shape[kind.dim], LEAST)
     dtype = torch.complex128 if kind.is_complex else torch.float64
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).to(kind.device)
 
