@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Pending, Wire
-from evenly.shards.guard import PartGradient, guard, part_of, trial, unguard
+from evenly.shards.guard import PartGradient, apart, guard, part_of, trial, unguard
 from evenly.shards.placement import Placement, is_retired, placement_of
 
 _FULL = "_evenly_is_full"  # a mark on norms of full gradients
@@ -90,7 +90,7 @@ def clip_grad_norm_(
     guarded = [parameter for parameter in given if type(parameter.grad) is PartGradient]
     unguard(guarded)
     clip_grads_with_norm_(given, max_norm, total)
-    guard(guarded)
+    guard(apart(guarded))
     return total
 
 
@@ -121,14 +121,14 @@ def widen_clipping() -> None:
         parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
     ) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        cut = [parameter for parameter in given if _is_apart(parameter)]
-        if any(type(parameter.grad) is not PartGradient for parameter in cut) and not hasattr(total_norm, _FULL):
+        cut = [(parameter, own) for parameter, own in apart(given) if parameter.grad is not None]
+        if any(type(parameter.grad) is not PartGradient for parameter, _ in cut) and not hasattr(total_norm, _FULL):
             raise SpecError(
                 "torch's clipping by norm was called for parameters that are cut over ranks, with gradients that no "
                 "backward of the network left there, so that the norm would be that of one rank's parts. Use "
                 "evenly.shards.clip_grad_norm_, before optimizer.step()."
             )
-        unguard(cut)
+        unguard(given)
         clip(given, max_norm, total_norm, foreach)
         guard(cut)
 
@@ -137,12 +137,6 @@ def widen_clipping() -> None:
         setattr(torch_clipping, f"_{name}", own)
         setattr(torch_clipping, name, without_grad)
         setattr(torch.nn.utils, name, without_grad)
-
-
-def _is_apart(parameter: torch.Tensor) -> bool:
-    """Returns whether a parameter with a gradient is cut over several ranks."""
-    placement = placement_of(parameter)
-    return parameter.grad is not None and placement is not None and placement.is_cut and placement.wire.size > 1
 
 
 def _total_norm(held: list[tuple[torch.Tensor, Placement | None]], norm_type: float) -> torch.Tensor:

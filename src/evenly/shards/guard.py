@@ -6,7 +6,7 @@ as ever; what looks at several raises. The optimizer itself gets plain tensors: 
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from evenly._errors import SpecError
 from evenly.shards.placement import Placement, placement_of
 
+Apart = list[tuple[torch.Tensor, Placement]]
 _MARK = "_evenly_part_of"
 
 COPIES = {  # operations that are not called pointwise, but leave each element alone
@@ -110,12 +111,16 @@ def called_by_us(*, directly: bool = False) -> bool:
     return False
 
 
-def guard(parameters: Iterable[torch.Tensor]) -> None:
-    """Has the gradients of cut parameters refuse what their parts cannot give."""
-    for parameter in parameters:
-        grad, placement = parameter.grad, placement_of(parameter)
-        if grad is not None and placement is not None and placement.is_cut and placement.wire.size > 1:
-            _as_part(grad, placement)
+def apart(parameters: Iterable[torch.Tensor]) -> Apart:
+    """Returns the parameters that are cut over several ranks, with their placements."""
+    found = ((parameter, placement_of(parameter)) for parameter in parameters)
+    return [(p, own) for p, own in found if own is not None and own.is_cut and own.wire.size > 1]
+
+
+def guard(parameters: Apart) -> None:
+    """Has the gradients of these parameters refuse what their parts cannot give."""
+    for parameter, placement in parameters:
+        _as_part(parameter.grad, placement)
 
 
 def unguard(parameters: Iterable[torch.Tensor]) -> None:
@@ -127,16 +132,16 @@ def unguard(parameters: Iterable[torch.Tensor]) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no annotation here
-def guard_after_backward(outputs: Any, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-    """Has the gradients of `parameters()` guarded at the end of every backward that goes through `outputs`."""
+def guard_after_backward(outputs: Any, parameters: Apart) -> None:
+    """Has the gradients of `parameters` guarded at the end of every backward that goes through `outputs`."""
 
     def arrive(_: torch.Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(finish)  # what torch's DDP ends a backward with
 
     def finish() -> None:
-        guard(parameters())
+        guard(parameters)
 
-    for leaf in pytree.tree_leaves(outputs):
+    for leaf in [outputs] if isinstance(outputs, torch.Tensor) else pytree.tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             leaf.register_hook(arrive)  # type: ignore[no-untyped-call]  # torch has no annotation here
 

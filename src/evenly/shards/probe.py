@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from evenly._errors import SpecError
 from evenly.comm import first_line
 from evenly.shards.clipping import widen_clipping
-from evenly.shards.guard import called_by_us, guard, trial, unguard
+from evenly.shards.guard import Apart, apart, called_by_us, guard, trial, unguard
 from evenly.shards.optim import Adafactor, Lamb
 from evenly.shards.placement import placement_of
 from evenly.shards.twin import (
@@ -39,6 +39,7 @@ RAMP = tuple(10.0**power for power in range(-8, 11, 2))  # of gradients, upwards
 RATIO = 100.0  # of two scales of the ramp
 SCALES = (1.0, 1e-4, 1e4)  # then in turn: some clip
 STEPS = (30, len(RAMP) + len(SCALES))  # for each size; some act every few steps only
+SWITCHES = {bool, str, type(None)}
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -87,9 +88,10 @@ _reasons: dict[tuple[Any, ...], str | None] = {}
 
 
 class _Checked(NamedTuple):
-    """How an optimizer looked when it was checked last, and its parameters, if some are cut."""
+    """How an optimizer looked when it was checked last, its cut parameters, and all if some are cut."""
 
     look: tuple[Any, ...]
+    cut: Apart
     held: list[torch.Tensor]
 
 
@@ -104,7 +106,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if known is None or known.look != look:
         check_elementwise(optimizer, args[1:], kwargs)  # the first is the optimizer
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        known = _Checked(look, held if _cut(held) else [])
+        cut = apart(held)
+        known = _Checked(look, cut, held if cut else [])
         with _lock:
             _checked[optimizer] = known
     if not known.held:
@@ -122,8 +125,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _after_step(optimizer: Optimizer, _: Any, __: Any) -> None:
     known = None if trial.is_on else _checked.get(optimizer)
-    if known is not None and known.held:
-        guard(known.held)
+    if known is not None and known.cut:
+        guard(known.cut)
 
 
 def _unguarding(closure: Callable[..., Any], held: list[torch.Tensor]) -> Callable[..., Any]:
@@ -149,10 +152,11 @@ def _look(optimizer: Optimizer) -> tuple[Any, ...]:
 def _signs(values: dict[str, Any]) -> list[Any]:
     found: list[Any] = []
     for name, value in values.items():
-        if isinstance(value, bool | str | None) and name != "_opt_called":  # which schedulers set
+        kind = type(value)
+        if kind is float or kind is int:
+            found.append((value > 0) - (value < 0) if name != "lr" else 0)
+        elif kind in SWITCHES and name != "_opt_called":  # which schedulers set
             found.append((name, value))
-        elif isinstance(value, int | float) and name != "lr":
-            found.append((name, (value > 0) - (value < 0)))
     return found
 
 

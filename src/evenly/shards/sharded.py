@@ -14,14 +14,14 @@ from evenly._errors import MismatchError, SpecError
 from evenly.comm import Traffic, Wire, close_groups, first_line
 from evenly.graph import Traced
 from evenly.shards.chance import Dice
-from evenly.shards.guard import guard_after_backward
+from evenly.shards.guard import Apart, apart, guard_after_backward
 from evenly.shards.ops import hollow
 from evenly.shards.placement import place, placement_of
 from evenly.shards.program import Program
 from evenly.spec.layout import Layout
 
 OWN = {"layout", "wire", "_dice", "_signature", "_shapes", "_stage", "_source", "_has_audience", "_program", "_plain"}
-OWN |= {"_expected", "_stand", "_passes", "_is_closed", "on_first_batch"}
+OWN |= {"_expected", "_stand", "_passes", "_is_closed", "_cut", "on_first_batch"}
 
 
 class Sharded(nn.Module):
@@ -66,6 +66,7 @@ class Sharded(nn.Module):
         self._stand = (0, False)  # the samples and the mode of the last pass
         self._is_closed = False
         self.on_first_batch: Callable[[Mapping[str, Any]], None] | None = None  # is given the arguments of forward
+        self._cut: Apart = []  # parameters, as the last call found them
         self._expected = {name: tensor.shape for name, tensor in self.named_parameters()}
 
     @property
@@ -91,7 +92,7 @@ class Sharded(nn.Module):
             self._agree_on_batch(bound)
             self._meet_first_batch(bound)
             result = self._program.run(bound) if self._program is not None else None
-            guard_after_backward(result, self.parameters)
+            guard_after_backward(result, self._cut)
             return self._tell(result) if self._has_audience else result
 
     def _meet_first_batch(self, given: Mapping[str, Any]) -> None:
@@ -233,7 +234,9 @@ class Sharded(nn.Module):
                 f"the argument {strange[0]!r} was not in the example with which the network was sharded. "
                 "Give an example with all arguments."
             )
-        now = {name: tensor.shape for name, tensor in self.named_parameters()}
+        held = dict(self.named_parameters())
+        self._cut = apart(held.values())
+        now = {name: tensor.shape for name, tensor in held.items()}
         if now != self._expected:
             changed = next(n for n in {**now, **self._expected} if now.get(n) != self._expected.get(n))
             raise MismatchError(

@@ -156,6 +156,8 @@ class Twin:
                 vars(made)[name] = self._state(held)
             elif name not in LEFT_OUT and (name != "step" or step_of(value) is not None):
                 vars(made)[name] = self._copy(held)
+        if "differentiable" in vars(made).get("defaults", {}):
+            made.defaults["differentiable"] = False  # no autograd in the step
         return made
 
     def _groups(self, groups: list[Any], kept: Sequence[Sequence[int]] | None) -> list[Any]:
@@ -174,7 +176,7 @@ class Twin:
             if isinstance(copied.get("lr"), Real | torch.Tensor):
                 copied["lr"] = LR
             if "differentiable" in copied:
-                copied["differentiable"] = False  # no autograd in the step
+                copied["differentiable"] = False
             made.append(self._keep(group, copied))
         return made
 
