@@ -100,6 +100,8 @@ def widen_clipping() -> None:
     `clip_grad_norm_` looks the two private functions up in its module whenever it is called, so that also one that was
     imported before takes the norm from here. Where a torch has other names for them, clipping is refused.
     """
+    if not (hasattr(torch_clipping, "_get_total_norm") and hasattr(torch_clipping, "_clip_grads_with_norm_")):
+        return
     norm, clip = torch_clipping._get_total_norm, torch_clipping._clip_grads_with_norm_
 
     def get_total_norm(
