@@ -158,6 +158,7 @@ class Session:
         count: Callable[..., float] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         find_unused_parameters: bool = False,
+        verify: bool = True,
         **loading: Any,
     ) -> tuple[Synchronized, torch.optim.Optimizer, Any]:
         """Returns the module to call, the optimizer and this rank's batches, resumed from the newest checkpoint if any.
@@ -171,6 +172,7 @@ class Session:
             count: a function of the arguments of `forward` that returns the samples of a batch.
             scaler: the GradScaler of the loop, if it has one.
             find_unused_parameters: as in torch's DDP.
+            verify: whether a network that the plan cuts is compared with the uncut one on its first batch.
             loading: what `evenly.feed` takes: `shuffle`, `drop_last`, `num_workers`, `collate_fn`, `pin_memory`.
         """
         require_epochs(plan, self._checkpoint_every, models=len(self._trainees))
@@ -179,7 +181,7 @@ class Session:
         if any(trainee.name == name for trainee in self._trainees):
             raise SpecError(f"a model named {name!r} is prepared already. Give each model of a run its own name=.")
         model.to(self.device)
-        part = shard_for(model, optimizer, plan, self._stage, scaler, timeout_s=self._timeout_s)
+        part = shard_for(model, optimizer, plan, self._stage, scaler, timeout_s=self._timeout_s, verify=verify)
         batches = None
         if dataset is not None:
             batches = feed(dataset, plan, rank=self.rank, device=self.device, **{"seed": self._seed, **loading})

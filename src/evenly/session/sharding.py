@@ -8,6 +8,7 @@ from evenly._errors import SpecError
 from evenly.graph import Example, follow, trace
 from evenly.planner import lay_out
 from evenly.session.stage import Stage
+from evenly.session.verifying import verify_on_first_batch
 from evenly.shards import GradScaler, Sharded, example_of, join_shards
 from evenly.spec import Cluster, Plan, Replica
 
@@ -47,6 +48,7 @@ def shard_for(
     scaler: torch.amp.GradScaler | None = None,
     *,
     timeout_s: float,
+    verify: bool = False,
 ) -> torch.nn.Module:
     """Returns this rank's part of the network if the plan cuts it, with the optimizer led over; else the network."""
     party, cluster = stage.party, stage.cluster
@@ -63,6 +65,8 @@ def shard_for(
     )
     require_scaler(sharded, scaler)
     lead_over(optimizer, model, sharded)
+    if verify:
+        verify_on_first_batch(model, sharded, next((role for role in plan.roles if role.rank == party.rank), None))
     return sharded
 
 

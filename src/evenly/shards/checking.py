@@ -178,6 +178,7 @@ class _Trial:
     def _play(self, network: nn.Module, arguments: Mapping[str, Any]) -> Played:
         """Returns the outputs, the gradients, the buffers and the parameters after a step."""
         torch.manual_seed(0)  # for what draws in spite of all
+        arguments = pytree.tree_map_only(torch.Tensor, torch.clone, dict(arguments))  # a network may change them
         with torch.enable_grad():
             outputs = self._program.run(arguments) if network is self._sharded else network(**arguments)
             backward(self._loss(outputs))
@@ -291,6 +292,33 @@ def _switch(network: nn.Module, owners: set[str]) -> None:
             module.dropout = 0.0
     for path in owners:
         network.get_submodule(path).training = False
+
+
+@torch.no_grad()
+def take_weights(model: nn.Module, sharded: Sharded) -> None:
+    """Gives an uncut network the weights of the cut one; all ranks that have a share call it together."""
+    own = _named(sharded)
+    for name, tensor in _named(model).items():
+        if name in own:
+            tensor.copy_(_full(own[name], own[name]))
+
+
+@contextmanager
+def in_float64(sharded: Sharded) -> Iterator[None]:
+    """Has a cut network compute in float64 inside, and gives it back its own numbers after."""
+    kept = [(p, p.data, p.grad) for p in sharded.parameters()]
+    buffers = [(module._buffers, dict(module._buffers)) for module in sharded.modules()]
+    for parameter in sharded.parameters():
+        parameter.grad = None
+    try:
+        sharded.double()
+        yield
+    finally:
+        for parameter, data, grad in kept:
+            parameter.data, parameter.grad = data, None
+            parameter.grad = grad
+        for held, values in buffers:
+            held.update(values)
 
 
 def _require_same_form(model: nn.Module, sharded: Sharded) -> None:

@@ -2,13 +2,18 @@
 
 from collections.abc import Iterable
 from functools import reduce
+from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad as torch_clipping
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Pending, Wire
+from evenly.shards.guard import PartGradient, apart, guard, part_of, trial, unguard
 from evenly.shards.placement import Placement, is_retired, placement_of
+
+_FULL = "_evenly_is_full"  # a mark on norms of full gradients
 
 
 class Sums:
@@ -73,17 +78,74 @@ def clip_grad_norm_(
             "gradients were to be clipped of parameters that others have taken the place of, as units of the network "
             "changed hands. Ask for them anew at every step: clip_grad_norm_(model.parameters(), ...)."
         )
+    if trial.is_on:  # exact, so nothing to try
+        return torch.ones(())
     held = [(parameter.grad, placement_of(parameter)) for parameter in given if parameter.grad is not None]
-    if any(placement is not None and placement.is_cut for _, placement in held):
-        total = _norm_over_wires(held, float(norm_type))
-    else:
-        total = get_total_norm([grad for grad, _ in held], norm_type)
+    total = _total_norm(held, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise NonFiniteError(
             f"gradients were to be clipped to a norm of {max_norm}, but their norm of order {norm_type} is "
             f"{total.item()}. Look for what made it so, or give error_if_nonfinite=False to scale by it anyway."
         )
+    guarded = [parameter for parameter in given if type(parameter.grad) is PartGradient]
+    unguard(guarded)
     clip_grads_with_norm_(given, max_norm, total)
+    guard(apart(guarded))
+    return total
+
+
+def widen_clipping() -> None:
+    """Has torch's clipping by norm take the norm of full gradients; on other gradients it stays as it is.
+
+    `clip_grad_norm_` looks the two private functions up in its module whenever it is called, so that also one that was
+    imported before takes the norm from here. Where a torch has other names for them, clipping is refused.
+    """
+    if not (hasattr(torch_clipping, "_get_total_norm") and hasattr(torch_clipping, "_clip_grads_with_norm_")):
+        return
+    norm, clip = torch_clipping._get_total_norm, torch_clipping._clip_grads_with_norm_
+
+    def get_total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        guarded = [tensor for tensor in given if type(tensor) is PartGradient]
+        if not guarded or any(part_of(tensor) is None for tensor in guarded):  # which refuse
+            return norm(given, norm_type, error_if_nonfinite, foreach)
+        total = _total_norm([(tensor, part_of(tensor)) for tensor in given], norm_type)
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise NonFiniteError(
+                f"the norm of order {norm_type} of all gradients was asked for, and is {total.item()}. Look for what "
+                "made it so, or give error_if_nonfinite=False to go on with it."
+            )
+        return total
+
+    def clip_grads_with_norm_(
+        parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+    ) -> None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        cut = [(parameter, own) for parameter, own in apart(given) if parameter.grad is not None]
+        if any(type(parameter.grad) is not PartGradient for parameter, _ in cut) and not hasattr(total_norm, _FULL):
+            raise SpecError(
+                "torch's clipping by norm was called for parameters that are cut over ranks, with gradients that no "
+                "backward of the network left there, so that the norm would be that of one rank's parts. Use "
+                "evenly.shards.clip_grad_norm_, before optimizer.step()."
+            )
+        unguard(given)
+        clip(given, max_norm, total_norm, foreach)
+        guard(cut)
+
+    for name, own in (("get_total_norm", get_total_norm), ("clip_grads_with_norm_", clip_grads_with_norm_)):
+        without_grad = torch.no_grad()(own)
+        setattr(torch_clipping, f"_{name}", own)
+        setattr(torch_clipping, name, without_grad)
+        setattr(torch.nn.utils, name, without_grad)
+
+
+def _total_norm(held: list[tuple[torch.Tensor, Placement | None]], norm_type: float) -> torch.Tensor:
+    if not any(placement is not None and placement.is_cut for _, placement in held):
+        return get_total_norm([grad for grad, _ in held], norm_type)
+    total = _norm_over_wires(held, float(norm_type))
+    setattr(total, _FULL, True)
     return total
 
 

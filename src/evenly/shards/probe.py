@@ -1,184 +1,423 @@
 """Finds out by trying whether an optimizer is exact on parameters that are cut over ranks."""
 
-import inspect
+import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from evenly._errors import SpecError
 from evenly.comm import first_line
+from evenly.shards.clipping import widen_clipping
+from evenly.shards.guard import Apart, apart, called_by_us, guard, trial, unguard
 from evenly.shards.optim import Adafactor, Lamb
 from evenly.shards.placement import placement_of
+from evenly.shards.twin import (
+    HOOKS,
+    LEFT_OUT,
+    Kind,
+    Twin,
+    UncopiedError,
+    draw,
+    hooks_of,
+    kind_of,
+    step_of,
+    tensors_within,
+)
 
 EXACT = (Adafactor, Lamb)  # they sum over ranks
 TOLERANCE = 1e-12
-SIZES = ((6, 4, 3, 3, 2), (136, 130))  # of the dims, further ones 1: some treat large tensors in another way
-STEPS = 30  # some act every few steps only
-SCALES = (1.0, 1e-4, 1e4)  # of gradients, in turn: some clip
+SIZES = ((6, 4, 3, 3, 2), (136, 130))  # of the dims: some treat large tensors in another way
+RAMP = tuple(10.0**power for power in range(-8, 11, 2))  # of gradients, upwards first: each still shows in the result
+RATIO = 100.0  # of two scales of the ramp
+SCALES = (1.0, 1e-4, 1e4)  # then in turn: some clip
+STEPS = (30, len(RAMP) + len(SCALES))  # for each size; some act every few steps only
+SWITCHES = {bool, str, type(None)}
+PLAIN = (bool, int, float, str, type(None))
 
 
-class Kind(NamedTuple):
-    """What an optimizer meets: parameters of `num_dims` dims on a device, cut along `dim`."""
-
-    num_dims: int
-    dim: int
-    device: str
-
-
-def check_elementwise(optimizer: Optimizer) -> None:
+def check_elementwise(optimizer: Optimizer, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> None:
     """Raises `SpecError` if the optimizer holds cut parameters and would not step as on the full ones.
 
-    A small optimizer of the same class and options steps on a whole tensor and others on its parts, with the same
-    gradients. Every element must come out the same, and so must what the optimizer remembers: tensors of the
-    parameter's shape element by element, all else as it is. `Adafactor` and `Lamb` of this library sum over ranks and
-    pass. What is found is kept for the class and its options.
+    Copies of the optimizer, with its options, attributes and hooks, step on small whole tensors and on parts of them,
+    with the same gradients. Every element must come out the same, and so must what the optimizer remembers: tensors of
+    the parameter's shape element by element, all else as it is. `Adafactor` and `Lamb` of this library sum over ranks
+    and pass; their hooks are tried. Of an optimizer without hooks, what is found is kept for its class and options.
+
+    Args:
+        optimizer: what is to step.
+        args: what `step` is called with; a function among it is taken for the closure.
+        kwargs: the same, by name.
     """
-    if type(optimizer) in EXACT:
+    if not any(_cut(group["params"]) for group in optimizer.param_groups):
         return
-    for group in optimizer.param_groups:
-        for kind in sorted(_kinds(group["params"])):
-            reason = _reason(optimizer, group, kind)
-            if reason is not None:
-                name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-                raise SpecError(
-                    f"{name} was asked to step on parameters that are cut over ranks, but {reason}. Use an optimizer "
-                    "that treats each element alone, such as torch.optim.AdamW or SGD, or one that sums over ranks: "
-                    "evenly.shards.Adafactor or evenly.shards.Lamb."
-                )
+    reason = _reason(optimizer, tuple(args), dict(kwargs or {}))
+    if reason is not None:
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        hooks = [getattr(hook, "__qualname__", type(hook).__name__) for hook in _foreign_hooks(optimizer)]
+        shown = f"{name} with the step hooks {', '.join(hooks)}" if hooks else name
+        advice = " and take out or change the hooks," if hooks else ""
+        raise SpecError(
+            f"{shown} was asked to step on parameters that are cut over ranks, but {reason}. Use an optimizer that "
+            f"treats each element alone, such as torch.optim.AdamW or SGD,{advice} or one that sums over ranks: "
+            "evenly.shards.Adafactor or evenly.shards.Lamb. Clip gradients with evenly.shards.clip_grad_norm_."
+        )
 
 
 def watch_optimizers() -> None:
-    """Has every optimizer of this process checked at its first step on cut parameters; further calls do nothing."""
+    """Has every optimizer of this process checked when it steps on cut parameters; further calls do nothing."""
     global _is_watching
     with _lock:
         if not _is_watching:
             register_optimizer_step_pre_hook(_before_step)
+            register_optimizer_step_post_hook(_after_step)
+            widen_clipping()
             _is_watching = True
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _is_watching = False
-_checked: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()  # number of groups seen
 _reasons: dict[tuple[Any, ...], str | None] = {}
 
 
-def _before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
-    if _checked.get(optimizer) != len(optimizer.param_groups):
-        check_elementwise(optimizer)
+class _Checked(NamedTuple):
+    """How an optimizer looked when it was checked last, its cut parameters, and all if some are cut."""
+
+    look: tuple[Any, ...]
+    cut: Apart
+    held: list[torch.Tensor]
+
+
+_checked: "weakref.WeakKeyDictionary[Optimizer, _Checked]" = weakref.WeakKeyDictionary()
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if trial.is_on:
+        return None
+    look = _look(optimizer)
+    known = _checked.get(optimizer)
+    if known is None or known.look != look:
+        check_elementwise(optimizer, args[1:], kwargs)  # the first is the optimizer
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        cut = apart(held)
+        known = _Checked(look, cut, held if cut else [])
         with _lock:
-            _checked[optimizer] = len(optimizer.param_groups)
+            _checked[optimizer] = known
+    if not known.held:
+        return None
+    unguard(known.held)  # what the optimizer does with them was tried
+    closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
+    if not closures:
+        return None
+
+    def led(value: Any) -> Any:
+        return _unguarding(value, known.held) if callable(value) else value
+
+    return (optimizer, *map(led, args[1:])), {key: led(value) for key, value in kwargs.items()}
 
 
-def _kinds(parameters: Sequence[torch.Tensor]) -> set[Kind]:
-    kinds: set[Kind] = set()
-    for parameter in parameters:
-        placement = placement_of(parameter)
-        if placement is not None and placement.dim is not None:
-            device = parameter.device.type if parameter.device.type in ("cpu", "cuda") else "cpu"  # with float64
-            kinds.add(Kind(len(placement.shape), placement.dim, device))
-    return kinds
+def _after_step(optimizer: Optimizer, _: Any, __: Any) -> None:
+    known = None if trial.is_on else _checked.get(optimizer)
+    if known is not None and known.cut:
+        guard(known.cut)
 
 
-def _reason(optimizer: Optimizer, group: dict[str, Any], kind: Kind) -> str | None:
-    """Returns why the optimizer is not to be used on parameters of this kind, or None."""
+def _unguarding(closure: Callable[..., Any], held: list[torch.Tensor]) -> Callable[..., Any]:
+    """Returns the closure, followed by what lets the optimizer have its gradients."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
+        unguard(held)
+        return loss
+
+    return run
+
+
+def _look(optimizer: Optimizer) -> tuple[Any, ...]:
+    """Returns what tells that an optimizer has changed since it was tried; numbers count by their sign alone."""
+    held = vars(optimizer)
+    hooks = [tuple(held.get(name, {}).values()) for name in HOOKS]
+    world = (tuple(torch_optimizer._global_optimizer_pre_hooks), tuple(torch_optimizer._global_optimizer_post_hooks))
+    groups = [(tuple(map(id, group["params"])), _signs(group)) for group in optimizer.param_groups]
+    return type(optimizer).step, held.get("step"), hooks, world, groups, _signs(held)
+
+
+def _signs(values: dict[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    for name, value in values.items():
+        kind = type(value)
+        if kind is float or kind is int:
+            found.append((value > 0) - (value < 0) if name != "lr" else 0)
+        elif kind in SWITCHES and name != "_opt_called":  # which schedulers set
+            found.append((name, value))
+    return found
+
+
+def _cut(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [p for p in parameters if (placement := placement_of(p)) is not None and placement.is_cut]
+
+
+def _foreign_hooks(optimizer: Optimizer) -> list[Any]:
+    """Returns the step hooks of this optimizer and of all that are not this library's."""
+    world = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    everywhere = [hook for hooks in world for hook in hooks.values()]
+    return hooks_of(optimizer) + [hook for hook in everywhere if getattr(hook, "__module__", "") != __name__]
+
+
+def _reason(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Returns why the optimizer is not to be used on the cut parameters it holds, or None."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it is not elementwise: its direction comes from dot products of all elements"
-    options, arguments = _options(optimizer, group), _arguments(optimizer)
-    key = (type(optimizer), kind, repr(sorted(options.items())), repr(sorted(arguments.items())))
+    is_changed = step_of(optimizer) is not None or bool(_foreign_hooks(optimizer))
+    if type(optimizer) in EXACT:
+        if not is_changed:
+            return None
+        if step_of(optimizer) is not None:
+            return "its step was replaced by another function, which cannot be tried apart from the sums over ranks"
+    key = None if is_changed or any(map(callable, (*args, *kwargs.values()))) else _key(optimizer)
+    if key is None:
+        with _lock, _left_alone(optimizer):
+            return _try(optimizer, args, kwargs)
     if key not in _reasons:
-        cls: Callable[..., Optimizer] = type(optimizer)
-
-        def build(parameter: torch.Tensor) -> Optimizer:
-            return cls([{"params": [parameter], **options}], **arguments)
-
-        _reasons[key] = _try(build, kind)
+        is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        with _lock if is_torchs else _left_alone(optimizer):
+            _reasons[key] = _try(optimizer, args, kwargs)
     return _reasons[key]
 
 
-def _options(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the group's options without what the optimizer or a scheduler counts there."""
-    return _tamed(
-        {
-            name: value
-            for name, value in group.items()
-            if name in optimizer.defaults or (isinstance(value, bool | str) and name != "params")
-        }
-    )
+def _key(optimizer: Optimizer) -> tuple[Any, ...] | None:
+    """Returns all that decides about an optimizer without hooks; None if it holds more than plain values."""
+    parts: list[Any] = [type(optimizer), type(optimizer).step]
+    bags = [(vars(optimizer), ("param_groups", "state", "defaults", "step", "_warned_capturable_if_run_uncaptured"))]
+    bags += [
+        (group, ("params", "param_names", "lr", "initial_lr", "differentiable")) for group in optimizer.param_groups
+    ]
+    for values, ignored in bags:
+        kept = {k: v for k, v in values.items() if k not in ignored and not k.endswith("_hooks")}
+        if not all(isinstance(leaf, PLAIN) for value in kept.values() for leaf in _flat(value)):
+            return None
+        parts.append(repr(sorted(kept.items())))
+        if "params" in values:
+            parts.append(tuple(sorted({repr(kind_of(parameter)) for parameter in values["params"]})))
+    is_fresh = not any(optimizer.state.values())
+    return (*parts, is_fresh) if is_fresh or type(optimizer).__module__.startswith("torch.optim") else None
 
 
-def _arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the arguments that the optimizer was made with, as far as its defaults and attributes tell."""
-    _, *names = inspect.signature(type(optimizer)).parameters
-    plain = {k: v for k, v in vars(optimizer).items() if isinstance(v, bool | int | float | str | tuple | None)}
-    known = {**plain, **optimizer.defaults}
-    return _tamed({name: known[name] for name in names if name in known})
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for held in value:
+            yield from _flat(held)
+    else:
+        yield value
 
 
-def _tamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options with a step size that is felt (a warmup begins with 0), and without autograd in the step."""
-    tamed = dict(options)
-    if isinstance(tamed.get("lr"), Real | torch.Tensor):
-        tamed["lr"] = 0.1
-    if "differentiable" in tamed:
-        tamed["differentiable"] = False
-    return tamed
+class _OutOfReachParameter(torch.nn.Parameter):
+    """A parameter of the network while a copy of its optimizer is tried: only this library may touch it."""
 
-
-def _try(build: Callable[[torch.Tensor], Optimizer], kind: Kind) -> str | None:
-    for sizes in SIZES:
-        shape = (*sizes, *[1] * kind.num_dims)[: kind.num_dims]
-        generator = torch.Generator().manual_seed(0)
-        draws = torch.randn(2 + STEPS, *shape, generator=generator, dtype=torch.float64).to(kind.device)
-        start, drift, *noise = draws
-        grads = [(drift + grad) * SCALES[step % len(SCALES)] for step, grad in enumerate(noise)]
-        try:
-            whole = _train(build, start, grads)
-            if torch.equal(whole["parameter"], start) or not whole["parameter"].isfinite().all():
-                return f"it could not be tried out: it does not move a tensor of {list(shape)} to finite numbers"
-            for chosen in _halves(shape[kind.dim], kind.device):
-                start_part, *grad_parts = (tensor.index_select(kind.dim, chosen) for tensor in (start, *grads))
-                clash = _clash(whole, _train(build, start_part, grad_parts), kind.dim, chosen)
-                if clash is not None:
-                    return (
-                        f"it is not elementwise: on parts of a tensor of {list(shape)}, cut along dim {kind.dim}, its "
-                        f"{clash} came out other than on the whole one"
-                    )
-        except Exception as error:
-            return (
-                f"it could not be tried out on a tensor of {list(shape)}: {type(error).__name__}: {first_line(error)}"
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not called_by_us(directly=trial.is_on):
+            raise UncopiedError(
+                "a hook or the step reaches for the network's own parameters instead of those of the optimizer that it "
+                "is given, so that it could not be tried"
             )
+        with torch._C.DisableTorchFunctionSubclass():  # as torch's own subclasses do it
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _left_alone(optimizer: Optimizer) -> Iterator[None]:
+    """Keeps the network's parameters out of reach and random numbers as they are while copies are tried."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if type(p) is torch.nn.Parameter]
+    chance = random.getstate()
+    devices = sorted({p.device.index or 0 for p in parameters if p.is_cuda})
+    with _lock:
+        try:
+            for parameter in parameters:
+                parameter.__class__ = _OutOfReachParameter
+            with torch.random.fork_rng(devices=devices):
+                yield
+        finally:
+            for parameter in parameters:
+                parameter.__class__ = torch.nn.Parameter  # as torch does with lazy ones
+            random.setstate(chance)
+
+
+def _try(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    kept = _representatives(optimizer)
+    for sizes, steps in zip(SIZES, STEPS, strict=True):
+        try:
+            clash = _compare(optimizer, sizes, steps, kept, args, kwargs)
+        except UncopiedError as error:
+            return str(error)
+        except Exception as error:
+            case = f"{type(error).__name__}: {first_line(error)}"
+            return f"it could not be tried out on tensors of {list(sizes)}: {case}"
+        if clash is not None:
+            return clash
     return None
 
 
-def _halves(size: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the first and last index, and those between."""
-    indices = torch.arange(size, device=device)
-    outer = (indices == 0) | (indices == size - 1)
-    return indices[outer], indices[~outer]
+def _representatives(optimizer: Optimizer) -> list[list[int]] | None:
+    """Returns which parameters of each group stand for all; None for all, where attributes may be of single ones."""
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
+    attributes = {k: v for k, v in attributes.items() if k not in LEFT_OUT}
+    if any(isinstance(v, Optimizer) for v in attributes.values()) or next(tensors_within(attributes), None) is not None:
+        return None
+    kept, seen = [], set()
+    for group in optimizer.param_groups:
+        options = repr({k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr")})
+        numbers = []
+        for number, parameter in enumerate(group["params"]):
+            key = (options, kind_of(parameter))
+            if key not in seen:
+                seen.add(key)
+                numbers.append(number)
+        kept.append(numbers)
+    return kept
 
 
-def _train(
-    build: Callable[[torch.Tensor], Optimizer], start: torch.Tensor, grads: Sequence[torch.Tensor]
-) -> dict[str, Any]:
-    """Returns the parameter after the steps, and all that the optimizer remembers, by name."""
-    parameter = torch.nn.Parameter(start.clone())
-    optimizer = build(parameter)
-    for grad in grads:
-        parameter.grad = grad.clone()
-        optimizer.step()
-    left: dict[str, Any] = {"parameter": parameter.detach()}
-    for owner, entries in optimizer.state.items():
-        left |= _leaves("state" if owner is parameter else f"state {owner}", entries)
-    for name, value in optimizer.param_groups[0].items():
-        if isinstance(value, Real | torch.Tensor):
-            left[f"option {name}"] = value
-    return left
+def _compare(
+    optimizer: Optimizer,
+    sizes: Sequence[int],
+    steps: int,
+    kept: list[list[int]] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Returns what differs between a copy on whole tensors and one on parts of them, in words."""
+    whole = _Run(optimizer, sizes, None, kept, args, kwargs)
+    parts = [_Run(optimizer, sizes, chosen, kept, args, kwargs) for chosen in (_outer, _inner)]
+    kinds = {index: kind_of(parameter) for index, parameter in whole.owners}
+    drifts = {index: draw(kind, sizes, seed=1000 + index) for index, kind in kinds.items()}
+    spreads = {index: _spread(kind, drifts[index]) for index, kind in kinds.items()}
+    for step in range(steps):
+        scale = RAMP[step] if step < len(RAMP) else SCALES[step % len(SCALES)]
+        noise = {index: draw(kind, sizes, seed=2000 + 97 * index + step) for index, kind in kinds.items()}
+        grads = {index: (drifts[index] + noise[index]) * spreads[index] * scale for index in kinds}
+        for run in (whole, *parts):
+            run.step(grads, scale)
+        for part in parts:
+            if (clash := part.clash(whole, is_last=step == steps - 1)) is not None:
+                name, kind = clash
+                where = f", cut along dim {kind.dim}," if kind is not None and kind.dim is not None else ","
+                return (
+                    f"it is not elementwise: on parts of tensors of {list(sizes)}{where} its {name} came out other "
+                    "than on the whole ones"
+                )
+    if not whole.has_moved():
+        return f"it could not be tried out: it does not move tensors of {list(sizes)} to finite numbers"
+    return None
+
+
+def _spread(kind: Kind, like: torch.Tensor) -> torch.Tensor:
+    """Returns factors that make the inner indices of the cut dim `RATIO` times as large as the outer ones.
+
+    A threshold of any norm then lies between that of the whole and that of a part at some scale of the ramp.
+    """
+    factors = torch.full_like(like, RATIO)
+    if kind.dim is not None:
+        factors.index_fill_(kind.dim, _outer(like.shape[kind.dim]).to(like.device), 1.0)
+    return factors
+
+
+def _outer(size: int) -> torch.Tensor:
+    """Returns the first and the last index."""
+    return torch.tensor(sorted({0, size - 1}))
+
+
+def _inner(size: int) -> torch.Tensor:
+    return torch.arange(1, size - 1)
+
+
+class _Run:
+    """A copy of an optimizer on whole stand-ins, or on parts of them."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sizes: Sequence[int],
+        chosen: Callable[[int], torch.Tensor] | None,
+        kept: list[list[int]] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._args, self._kwargs = args, kwargs
+        self.twin = Twin(optimizer, sizes, chosen, kept)
+        if type(optimizer) in EXACT:  # only its hooks are tried
+            self.twin.optimizer = _carry_hooks(self.twin.optimizer)
+        numbered = [p for group in optimizer.param_groups for p in group["params"]]
+        held = {id(p) for group in self.twin.optimizer.param_groups for p in group["params"]}
+        self.owners = [(n, p) for n, p in enumerate(numbered) if id(self.twin.stand_in(p)) in held]
+        self._starts = [self.twin.stand_in(p).detach().clone() for _, p in self.owners]
+
+    def step(self, grads: dict[int, torch.Tensor], scale: float) -> None:
+        """Makes one step with this copy's part of the gradients."""
+        self._give(grads, scale)
+
+        def closure() -> torch.Tensor:
+            self._give(grads, scale)
+            return torch.tensor(scale, dtype=torch.float64)
+
+        args = [closure if callable(value) else value for value in self._args]
+        kwargs = {key: closure if callable(value) else value for key, value in self._kwargs.items()}
+        with trial.on():
+            step: Callable[..., Any] = self.twin.optimizer.step
+            step(*args, **kwargs)
+
+    def _give(self, grads: dict[int, torch.Tensor], scale: float) -> None:
+        for index, parameter in self.owners:
+            stand_in = self.twin.stand_in(parameter)
+            grad = self.twin.part(grads[index], kind_of(parameter))
+            stand_in.grad = grad + 0.01 * scale * stand_in.detach().tanh()  # a closure may ask at another point
+
+    def clash(self, whole: "_Run", *, is_last: bool) -> tuple[str, Kind | None] | None:
+        """Returns the name of something that differs from the copy on whole tensors, or None."""
+        for _, parameter in self.owners:
+            kind = kind_of(parameter)
+            mine, truth = self.twin.stand_in(parameter), whole.twin.stand_in(parameter)
+            names: dict[str, tuple[Any, Any]] = {"parameter": (mine, truth)}
+            if is_last:
+                left, right = self._state(mine), whole._state(truth)
+                names |= {f"state{name}": (left.get(name), right.get(name)) for name in {**left, **right}}
+            for name, (one, other) in names.items():
+                if isinstance(other, torch.Tensor) and other.shape == truth.shape:
+                    other = self.twin.part(other.detach(), kind)
+                if not _is_same(one, other):
+                    return name, kind
+        if is_last:
+            groups = zip(self.twin.optimizer.param_groups, whole.twin.optimizer.param_groups, strict=True)
+            for own, its in groups:
+                for name, value in own.items():
+                    if isinstance(value, Real | torch.Tensor) and not _is_same(value, its.get(name)):
+                        return f"option {name}", None
+        return None
+
+    def has_moved(self) -> bool:
+        """Returns whether something has changed, and all to finite numbers."""
+        now = [self.twin.stand_in(p).detach() for _, p in self.owners]
+        is_same = all(torch.equal(one, start) for one, start in zip(now, self._starts, strict=True))
+        return not is_same and all(bool(one.isfinite().all()) for one in now)
+
+    def _state(self, stand_in: torch.Tensor) -> dict[str, Any]:
+        return _leaves("", self.twin.optimizer.state.get(stand_in, {}))
+
+
+def _carry_hooks(exact: Optimizer) -> Optimizer:
+    """Returns an elementwise optimizer with the groups and the hooks of another one."""
+    carrier = torch.optim.SGD([{"params": group["params"]} for group in exact.param_groups], lr=0.1)
+    for name in HOOKS:
+        vars(carrier)[name] = vars(exact)[name]
+    for own, group in zip(carrier.param_groups, exact.param_groups, strict=True):
+        own.update({key: value for key, value in group.items() if key not in own})
+    return carrier
 
 
 def _leaves(name: str, value: Any) -> dict[str, Any]:
@@ -188,25 +427,19 @@ def _leaves(name: str, value: Any) -> dict[str, Any]:
         return {k: v for index, item in enumerate(value) for k, v in _leaves(f"{name} {index}", item).items()}
     if isinstance(value, Real | torch.Tensor | str | torch.dtype | None):
         return {name: value}
-    raise TypeError(f"its {name} is a {type(value).__name__}, and whether that depends on the cut cannot be seen")
-
-
-def _clash(whole: dict[str, Any], part: dict[str, Any], dim: int, chosen: torch.Tensor) -> str | None:
-    """Returns the name of something that differs between the whole and a part, or None."""
-    shape = whole["parameter"].shape
-    for name in (*whole, *part):
-        mine, other = whole.get(name), part.get(name)
-        if isinstance(mine, torch.Tensor) and mine.shape == shape:
-            mine = mine.index_select(dim, chosen)
-        if not _is_same(mine, other):
-            return name
-    return None
+    raise TypeError(f"its state{name} is a {type(value).__name__}, and whether that depends on the cut cannot be seen")
 
 
 def _is_same(one: Any, other: Any) -> bool:
     if not (isinstance(one, Real | torch.Tensor) and isinstance(other, Real | torch.Tensor)):
         return bool(one == other)
-    a, b = torch.as_tensor(one).double(), torch.as_tensor(other).double()
-    finite = a[a.isfinite()].abs()
+    a, b = torch.as_tensor(one).detach(), torch.as_tensor(other).detach()
+    if a.shape != b.shape:
+        return False
+    if torch.equal(a, b):  # the usual case, and the fastest to see
+        return True
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    finite = b[b.isfinite()].abs()
     slack = TOLERANCE * finite.max().item() if finite.numel() else 0.0
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=slack, equal_nan=True)
+    return torch.allclose(a, b, rtol=0.0, atol=slack, equal_nan=True)

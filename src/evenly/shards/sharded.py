@@ -14,13 +14,14 @@ from evenly._errors import MismatchError, SpecError
 from evenly.comm import Traffic, Wire, close_groups, first_line
 from evenly.graph import Traced
 from evenly.shards.chance import Dice
+from evenly.shards.guard import Apart, apart, guard_after_backward
 from evenly.shards.ops import hollow
 from evenly.shards.placement import place, placement_of
 from evenly.shards.program import Program
 from evenly.spec.layout import Layout
 
 OWN = {"layout", "wire", "_dice", "_signature", "_shapes", "_stage", "_source", "_has_audience", "_program", "_plain"}
-OWN |= {"_expected", "_stand", "_passes", "_is_closed"}
+OWN |= {"_expected", "_stand", "_passes", "_is_closed", "_cut", "on_first_batch"}
 
 
 class Sharded(nn.Module):
@@ -64,6 +65,8 @@ class Sharded(nn.Module):
         self._passes = 0
         self._stand = (0, False)  # the samples and the mode of the last pass
         self._is_closed = False
+        self.on_first_batch: Callable[[Mapping[str, Any]], None] | None = None  # is given the arguments of forward
+        self._cut: Apart = []  # parameters, as the last call found them
         self._expected = {name: tensor.shape for name, tensor in self.named_parameters()}
 
     @property
@@ -87,8 +90,16 @@ class Sharded(nn.Module):
                     "Give the rank a share, or leave it out of the group."
                 )
             self._agree_on_batch(bound)
+            self._meet_first_batch(bound)
             result = self._program.run(bound) if self._program is not None else None
+            guard_after_backward(result, self._cut)
             return self._tell(result) if self._has_audience else result
+
+    def _meet_first_batch(self, given: Mapping[str, Any]) -> None:
+        """Does what waits for a batch, once; on all ranks, as all see the same batches."""
+        if self.on_first_batch is not None and not torch.is_inference_mode_enabled():
+            act, self.on_first_batch = self.on_first_batch, None
+            act(given)
 
     def _agree_on_batch(self, given: Mapping[str, Any]) -> None:
         """Compares the size of the batch with the other ranks' whenever it is another one than before."""
@@ -223,7 +234,9 @@ class Sharded(nn.Module):
                 f"the argument {strange[0]!r} was not in the example with which the network was sharded. "
                 "Give an example with all arguments."
             )
-        now = {name: tensor.shape for name, tensor in self.named_parameters()}
+        held = dict(self.named_parameters())
+        self._cut = apart(held.values())
+        now = {name: tensor.shape for name, tensor in held.items()}
         if now != self._expected:
             changed = next(n for n in {**now, **self._expected} if now.get(n) != self._expected.get(n))
             raise MismatchError(

@@ -1,0 +1,140 @@
+"""A cut network is compared with the uncut one on the first batch that it is given."""
+
+import copy
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from evenly._errors import MismatchError
+from evenly.comm import first_line
+from evenly.shards import Report, Sharded, verify
+from evenly.shards.checking import in_float64, take_weights
+from evenly.shards.trail import chances
+from evenly.spec import Role
+
+logger = logging.getLogger(__name__)
+
+COPIES = {8: 4, 4: 10, 2: 18}  # of the parameters, by bytes of a number: networks, gradients, the same in float64
+
+
+def verify_on_first_batch(model: nn.Module, sharded: Sharded, role: Role | None) -> None:
+    """Has the first call of `sharded` compare it with `model`; that call raises `MismatchError` if they differ.
+
+    The weights are those of the cut network at that call. Nothing of the run is changed by it: parameters, buffers,
+    gradients, random numbers. Where a rank has too little memory for the whole network nothing is compared.
+
+    Args:
+        model: the uncut network; a copy of it is used.
+        sharded: the cut one.
+        role: what the plan says about this rank's memory.
+    """
+    if len(sharded.layout.shares) > 1:
+        sharded.on_first_batch = lambda arguments: _verify(model, sharded, role, arguments)
+
+
+def _verify(model: nn.Module, sharded: Sharded, role: Role | None, arguments: Mapping[str, Any]) -> None:
+    began = time.monotonic()
+    hindrance = _hindrance(model, sharded, role, arguments)
+    plain = None
+    if not hindrance and sharded._program is not None:
+        try:
+            plain = copy.deepcopy(model)
+        except Exception as error:
+            hindrance = f"the uncut one cannot be copied ({first_line(error)})"
+    if _is_any(sharded, bool(hindrance)):
+        logger.info(
+            "the cut network is not compared with the uncut one on its first batch: %s",
+            hindrance or "another rank of the network cannot",
+        )
+        return
+    kind = next((p.device.type for p in model.parameters()), "cpu")
+    with torch.autocast(kind, enabled=False), torch.autocast("cpu", enabled=False):
+        report = _report(plain or model, sharded, _own(model, arguments))
+    if not report.ok:
+        raise MismatchError(
+            f"a cut network was to be trained, but on its first batch {report}\nReport it as a fault of this library, "
+            "with the layer named above. prepare(..., verify=False) trains without looking."
+        )
+    logger.info(
+        "%s; compared on the first batch in %.1f s (prepare(..., verify=False) leaves it out)",
+        report.lines[0],
+        time.monotonic() - began,
+    )
+
+
+def _hindrance(model: nn.Module, sharded: Sharded, role: Role | None, arguments: Mapping[str, Any]) -> str:
+    """Returns why this rank cannot compare the networks; nothing if it can."""
+    if sharded._program is None:
+        return ""
+    _, always = chances(sharded._program.traced)
+    if always:
+        return f"the dropout at {always[0]!r} is on in every mode"
+    needed, free = needed_bytes(model, sharded, arguments), free_bytes(sharded, role)
+    return f"that takes about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are left" if needed > free else ""
+
+
+def _report(plain: nn.Module, sharded: Sharded, arguments: dict[str, Any]) -> Report:
+    """Returns what was found; `plain` is changed."""
+    if sharded._program is not None:
+        take_weights(plain, sharded)
+    report = verify(plain, sharded, arguments)
+    if report.ok or not any(x.is_floating_point() and x.dtype.itemsize < 8 for x in plain.parameters()):
+        return report
+    with in_float64(sharded):  # short numbers may differ for good reasons
+        longer = pytree.tree_map_only(torch.Tensor, _lengthened, arguments)
+        return verify(plain.double(), sharded, longer)
+
+
+def needed_bytes(model: nn.Module, sharded: Sharded, arguments: Mapping[str, Any]) -> int:
+    """Returns about how much memory the comparison takes on this rank."""
+    if sharded._program is None:
+        return 0
+    held = [*model.parameters(), *model.buffers()]
+    shortest = min((x.dtype.itemsize for x in held if x.is_floating_point()), default=8)
+    graph = sharded._program.traced.graph
+    made = sum(tensor.size_bytes for layer in graph.layers if layer.op != "parameter" for tensor in layer.outputs)
+    batch = next((shape[0] for shape in sharded._shapes.values() if shape), 1)
+    given = [x.shape[0] for x in arguments.values() if isinstance(x, torch.Tensor) and x.ndim]
+    kept = made * max(given, default=batch) / max(batch, 1)  # for backward
+    return int(COPIES.get(shortest, 18) * sum(x.nbytes for x in held) + (8 / shortest) * kept)
+
+
+def free_bytes(sharded: Sharded, role: Role | None) -> int:
+    """Returns the memory that this rank has left; no more than the plan allows it."""
+    device = next((p.device for p in sharded.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + cached
+    else:
+        free = psutil.virtual_memory().available // len(sharded.layout.shares)  # the others take theirs
+    if role is not None and role.free_bytes:
+        free = min(free, max(role.free_bytes - role.memory_bytes, 0))
+    return free
+
+
+def _is_any(sharded: Sharded, flag: bool) -> bool:
+    """Returns whether it is so on a rank of the network; all call it together."""
+    stage = sharded._stage
+    return bool(stage.sum(torch.tensor([float(flag)]), name="verify", largest=True).wait().item())
+
+
+def _own(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments apart from the run's; mixed precision may give shorter numbers than the network has."""
+    kinds = [p.dtype for p in model.parameters() if p.is_floating_point()]
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        shorter = bool(kinds) and x.is_floating_point() and x.dtype.itemsize < kinds[0].itemsize
+        return x.detach().to(kinds[0]) if shorter else x.detach()
+
+    moved: dict[str, Any] = pytree.tree_map_only(torch.Tensor, own, dict(arguments))
+    return moved
+
+
+def _lengthened(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if x.is_floating_point() else x

@@ -1,0 +1,128 @@
+"""The first batch of a cut network is compared with the uncut one, and the run is not disturbed by it."""
+
+import copy
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evenly._errors import MismatchError
+from evenly.comm import MOVES, Party
+from evenly.graph import follow
+from evenly.planner import lay_out
+from evenly.session import verifying
+from evenly.session.verifying import verify_on_first_batch
+from evenly.shards import checking, join_shards
+from evenly.spec import Role
+from tests.ranks import RankError, run_ranks
+
+LOCK = threading.Lock()  # fx patches modules while it traces
+
+
+def network(dtype: torch.dtype, *, always: bool = False) -> nn.Module:
+    class Always(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(x, 0.2)
+
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.4),
+        nn.Conv2d(8, 6, 3, padding=1), nn.ReLU(), Always() if always else nn.Identity(), nn.Flatten(),
+        nn.Linear(6 * 16, 5),
+    ).to(dtype)  # fmt: skip
+
+
+def batch(dtype: torch.dtype, number: int) -> torch.Tensor:
+    return torch.randn(6, 2, 4, 4, generator=torch.Generator().manual_seed(number)).to(dtype)
+
+
+def train(
+    party: Party,
+    dtype: torch.dtype = torch.float64,
+    shares: tuple[int, ...] = (2, 1),
+    verify: bool = True,
+    role: Role | None = None,
+    **options: Any,
+) -> list[torch.Tensor]:
+    """Returns the parts, and the outputs of some steps."""
+    with LOCK:
+        model = network(dtype, **options)
+        traced = follow(copy.deepcopy(model), batch(dtype, 0))
+    if party.rank > 0:  # all ranks take those of rank 0
+        nn.init.zeros_(model[0].weight)
+    sharded = join_shards(traced, lay_out(traced.graph, shares), party=party, timeout_s=30)
+    if verify:
+        verify_on_first_batch(model, sharded, role)
+    optimizer = torch.optim.Adam(sharded.parameters(), lr=0.01)
+    outputs = []
+    try:
+        for number in range(3):
+            output = sharded(batch(dtype, number))
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outputs.append(output.detach().clone())
+        return [x.detach().clone() for x in (*sharded.parameters(), *sharded.buffers())] + outputs
+    finally:
+        sharded.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shares"), [(torch.float64, (2, 1)), (torch.float32, (3, 0, 1)), (torch.bfloat16, (2, 1))]
+)
+def test_a_run_is_the_same_to_the_last_bit(
+    dtype: torch.dtype, shares: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=verifying.__name__)
+    truth = run_ranks(len(shares), train, dtype, shares, False)
+    assert not caplog.messages
+    found = run_ranks(len(shares), train, dtype, shares)
+    for mine, other in zip(found, truth, strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(mine, other, strict=True))
+    assert len(caplog.messages) == len(shares)  # once on each rank
+    assert all("the same as the uncut one" in text and "verify=False" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("shares", [(2, 1), (3, 0, 1)])
+def test_a_network_that_differs_is_refused_on_all_ranks_with_the_layer(
+    shares: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MOVES, "reduce", ("same", "same"))
+    run_ranks(len(shares), train, torch.float64, shares, False)  # wrong numbers without a word
+    with pytest.raises(RankError) as caught:
+        run_ranks(len(shares), train, torch.float64, shares)
+    for error in caught.value.errors:
+        assert isinstance(error, MismatchError)
+        assert "first at '" in str(error)
+        assert "verify=False" in str(error)
+
+
+def test_short_numbers_that_differ_are_compared_again_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = run_ranks(2, train, torch.float32, (2, 1), False)
+    monkeypatch.setitem(checking.RTOL, 4, 1e-30)
+    for mine, other in zip(run_ranks(2, train, torch.float32), truth, strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(mine, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "reason"),
+    [
+        (Role(rank=0, node=0, free_bytes=10_000, memory_bytes=9_000), {}, "GB are left"),
+        (None, {"always": True}, "is on in every mode"),
+    ],
+)
+def test_where_it_cannot_be_compared_the_run_goes_on(
+    role: Role | None, options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=verifying.__name__)
+    shares = (2, 0, 1)
+
+    def act(party: Party) -> None:
+        train(party, shares=shares, role=role if party.rank == 0 else None, **options)
+
+    run_ranks(len(shares), act)
+    assert any(reason in text for text in caplog.messages)
+    assert all("not compared" in text for text in caplog.messages)
