@@ -39,7 +39,7 @@ class LogOwner(Protocol):
         """A backward has reached its first forward."""
 
     def reached_empty(self, *, is_first: bool) -> None:
-        """It has reached one whose batch counts no samples."""
+        """It has reached one whose batch counts no samples, or another one after that."""
 
     def end_task(self) -> None:
         """It is over."""
@@ -80,7 +80,7 @@ class ForwardLog:
         if forward not in self._members:
             forward.was_reached = True
             self._members.append(forward)
-            if not forward.samples and (owner := self._owner()) is not None:
+            if not all(member.samples for member in self._members) and (owner := self._owner()) is not None:
                 owner.reached_empty(is_first=len(self._members) == 1)
 
     @property
