@@ -1,11 +1,11 @@
 """Node-based communications: gradients inside the node, parameters across nodes."""
 
+from evenly.nodes.buffers import add_change
 from evenly.nodes.cargo import SQUARES
 from evenly.nodes.codecs import Codec, add_codec
 from evenly.nodes.counting import leading_dim
 from evenly.nodes.join import join_nodes
 from evenly.nodes.membership import Ballot, Membership, Quorum, StaticMembership, fractions
-from evenly.nodes.state import add_change
 from evenly.nodes.synchronized import Synchronized
 from evenly.nodes.trips import Exchanged
 

@@ -22,7 +22,7 @@ from evenly.nodes.membership import Ballot, Membership
 from evenly.nodes.points import Points, of_node
 from evenly.nodes.schedule import Schedule
 from evenly.nodes.sharing import Sharing
-from evenly.nodes.state import kept_buffers, trained_entries
+from evenly.nodes.state import trained_entries
 from evenly.nodes.trips import Arrived, Exchanged, Tensors, Trip, restored
 from evenly.spec import Adaptive, EverySeconds, Exchange
 
@@ -54,7 +54,7 @@ class Exchanger:
         self.on_exchange: list[Callable[[Exchanged], None]] = []
         self.on_period: list[Callable[[int, int, str], None]] = []  # called with step, steps of the next period, why
         self.doubtful = False
-        self.buffers = Buffers(module)
+        self.buffers = Buffers(module, settings, sharing, alone=groups.party.size == 1)
         self._module, self._optimizer, self._schedule = module, optimizer, schedule
         self._groups, self._membership, self._sharing = groups, membership, sharing
         self._settings, self._alarm, self._before = settings, alarm, before
@@ -140,17 +140,14 @@ class Exchanger:
 
     def finish(self) -> None:
         """Lets all ranks go on with the same model."""
-        has_landed = bool(self._trips)
         with self._ringing():
             self.land()
             if isinstance(self._schedule.period, EverySeconds):
                 self.assemble()
-            elif self._schedule.since:
+            if self._schedule.since:
                 self.exchange(range(self._settings.fragments), waits=True, exact=True)
-            elif has_landed:
-                self._average_now()  # what was merged as a change left nodes different in the last bits
             else:
-                self.meet(lambda waiter: self._membership.convene(self._ballot("", samples=0.0), waiter))
+                self._average_rest()
 
     def assemble(self) -> None:
         """Exchanges until all nodes have come here: some may have exchanges to make before they do."""
@@ -181,39 +178,54 @@ class Exchanger:
     def averaged(self) -> Iterator[None]:
         """Puts the average over all nodes into the module, then gives each node its own state back."""
         self._pace.drop()
-        if (not self._schedule.since and not self._trips) or self._groups.party.size == 1:
+        if self._groups.party.size == 1:
             yield
             return
         with self._ringing():
             self._drain()
-        entries, buffers = trained_entries(self._module), kept_buffers(self._module)
+        entries, buffers = trained_entries(self._module), self.buffers.now()
         own = [*(entry.tensor for entry in entries), *buffers.values()]
-        kept, agreed = [tensor.detach().clone() for tensor in own], dict(self.buffers.agreed)
+        kept, agreed, differs = [tensor.detach().clone() for tensor in own], dict(self.buffers.agreed), self._differs
         try:
             with torch.no_grad(), self._ringing():
                 for trip in self._trips:
                     if trip.arrived is not None:  # what is since its snapshot is what has to be averaged
                         self._contents.unload(trip.cargo, state=False)
                         self.buffers.put(trip.arrived.buffers, trip.snapshot, change=trip.cargo.change)
-                self._average_now()
+                if self._schedule.since or self._trips:
+                    self._average_now(parameters=True, samples=self.samples)
+                else:
+                    self._average_rest()
             yield
         finally:
-            self.buffers.agreed = agreed
+            self.buffers.agreed, self._differs = agreed, differs
             with torch.no_grad():
                 for tensor, value in zip(own, kept, strict=True):
                     tensor.copy_(value)
 
-    def _average_now(self) -> None:
+    def _average_rest(self) -> None:
+        """Averages what may differ though no step was made since the last exchange: buffers that a forward without a
+        step has changed, and parameters whose changes were merged, which leaves nodes different in the last bits.
+
+        No samples are behind it, so that all networks count alike.
+        """
+        changed = self.buffers.moves(self.buffers.snapshot()).bits()
+        ballot = replace(self._ballot("a look", samples=0.0), changed=changed)
+        quorum = self.meet(lambda waiter: self._membership.convene(ballot, waiter))
+        if quorum.differs or any(quorum.changed):
+            self._average_now(parameters=quorum.differs, samples=float(self._sharing.answers))
+
+    def _average_now(self, *, parameters: bool, samples: float) -> None:
         """Puts the average over all nodes into the module, without codes or an outer optimizer."""
-        cargo, buffers = self._contents.load_all(), kept_buffers(self._module)
+        cargo = self._contents.load_all() if parameters else self._contents.load(())
         snapshot = self.buffers.snapshot()
-        words = self._contents.words(range(self._settings.fragments), buffers)
-        ballot = self._ballot(f"an average\n{words}", samples=self.samples)
+        words = self._contents.words(range(self._settings.fragments) if parameters else (), snapshot)
+        ballot = self._ballot(f"an average\n{words}", samples=samples)
         arrived = self.meet(lambda waiter: self._agree(cargo, ballot, snapshot, waiter, exact=True))
         with torch.no_grad():
             self._contents.unload(cargo)
-            for name, value in arrived.buffers.items():
-                buffers[name].copy_(value)
+            self.buffers.put(arrived.buffers, snapshot, change=False)
+        self._differs = False
 
     def meet(self, act: "Callable[[Waiter], Any]", place: str = "") -> Any:
         """Returns act's result; an error on this rank is told to the others before it is raised."""

@@ -14,6 +14,7 @@ from evenly.nodes.checks import require_plain
 from evenly.nodes.codecs import find_codec
 from evenly.nodes.cut import CutSharing
 from evenly.nodes.membership import StaticMembership
+from evenly.nodes.policies import policies_of
 from evenly.nodes.replicas import wire_of
 from evenly.nodes.sharing import Sharing
 from evenly.nodes.state import StatePlacement, require_resettable
@@ -47,6 +48,8 @@ def join_nodes(
         raise SpecError(f"the period and the exchange do not fit each other: {case}.")
     find_codec(exchange.codec)
     require_resettable(optimizer, exchange)
+    if party.size > 1:
+        policies_of(module, exchange)
     joint = isinstance(period, EveryGradient)
     chapter = party.chapter("synchronize")
     own = cluster.nodes[cluster.node_of(party.rank)].ranks

@@ -25,7 +25,7 @@ from evenly.nodes.sharing import Sharing, Verdict
 from evenly.nodes.signature import describe
 from evenly.nodes.timing import StepClock
 from evenly.nodes.trips import Exchanged
-from evenly.spec import AnyPeriod, EveryGradient, Exchange
+from evenly.spec import AnyPeriod, BufferPolicy, EveryGradient, Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -270,6 +270,11 @@ class Synchronized(torch.nn.Module):
     def agreed_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers as the last exchange left them."""
         return self._exchanger.buffers.agreed
+
+    @property
+    def buffer_policies(self) -> dict[str, BufferPolicy]:
+        """What becomes of each buffer at an exchange; of one rank alone nothing."""
+        return dict(self._exchanger.buffers.policies)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._require_own("optimizer.step()")
