@@ -9,7 +9,6 @@ from torch.ao.quantization.observer import HistogramObserver, MinMaxObserver, Mo
 
 from evenly._errors import NonFiniteError, PeerError, SpecError
 from evenly.nodes.policies import policies_of
-
 from evenly.spec import Exchange
 from tests.nodes.test_corners import errors_of, join, linear
 from tests.nodes.test_odd_models import train

@@ -123,14 +123,14 @@ class Moves:
 
     def _require_meaning(self, averaged: Tensors) -> None:
         """Raises `NonFiniteError` for averages of finite and infinite numbers: infinity mostly says "nothing yet"."""
-        torn = [_is_torn(average, self.snapshot[name]) for name, average in averaged.items()]
+        torn = [is_torn(average, self.snapshot[name]) for name, average in averaged.items()]
         if not torn or not bool(torch.stack(torn).any()):
             return
         name = next(name for name, is_torn in zip(averaged, torn, strict=True) if is_torn)
         raise NonFiniteError(
-            f"the buffer {name!r} was to be averaged at an exchange, but on some ranks elements of it are infinite that "
-            f"are finite on others; nothing was merged. Say by buffers={{{name!r}: ...}} what is to become of it: 'max', "
-            "'min', 'first' or 'keep'."
+            f"the buffer {name!r} was to be averaged at an exchange, but on some ranks elements of it are infinite "
+            f"that are finite on others; nothing was merged. Say by buffers={{{name!r}: ...}} what is to become of it: "
+            "'max', 'min', 'first' or 'keep'."
         )
 
 
@@ -153,6 +153,11 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(_all_same(one, other)) if one.dtype.itemsize == 1 else torch.equal(one, other)
 
 
+def is_torn(average: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Returns whether an average was made of finite and infinite elements, or of infinite ones of both signs."""
+    return ((average.isinf() & own.isfinite()) | (average.isnan() & own.isinf())).any()
+
+
 def copies(buffers: Tensors) -> Tensors:
     """Returns copies of the buffers."""
     return {name: buffer.detach().clone() for name, buffer in buffers.items()}
@@ -166,7 +171,3 @@ def _all_same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isfinite(), values, torch.zeros_like(values))
-
-
-def _is_torn(average: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    return ((average.isinf() & own.isfinite()) | (average.isnan() & own.isinf())).any()

@@ -260,7 +260,8 @@ class Exchanger:
         with self._ringing():
             self._drain()
         trips = [trip.saved() for trip in self._trips]
-        return {"settings": self._bound_settings(), "points": self._points.state(), "trips": trips}
+        known = {"settings": self._bound_settings(), "policies": dict(self.buffers.policies)}
+        return {**known, "points": self._points.state(), "trips": trips}
 
     def resume(self, progress: dict[str, Any], state: dict[str, Any] | None, agreed: Tensors | None) -> None:
         """Goes on from a checkpoint; without one of its own from what is in the module now."""

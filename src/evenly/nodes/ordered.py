@@ -1,5 +1,7 @@
 """Numbers of any type as integers of the same order, so that one collective finds the largest of all of them."""
 
+from collections.abc import Sequence
+
 import torch
 
 from evenly.nodes.flat import real
@@ -39,3 +41,13 @@ def from_ordered(keys: torch.Tensor, like: torch.Tensor, *, smallest: bool = Fal
 def below_all(keys: torch.Tensor) -> torch.Tensor:
     """Returns keys that are smaller than those of any element: a rank that has no say sends them."""
     return torch.full_like(keys, _LEAST)
+
+
+def extreme(values: Sequence[torch.Tensor], *, smallest: bool = False) -> torch.Tensor:
+    """Returns the largest of each element over tensors of one shape, or the smallest; NaN where any is NaN.
+
+    >>> extreme([torch.tensor([1.0, 4.0]), torch.tensor([2.0, 3.0])])
+    tensor([2., 4.])
+    """
+    keys = torch.stack([to_ordered(value, smallest=smallest) for value in values]).amax(0)
+    return from_ordered(keys, values[0], smallest=smallest)

@@ -37,8 +37,8 @@ from evenly.spec.run import (
 __all__ = [
     "Adaptive",
     "AnyPeriod",
-    "CheckpointSaved",
     "BufferPolicy",
+    "CheckpointSaved",
     "Cluster",
     "Curve",
     "CutStep",
