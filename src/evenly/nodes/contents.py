@@ -1,7 +1,7 @@
 """What travels in an exchange: parameters and optimizer state, whole or in fragments."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
 import torch
@@ -56,9 +56,9 @@ class Contents:
         labels = [*(entry.label for entry in entries), *buffers]
         return "\n".join(f"{label} {size}" for label, size in zip(labels, self._sharing.sizes(named), strict=True))
 
-    def unload(self, cargo: Cargo, *, state: bool = True) -> None:
-        """Puts what was agreed on into the network as it lies now, and into the optimizer."""
-        cargo.unload(held_now(self._module, self._optimizer), state=state)
+    def unload(self, cargo: Cargo, *, state: bool = True, but: Collection[str] = ()) -> None:
+        """Puts what was agreed on into the network as it lies now, `but` for some, and into the optimizer."""
+        cargo.unload(held_now(self._module, self._optimizer), state=state, but=but)
 
     def _require_slots(self) -> None:
         """Raises `SpecError`, as soon as the optimizer has state, where the settings name a slot that it has not."""

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from evenly._errors import CheckpointError
+from evenly._errors import CheckpointError, SpecError
 from evenly.comm import Alarm, Groups, Waiter
 from evenly.nodes.adapting import Pace, Seen, choose
 from evenly.nodes.buffers import Buffers
 from evenly.nodes.cargo import Cargo
 from evenly.nodes.contents import Contents
 from evenly.nodes.flight import Flight
+from evenly.nodes.loads import Loads
 from evenly.nodes.membership import Ballot, Membership
 from evenly.nodes.points import Points, of_node
 from evenly.nodes.schedule import Schedule
@@ -67,6 +68,7 @@ class Exchanger:
         self._pace = Pace()
         self._seen = Seen()  # by this rank, of its last exchange
         self._contents = Contents(module, optimizer, sharing, settings, travels=self._averages)
+        self._loads, self._restarts = Loads(module, optimizer), 0  # how often points began anew from loaded weights
         self._is_assembled = True  # all ranks have come where the last exchange was made
         self._differs = False  # what was merged as a change left nodes different in the last bits
         self._device = next(module.parameters(), torch.empty(0)).device
@@ -75,8 +77,43 @@ class Exchanger:
     def begin(self) -> None:
         """Remembers the values with which all nodes start, or go on after parts have changed hands."""
         self._contents.forget()
+        self._loads.forget()
         if self._points.are_kept:
             self._points.begin(self._contents.load(range(self._settings.fragments)).parts)
+
+    def take_loaded(self, *, everything: bool = False) -> None:
+        """Goes on from what `load_state_dict` has put in since the last step, as if nodes had agreed on it.
+
+        Exchanges under way no longer change it. With `everything` all of the network counts as loaded.
+        """
+        if not self._loads.any and not everything:
+            return
+        with self._ringing():
+            names, of_optimizer = self._loads.take()
+            trained = {entry.home for entry in trained_entries(self._module)}
+            names |= {*trained, *self.buffers.policies} if everything else set()
+            for trip in self._trips:
+                trip.loaded |= names
+                trip.is_state_loaded |= of_optimizer
+            if names & trained:
+                self._differs = True
+                self._restart(names & trained, trained)
+
+    def _restart(self, loaded: set[str], trained: set[str]) -> None:
+        """Forgets what led to the weights that were there before all of them were `loaded`."""
+        if loaded == trained:
+            self._forget_samples(range(self._settings.fragments))
+        if not self._averages or not self._points.are_kept:
+            return
+        if loaded != trained:
+            raise SpecError(
+                f"load_state_dict has replaced {sorted(loaded)[0]!r}, but not {sorted(trained - loaded)[0]!r}, between "
+                "two exchanges with an outer optimizer or a codec, which go on from the last agreed weights. Load all "
+                "weights that train at once, or load before synchronize."
+            )
+        self._drain()  # what is under way still uses the points
+        self._points.begin(self._contents.load(range(self._settings.fragments)).parts, verified=False)
+        self._restarts += 1
 
     @property
     def samples(self) -> float:
@@ -102,6 +139,7 @@ class Exchanger:
 
         Several fragments are weighted by the samples since the oldest of their snapshots.
         """
+        self.take_loaded()
         if self._groups.party.size == 1:
             self._schedule.exchanged(fragments)
             self._forget_samples(fragments)
@@ -140,6 +178,7 @@ class Exchanger:
 
     def finish(self) -> None:
         """Lets all ranks go on with the same model."""
+        self.take_loaded()
         with self._ringing():
             self.land()
             if isinstance(self._schedule.period, EverySeconds):
@@ -162,6 +201,7 @@ class Exchanger:
 
     def close(self) -> bool:
         """Lets what is under way end by itself; returns whether it has."""
+        self._loads.close()
         flights = [trip.flight for trip in self._trips if trip.flight is not None]
         landed = not flights or flights[-1].ends_within(CLOSING_S)  # the others are before it
         if self._trips and not self._alarm.has_rung:
@@ -188,15 +228,19 @@ class Exchanger:
         kept, agreed, differs = [tensor.detach().clone() for tensor in own], dict(self.buffers.agreed), self._differs
         try:
             with torch.no_grad(), self._ringing():
+                loaded = self._loads.changed()
+                self._differs |= bool(loaded)
                 for trip in self._trips:
                     if trip.arrived is not None:  # what is since its snapshot is what has to be averaged
-                        self._contents.unload(trip.cargo, state=False)
-                        self.buffers.put(trip.arrived.buffers, trip.snapshot, change=trip.cargo.change)
+                        self._contents.unload(trip.cargo, state=False, but=loaded)
+                        merged = {name: value for name, value in trip.arrived.buffers.items() if name not in loaded}
+                        self.buffers.put(merged, trip.snapshot, change=trip.cargo.change)
                 if self._schedule.since or self._trips:
                     self._average_now(parameters=True, samples=self.samples)
                 else:
                     self._average_rest()
-            yield
+            with self._loads.aside():
+                yield
         finally:
             self.buffers.agreed, self._differs = agreed, differs
             with torch.no_grad():
@@ -257,11 +301,17 @@ class Exchanger:
 
     def state(self) -> dict[str, Any]:
         """Returns all tensors that a checkpoint needs to go on inside a period, with what is under way."""
+        self.take_loaded()
         with self._ringing():
             self._drain()
         trips = [trip.saved() for trip in self._trips]
-        known = {"settings": self._bound_settings(), "policies": dict(self.buffers.policies)}
-        return {**known, "points": self._points.state(), "trips": trips}
+        return {
+            "settings": self._bound_settings(),
+            "policies": dict(self.buffers.policies),
+            "restarts": self._restarts,
+            "points": self._points.state(),
+            "trips": trips,
+        }
 
     def resume(self, progress: dict[str, Any], state: dict[str, Any] | None, agreed: Tensors | None) -> None:
         """Goes on from a checkpoint; without one of its own from what is in the module now."""
@@ -271,6 +321,7 @@ class Exchanger:
         self._counts = counts if len(counts) == count else [max(counts)] * count
         self._seen = Seen(0.0, *progress["seen"])
         self.buffers.learn(agreed)
+        self._loads.forget()
         settings = self._bound_settings()
         if state is None or state["settings"] != settings or not self._points.fit(state["points"]):
             if state is not None and (self._schedule.since or state["trips"]):
@@ -281,6 +332,7 @@ class Exchanger:
                 )
             self.begin()
             return
+        self._restarts = state["restarts"]
         self._points.resume(state["points"])
         self._trips = [self._restored(saved) for saved in state["trips"]]
 
@@ -294,7 +346,7 @@ class Exchanger:
         stateful = tuple(f for f in fragments if self._counts[f] % self._settings.state_every == 0)
         cargo = self._contents.load(fragments, stateful=stateful, change=overlap > 0)
         snapshot = self.buffers.snapshot() if self._settings.fragments - 1 in fragments else {}
-        layout = self._contents.words(fragments, snapshot, stateful=stateful)
+        layout = f"{self._restarts} restarts\n{self._contents.words(fragments, snapshot, stateful=stateful)}"
         samples = max(self._samples[fragment] for fragment in fragments)
         ballot = self._ballot(layout, samples=samples)
         step, number = self._schedule.step, self._schedule.exchanges + 1
@@ -347,10 +399,8 @@ class Exchanger:
 
     def _merge(self, trip: Trip) -> None:
         began = time.monotonic()
-        if trip.flight is not None:
-            trip.arrived = trip.flight.wait(self._waiter(trip.place))
-            trip.flight = None  # what it holds is free now, not when a cycle is found
-            self._alarm.passed(trip.place)
+        self._await(trip)
+        trip.flight = None  # what it holds is free now, not when a cycle is found
         self._trips.remove(trip)
         self._unload(trip, time.monotonic() - began)
 
@@ -365,7 +415,8 @@ class Exchanger:
         if self._stream is not None:
             for buffer in arrived.buffers.values():  # of the other stream, and read on this one
                 buffer.record_stream(torch.cuda.current_stream(self._device))
-        self._contents.reset_state(trip.stateful)
+        if not trip.is_state_loaded:
+            self._contents.reset_state(trip.stateful)
         self._adapt(trip, arrived)
         for tell in self.on_exchange:
             tell(trip.told(arrived, self._schedule.step, waited_s))
@@ -387,9 +438,14 @@ class Exchanger:
     def _drain(self) -> None:
         """Waits until all that is under way has arrived; it is merged later."""
         for trip in self._trips:
-            if trip.flight is not None:
-                trip.arrived = trip.flight.wait(self._waiter(trip.place))
-                self._alarm.passed(trip.place)
+            self._await(trip)
+
+    def _await(self, trip: Trip) -> None:
+        if trip.flight is not None:
+            trip.arrived = trip.flight.wait(self._waiter(trip.place))
+            self._alarm.passed(trip.place)
+        for name, agreed in trip.drop_loaded().items():
+            self.buffers.agreed[name] = agreed.clone()
 
     def _waiter(self, place: str, *, tells: bool = True) -> Waiter:
         at, limit_s = self._schedule.step, self._settings.timeout_s

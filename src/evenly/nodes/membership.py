@@ -12,7 +12,7 @@ from evenly.comm import Groups, Peers, Waiter, all_gather
 NOTHING = (0.0,) * 5
 OTHER_TENSORS = (
     "are about to send other tensors: one calls agreed() where another one calls finish(), or state of the optimizer "
-    "is averaged that some do not have, as they have not used a parameter yet"
+    "is averaged that some do not have, as they have not used a parameter yet, or only some have loaded weights"
 )
 
 

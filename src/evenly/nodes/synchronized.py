@@ -161,6 +161,14 @@ class Synchronized(torch.nn.Module):
             finally:
                 self._shows_average = False
 
+    def accept_weights(self) -> None:
+        """Takes weights that were written into the module by hand as those all nodes have agreed on.
+
+        All ranks call it together, after they have written the same. `load_state_dict` is noticed without it.
+        """
+        self._require_own("accept_weights()")
+        self._exchanger.take_loaded(everything=True)
+
     def _require_own(self, what: str) -> None:
         if self._shows_average:
             raise SpecError(f"{what} was called inside agreed(), where the model is an average. Leave the block first.")
@@ -279,6 +287,7 @@ class Synchronized(torch.nn.Module):
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._require_own("optimizer.step()")
         self._alarm.check()
+        self._exchanger.take_loaded()
         self.clock.averaged()
         if _closure(args, kwargs) and self._settings.nonfinite == "skip":
             raise SpecError(
