@@ -8,11 +8,15 @@ from torch import nn
 from torch.ao.quantization.observer import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver
 
 from evenly._errors import NonFiniteError, PeerError, SpecError
+from evenly.comm import placement_of
 from evenly.nodes.policies import policies_of
 from evenly.spec import Exchange
+from tests.nodes import test_shards
 from tests.nodes.test_corners import errors_of, join, linear
+from tests.nodes.test_exactness import batches
 from tests.nodes.test_odd_models import train
 from tests.ranks import ragged, run_ranks
+from tests.reference import Reference
 
 INF = float("inf")
 
@@ -304,3 +308,68 @@ def test_statistics_changed_after_the_last_exchange_are_averaged(how, every):
     for _, ended in results:
         torch.testing.assert_close(ended, mean, rtol=1e-12, atol=0)
         assert torch.equal(ended, results[0][1])
+
+
+CUT_POLICIES = {"1.running_mean": "first", "1.running_var": "max", "4.running_mean": "min", "*tracked": "first"}
+
+
+@pytest.mark.parametrize("shape", ["2+2|3", "2|whole", "left out|2"])
+def test_buffers_of_cut_networks(shape):
+    world = test_shards.World(test_shards.MODELS[shape])
+    data = batches(len(world.flat), 3)
+
+    def act(party):
+        number = world.replica_of(party.rank)
+        shares = world.flat[number]
+        has_share = not shares or shares[world.replicas[number].index(party.rank)] > 0
+
+        def full(module):
+            named = list(module.named_buffers())
+            if not has_share:
+                return None
+            return {n: b.clone() if (p := placement_of(b)) is None else p.full(b).clone() for n, b in named}
+
+        found = []
+        with world.joined(party, test_shards.sgd, 2, buffers=CUT_POLICIES) as (synchronized, optimizer):
+            for row in data[:2]:
+                test_shards.step(synchronized, optimizer, *row[number])
+            found.append(full(synchronized.module))
+            with torch.no_grad():
+                synchronized(data[2][number][0])  # in train mode
+            synchronized.finish()
+            found.append(full(synchronized.module))
+        return found
+
+    reference = Reference(test_shards.network(), test_shards.sgd, world.nodes_of_replicas)
+    results = run_ranks(world.size, act)
+    for moment in range(2):
+        for row in data[:2] if moment == 0 else ():
+            reference.step(row, nn.functional.cross_entropy)
+        if moment:
+            with torch.no_grad():
+                for replica, (x, _) in zip(reference.replicas, data[2], strict=True):
+                    replica(x)
+        rows = [{name: b.clone() for name, b in replica.named_buffers()} for replica in reference.replicas]
+        samples = [1.0] * len(rows) if moment else reference.samples
+        expected = agreed_by_hand(rows, samples)
+        if not moment:
+            reference.exchange()  # of parameters
+        for replica in reference.replicas:
+            for name, buffer in replica.named_buffers():
+                buffer.copy_(expected[name])
+        for found in results:
+            for name, value in (found[moment] or {}).items():
+                torch.testing.assert_close(
+                    value, expected[name], rtol=1e-10, atol=1e-12, msg=f"{moment} {name}".__add__
+                )
+
+
+def agreed_by_hand(rows, samples):
+    found = {}
+    for name, first in rows[0].items():
+        values = [row[name] for row in rows]
+        stacked = torch.stack(values)
+        policy = "first" if name.endswith("tracked") else CUT_POLICIES.get(name)
+        mean = sum(s * v for s, v in zip(samples, values, strict=True)) / sum(samples)
+        found[name] = {"first": first, "max": stacked.amax(0), "min": stacked.amin(0), None: mean}[policy]
+    return found

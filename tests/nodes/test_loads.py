@@ -198,7 +198,6 @@ def test_a_run_with_codes_goes_on_as_a_new_one_would(codec):
         with closing(synchronized):
             train(synchronized, optimizer, first, party.rank)
             model.load_state_dict({"weight": torch.arange(4.0)[None], "bias": torch.ones(1)})
-            synchronized.accept_weights()
             train(synchronized, optimizer, 4, party.rank)
         return torch.cat([model.weight.detach()[0], model.bias.detach()])
 

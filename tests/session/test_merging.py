@@ -66,6 +66,10 @@ def trained(party, folder_of, how):
             synchronized(torch.full((1 + party.rank, 4), 1.0 + party.rank + 0.1 * step)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        if how.get("loads"):
+            wide = {True: torch.complex128, False: torch.float64}
+            twice = {name: (2 * t.to(wide[t.is_complex()])).to(t.dtype) for name, t in model.state_dict().items()}
+            model.load_state_dict(twice)
         trainee = Trainee("m", synchronized, optimizer, None)
         full = full_state(trainee)
         node = {"m": {key: full[key] for key in ("parameters", "optimizer", "pending")}}
@@ -81,6 +85,11 @@ def trained(party, folder_of, how):
 HOW = {
     "plain": {"exchange": {}, "optimizer": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)},
     "overlap": {"exchange": {"overlap": 2}, "optimizer": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)},
+    "loaded": {
+        "exchange": {"overlap": 2, "outer": "nesterov"},
+        "optimizer": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        "loads": True,
+    },
     "averaged state": {
         "exchange": {"overlap": 2, "optimizer_state": "average"},
         "optimizer": lambda p: torch.optim.Adam(p, lr=0.01),

@@ -19,7 +19,7 @@ def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[
     for name, local in rank["trainees"].items():
         own = [max(r["trainees"][name]["progress"]["samples"]) for r in ranks]
         weights = fractions([sum(own[r] for r in members) for members in layout])
-        policies = _policies(local)
+        policies, of_ranks = _policies(local), _of_ranks(weights, own, layout)
         for saved in nodes:
             _land(saved[name])
         for saved in ranks:
@@ -32,7 +32,7 @@ def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[
                 [_averaged_slots(n[name]["optimizer"]["state"].get(key, {})) for n in nodes], weights
             )
         trainees[name] = {
-            "buffers": _buffers([r["trainees"][name]["buffers"] for r in ranks], policies, fractions(own)),
+            "buffers": _buffers([r["trainees"][name]["buffers"] for r in ranks], policies, of_ranks),
             "agreed": None,
             "progress": _at_an_exchange(local["progress"]),
             "exchanges": None,
@@ -87,6 +87,15 @@ def _buffers(rows: list[Tensors], policies: dict[str, BufferPolicy], weights: Se
                     f"train with buffers={{{name!r}: 'max'}}, 'min', 'first' or 'keep'."
                 )
         found[name] = first
+    return found
+
+
+def _of_ranks(weights: Sequence[float], samples: Sequence[float], layout: list[list[int]]) -> list[float]:
+    """Returns the weight of each rank: its part of its node's."""
+    found = [0.0] * len(samples)
+    for weight, members in zip(weights, layout, strict=True):
+        for rank, share in zip(members, fractions([samples[rank] for rank in members]), strict=True):
+            found[rank] = weight * share
     return found
 
 
