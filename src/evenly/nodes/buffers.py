@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from evenly._errors import NonFiniteError, SpecError
+from evenly.nodes.memory import Distinct
 from evenly.nodes.ordered import below_all, from_ordered, to_ordered
 from evenly.nodes.policies import policies_of
 from evenly.nodes.sharing import Sharing
@@ -23,6 +24,7 @@ class Buffers:
 
     def __init__(self, module: torch.nn.Module, settings: Exchange, sharing: Sharing, *, alone: bool) -> None:
         self._module, self._sharing, self._alone = module, sharing, alone
+        self._distinct = Distinct()
         self.policies = {} if alone else policies_of(module, settings)
         self.agreed: Tensors = {}
         self.learn()
@@ -35,7 +37,7 @@ class Buffers:
 
     def now(self) -> Tensors:
         """Returns the buffers that ranks agree on."""
-        kept = {} if self._alone else kept_buffers(self._module)
+        kept = {} if self._alone else kept_buffers(self._module, self._distinct)
         return {name: buffer for name, buffer in kept.items() if self._policy(name) != "keep"}
 
     def snapshot(self) -> Tensors:

@@ -9,6 +9,7 @@ import torch
 from evenly._errors import SpecError
 from evenly.nodes.cargo import Cargo
 from evenly.nodes.fragments import Piece, split, within
+from evenly.nodes.memory import Distinct
 from evenly.nodes.sharing import Sharing
 from evenly.nodes.state import Entry, held_now, reset_state, trained_entries
 from evenly.spec import Exchange
@@ -30,6 +31,7 @@ class Contents:
     ) -> None:
         self._module, self._optimizer, self._sharing = module, optimizer, sharing
         self._settings, self._travels = settings, travels
+        self._distinct = Distinct()
         self._trained = _trained(module)
         self._names: list[str] = []
         self._knows_slots = False
@@ -45,7 +47,7 @@ class Contents:
 
     def load_all(self) -> Cargo:
         """Returns a snapshot of all parameters, whose points nobody remembers."""
-        return self._sharing.load({"": trained_entries(self._module)} if self._travels else {})
+        return self._sharing.load({"": trained_entries(self._module, self._distinct)} if self._travels else {})
 
     def words(self, fragments: Sequence[int], buffers: dict[str, torch.Tensor], *, stateful: Sequence[int] = ()) -> str:
         """Returns what is about to be sent, in words."""
@@ -86,7 +88,7 @@ class Contents:
         """Returns the parameters of each fragment, under the key of its points."""
         if not self._travels:
             return {}
-        entries, pieces = trained_entries(self._module), self._pieces()
+        entries, pieces = trained_entries(self._module, self._distinct), self._pieces()
         return {f"{fragment}": within(entries, pieces[fragment]) for fragment in fragments}
 
     def _state(self, fragments: Sequence[int]) -> list[Entry]:
@@ -104,7 +106,7 @@ class Contents:
                 f"the parameter {changed[0]!r} is {case}, which was different when synchronize was called: ranks "
                 "would go apart. Freeze parameters before, or call finish(), close() and synchronize again."
             )
-        entries = trained_entries(self._module)
+        entries = trained_entries(self._module, self._distinct)
         if self._names != [entry.home for entry in entries]:  # some may share memory now
             self._names = [entry.home for entry in entries]
             sizes = self._sharing.sizes([(entry.home, entry.tensor) for entry in entries])

@@ -13,6 +13,7 @@ from evenly.spec import Exchange
 
 BEGIN_ELSEWHERE = {"Rprop": ("step_size",), "ASGD": ("eta", "mu"), "NAdam": ("mu_product",)}  # slots, not at zero
 
+Choose = Callable[..., dict[str, torch.Tensor]]  # `distinct`, or a `Distinct`
 StatePlacement = Callable[[torch.optim.Optimizer, torch.Tensor, str, Any], Placement | None]
 
 
@@ -35,12 +36,12 @@ class Entry:
     rows: Rows | None = None  # of the parameter, where it is only some of them
 
 
-def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def kept_buffers(model: torch.nn.Module, choose: Choose = distinct) -> dict[str, torch.Tensor]:
     """Returns the buffers that belong to the state of the model, such as BatchNorm's; masks and caches often do not.
 
     Those that lie in the memory of another one, or of a trained parameter, are left out.
     """
-    return distinct(_kept_buffers(model), fixed=_trained(model))
+    return choose(_kept_buffers(model), fixed=_trained(model))
 
 
 def averages(tensor: torch.Tensor) -> bool:
@@ -48,12 +49,12 @@ def averages(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def trained_entries(model: torch.nn.Module) -> list[Entry]:
+def trained_entries(model: torch.nn.Module, choose: Choose = distinct) -> list[Entry]:
     """Returns the parameters that training changes, each once, in the model's order.
 
     Those that lie in the memory of another one (`b.data = a.data`) are left out: a change would be added twice.
     """
-    return [Entry(name, name, parameter) for name, parameter in distinct(_trained(model)).items()]
+    return [Entry(name, name, parameter) for name, parameter in choose(_trained(model)).items()]
 
 
 def held_now(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], torch.Tensor]:
