@@ -11,6 +11,7 @@ from torch import nn
 
 from evenly._errors import LockstepError, MismatchError, PeerError, SpecError
 from evenly.nodes import join_nodes
+from evenly.nodes.loads import Loads
 from evenly.shards import load_full_state_dict
 from evenly.spec import Exchange, Outer, period_of
 from tests.nodes import test_shards
@@ -294,3 +295,13 @@ def test_cut_networks_load_too():
             wanted = test_shards.tensors(reference.replicas[world.replica_of(rank)])
             for got, tensor in zip(results[rank][place - 1], wanted, strict=True):
                 torch.testing.assert_close(got, tensor.detach(), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("form", [torch.jit.script, torch.fx.symbolic_trace, nn.ModuleList])
+def test_loads_of_any_kind_of_module_are_noticed(form):
+    model = form(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))) if form != nn.ModuleList else form([linear()])
+    loads = Loads(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    assert loads.changed() == set(model.state_dict())
+    loads.close()

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 
-from evenly._errors import CheckpointError, SpecError
+from evenly._errors import CheckpointError
 from evenly.comm import Alarm, Groups, Waiter
 from evenly.nodes.adapting import Pace, Seen, choose
+from evenly.nodes.averager import Averager
 from evenly.nodes.buffers import Buffers
 from evenly.nodes.cargo import Cargo
 from evenly.nodes.contents import Contents
@@ -23,7 +24,6 @@ from evenly.nodes.membership import Ballot, Membership
 from evenly.nodes.points import Points, of_node
 from evenly.nodes.schedule import Schedule
 from evenly.nodes.sharing import Sharing
-from evenly.nodes.state import trained_entries
 from evenly.nodes.trips import Arrived, Exchanged, Tensors, Trip, restored
 from evenly.spec import Adaptive, EverySeconds, Exchange
 
@@ -35,7 +35,8 @@ SETTINGS = ("fragments", "codec", "outer", "optimizer_state", "state_every")  # 
 Look = Callable[[], None]  # raises if the gradients of the last step were not finite
 
 
-class Exchanger:
+@final
+class Exchanger(Averager):
     """Begins and merges the exchanges of one network, and remembers what the nodes have agreed on."""
 
     def __init__(
@@ -80,40 +81,6 @@ class Exchanger:
         self._loads.forget()
         if self._points.are_kept:
             self._points.begin(self._contents.load(range(self._settings.fragments)).parts)
-
-    def take_loaded(self, *, everything: bool = False) -> None:
-        """Goes on from what `load_state_dict` has put in since the last step, as if nodes had agreed on it.
-
-        Exchanges under way no longer change it. With `everything` all of the network counts as loaded.
-        """
-        if not self._loads.any and not everything:
-            return
-        with self._ringing():
-            names, of_optimizer = self._loads.take()
-            trained = {entry.home for entry in trained_entries(self._module)}
-            names |= {*trained, *self.buffers.policies} if everything else set()
-            for trip in self._trips:
-                trip.loaded |= names
-                trip.is_state_loaded |= of_optimizer
-            if names & trained:
-                self._differs = True
-                self._restart(names & trained, trained)
-
-    def _restart(self, loaded: set[str], trained: set[str]) -> None:
-        """Forgets what led to the weights that were there before all of them were `loaded`."""
-        if loaded == trained:
-            self._forget_samples(range(self._settings.fragments))
-        if not self._averages or not self._points.are_kept:
-            return
-        if loaded != trained:
-            raise SpecError(
-                f"load_state_dict has replaced {sorted(loaded)[0]!r}, but not {sorted(trained - loaded)[0]!r}, between "
-                "two exchanges with an outer optimizer or a codec, which go on from the last agreed weights. Load all "
-                "weights that train at once, or load before synchronize."
-            )
-        self._drain()  # what is under way still uses the points
-        self._points.begin(self._contents.load(range(self._settings.fragments)).parts, verified=False)
-        self._restarts += 1
 
     @property
     def samples(self) -> float:
@@ -213,63 +180,6 @@ class Exchanger:
         for trip in self._trips:
             if trip.flight is not None:
                 trip.flight.check()
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Puts the average over all nodes into the module, then gives each node its own state back."""
-        self._pace.drop()
-        if self._groups.party.size == 1:
-            yield
-            return
-        with self._ringing():
-            self._drain()
-        entries, buffers = trained_entries(self._module), self.buffers.now()
-        own = [*(entry.tensor for entry in entries), *buffers.values()]
-        kept, agreed, differs = [tensor.detach().clone() for tensor in own], dict(self.buffers.agreed), self._differs
-        try:
-            with torch.no_grad(), self._ringing():
-                loaded = self._loads.changed()
-                self._differs |= bool(loaded)
-                for trip in self._trips:
-                    if trip.arrived is not None:  # what is since its snapshot is what has to be averaged
-                        self._contents.unload(trip.cargo, state=False, but=loaded)
-                        merged = {name: value for name, value in trip.arrived.buffers.items() if name not in loaded}
-                        self.buffers.put(merged, trip.snapshot, change=trip.cargo.change)
-                if self._schedule.since or self._trips:
-                    self._average_now(parameters=True, samples=self.samples)
-                else:
-                    self._average_rest()
-            with self._loads.aside():
-                yield
-        finally:
-            self.buffers.agreed, self._differs = agreed, differs
-            with torch.no_grad():
-                for tensor, value in zip(own, kept, strict=True):
-                    tensor.copy_(value)
-
-    def _average_rest(self) -> None:
-        """Averages what may differ though no step was made since the last exchange: buffers that a forward without a
-        step has changed, and parameters whose changes were merged, which leaves nodes different in the last bits.
-
-        No samples are behind it, so that all networks count alike.
-        """
-        changed = self.buffers.moves(self.buffers.snapshot()).bits()
-        ballot = replace(self._ballot("a look", samples=0.0), changed=changed)
-        quorum = self.meet(lambda waiter: self._membership.convene(ballot, waiter))
-        if quorum.differs or any(quorum.changed):
-            self._average_now(parameters=quorum.differs, samples=float(self._sharing.answers))
-
-    def _average_now(self, *, parameters: bool, samples: float) -> None:
-        """Puts the average over all nodes into the module, without codes or an outer optimizer."""
-        cargo = self._contents.load_all() if parameters else self._contents.load(())
-        snapshot = self.buffers.snapshot()
-        words = self._contents.words(range(self._settings.fragments) if parameters else (), snapshot)
-        ballot = self._ballot(f"an average\n{words}", samples=samples)
-        arrived = self.meet(lambda waiter: self._agree(cargo, ballot, snapshot, waiter, exact=True))
-        with torch.no_grad():
-            self._contents.unload(cargo)
-            self.buffers.put(arrived.buffers, snapshot, change=False)
-        self._differs = False
 
     def meet(self, act: "Callable[[Waiter], Any]", place: str = "") -> Any:
         """Returns act's result; an error on this rank is told to the others before it is raised."""

@@ -35,12 +35,10 @@ class Loads:
         self._module = module
         self._noted: dict[str, _Noted] = {}  # by name
         self._of_optimizer = False
-        self._handles = [optimizer.register_load_state_dict_post_hook(_OptimizerHook(self))]
-        for prefix, part in module.named_modules():
-            # layers of cut networks are shallow copies: the hooks would be those of the uncut network too
-            part._load_state_dict_pre_hooks = OrderedDict(part._load_state_dict_pre_hooks)
-            hook = _ModuleHook(self, f"{prefix}." if prefix else "")
-            self._handles.append(part.register_load_state_dict_pre_hook(hook))
+        self._handle = optimizer.register_load_state_dict_post_hook(_OptimizerHook(self))
+        self._hooks = [
+            _ModuleHook(self, part, f"{prefix}." if prefix else "") for prefix, part in module.named_modules()
+        ]
 
     @property
     def any(self) -> bool:
@@ -90,8 +88,9 @@ class Loads:
 
     def close(self) -> None:
         """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def note(self, prefix: str, part: torch.nn.Module, keys: set[str]) -> None:
         """Remembers the values of the tensors of `part` that are about to be replaced."""
@@ -108,17 +107,30 @@ class Loads:
 
 
 class _ModuleHook:
-    """Called before a module loads its own tensors. In copies and pickles of the network it becomes a function of
-    the standard library that does nothing, so that they know neither this run nor this library."""
+    """Called before a module loads its own tensors.
 
-    def __init__(self, owner: Loads, prefix: str) -> None:
-        self._owner, self._prefix = ref(owner), prefix
+    In copies and pickles of the network it becomes a function of the standard library that does nothing, so that they
+    know neither this run nor this library.
+    """
 
-    def __call__(self, part: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
+    def __init__(self, owner: Loads, part: torch.nn.Module, prefix: str) -> None:
+        self._owner, self._part, self._prefix = ref(owner), ref(part), prefix
+        # Not by register_load_state_dict_pre_hook, which ScriptModules refuse. And a dict of its own: layers of cut
+        # networks are shallow copies, whose hooks would be those of the uncut network too.
+        part._load_state_dict_pre_hooks = OrderedDict(part._load_state_dict_pre_hooks)
+        part._load_state_dict_pre_hooks[-id(self)] = self
+
+    def __call__(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        owner, part = self._owner(), self._part()
+        if owner is not None and part is not None:
             keys = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
             owner.note(self._prefix, part, keys)
+
+    def remove(self) -> None:
+        """Takes itself out of the module."""
+        part = self._part()
+        if part is not None:
+            part._load_state_dict_pre_hooks.pop(-id(self), None)
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")
