@@ -163,23 +163,29 @@ def test_the_user_chooses(policy, seen, steps):
     assert [row["steps"][0].item() for row in found] == steps
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.uint8, torch.uint64, torch.bool])
+DTYPES = [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.uint8, torch.uint64, torch.bool]
+
+
 @pytest.mark.parametrize("policy", ["first", "max", "min"])
-def test_extremes_and_copies_of_all_types(policy, dtype):
+def test_extremes_and_copies_of_all_types(policy):
+    def values(rank, dtype):
+        return torch.tensor([(1.0 if dtype.is_signed else 2.0) - rank, rank]).to(dtype)
+
     def build():
         model = linear()
-        model.register_buffer("seen", torch.zeros(2).to(dtype))
+        for place, dtype in enumerate(DTYPES):
+            model.register_buffer(f"seen{place}", torch.zeros(2).to(dtype))
         return model
 
     def change(model, rank, step):
-        model.seen.copy_(torch.tensor([1.0 - rank, rank]) if dtype.is_signed else torch.tensor([2 - rank, rank]))
+        for place, dtype in enumerate(DTYPES):
+            model.get_buffer(f"seen{place}").copy_(values(rank, dtype))
 
-    signed = dtype.is_signed
-    rows = [[1.0 - r, r] if signed else [2 - r, r] for r in range(3)]
-    rows = torch.tensor(rows).to(dtype).double()
-    expected = {"first": rows[0], "max": rows.amax(0), "min": rows.amin(0)}[policy]
     for found in buffers_after((2, 1), build, change, buffers=policy):
-        assert found["seen"].double().tolist() == expected.tolist()
+        for place, dtype in enumerate(DTYPES):
+            rows = torch.stack([values(rank, dtype).double() for rank in range(3)])
+            expected = {"first": rows[0], "max": rows.amax(0), "min": rows.amin(0)}[policy]
+            assert found[f"seen{place}"].double().tolist() == expected.tolist(), dtype
 
 
 @pytest.mark.parametrize(
