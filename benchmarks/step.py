@@ -117,7 +117,9 @@ def report(seconds: dict[str, list[float]], *, is_node: bool, save: bool) -> Non
     ]
     ours = rows[-1]
     claims = [Claim("small_step_over_ddp", ours["over_ddp"], 1.0, "lower")]
-    note = f"Ten layers of 64 x 64, batch 32, {STEPS} steps a turn; {'one node' if is_node else 'two nodes of one rank'}."
+    note = (
+        f"Ten layers of 64 x 64, batch 32, {STEPS} steps a turn; {'one node' if is_node else 'two nodes of one rank'}."
+    )
     tell("step", rows, claims, note=note, save=save)
 
 

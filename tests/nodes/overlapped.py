@@ -55,6 +55,19 @@ class Overlapped(Reference):
             self.begin(range(len(self.fragments)), overlap=0)
 
     @torch.no_grad()
+    def load(self, state):
+        """Goes on from these weights on all ranks as if nodes had just agreed on them."""
+        for replica in self.replicas:
+            replica.load_state_dict(state)
+        self.due = []
+        self.since = [[0.0] * len(self.replicas) for _ in self.fragments]
+        for (number, name), point in self.points.items():
+            point.copy_(_part(dict(self.replicas[0].named_parameters())[name], self.fragments[number][name]))
+            if self.settings.outer is not None:
+                outer = self.settings.outer
+                self.outers[number, name] = getattr(torch.optim, outer.name)([point], **outer.settings)
+
+    @torch.no_grad()
     def begin(self, fragments, *, overlap):
         samples = max((self.since[f] for f in fragments), key=sum)
         of_node = [sum(samples[rank] for rank in ranks) for ranks in self.nodes]

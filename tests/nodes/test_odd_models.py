@@ -17,6 +17,7 @@ from evenly._errors import LockstepError, PeerError, SpecError
 from evenly.nodes import join_nodes
 from evenly.nodes.checks import require_dense, require_plain
 from evenly.nodes.points import Points
+from evenly.nodes.policies import policies_of
 from evenly.session.by_hand import survey_party
 from evenly.spec import Adaptive, EverySeconds, Exchange, Outer, period_of
 from tests.nodes.test_corners import join, linear
@@ -142,8 +143,9 @@ def test_sparse_gradients_and_buffers_of_eight_bits_are_refused():
     require_dense(model.requires_grad_(False))
     model = linear()
     model.register_buffer("scale", torch.zeros(2).to(torch.float8_e4m3fn))
-    with pytest.raises(SpecError, match=r"'scale' is of torch\.float8"):
-        require_dense(model)
+    with pytest.raises(SpecError, match=r"'scale' of torch\.float8"):
+        policies_of(model, Exchange())
+    assert policies_of(model, Exchange(buffers="first")) == {"scale": "first"}
 
 
 def test_a_synchronized_model_is_neither_synchronized_again_nor_copied():

@@ -1,7 +1,7 @@
 """What one exchange carries, from the snapshot to the merge."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,12 +85,20 @@ class Cargo(ABC):
             value = torch.view_as_real(row["value"]) if row["value"].is_complex() else row["value"]
             piece.value.copy_(value)
 
-    def unload(self, held: Mapping[tuple[str, str], torch.Tensor], *, state: bool = True) -> None:
-        """Puts what was agreed on into the network and, with `state`, into the optimizer, in place.
+    def drop(self, homes: Collection[str], *, state: bool) -> None:
+        """Changes nothing of these parameters, and with `state` nothing of the optimizer; it must be a change."""
+        for piece in self.agreed() if homes or state else ():
+            if state if piece.entry.slot else piece.entry.home in homes:
+                piece.value.zero_()
+
+    def unload(
+        self, held: Mapping[tuple[str, str], torch.Tensor], *, state: bool = True, but: Collection[str] = ()
+    ) -> None:
+        """Puts what was agreed on into the network `but` for some parameters and, with `state`, into the optimizer.
 
         `held` are their tensors as they lie now, by names and slots; since the snapshot they may have been replaced.
         """
-        found = [piece.lying_in(held) for piece in self.agreed()]
+        found = [piece.lying_in(held) for piece in self.agreed() if piece.entry.slot or piece.entry.home not in but]
         parameters = [piece for piece in found if not piece.entry.slot]
         _together(torch._foreach_add_ if self.change else torch._foreach_copy_, parameters)
         slots = sorted({piece.entry.slot for piece in found if piece.entry.slot}) if state else []

@@ -6,7 +6,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evenly._errors import SpecError
 from evenly.comm import placement_of
-from evenly.nodes.state import averages, kept_buffers
 
 
 def require_plain(module: torch.nn.Module) -> None:
@@ -21,18 +20,12 @@ def require_plain(module: torch.nn.Module) -> None:
 
 
 def require_dense(module: torch.nn.Module) -> None:
-    """Raises `SpecError` for what ranks cannot average: sparse gradients, buffers in which torch cannot add."""
+    """Raises `SpecError` for what ranks cannot average: sparse gradients."""
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             raise SpecError(
                 f"the gradients of {name or 'the model'!r} are sparse, and ranks average dense ones. Make it with "
                 "sparse=False."
-            )
-    for name, buffer in kept_buffers(module).items():
-        if averages(buffer) and buffer.dtype.itemsize == 1:
-            raise SpecError(
-                f"the buffer {name!r} is of {buffer.dtype}, in which torch cannot add. Register it with "
-                "persistent=False, or as float16 or larger."
             )
 
 

@@ -1,7 +1,7 @@
 """What travels in an exchange: parameters and optimizer state, whole or in fragments."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
 import torch
@@ -10,6 +10,7 @@ from evenly._errors import SpecError
 from evenly.nodes.cargo import Cargo
 from evenly.nodes.fingerprint import Fingerprint
 from evenly.nodes.fragments import Piece, split, within
+from evenly.nodes.memory import Distinct
 from evenly.nodes.sharing import Sharing
 from evenly.nodes.state import Entry, held_now, reset_state, trained_entries
 from evenly.spec import Exchange
@@ -31,6 +32,7 @@ class Contents:
     ) -> None:
         self._module, self._optimizer, self._sharing = module, optimizer, sharing
         self._settings, self._travels = settings, travels
+        self._distinct = Distinct()
         self._trained = _trained(module)
         self._names: list[str] = []
         self._knows_slots = False
@@ -46,7 +48,7 @@ class Contents:
 
     def load_all(self) -> Cargo:
         """Returns a snapshot of all parameters, whose points nobody remembers."""
-        return self._sharing.load({"": trained_entries(self._module)} if self._travels else {})
+        return self._sharing.load({"": trained_entries(self._module, self._distinct)} if self._travels else {})
 
     def fingerprint(self, fragments: Sequence[int] | None = None) -> Fingerprint:
         """Returns the fingerprint of what this rank holds of these fragments, or of all trained parameters."""
@@ -63,9 +65,9 @@ class Contents:
         labels = [*(entry.label for entry in entries), *buffers]
         return "\n".join(f"{label} {size}" for label, size in zip(labels, self._sharing.sizes(named), strict=True))
 
-    def unload(self, cargo: Cargo, *, state: bool = True) -> None:
-        """Puts what was agreed on into the network as it lies now, and into the optimizer."""
-        cargo.unload(held_now(self._module, self._optimizer), state=state)
+    def unload(self, cargo: Cargo, *, state: bool = True, but: Collection[str] = ()) -> None:
+        """Puts what was agreed on into the network as it lies now, `but` for some, and into the optimizer."""
+        cargo.unload(held_now(self._module, self._optimizer), state=state, but=but)
 
     def _require_slots(self) -> None:
         """Raises `SpecError`, as soon as the optimizer has state, where the settings name a slot that it has not."""
@@ -93,7 +95,7 @@ class Contents:
         """Returns the parameters of each fragment, under the key of its points."""
         if not self._travels:
             return {}
-        entries, pieces = trained_entries(self._module), self._pieces()
+        entries, pieces = trained_entries(self._module, self._distinct), self._pieces()
         return {f"{fragment}": within(entries, pieces[fragment]) for fragment in fragments}
 
     def _state(self, fragments: Sequence[int]) -> list[Entry]:
@@ -111,7 +113,7 @@ class Contents:
                 f"the parameter {changed[0]!r} is {case}, which was different when synchronize was called: ranks "
                 "would go apart. Freeze parameters before, or call finish(), close() and synchronize again."
             )
-        entries = trained_entries(self._module)
+        entries = trained_entries(self._module, self._distinct)
         if self._names != [entry.home for entry in entries]:  # some may share memory now
             self._names = [entry.home for entry in entries]
             sizes = self._sharing.sizes([(entry.home, entry.tensor) for entry in entries])

@@ -45,6 +45,16 @@ class CutSharing(Sharing):
         if wire is not None:
             wire.alarm.follow(alarm)  # who waits in a layer hears what the other nodes say
 
+    @property
+    def is_first(self) -> bool:
+        """Whether rank 0 is in the same replica."""
+        return 0 in self._replica.everybody
+
+    @property
+    def answers(self) -> bool:
+        """Whether it is the first rank of its replica."""
+        return self._groups.party.rank == self._replica.ranks[0]
+
     def level(self, module: torch.nn.Module, waiter: Waiter) -> None:
         """Learns how all replicas are cut, and takes over the state of rank 0's replica."""
         self._learn(module, waiter)

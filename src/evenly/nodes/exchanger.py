@@ -7,24 +7,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from evenly._errors import CheckpointError
 from evenly.comm import Alarm, Groups, Waiter
 from evenly.nodes.adapting import Pace, Seen, choose
+from evenly.nodes.averager import Averager
 from evenly.nodes.buffers import Buffers
 from evenly.nodes.cargo import Cargo
 from evenly.nodes.contents import Contents
 from evenly.nodes.divergence import DivergenceCheck
 from evenly.nodes.fingerprint import Fingerprint
 from evenly.nodes.flight import Flight
+from evenly.nodes.loads import Loads
 from evenly.nodes.membership import Ballot, Membership, Quorum
 from evenly.nodes.points import Points, of_node
 from evenly.nodes.schedule import Schedule
 from evenly.nodes.sharing import Sharing
-from evenly.nodes.state import kept_buffers, trained_entries
 from evenly.nodes.trips import Arrived, Exchanged, Tensors, Trip, restored
 from evenly.spec import Adaptive, EverySeconds, Exchange
 
@@ -36,7 +37,8 @@ SETTINGS = ("fragments", "codec", "outer", "optimizer_state", "state_every")  # 
 Look = Callable[[], None]  # raises if the gradients of the last step were not finite
 
 
-class Exchanger:
+@final
+class Exchanger(Averager):
     """Begins and merges the exchanges of one network, and remembers what the nodes have agreed on."""
 
     def __init__(
@@ -56,7 +58,7 @@ class Exchanger:
         self.on_exchange: list[Callable[[Exchanged], None]] = []
         self.on_period: list[Callable[[int, int, str], None]] = []  # called with step, steps of the next period, why
         self.doubtful = False
-        self.buffers = Buffers(module)
+        self.buffers = Buffers(module, settings, sharing, alone=groups.party.size == 1)
         self._module, self._optimizer, self._schedule = module, optimizer, schedule
         self._groups, self._membership, self._sharing = groups, membership, sharing
         self._settings, self._alarm, self._before = settings, alarm, before
@@ -70,6 +72,7 @@ class Exchanger:
         self._seen = Seen()  # by this rank, of its last exchange
         self._contents = Contents(module, optimizer, sharing, settings, travels=self._averages)
         self._divergence = DivergenceCheck(optimizer, groups, sharing, joint=joint)
+        self._loads, self._restarts = Loads(module, optimizer), 0  # how often points began anew from loaded weights
         self._is_assembled = True  # all ranks have come where the last exchange was made
         self._differs = False  # what was merged as a change left nodes different in the last bits
         self._device = next(module.parameters(), torch.empty(0)).device
@@ -78,6 +81,7 @@ class Exchanger:
     def begin(self) -> None:
         """Remembers the values with which all nodes start, or go on after parts have changed hands."""
         self._contents.forget()
+        self._loads.forget()
         if self._points.are_kept:
             self._points.begin(self._contents.load(range(self._settings.fragments)).parts)
 
@@ -105,6 +109,7 @@ class Exchanger:
 
         Several fragments are weighted by the samples since the oldest of their snapshots.
         """
+        self.take_loaded()
         if self._groups.party.size == 1:
             self._schedule.exchanged(fragments)
             self._forget_samples(fragments)
@@ -144,18 +149,15 @@ class Exchanger:
 
     def finish(self) -> None:
         """Lets all ranks go on with the same model."""
-        has_landed = bool(self._trips)
+        self.take_loaded()
         with self._ringing():
             self.land()
             if isinstance(self._schedule.period, EverySeconds):
                 self.assemble()
-            elif self._schedule.since:
+            if self._schedule.since:
                 self.exchange(range(self._settings.fragments), waits=True, exact=True)
-            elif has_landed:
-                self._average_now()  # what was merged as a change left nodes different in the last bits
             else:
-                ballot, held = self._ballot("", samples=0.0), self._contents.fingerprint()
-                self.meet(partial(self._convene, ballot, held, since=0, everywhere=not self._differs))
+                self._average_rest()
 
     def assemble(self) -> None:
         """Exchanges until all nodes have come here: some may have exchanges to make before they do."""
@@ -170,6 +172,7 @@ class Exchanger:
 
     def close(self) -> bool:
         """Lets what is under way end by itself; returns whether it has."""
+        self._loads.close()
         flights = [trip.flight for trip in self._trips if trip.flight is not None]
         landed = not flights or flights[-1].ends_within(CLOSING_S)  # the others are before it
         if self._trips and not self._alarm.has_rung:
@@ -181,45 +184,6 @@ class Exchanger:
         for trip in self._trips:
             if trip.flight is not None:
                 trip.flight.check()
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Puts the average over all nodes into the module, then gives each node its own state back."""
-        self._pace.drop()
-        if (not self._schedule.since and not self._trips) or self._groups.party.size == 1:
-            yield
-            return
-        with self._ringing():
-            self._drain()
-        entries, buffers = trained_entries(self._module), kept_buffers(self._module)
-        own = [*(entry.tensor for entry in entries), *buffers.values()]
-        kept, agreed = [tensor.detach().clone() for tensor in own], dict(self.buffers.agreed)
-        try:
-            with torch.no_grad(), self._ringing():
-                for trip in self._trips:
-                    if trip.arrived is not None:  # what is since its snapshot is what has to be averaged
-                        self._contents.unload(trip.cargo, state=False)
-                        self.buffers.put(trip.arrived.buffers, trip.snapshot, change=trip.cargo.change)
-                self._average_now()
-            yield
-        finally:
-            self.buffers.agreed = agreed
-            with torch.no_grad():
-                for tensor, value in zip(own, kept, strict=True):
-                    tensor.copy_(value)
-
-    def _average_now(self) -> None:
-        """Puts the average over all nodes into the module, without codes or an outer optimizer."""
-        cargo, buffers = self._contents.load_all(), kept_buffers(self._module)
-        snapshot = self.buffers.snapshot()
-        words = self._contents.words(range(self._settings.fragments), buffers)
-        ballot, held = self._ballot(f"an average\n{words}", samples=self.samples), self._contents.fingerprint()
-        ways: Any = {"held": held, "since": self._schedule.since, "exact": True}
-        arrived = self.meet(partial(self._agree, cargo, ballot, snapshot, **ways))
-        with torch.no_grad():
-            self._contents.unload(cargo)
-            for name, value in arrived.buffers.items():
-                buffers[name].copy_(value)
 
     def meet(self, act: "Callable[[Waiter], Any]", place: str = "") -> Any:
         """Returns act's result; an error on this rank is told to the others before it is raised."""
@@ -251,10 +215,17 @@ class Exchanger:
 
     def state(self) -> dict[str, Any]:
         """Returns all tensors that a checkpoint needs to go on inside a period, with what is under way."""
+        self.take_loaded()
         with self._ringing():
             self._drain()
         trips = [trip.saved() for trip in self._trips]
-        return {"settings": self._bound_settings(), "points": self._points.state(), "trips": trips}
+        return {
+            "settings": self._bound_settings(),
+            "policies": dict(self.buffers.policies),
+            "restarts": self._restarts,
+            "points": self._points.state(),
+            "trips": trips,
+        }
 
     def resume(self, progress: dict[str, Any], state: dict[str, Any] | None, agreed: Tensors | None) -> None:
         """Goes on from a checkpoint; without one of its own from what is in the module now."""
@@ -264,6 +235,7 @@ class Exchanger:
         self._counts = counts if len(counts) == count else [max(counts)] * count
         self._seen = Seen(0.0, *progress["seen"])
         self.buffers.learn(agreed)
+        self._loads.forget()
         settings = self._bound_settings()
         if state is None or state["settings"] != settings or not self._points.fit(state["points"]):
             if state is not None and (self._schedule.since or state["trips"]):
@@ -274,6 +246,7 @@ class Exchanger:
                 )
             self.begin()
             return
+        self._restarts = state["restarts"]
         self._points.resume(state["points"])
         self._trips = [self._restored(saved) for saved in state["trips"]]
 
@@ -287,7 +260,7 @@ class Exchanger:
         stateful = tuple(f for f in fragments if self._counts[f] % self._settings.state_every == 0)
         cargo = self._contents.load(fragments, stateful=stateful, change=overlap > 0)
         snapshot = self.buffers.snapshot() if self._settings.fragments - 1 in fragments else {}
-        layout = self._contents.words(fragments, snapshot, stateful=stateful)
+        layout = f"{self._restarts} restarts\n{self._contents.words(fragments, snapshot, stateful=stateful)}"
         samples = max(self._samples[fragment] for fragment in fragments)
         ballot = self._ballot(layout, samples=samples)
         held = self._contents.fingerprint(fragments)
@@ -348,15 +321,14 @@ class Exchanger:
         """Returns who takes part, once it is sure that ranks which must hold the same parameters do."""
         ballot = replace(ballot, held=held.read(), holders=self._sharing.holders)
         quorum = self._membership.convene(ballot, waiter)
+        everywhere = everywhere and not quorum.differs
         self._divergence.require_same(quorum, held, waiter, step=ballot.step, since=since, everywhere=everywhere)
         return quorum
 
     def _merge(self, trip: Trip) -> None:
         began = time.monotonic()
-        if trip.flight is not None:
-            trip.arrived = trip.flight.wait(self._waiter(trip.place))
-            trip.flight = None  # what it holds is free now, not when a cycle is found
-            self._alarm.passed(trip.place)
+        self._await(trip)
+        trip.flight = None  # what it holds is free now, not when a cycle is found
         self._trips.remove(trip)
         self._unload(trip, time.monotonic() - began)
 
@@ -371,7 +343,8 @@ class Exchanger:
         if self._stream is not None:
             for buffer in arrived.buffers.values():  # of the other stream, and read on this one
                 buffer.record_stream(torch.cuda.current_stream(self._device))
-        self._contents.reset_state(trip.stateful)
+        if not trip.is_state_loaded:
+            self._contents.reset_state(trip.stateful)
         self._adapt(trip, arrived)
         for tell in self.on_exchange:
             tell(trip.told(arrived, self._schedule.step, waited_s))
@@ -393,9 +366,14 @@ class Exchanger:
     def _drain(self) -> None:
         """Waits until all that is under way has arrived; it is merged later."""
         for trip in self._trips:
-            if trip.flight is not None:
-                trip.arrived = trip.flight.wait(self._waiter(trip.place))
-                self._alarm.passed(trip.place)
+            self._await(trip)
+
+    def _await(self, trip: Trip) -> None:
+        if trip.flight is not None:
+            trip.arrived = trip.flight.wait(self._waiter(trip.place))
+            self._alarm.passed(trip.place)
+        for name, agreed in trip.drop_loaded().items():
+            self.buffers.agreed[name] = agreed.clone()
 
     def _waiter(self, place: str, *, tells: bool = True) -> Waiter:
         at, limit_s = self._schedule.step, self._settings.timeout_s

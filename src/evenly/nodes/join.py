@@ -14,6 +14,7 @@ from evenly.nodes.checks import require_plain
 from evenly.nodes.codecs import find_codec
 from evenly.nodes.cut import CutSharing
 from evenly.nodes.membership import StaticMembership
+from evenly.nodes.policies import policies_of
 from evenly.nodes.replicas import wire_of
 from evenly.nodes.sharing import Sharing
 from evenly.nodes.state import StatePlacement, require_resettable
@@ -43,10 +44,7 @@ def join_nodes(
     """
     require_plain(module)
     exchange = exchange or Exchange()
-    if case := misfit(period, exchange):
-        raise SpecError(f"the period and the exchange do not fit each other: {case}.")
-    find_codec(exchange.codec)
-    require_resettable(optimizer, exchange)
+    _require_fit(module, optimizer, period, exchange, ranks=party.size)
     joint = isinstance(period, EveryGradient)
     chapter = party.chapter("synchronize")
     own = cluster.nodes[cluster.node_of(party.rank)].ranks
@@ -82,6 +80,18 @@ def join_nodes(
         find_unused_parameters=find_unused_parameters,
         bell=bell,
     )
+
+
+def _require_fit(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, period: AnyPeriod, exchange: Exchange, *, ranks: int
+) -> None:
+    """Raises `SpecError` where settings do not fit each other, the optimizer or the buffers of the network."""
+    if case := misfit(period, exchange):
+        raise SpecError(f"the period and the exchange do not fit each other: {case}.")
+    find_codec(exchange.codec)
+    require_resettable(optimizer, exchange)
+    if ranks > 1:
+        policies_of(module, exchange)
 
 
 def _bell(period: AnyPeriod, party: Party, node: Sequence[int], *, timeout_s: float) -> Bell | None:

@@ -14,7 +14,7 @@ NOTHING = (0.0,) * 5
 HELD = slice(8 + len(NOTHING), 10 + len(NOTHING))  # columns of a row of votes
 OTHER_TENSORS = (
     "are about to send other tensors: one calls agreed() where another one calls finish(), or state of the optimizer "
-    "is averaged that some do not have, as they have not used a parameter yet"
+    "is averaged that some do not have, as they have not used a parameter yet, or only some have loaded weights"
 )
 
 

@@ -8,6 +8,7 @@ With a codec d_n = x_n - g + e_n travels coded, where e_n is what the code of th
 coded to those who need them, and all nodes take the decoded ones, so g' is the same everywhere to the last bit.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evenly._errors import NonFiniteError, SpecError
+from evenly._errors import MismatchError, NonFiniteError, SpecError
 from evenly.comm import Waiter, all_gather, all_reduce, all_to_all, off_wire, on_wire
 from evenly.nodes.codecs import Codec, find_codec
 from evenly.nodes.membership import Quorum
@@ -63,6 +64,7 @@ class Points:
     def __init__(self, settings: Exchange) -> None:
         self._codec, self._outer = find_codec(settings.codec), settings.outer
         self._points: dict[str, _Point] = {}
+        self._unverified: set[str] = set()  # points that each node has taken from what it has loaded
         if self._outer is not None:
             _try_outer(self._outer)  # refused now, not at the first exchange
 
@@ -71,9 +73,11 @@ class Points:
         """Whether anything has to be remembered."""
         return self._codec is not None or self._outer is not None
 
-    def begin(self, parts: Sequence[Part]) -> None:
-        """Remembers values that are the same on all nodes, and nothing else."""
+    def begin(self, parts: Sequence[Part], *, verified: bool = True) -> None:
+        """Remembers values that are the same on all nodes, and nothing else; if not `verified`, the next exchange
+        makes sure of it."""
         self._points = {part.key: self._point(part.values.clone()) for part in parts}
+        self._unverified = set() if verified else set(self._points)
 
     def used_on(self, stream: torch.cuda.Stream, fragments: Sequence[int]) -> None:
         """Tells that the points of these fragments are about to be read and replaced on another stream than before."""
@@ -89,6 +93,7 @@ class Points:
 
     def agree(self, parts: Sequence[Part], quorum: Quorum, waiter: Waiter, *, exact: bool) -> Carried:
         """Replaces the values of each part by those agreed on, or by the change to them; if `exact`, without codes."""
+        self._verify([part for part in parts if part.key in self._unverified], waiter)
         codec = None if exact else self._codec
         coded = [part for part in parts if codec is not None and part.key]
         plain = [part for part in parts if codec is None or not part.key]
@@ -107,6 +112,21 @@ class Points:
         seen = [drift for drift in drifts if drift is not None]
         distance, length = torch.stack(seen).sum(0).tolist() if seen else (0.0, 0.0)  # a device is asked once
         return Carried(sent_bytes, distance, length)
+
+    def _verify(self, parts: Sequence[Part], waiter: Waiter) -> None:
+        """Raises `MismatchError` where nodes go on from different loaded weights."""
+        told = [on_wire(_digest(self._points[part.key].agreed).to(part.values.device), part.group) for part in parts]
+        gathered = [all_gather(digest, part.group) for digest, part in zip(told, parts, strict=True)]
+        waiter.wait([work for _, work in gathered])
+        for rows, _ in gathered:
+            others = [node for node, row in enumerate(rows.tolist()) if row != rows[0].tolist()]
+            if others:
+                raise MismatchError(
+                    f"nodes have loaded weights between two exchanges with an outer optimizer or a codec, but those of "
+                    f"nodes {others} are not those of node 0. Load the same on all ranks, or call finish() after it "
+                    "without outer and codec."
+                )
+        self._unverified -= {part.key for part in parts}
 
     def _settle(self, part: Part, average: torch.Tensor, coded: _Point | None = None) -> torch.Tensor | None:
         """Takes over what was agreed on; returns the squared distance to it and its length, of a part with a key."""
@@ -138,6 +158,7 @@ class Points:
                 "lost": point.lost,
                 "lost_sum": point.lost_sum,
                 "outer": None if point.outer is None else point.outer.state_dict(),
+                "loaded": key in self._unverified,
             }
             for key, point in self._points.items()
         }
@@ -157,6 +178,7 @@ class Points:
             if point.outer is not None:
                 point.outer.load_state_dict(saved["outer"])
             self._points[key] = point
+        self._unverified = {key for key, saved in state.items() if saved.get("loaded")}
 
     def _point(self, agreed: torch.Tensor) -> _Point:
         if self._outer is None:
@@ -246,6 +268,12 @@ def of_node(carried: Carried, group: dist.ProcessGroup, waiter: Waiter) -> Carri
             "Look at the optimizer's settings, and at what else changes parameters."
         )
     return Carried(carried.sent_bytes, distance, length)
+
+
+def _digest(values: torch.Tensor) -> torch.Tensor:
+    """Returns a checksum of the bits, as one number."""
+    bits = values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return torch.tensor([int.from_bytes(hashlib.sha256(bits).digest()[:6])])
 
 
 def _deal(codes: dict[int, torch.Tensor], group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:

@@ -18,6 +18,16 @@ class Sharing(ABC):
 
     splits_rows: bool  # whether a fragment may have some rows of a tensor
 
+    @property
+    @abstractmethod
+    def is_first(self) -> bool:
+        """Whether this rank, or the replica it belongs to, gives all others what is taken from one: rank 0 is in it."""
+
+    @property
+    @abstractmethod
+    def answers(self) -> bool:
+        """Whether this rank answers for the samples of its network: the first of those that hold one together."""
+
     @abstractmethod
     def level(self, module: torch.nn.Module, waiter: Waiter) -> None:
         """Gives every rank the state of rank 0; all ranks call it together, once, before all else."""

@@ -1,4 +1,4 @@
-"""What an exchange carries besides parameters: buffers, and optimizer state where it is to be averaged."""
+"""What an exchange carries: parameters, buffers, and optimizer state where it is to be averaged."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,12 @@ import torch
 
 from evenly._errors import SpecError
 from evenly.comm import Placement, placement_of
+from evenly.nodes.memory import distinct
 from evenly.spec import Exchange
 
 BEGIN_ELSEWHERE = {"Rprop": ("step_size",), "ASGD": ("eta", "mu"), "NAdam": ("mu_product",)}  # slots, not at zero
 
+Choose = Callable[..., dict[str, torch.Tensor]]  # `distinct`, or a `Distinct`
 StatePlacement = Callable[[torch.optim.Optimizer, torch.Tensor, str, Any], Placement | None]
 
 
@@ -34,39 +36,25 @@ class Entry:
     rows: Rows | None = None  # of the parameter, where it is only some of them
 
 
-def kept_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers that belong to the state of the model, such as BatchNorm's; masks and caches often do not."""
-    return dict(_kept_buffers(model))
+def kept_buffers(model: torch.nn.Module, choose: Choose = distinct) -> dict[str, torch.Tensor]:
+    """Returns the buffers that belong to the state of the model, such as BatchNorm's; masks and caches often do not.
+
+    Those that lie in the memory of another one, or of a trained parameter, are left out.
+    """
+    return choose(_kept_buffers(model), fixed=_trained(model))
 
 
 def averages(tensor: torch.Tensor) -> bool:
-    """Returns whether a buffer is averaged; counters and flags are agreed on by their maximum."""
+    """Returns whether a tensor has numbers that can be averaged: floats, real or complex."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def difference(buffer: torch.Tensor, agreed: torch.Tensor) -> torch.Tensor:
-    """Returns what was added to a buffer since the ranks agreed on it; what stayed infinite has not changed."""
-    return torch.where(buffer == agreed, torch.zeros_like(buffer), buffer - agreed)
+def trained_entries(model: torch.nn.Module, choose: Choose = distinct) -> list[Entry]:
+    """Returns the parameters that training changes, each once, in the model's order.
 
-
-def add_change(buffer: torch.Tensor, agreed: torch.Tensor, snapshot: torch.Tensor) -> None:
-    """Adds to a buffer, in place, what the ranks have agreed on since its snapshot."""
-    if averages(buffer):
-        buffer.add_(difference(agreed, snapshot))
-    else:  # flags and counters, of which torch cannot add all types
-        buffer.copy_(buffer.long() + difference(agreed.long(), snapshot.long()))
-
-
-def trained_entries(model: torch.nn.Module) -> list[Entry]:
-    """Returns the parameters that training changes, each once, in the model's order; also of those that share memory
-    (`b.data = a.data`) the first, as a change would be added twice."""
-    found: dict[tuple[object, ...], Entry] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            place = parameter.data_ptr() if parameter.numel() else 0
-            memory = (place, parameter.shape, parameter.stride(), parameter.dtype)
-            found.setdefault(memory if place else (name,), Entry(name, name, parameter))
-    return list(found.values())
+    Those that lie in the memory of another one (`b.data = a.data`) are left out: a change would be added twice.
+    """
+    return [Entry(name, name, parameter) for name, parameter in choose(_trained(model)).items()]
 
 
 def held_now(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], torch.Tensor]:
@@ -154,10 +142,12 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
 def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
+            if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer

@@ -17,6 +17,7 @@ from evenly.comm import Alarm, Groups, Waiter, require_same
 from evenly.nodes.averaged import Verdict
 from evenly.nodes.bell import Bell
 from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
+from evenly.nodes.closures import has_closure, with_mean_loss
 from evenly.nodes.counting import counted_samples, leading_dim
 from evenly.nodes.exchanger import Exchanger
 from evenly.nodes.membership import Membership
@@ -26,7 +27,7 @@ from evenly.nodes.sharing import Sharing
 from evenly.nodes.signature import describe
 from evenly.nodes.timing import StepClock
 from evenly.nodes.trips import Exchanged
-from evenly.spec import AnyPeriod, EveryGradient, Exchange
+from evenly.spec import AnyPeriod, BufferPolicy, EveryGradient, Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,14 @@ class Synchronized(torch.nn.Module):
             finally:
                 self._shows_average = False
 
+    def accept_weights(self) -> None:
+        """Takes weights that were written into the module by hand as those all nodes have agreed on.
+
+        All ranks call it together, after they have written the same. `load_state_dict` is noticed without it.
+        """
+        self._require_own("accept_weights()")
+        self._exchanger.take_loaded(everything=True)
+
     def _require_own(self, what: str) -> None:
         if self._shows_average:
             raise SpecError(f"{what} was called inside agreed(), where the model is an average. Leave the block first.")
@@ -274,16 +283,22 @@ class Synchronized(torch.nn.Module):
         """The buffers as the last exchange left them."""
         return self._exchanger.buffers.agreed
 
+    @property
+    def buffer_policies(self) -> dict[str, BufferPolicy]:
+        """What becomes of each buffer at an exchange; of one rank alone nothing."""
+        return dict(self._exchanger.buffers.policies)
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._require_own("optimizer.step()")
         self._alarm.check()
+        self._exchanger.take_loaded()
         self.clock.averaged()
-        if _closure(args, kwargs) and self._settings.nonfinite == "skip":
+        if has_closure(args, kwargs) and self._settings.nonfinite == "skip":
             raise SpecError(
                 "nonfinite='skip' was asked for, but step(closure) cannot be skipped. Use nonfinite='stop'."
             )
-        if _closure(args, kwargs):
-            return self._with_mean_loss(args, kwargs)
+        if has_closure(args, kwargs):
+            return with_mean_loss(args, kwargs, self._mean_loss)
         self._require_averaged()
         scaled = hasattr(optimizer, "found_inf")  # a GradScaler leaves the skipping to this optimizer
         verdict = self._gradients.last(now=scaled or self._settings.nonfinite == "skip")
@@ -291,25 +306,12 @@ class Synchronized(torch.nn.Module):
             self._look(verdict)
         return None
 
-    def _with_mean_loss(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Returns the arguments of `step` with a closure that gives the loss of all ranks that share gradients.
-
-        An optimizer may decide by the loss, as LBFGS does, and these ranks must decide alike.
-        """
-
-        def mean_of(value: Any) -> Any:
-            return self._closing(value) if callable(value) else value
-
-        return (args[0], *map(mean_of, args[1:])), {key: mean_of(value) for key, value in kwargs.items()}
-
-    def _closing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def averaged() -> Any:
-            loss, place = closure(), f"the loss of step {self.schedule.step + 1}"
-            waiter = Waiter(self._alarm, place=place, step=self.schedule.step, timeout_s=self._settings.timeout_s)
-            with torch.no_grad():
-                return self._gradients.mean_loss(loss, waiter)
-
-        return averaged
+    def _mean_loss(self, loss: Any) -> Any:
+        """Returns the mean of a closure's loss over the ranks that share gradients."""
+        place = f"the loss of step {self.schedule.step + 1}"
+        waiter = Waiter(self._alarm, place=place, step=self.schedule.step, timeout_s=self._settings.timeout_s)
+        with torch.no_grad():
+            return self._gradients.mean_loss(loss, waiter)
 
     def _require_averaged(self) -> None:
         """Raises `SpecError` unless the step is one that all ranks that share gradients make alike."""
@@ -327,7 +329,7 @@ class Synchronized(torch.nn.Module):
             self._meet_nonfinite([self._partners[member] for member in members], verdict.step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _closure(args, kwargs):
+        if has_closure(args, kwargs):
             self._require_averaged()
             self._look(self._gradients.last(now=True))
         samples = self._gradients.take_samples()
@@ -407,8 +409,3 @@ class Synchronized(torch.nn.Module):
         with torch.no_grad():
             self._sharing.level(self.module, waiter)
         self._alarm.passed(waiter.place)
-
-
-def _closure(args: Any, kwargs: Any) -> bool:
-    """Returns whether `optimizer.step` was given a closure; its first argument is the optimizer."""
-    return any(argument is not None for argument in (*args[1:], kwargs.get("closure")))

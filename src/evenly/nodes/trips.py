@@ -49,12 +49,20 @@ class Trip:
     snapshot: Tensors  # of buffers
     flight: "Flight[Arrived | None] | None" = None
     arrived: "Arrived | None" = None
+    loaded: set[str] = field(default_factory=set)  # parameters and buffers that have got other values meanwhile
+    is_state_loaded: bool = False
 
     def told(self, arrived: "Arrived", merged: int, waited_s: float) -> Exchanged:
         """Returns what is told of it once it is merged."""
         carried = arrived.carried
         steps, times = (self.number, self.begun, merged), (arrived.seconds, arrived.met_s, waited_s)
         return Exchanged(*steps, *times, carried.sent_bytes, arrived.weights, self.fragments, carried.drift)
+
+    def drop_loaded(self) -> Tensors:
+        """Makes nothing of what was agreed on for tensors that were loaded meanwhile; returns it for buffers."""
+        self.cargo.drop(self.loaded, state=self.is_state_loaded)
+        agreed = {} if self.arrived is None else self.arrived.buffers
+        return {name: agreed.pop(name) for name in self.loaded & agreed.keys()}
 
     def saved(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of an exchange that has arrived."""

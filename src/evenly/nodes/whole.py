@@ -26,6 +26,16 @@ class WholeSharing(Sharing):
     def __init__(self, groups: Groups, alarm: Alarm) -> None:
         self._groups, self._alarm = groups, alarm
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is rank 0."""
+        return self._groups.party.rank == 0
+
+    @property
+    def answers(self) -> bool:
+        """Every rank has batches of its own."""
+        return True
+
     def level(self, module: torch.nn.Module, waiter: Waiter) -> None:
         """Broadcasts the state of rank 0."""
         tensors = [*module.parameters(), *module.buffers()]

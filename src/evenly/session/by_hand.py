@@ -137,8 +137,8 @@ def synchronize(
         exchange: how exchanges are made: `overlap` (steps that go on meanwhile), `fragments` (parts sent one after
             another), `codec` (`"fp32"`, `"bf16"`, `"int8"`, `"int4"`), `outer` (`"nesterov"`, or another optimizer of
             torch), `optimizer_state` (`"keep"`, `"average"` or `"reset"` momenta, for all or by name), `state_every`
-            (of so many exchanges one does so), `nonfinite` (a NaN gradient ends the run, `"stop"`, or the step,
-            `"skip"`). The fields of `evenly.spec.Exchange`.
+            (of so many exchanges one does so), `buffers` (`"auto"`, `"average"`, `"max"`, `"min"`, `"first"`, `"keep"`,
+            for all or by patterns), `nonfinite` (a NaN gradient ends the run, `"stop"`, or the step, `"skip"`).
 
     Example:
         ```python

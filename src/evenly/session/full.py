@@ -1,6 +1,6 @@
 """The state of what trains in full tensors, whether its network is cut over ranks or not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,12 +93,19 @@ def put_state(trainee: Trainee, node: dict[str, Any], rank: dict[str, Any]) -> N
         load_full_state_dict(module, state, trainee.optimizer, strict=False)
         return
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(node["parameters"][name])
-        for name, buffer in module.named_buffers():
+        for name, buffer in _last_first(module.named_buffers(), set(module.state_dict())):
             if name in rank["buffers"]:
                 buffer.copy_(rank["buffers"][name])
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        for name, parameter in _last_first(module.named_parameters(), trained):
+            parameter.copy_(node["parameters"][name])
     trainee.optimizer.load_state_dict(optimizer)
+
+
+def _last_first(named: Iterable[tuple[str, torch.Tensor]], preferred: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields tensors such that of those that share memory the one that exchanges treat comes last, and holds."""
+    order = sorted(enumerate(named), key=lambda row: (row[1][0] in preferred, row[1][1].nbytes, -row[0]))
+    return (row for _, row in order)
 
 
 def part_of(owner: torch.Tensor, full: torch.Tensor) -> torch.Tensor:

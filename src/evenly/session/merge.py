@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
-from evenly.nodes import SQUARES, add_change, fractions
+from evenly._errors import CheckpointError
+from evenly.nodes import SQUARES, add_change, extreme, fractions, is_torn, same
+from evenly.spec import BufferPolicy
 
 Tensors = dict[str, torch.Tensor]
 
@@ -17,18 +19,20 @@ def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[
     for name, local in rank["trainees"].items():
         own = [max(r["trainees"][name]["progress"]["samples"]) for r in ranks]
         weights = fractions([sum(own[r] for r in members) for members in layout])
+        policies, of_ranks = _policies(local), _of_ranks(weights, own, layout)
         for saved in nodes:
             _land(saved[name])
         for saved in ranks:
-            _land_buffers(saved["trainees"][name])
+            _land_buffers(saved["trainees"][name], policies)
         state = node[name]
         state["parameters"] = _average([n[name]["parameters"] for n in nodes], weights)
         slots = state["optimizer"]["state"]
         for key in slots:
-            slots[key] |= _average([_floats(n[name]["optimizer"]["state"].get(key, {})) for n in nodes], weights)
-        buffers = [_floats(r["trainees"][name]["buffers"]) for r in ranks]
+            slots[key] |= _average(
+                [_averaged_slots(n[name]["optimizer"]["state"].get(key, {})) for n in nodes], weights
+            )
         trainees[name] = {
-            "buffers": local["buffers"] | _average(buffers, fractions(own)),
+            "buffers": _buffers([r["trainees"][name]["buffers"] for r in ranks], policies, of_ranks),
             "agreed": None,
             "progress": _at_an_exchange(local["progress"]),
             "exchanges": None,
@@ -49,14 +53,50 @@ def _land(state: dict[str, Any]) -> None:
             rows = target[start:stop] if target.ndim else target
             rows.add_(piece["value"].to(rows.dtype))
             if piece["slot"] in SQUARES:
-                rows.clamp_(min=0)
+                (torch.view_as_real(rows) if rows.is_complex() else rows).clamp_(min=0)
 
 
-def _land_buffers(state: dict[str, Any]) -> None:
+def _policies(local: dict[str, Any]) -> dict[str, BufferPolicy]:
+    """Returns what exchanges make of each buffer; those that they leave alone are kept."""
+    saved: dict[str, BufferPolicy] | None = local["exchanges"].get("policies")
+    if saved is None:
+        return {name: "average" if _is_number(value) else "max" for name, value in local["buffers"].items()}
+    return {name: saved.get(name, "keep") for name in local["buffers"]}
+
+
+def _land_buffers(state: dict[str, Any], policies: dict[str, BufferPolicy]) -> None:
     """Merges what was under way into a rank's buffers."""
     for trip in state["exchanges"]["trips"]:
         for name, agreed in trip["buffers"].items():
-            add_change(state["buffers"][name], agreed, trip["snapshot"][name])
+            add_change(state["buffers"][name], agreed, trip["snapshot"][name], policies[name])
+
+
+def _buffers(rows: list[Tensors], policies: dict[str, BufferPolicy], weights: Sequence[float]) -> Tensors:
+    """Returns what ranks would agree on; of what is kept or taken from one rank, that of rank 0."""
+    found = {}
+    for name, first in rows[0].items():
+        values, policy = [row.get(name, first) for row in rows], policies[name]
+        if policy in ("max", "min"):
+            first = extreme(values, smallest=policy == "min")
+        elif policy == "average":
+            first = _mean(values, weights)
+            if any(bool(is_torn(first, value)) for value in values):
+                raise CheckpointError(
+                    f"the buffer {name!r} of a checkpoint was to be averaged for another cluster, but on some ranks "
+                    "elements of it are infinite that are finite on others. Resume on the cluster that saved it, or "
+                    f"train with buffers={{{name!r}: 'max'}}, 'min', 'first' or 'keep'."
+                )
+        found[name] = first
+    return found
+
+
+def _of_ranks(weights: Sequence[float], samples: Sequence[float], layout: list[list[int]]) -> list[float]:
+    """Returns the weight of each rank: its part of its node's."""
+    found = [0.0] * len(samples)
+    for weight, members in zip(weights, layout, strict=True):
+        for rank, share in zip(members, fractions([samples[rank] for rank in members]), strict=True):
+            found[rank] = weight * share
+    return found
 
 
 def _at_an_exchange(progress: dict[str, Any]) -> dict[str, Any]:
@@ -69,16 +109,24 @@ def _average(rows: list[Tensors], weights: Sequence[float]) -> Tensors:
 
 
 def _mean(values: list[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Returns the weighted mean; what is the same everywhere, or no float, stays as it is."""
+    """Returns the weighted mean; what is the same everywhere, or no number that has one, stays as it is."""
     first = values[0]
-    if not first.is_floating_point() or all(torch.equal(value, first) for value in values):
+    if not _is_number(first) or all(same(value, first) for value in values):
         return first
-    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
-    total = sum(
-        (w * value.to(wide) for w, value in zip(weights, values, strict=True)), torch.zeros_like(first, dtype=wide)
-    )
-    return total.to(first.dtype)
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    terms = [weight * value.to(wide) for weight, value in zip(weights, values, strict=True) if weight]
+    return sum(terms, torch.zeros_like(first, dtype=wide)).to(first.dtype)
 
 
-def _floats(values: dict[str, Any]) -> Tensors:
-    return {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.ndim}
+def _averaged_slots(slots: dict[str, Any]) -> Tensors:
+    """Returns the state of one parameter that is averaged: not its counters, which have no dim.
+
+    If nothing has one, the parameter itself has none.
+    """
+    tensors = {slot: value for slot, value in slots.items() if isinstance(value, torch.Tensor) and _is_number(value)}
+    is_scalar = not any(value.ndim for value in tensors.values())
+    return {slot: value for slot, value in tensors.items() if value.ndim or (is_scalar and slot != "step")}
+
+
+def _is_number(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()

@@ -11,10 +11,11 @@ _PLAIN = (str, int, float, bool, type(None))
 
 def flatten(value: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Returns `value` as JSON can say it; its tensors are put into `tensors` under names that start with `prefix`."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
         name = f"{prefix}#{len(tensors)}"  # the number keeps keys with dots apart
-        tensors[name] = value.detach().cpu().contiguous().clone()
-        return {"$tensor": name}
+        plain = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
+        tensors[name] = plain.cpu().contiguous().clone()
+        return {"$complex" if value.is_complex() else "$tensor": name}  # safetensors does not know all complex types
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, list | tuple):
@@ -27,8 +28,8 @@ def flatten(value: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> Any:
         ]
         return {"$dict": pairs}
     raise CheckpointError(
-        f"a checkpoint was to hold {prefix}, which is a {type(value).__qualname__}. Tensors, numbers, texts, lists, "
-        "tuples and dicts can be saved; give the object a state_dict made of these."
+        f"a checkpoint was to hold {prefix}, which is a {_kind(value)}. Plain tensors, numbers, texts, lists, tuples "
+        "and dicts can be saved; give the object a state_dict made of these."
     )
 
 
@@ -40,6 +41,14 @@ def restore(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return value
     if "$tensor" in value:
         return tensors[value["$tensor"]]
+    if "$complex" in value:
+        return torch.view_as_complex(tensors[value["$complex"]])
     if "$tuple" in value:
         return tuple(restore(item, tensors) for item in value["$tuple"])
     return {restore(key, tensors): restore(item, tensors) for key, item in value["$dict"]}
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__qualname__
+    return f"tensor that is {'quantized' if value.is_quantized else str(value.layout).removeprefix('torch.')}"

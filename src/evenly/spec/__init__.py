@@ -1,7 +1,7 @@
 """The nouns. No torch, no clock, no files but JSON text."""
 
 from evenly.spec.cluster import Cluster, Device, Link, Node
-from evenly.spec.exchange import Exchange, ExchangeWishes, Outer, misfit
+from evenly.spec.exchange import BufferPolicy, Exchange, ExchangeWishes, Outer, misfit
 from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import Layout, deal
@@ -37,6 +37,7 @@ from evenly.spec.run import (
 __all__ = [
     "Adaptive",
     "AnyPeriod",
+    "BufferPolicy",
     "CheckpointSaved",
     "Cluster",
     "Curve",

@@ -1,5 +1,6 @@
 """How exchanges are made: how long they may take, in what form they travel, what becomes of the optimizers."""
 
+from fnmatch import fnmatchcase
 from math import ceil
 from typing import Annotated, Any, Literal, Self, TypedDict
 
@@ -10,6 +11,7 @@ from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, E
 
 MOST_S = 1e8  # some years; more does not fit into torch's clock
 StatePolicy = Literal["keep", "average", "reset"]
+BufferPolicy = Literal["auto", "average", "max", "min", "first", "keep"]
 
 
 Setting = bool | int | float | str | tuple[float, ...]
@@ -65,6 +67,11 @@ class Exchange(Value):
     state_every: Annotated[int, Field(ge=1, strict=True)] = Field(
         default=1, description="of so many exchanges one treats the optimizer's state"
     )
+    buffers: BufferPolicy | dict[str, BufferPolicy] = Field(
+        default="auto",
+        description="what becomes of buffers at an exchange, for all or by patterns of their names, of which the first "
+        "that fits holds; auto is what their module and type call for",
+    )
     timeout_s: Annotated[float, Field(gt=0, lt=MOST_S)] = 600.0
     nonfinite: Literal["stop", "skip"] = "stop"
 
@@ -72,6 +79,19 @@ class Exchange(Value):
         """Returns what becomes of the optimizer's state of this name."""
         policies = self.optimizer_state
         return policies if isinstance(policies, str) else policies.get(slot, "keep")
+
+    def buffer_policy(self, name: str) -> BufferPolicy:
+        """Returns what becomes of the buffer of this name: what the first pattern that fits says, else auto.
+
+        >>> Exchange(buffers={"*.queue": "first"}).buffer_policy("encoder.queue")
+        'first'
+        """
+        return next((policy for pattern, policy in self.buffer_patterns.items() if fnmatchcase(name, pattern)), "auto")
+
+    @property
+    def buffer_patterns(self) -> dict[str, BufferPolicy]:
+        """Patterns of the names of buffers, and what becomes of those that fit."""
+        return {"*": self.buffers} if isinstance(self.buffers, str) else self.buffers
 
     def treats_state(self, policy: StatePolicy) -> bool:
         """Returns whether any state of the optimizer is treated so."""
@@ -171,4 +191,5 @@ class ExchangeWishes(TypedDict, total=False):
     outer: Outer | Literal["nesterov"] | dict[str, Any] | None
     optimizer_state: StatePolicy | dict[str, StatePolicy]
     state_every: int
+    buffers: BufferPolicy | dict[str, BufferPolicy]
     nonfinite: Literal["stop", "skip"]

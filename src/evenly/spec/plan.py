@@ -250,7 +250,9 @@ def _exchange_words(exchange: Exchange) -> str:
         treated[policy] if isinstance(policy, str) else ", ".join(f"{slot} {treated[p]}" for slot, p in policy.items())
     )
     often = f" at every {exchange.state_every}th exchange" if exchange.state_every > 1 and state != "kept local" else ""
-    return f"{', ' if words else ''}{', '.join(words)}; optimizer state is {state}{often}"
+    chosen = [f"{pattern} {policy}" for pattern, policy in exchange.buffer_patterns.items()]
+    buffers = "" if exchange.buffers == "auto" else f"; buffers: {', '.join(chosen)}"
+    return f"{', ' if words else ''}{', '.join(words)}; optimizer state is {state}{often}{buffers}"
 
 
 def _replica_words(plan: Plan, replica: Replica) -> str:
