@@ -498,11 +498,8 @@ class Player:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        if not self.since:
-            self.look_at()
-            return
         kept = [copy.deepcopy(model.state_dict()) for model in self.models]
-        self._put(self._means(), self._mean_buffers())
+        self._average_rest() if not self.since else self._put(self._means(), self._mean_buffers())
         self.look_at()
         for model, state in zip(self.models, kept, strict=True):
             model.load_state_dict(state)
@@ -519,6 +516,16 @@ class Player:
                 self.exchange(overlap=0)
             elif landed:
                 self._put(self._means(), self._mean_buffers())
+            else:
+                self._average_rest()
+
+    def _average_rest(self) -> None:
+        """Averages buffers that forwards without a step have changed; all ranks count alike."""
+        kept, self.samples = self.samples, [1.0] * len(self.models)
+        buffers, self.samples = self._mean_buffers(), kept
+        for model in self.models:
+            for buffer, mean in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(mean)
 
     def rate(self, factor) -> None:
         for optimizer in self.optimizers:

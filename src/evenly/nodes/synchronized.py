@@ -17,7 +17,7 @@ from evenly.comm import Alarm, Groups, Waiter, require_same
 from evenly.nodes.averaged import Verdict
 from evenly.nodes.bell import Bell
 from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
-from evenly.nodes.closures import has_closure, with_mean_loss
+from evenly.nodes.closures import has_closure, watch_scaler, with_mean_loss
 from evenly.nodes.counting import counted_samples, leading_dim
 from evenly.nodes.exchanger import Exchanger
 from evenly.nodes.membership import Membership
@@ -100,7 +100,7 @@ class Synchronized(torch.nn.Module):
             optimizer.register_step_post_hook(self._after_step),
         ]
         if scaler is not None:
-            self._watch(scaler)
+            watch_scaler(scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._was_left_out)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
@@ -293,11 +293,9 @@ class Synchronized(torch.nn.Module):
         self._alarm.check()
         self._exchanger.take_loaded()
         self.clock.averaged()
-        if has_closure(args, kwargs) and self._settings.nonfinite == "skip":
-            raise SpecError(
-                "nonfinite='skip' was asked for, but step(closure) cannot be skipped. Use nonfinite='stop'."
-            )
         if has_closure(args, kwargs):
+            if self._settings.nonfinite == "skip":
+                raise SpecError("nonfinite='skip' was asked for, but step(closure) cannot be skipped. Use 'stop'.")
             return with_mean_loss(args, kwargs, self._mean_loss)
         self._require_averaged()
         scaled = hasattr(optimizer, "found_inf")  # a GradScaler leaves the skipping to this optimizer
@@ -369,19 +367,10 @@ class Synchronized(torch.nn.Module):
         self._gradients.take_samples()
         self._advance(0.0)
 
-    def _watch(self, scaler: torch.amp.GradScaler) -> None:
-        """Counts the steps that `scaler` leaves out."""
-        plain = scaler.step
-
-        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            before = self.schedule.step
-            result = plain(optimizer, *args, **kwargs)
-            if optimizer is self._optimizer and self.schedule.step == before and not self._closed:
-                self._gradients.last(now=True)
-                self._skip()
-            return result
-
-        scaler.step = step  # type: ignore[method-assign]  # on this one scaler, as torch's schedulers do with optimizers
+    def _was_left_out(self) -> None:
+        if not self._closed:
+            self._gradients.last(now=True)
+            self._skip()
 
     def _advance(self, samples: float) -> None:
         rings = self._rings()
