@@ -312,12 +312,9 @@ def values_differ(model, optimizer, rank):
 
 
 @pytest.mark.parametrize("change", [rate_differs, momentum_differs, values_differ])
-@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize(("every", "overlap"), [(3, 0), (3, 2), ("global", 0)])
 @pytest.mark.parametrize("nodes", [ragged(2), ragged(2, 1)])
-@pytest.mark.parametrize("every", [3, "global"])
-def test_ranks_of_a_node_that_hold_different_parameters_are_named(change, overlap, nodes, every):
-    if every == "global" and overlap:
-        pytest.skip("gradients of all ranks need no overlapped exchange")
+def test_ranks_of_a_node_that_hold_different_parameters_are_named(change, every, overlap, nodes):
 
     def act(party):
         model = network()

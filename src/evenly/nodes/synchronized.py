@@ -60,8 +60,7 @@ class Synchronized(torch.nn.Module):
         self.module = module
         self.schedule = Schedule(period, exchange.fragments, least=exchange.calm_steps)
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
-        self._optimizer, self._settings = optimizer, exchange
-        self._groups, self._sharing = groups, sharing
+        self._optimizer, self._settings, self._groups, self._sharing = optimizer, exchange, groups, sharing
         self._count = count or leading_dim
         self._closed = self._has_moved = self._shows_average = False
         self._joint = isinstance(period, EveryGradient)

@@ -89,9 +89,8 @@ class Session:
             torch.cuda.set_device(self.device)
         cluster = survey_party(party, self.device, timeout_s=self._timeout_s, parent=self._alarm)
         cluster = cluster if self._nodes_wish is None else regroup(cluster, self._nodes_wish)
-        wishes: Any = {"folder": self._folder, "resume": self._resume, "timeout_s": self._timeout_s}
-        wishes["holding"] = self._closing
-        self._enter(Stage(party, cluster, self._alarm, **wishes))
+        wishes: Any = {"resume": self._resume, "timeout_s": self._timeout_s, "holding": self._closing}
+        self._enter(Stage(party, cluster, self._alarm, folder=self._folder, **wishes))
 
     def _enter(self, stage: Stage) -> None:
         """Goes on with the ranks of `stage`."""
@@ -248,8 +247,9 @@ class Session:
         for trainee in self._trainees:
             trainee.model.come_together()
         step = self._saved_step = self._ledger.step
-        save = self._stage.checkpoints.save
-        path: Path = save(step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep)
+        path: Path = self._stage.checkpoints.save(
+            step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep
+        )
         self._recorder.tell(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
         return path
 
