@@ -117,8 +117,8 @@ def test_our_own_pass(wire: Wire, build: Callable[..., Optimizer]) -> None:
 
 
 def test_a_plain_lamb_would_not_pass(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in (probe, trials):
-        monkeypatch.setattr(place, "EXACT", ())
+    for module in (probe, trials):
+        monkeypatch.setattr(module, "EXACT", ())
     for build in (Adafactor, Lamb):
         with pytest.raises(SpecError, match="not elementwise"):
             check_elementwise(build(cuts(wire)))

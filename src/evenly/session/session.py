@@ -27,10 +27,7 @@ from evenly.spec import CheckpointSaved, EpochDone, Every, ExchangeWishes, Measu
 
 
 class Session:
-    """A run on whatever launched it: torchrun, srun, mpirun, or nothing at all.
-
-    It is a context manager; `plan`, `prepare` and `epochs` follow each other inside.
-    """
+    """A run under torchrun, srun, mpirun or alone: a context manager with `plan`, `prepare` and `epochs` inside."""
 
     def __init__(
         self,
@@ -106,8 +103,8 @@ class Session:
         left_out = isinstance(error, LeftOut)
         error = None if left_out else error
         try:
-            if isinstance(error, RuntimeError) and self._alarm is not None:  # torch's for a rank that has gone, perhaps
-                self._alarm.check()
+            if isinstance(error, RuntimeError) and self._alarm is not None:
+                self._alarm.check()  # a rank that has gone may be the cause of torch's error
             if error is None and not left_out:
                 self.finish()
                 sums = self._assembly.gather(self._ledger.sums(), "the end of the run")
@@ -247,9 +244,8 @@ class Session:
         for trainee in self._trainees:
             trainee.model.come_together()
         step = self._saved_step = self._ledger.step
-        path: Path = self._stage.checkpoints.save(
-            step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep
-        )
+        save = self._stage.checkpoints.save
+        path: Path = save(step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep)
         self._recorder.tell(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
         return path
 
