@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch import utils as functorch  # private: see _keeping_functions
+from torch._subclasses.fake_tensor import FakeTensor  # private: what torch.export traces with
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly._errors import SpecError
 from evenly.graph.exported import exported
+from evenly.graph.own import own_kind, refuse_own_call, refuse_strange_tensors
 from evenly.graph.rewrites import REWRITES
 from evenly.graph.shapes import call_hollow, is_random
 
@@ -140,15 +143,15 @@ class Tracer(fx.Tracer):
         """Whether a module is one operation."""
         if module_qualified_name in self.closed:
             return True
-        if isinstance(m, OPENED) or type(m) in REWRITES:
-            return False
-        return m.__module__.startswith("torch.") and not isinstance(m, nn.Sequential)
+        return own_kind(m) is type(m) and not isinstance(m, (*OPENED, nn.Sequential))
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Traces a module, or a version of it that can be traced."""
         name = self.path_of_module(m)
-        rewrite = next((REWRITES[kind] for kind in type(m).__mro__ if kind in REWRITES), None)
-        if rewrite is not None and name not in self.closed:
+        rewrite = REWRITES.get(own_kind(m) or type(None))
+        if name in self.closed:
+            refuse_own_call(m, name)
+        elif rewrite is not None:
             forward = lambda *a, **k: rewrite(m, *a, **k)  # noqa: E731
         self.inside.append(name)
         result = super().call_module(m, forward, args, kwargs)
@@ -199,11 +202,20 @@ def _keeping_functions() -> Iterator[None]:
             raise fx.proxy.TraceError(f"it keeps a tensor in its attribute {name!r}")
         kept(module, name, value)
 
+    unwrap = functorch.unwrap_dead_wrappers
+
+    def refuse(args: Any) -> Any:
+        if any(isinstance(x, fx.Proxy | FakeTensor) for x in pytree.tree_leaves(args)):
+            raise fx.proxy.TraceError("it calls an autograd function, whose backward would be lost, by another name")
+        return unwrap(args)
+
+    functorch.unwrap_dead_wrappers = refuse  # what every call of an autograd function passes, also `f = F.apply`
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for a while
     nn.Module.__setattr__ = keep  # type: ignore[method-assign, assignment]  # for a while
     try:
         yield
     finally:
+        functorch.unwrap_dead_wrappers = unwrap
         torch.autograd.Function.apply = plain  # type: ignore[method-assign]  # as it was
         nn.Module.__setattr__ = kept  # type: ignore[method-assign]  # as it was
 
@@ -257,6 +269,8 @@ def open_up(model: nn.Module, given: dict[str, Any]) -> tuple[fx.GraphModule, di
         given: the arguments of forward that are tensors; all others keep their defaults.
     """
     refuse_hooks(model)
+    refuse_own_call(model, "")
+    refuse_strange_tensors({**dict(model.named_parameters()), **dict(model.named_buffers()), **given})
     closed: dict[str, str] = {}
     signature = inspect.signature(model.forward)
     fixed = {
