@@ -241,7 +241,7 @@ def test_operations_with_a_name_of_torchs_are_computed_whole(name: str) -> None:
     whole = [x for x in graph.layers if x.op == "opaque"]
     assert len(whole) == 1
     assert whole[0].note in graph.explain()
-    assert "rule" in whole[0].note
+    assert "rule" in whole[0].note or "autograd function" in whole[0].note
     assert play(partial(build, CUSTOM[name]), ROWS, SHARES, [Act(ROWS), Act(ROWS[:3])]) == ""
 
 
