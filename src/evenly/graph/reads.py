@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 OF_TORCH = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}  # what every module has; watched by other means
+ALL = "*"  # read through __dict__: any name may have been meant
 QUIET = sys.stdlib_module_names | {"torch", "functorch", "torchgen", "evenly", "numpy", "sympy", "mpmath", "networkx"}
 QUIET |= {"triton", "typing_extensions", "optree", "jinja2", "fsspec", "torchvision", "torchaudio", "transformers"}
 
@@ -38,10 +39,11 @@ def reading(model: nn.Module) -> Iterator[Reads]:
     thread, plain = threading.get_ident(), nn.Module.__getattribute__
 
     def read(module: nn.Module, name: str) -> Any:
-        if name not in OF_TORCH and threading.get_ident() == thread:
+        whole = name == "__dict__" and is_users(sys._getframe(1).f_globals)  # private: who asks
+        if (whole or name not in OF_TORCH) and threading.get_ident() == thread:
             path = paths.get(id(module))
             if path is not None:
-                reads.names.setdefault(path, set()).add(name)
+                reads.names.setdefault(path, set()).add(ALL if whole else name)
         return plain(module, name)
 
     def note(frame: Any, event: str, _: Any) -> None:

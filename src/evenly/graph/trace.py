@@ -226,6 +226,7 @@ def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> N
         for user in list(node.users):
             if user.target is operator.getitem and user.args[0] is node and isinstance(user.args[1], int):
                 index = user.args[1] % len(values[node.name])
+                node.meta["has_fixed_length"] = node.meta.get("has_fixed_length", False) or user.args[1] < 0
                 user.args = (node, index)  # not counted from the end
                 known = items.setdefault(index, user)
                 if known is not user:
@@ -233,6 +234,7 @@ def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> N
                     graph.erase_node(user)
         rest = [user for user in node.users if user not in items.values()]
         if rest:
+            node.meta["has_fixed_length"] = True  # all of it is used, item by item
             with graph.inserting_after(node):
                 for index in reversed(range(len(values[node.name]))):
                     if index not in items:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenly.graph.reads import OF_TORCH, Reads, is_users
+from evenly.graph.reads import ALL, OF_TORCH, Reads, is_users
 
 PLAIN = (int, float, complex, str, bytes, type(None), type(...), type, range, slice)
 PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOLDERS = ("types", "argparse", "collections", "builtins", "dataclasses", "configparser")  # of settings
 DEPTH = 6  # of objects within objects
 SMALL_BYTES = 4096  # of an array whose numbers are compared
 
@@ -94,8 +95,8 @@ class Watch:
         self._sizes.append((held, len(held)))
         self._slots.append((module, "__class__", type(module)))
         names = self.reads.names.get(path, set())
-        if path in self.reads.leaves:
-            names = {name for name in held if name not in OF_TORCH} | {"forward"}
+        if path in self.reads.leaves or ALL in names:
+            names = {name for name in held if name not in OF_TORCH} | (names - {ALL}) | {"forward"}
         for name in sorted(names):
             self._attribute(module, f"{prefix}{name}", name)
 
@@ -178,7 +179,7 @@ class Watch:
 
     def _object(self, value: Any, label: str, depth: int) -> None:
         kind = type(value)
-        if not is_users({"__name__": kind.__module__}):
+        if not is_users({"__name__": kind.__module__}) and kind.__module__ not in HOLDERS:
             return
         held = getattr(value, "__dict__", {})
         if held:

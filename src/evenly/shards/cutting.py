@@ -11,7 +11,7 @@ from evenly._errors import SpecError
 from evenly.comm import Wire
 from evenly.graph import HOOKS, OF_TORCH, Traced
 from evenly.shards.placement import Placement, place
-from evenly.shards.rebinding import rebound
+from evenly.shards.rebinding import reachable, rebound
 from evenly.spec.layout import COPIED, REPLICATED, Layout, Record
 
 
@@ -44,6 +44,8 @@ def cut_model(
                 "Untie them before sharding."
             )
 
+    _refuse_cut_in_whole(traced, known)
+
     def placed(name: str, tensor: torch.Tensor) -> Placement:
         record = known.get(id(tensor), REPLICATED)
         if record.state != "sharded":
@@ -51,6 +53,24 @@ def cut_model(
         return Placement(name, tensor.shape, wire, record.dim, layout.cuts[record.cut].segments)
 
     return copy_tree(traced.model, placed, share)
+
+
+def _refuse_cut_in_whole(traced: Traced, known: Mapping[int, Record]) -> None:
+    """Raises `SpecError` if a module that is computed whole would see a part of a tensor that another module has cut."""
+    for layer in traced.graph.layers:
+        if layer.op != "opaque" or not layer.where or not _is_module(traced.model, layer.where):
+            continue
+        for tensor in reachable(traced.model.get_submodule(layer.where)):
+            if known.get(id(tensor), REPLICATED).state == "sharded":
+                name = next((name for name, own in _names(traced.model).items() if own is tensor), "?")
+                raise SpecError(
+                    f"the module {layer.where!r} is computed whole ({layer.note}), but uses {name!r}, which another "
+                    "layer needs cut. Give it a tensor of its own, or let it be traced."
+                )
+
+
+def _is_module(model: nn.Module, path: str) -> bool:
+    return any(name == path for name, _ in model.named_modules())
 
 
 def copy_tree(

@@ -1,6 +1,6 @@
-"""References into a tree of modules, led over to a copy of the tree: methods, functions and containers that hold them."""
+"""References into a tree of modules, in methods, functions and containers: led over to a copy of the tree, or found."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -41,6 +41,33 @@ def rebound(value: Any, copies: Mapping[int, Any], depth: int = 0) -> Any:
         made = {key: rebound(item, copies, depth + 1) for key, item in value.items()}
         return value if all(made[key] is value[key] for key in made) else made
     return value
+
+
+def reachable(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yields the tensors that a module can get at: its own, and those of modules that it holds in any way."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or depth > 2 * DEPTH:
+        return
+    seen.add(id(value))
+    inner: Iterable[Any] = ()
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        inner = [x for name, x in vars(value).items()]
+    elif isinstance(value, MethodType):
+        inner = (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        inner = [_contents(cell) for cell in value.__closure__ or ()]
+    elif isinstance(value, partial):
+        inner = (value.func, value.args, value.keywords)
+    elif isinstance(value, list | tuple | set):
+        inner = value
+    elif isinstance(value, dict):
+        inner = value.values()
+    elif type(value).__module__ != "builtins":
+        inner = list(getattr(value, "__dict__", {}).values())
+    for item in inner:
+        yield from reachable(item, seen, depth + 1)
 
 
 def _function(value: FunctionType, copies: Mapping[int, Any], depth: int) -> FunctionType:
