@@ -131,18 +131,29 @@ def _as_before() -> Any:
     Block.kind_level = Shared.level = 1.0
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
-def test_a_change_is_followed(name: str) -> None:
-    acts = [Act(X), Act(X, FOLLOWED[name]), Act(X[:3]), Act(X, lambda m: m.eval(), trains=False)]
+def fresh() -> nn.Module:
+    Block.kind_level = 1.0
+    return build()
 
-    def fresh() -> nn.Module:
-        Block.kind_level = 1.0
-        return build()
 
+def test_changes_are_followed_one_after_another() -> None:
+    acts = [Act(X), *(Act(X, change) for change in FOLLOWED.values()), Act(X, lambda m: m.eval(), trains=False)]
     assert play(fresh, X, SHARES, acts) == ""
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_change_is_followed(name: str) -> None:
+    acts = [Act(X), Act(X, FOLLOWED[name]), Act(X[:3]), Act(X, lambda m: m.eval(), trains=False)]
+    assert play(fresh, X, SHARES, acts) == ""
+
+
+QUICK = {"a flag", "a layer", "a hook", "a parameter that is tied now"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in REFUSED]
+)
 def test_a_change_is_refused_by_name(name: str) -> None:
     change, said = REFUSED[name]
     acts = [Act(X), Act(X, change)]
@@ -270,7 +281,7 @@ def test_random_numbers_of_python_are_refused(draw: str) -> None:
 
     class Drawing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * (random.random() if draw == "random" else float(np.random.rand()))  # noqa: NPY002, S311
+            return super().forward(x) * (random.random() if draw == "random" else float(np.random.rand()))
 
     assert "random numbers" in play(seeded(lambda: nn.Sequential(Drawing(6, 3))), X, SHARES, [Act(X)])
 
@@ -323,4 +334,3 @@ def test_a_module_computed_whole_cannot_borrow_what_is_cut() -> None:
         return nn.Sequential(lender, Borrowing(lender), nn.Linear(8, 3)).double()
 
     assert "the module '1' is computed whole" in play(borrowing, X, SHARES, [Act(X), Act(X), Act(X)])
-

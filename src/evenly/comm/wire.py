@@ -107,8 +107,8 @@ class Wire:
         changed = [rank for rank, other in zip(ranks, found, strict=True) if other[2] != mine[2]]
         if changed:
             raise MismatchError(
-                f"ranks {changed} of one network have other attributes, submodules or modes of submodules than this rank "
-                f"in pass {number}: these were changed on some ranks only. Make such changes on all of them."
+                f"ranks {changed} of one network have other attributes, submodules or modes of submodules than this "
+                f"rank in pass {number}: these were changed on some ranks only. Make such changes on all of them."
             )
         strange = [rank for rank, other in zip(ranks, found, strict=True) if not _alike(mine, other)]
         if strange:

@@ -53,7 +53,9 @@ def _open_batch(program: ExportedProgram, names: list[str]) -> list[tuple[Any, d
     bounds = [(int(r.lower), r.upper) for r in program.range_constraints.values()]
     if fixed or any(lower > 2 or upper < 2**40 for lower, upper in bounds):
         raise SpecError("forward does other things for other batch sizes")
-    batches = {name: x.shape[0] for name, x in zip(names, inputs, strict=True) if isinstance(x, torch.Tensor) and x.ndim}
+    batches: dict[str, Any] = {  # symbolic sizes
+        name: x.shape[0] for name, x in zip(names, inputs, strict=True) if isinstance(x, torch.Tensor) and x.ndim
+    }
     symbols = {name: size.node.expr for name, size in batches.items()}
     guards = next(iter(batches.values())).node.shape_env.guards if batches else []
     return [(True, symbols), *((guard.expr, symbols) for guard in guards if guard.expr.free_symbols)]

@@ -1,8 +1,9 @@
-"""What is torch's own: rules hold for torch's very functions, operators and modules, not for others of the same name."""
+"""What is torch's own: rules hold for torch's very functions, operators and modules, not for others of their names."""
 
 import builtins
 import operator
 import sys
+from collections.abc import Mapping
 from functools import cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -102,7 +103,7 @@ def refuse_own_call(module: nn.Module, path: str) -> None:
             )
 
 
-def refuse_strange_tensors(named: dict[str, Any]) -> None:
+def refuse_strange_tensors(named: Mapping[str, Any]) -> None:
     """Raises `SpecError` for a tensor whose methods may not be torch's: one of a subclass, or with methods put in."""
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):

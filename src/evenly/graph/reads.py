@@ -27,7 +27,8 @@ class Reads:
 
     def joined(self, other: "Reads") -> "Reads":
         """Returns what either has read."""
-        names = {path: self.names.get(path, set()) | other.names.get(path, set()) for path in {**self.names, **other.names}}
+        paths = {**self.names, **other.names}
+        names = {path: self.names.get(path, set()) | other.names.get(path, set()) for path in paths}
         return Reads(names, {**self.codes, **other.codes}, self.closed & other.closed, self.leaves | other.leaves)
 
 

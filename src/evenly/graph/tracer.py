@@ -404,7 +404,7 @@ def _without_chance() -> Iterator[None]:
 
     def states() -> list[Any]:
         numpy = sys.modules.get("numpy")
-        return [random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None]  # noqa: NPY002
+        return [random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None]
 
     before = states()
     yield

@@ -11,8 +11,8 @@ from torch import nn
 
 from evenly.graph.reads import ALL, OF_TORCH, Reads, is_users
 
-PLAIN = (int, float, complex, str, bytes, type(None), type(...), type, range, slice)
-PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+OF_PYTHON = (int, float, complex, str, bytes, type(None), type(...), type, range, slice)
+PLAIN = (*OF_PYTHON, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOLDERS = ("types", "argparse", "collections", "builtins", "dataclasses", "configparser")  # of settings
 DEPTH = 6  # of objects within objects
@@ -227,6 +227,6 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     plain = isinstance(one, (*PLAIN, set, frozenset, deque, bytearray)) or (
-        isinstance(one, tuple) and all(isinstance(x, PLAIN) or isinstance(x, tuple) for x in (*one, *other))
+        isinstance(one, tuple) and all(isinstance(x, (*PLAIN, tuple)) for x in (*one, *other))
     )
     return plain and bool(one == other)

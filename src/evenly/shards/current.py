@@ -109,7 +109,8 @@ class Current:
 
     def _followed(self, modes: Mapping[str, bool] | None) -> Traced:
         full = hollow_tree(self._network, self._placements, self._trainable)
-        traced = follow(full, dict(self._inputs), modes=modes)
+        with torch.inference_mode(False), torch.enable_grad():  # as when it was cut
+            traced = follow(full, dict(self._inputs), modes=modes)
         for name, value in vars(traced.program).items():
             if name.startswith("_tensor_constant") and isinstance(value, torch.Tensor) and value.is_meta:
                 raise SpecError(

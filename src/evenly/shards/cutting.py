@@ -56,7 +56,7 @@ def cut_model(
 
 
 def _refuse_cut_in_whole(traced: Traced, known: Mapping[int, Record]) -> None:
-    """Raises `SpecError` if a module that is computed whole would see a part of a tensor that another module has cut."""
+    """Raises `SpecError` if a module that is computed whole would see a part of a tensor that another one has cut."""
     for layer in traced.graph.layers:
         if layer.op != "opaque" or not layer.where or not _is_module(traced.model, layer.where):
             continue
@@ -136,7 +136,8 @@ def _copied(model: nn.Module, part: Callable[[str, torch.Tensor], torch.Tensor])
     for module in root.modules():
         for name, value in list(vars(module).items()):
             if name not in OF_TORCH:
-                vars(module)[name] = rebound(value, copies)
+                is_result = isinstance(value, torch.Tensor) and not value.is_leaf  # kept by a forward
+                vars(module)[name] = value.detach() if is_result else rebound(value, copies)
     return root
 
 

@@ -136,7 +136,7 @@ class Program:
 
         self._step(node.name, self._reads(node, site.needs), [single] if single else list(outputs), run)
 
-    def _some(self, node: fx.Node, outputs: list[Key], made: Sequence[Any]) -> dict[Key, Any]:
+    def _some(self, node: fx.Node, outputs: Sequence[Key], made: Sequence[Any]) -> dict[Key, Any]:
         """Returns the tensors of a tuple that is of another length than for the example, where only some are used."""
         used = [place for place, key in enumerate(outputs) if any(key in step.reads for step in self.steps)]
         if node.meta.get("has_fixed_length") or any(place >= len(made) for place in used):
