@@ -97,7 +97,7 @@ def _rank(
 
 def _run(model: nn.Module, acts: Sequence[Act]) -> Played:
     played = Played()
-    optimizer = torch.optim.SGD([*model.parameters(), torch.zeros(0)], lr=0.05)
+    optimizer = torch.optim.SGD([*model.parameters(), torch.zeros(0)], lr=0.01)
     for act in acts:
         try:
             if act.change is not None:
@@ -139,12 +139,16 @@ def _whole(owner: Tensor, tensor: Tensor) -> Tensor:
 
 def _require_equal(mine: dict[str, Tensor | None], theirs: dict[str, Tensor | None], where: str) -> None:
     assert mine.keys() == theirs.keys(), f"{where}: other names {mine.keys() ^ theirs.keys()}"
+    size = max([1.0, *(_largest(truth) for truth in theirs.values() if truth is not None)])
     for name, truth in theirs.items():
         found = mine[name]
         assert (found is None) == (truth is None), f"{where}: {name} is {found}, but {truth} on one device"
         if found is None or truth is None:
             continue
         assert found.shape == truth.shape, f"{where}: {name} is {list(found.shape)}, not {list(truth.shape)}"
-        gap = float((found.double() - truth.double()).abs().max()) if truth.numel() else 0.0
-        size = max(1.0, float(truth.double().abs().max()) if truth.numel() else 0.0)
+        gap = _largest(found.double() - truth.double())
         assert gap <= TOLERANCE * size, f"{where}: {name} differs by {gap:.1e}"
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0

@@ -57,8 +57,9 @@ def cut_model(
 
 def _refuse_cut_in_whole(traced: Traced, known: Mapping[int, Record]) -> None:
     """Raises `SpecError` if a module that is computed whole would see a part of a tensor that another one has cut."""
+    modules = {node.name for node in traced.program.graph.nodes if node.op == "call_module"}
     for layer in traced.graph.layers:
-        if layer.op != "opaque" or not layer.where or not _is_module(traced.model, layer.where):
+        if layer.op != "opaque" or layer.name not in modules:
             continue
         for tensor in reachable(traced.model.get_submodule(layer.where)):
             if known.get(id(tensor), REPLICATED).state == "sharded":
@@ -67,10 +68,6 @@ def _refuse_cut_in_whole(traced: Traced, known: Mapping[int, Record]) -> None:
                     f"the module {layer.where!r} is computed whole ({layer.note}), but uses {name!r}, which another "
                     "layer needs cut. Give it a tensor of its own, or let it be traced."
                 )
-
-
-def _is_module(model: nn.Module, path: str) -> bool:
-    return any(name == path for name, _ in model.named_modules())
 
 
 def copy_tree(
