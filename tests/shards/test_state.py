@@ -1,5 +1,6 @@
 """The full state of a cut network is that of the uncut one, and goes on in any other split and in plain torch."""
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -22,6 +23,7 @@ from evenly.planner import lay_out
 from evenly.session import load_dcp, save_dcp
 from evenly.shards import Adafactor, Sharded, join_shards
 from evenly.shards.state import full_state_dict, load_full_state_dict
+from evenly.spec.layout import Layout
 from tests.ranks import RankError, run_ranks
 from tests.zoo import ZOO
 
@@ -465,3 +467,52 @@ def test_checkpoints_of_the_wrong_form_are_named(tmp_path: Path) -> None:
     model_state = draw("small")[0].state_dict()
     wrong = {"state": {}, "param_groups": [{**sgd([nn.Parameter(torch.ones(1))]).param_groups[0], "params": ["x"]}]}
     run_ranks(2, act)
+
+
+class Versioned(nn.Module):
+    """Weights that were kept negative in version 1."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if metadata.get("version") != 2:
+            state[f"{prefix}linear.weight"] = -state[f"{prefix}linear.weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+    def get_extra_state(self) -> str:
+        return "kept"
+
+    def set_extra_state(self, state: str) -> None:
+        assert state == "kept"
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out
+
+
+def test_versions_of_modules_are_kept_and_given_back() -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(Versioned(), nn.BatchNorm1d(4)), Versioned()]
+
+    def rank(party: Party, traced: Traced, layout: Layout) -> None:
+        cut = join_shards(traced, layout, party=party)
+        state = full_state_dict(cut)
+        truth = traced.model.state_dict()
+        assert list(state["model"]) == list(truth)
+        assert state["model"]._metadata == truth._metadata
+        load_full_state_dict(cut, state)  # as it is: nothing is turned
+        again = full_state_dict(cut)["model"]
+        assert all(torch.equal(again[name], truth[name]) for name in truth if isinstance(truth[name], Tensor))
+        fresh = copy.deepcopy(traced.model)
+        fresh.load_state_dict(state["model"])
+        loaded = fresh.state_dict()
+        assert all(torch.equal(loaded[name], truth[name]) for name in truth if isinstance(truth[name], Tensor))
+        cut.close()
+
+    for model in models:
+        traced = follow(model, torch.randn(4, 6))
+        run_ranks(2, rank, traced, lay_out(traced.graph, [2, 1]))

@@ -62,7 +62,7 @@ class Wire:
         self.alarm = alarm
         self.rank, self.size = group.rank(), group.size()
         self.traffic = Traffic()
-        self.batch: tuple[int, list[float]] = (0, [])  # the number of the pass, and what its batch looks like
+        self.batch: tuple[int, list[float]] = (0, [])  # the number of the pass; samples, mode, trace, and some data
         self.failed: Exception | None = None
         self._waiter = Waiter(alarm, place="a layer cut over ranks", timeout_s=timeout_s)
         self._waiter.on_quiet = self._tell_batch
@@ -103,6 +103,12 @@ class Wire:
             raise MismatchError(
                 f"the ranks of one network are in different modes in pass {number}: {modes}. Call train() or eval() on "
                 "all of them."
+            )
+        changed = [rank for rank, other in zip(ranks, found, strict=True) if other[2] != mine[2]]
+        if changed:
+            raise MismatchError(
+                f"ranks {changed} of one network have other attributes, submodules or modes of submodules than this "
+                f"rank in pass {number}: these were changed on some ranks only. Make such changes on all of them."
             )
         strange = [rank for rank, other in zip(ranks, found, strict=True) if not _alike(mine, other)]
         if strange:
@@ -231,7 +237,7 @@ class Wire:
 
 def _alike(mine: Sequence[float], other: Sequence[float]) -> bool:
     """Whether two batches have like numbers; devices may round differently."""
-    pairs = list(zip(mine[2:], other[2:], strict=False))
+    pairs = list(zip(mine[3:], other[3:], strict=False))
     scale = max((abs(a) for a, _ in pairs), default=0.0)
     return all(abs(a - b) <= 1e-3 * scale or a != a for a, b in pairs)
 

@@ -1,6 +1,21 @@
 """nn.Module -> Graph: layers, shapes, work, who feeds whom, what may be cut and in what unit."""
 
 from evenly.graph.lowering import name_of, path_of
+from evenly.graph.own import refuse_strange_tensors
+from evenly.graph.reads import OF_TORCH
 from evenly.graph.trace import Example, Traced, follow, trace
+from evenly.graph.watch import HOOKS, Change, Watch
 
-__all__ = ["Example", "Traced", "follow", "name_of", "path_of", "trace"]
+__all__ = [
+    "HOOKS",
+    "OF_TORCH",
+    "Change",
+    "Example",
+    "Traced",
+    "Watch",
+    "follow",
+    "name_of",
+    "path_of",
+    "refuse_strange_tensors",
+    "trace",
+]

@@ -11,13 +11,17 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
+from evenly.graph.decisions import Decisions
 
 
-def exported(model: nn.Module, given: dict[str, torch.Tensor]) -> fx.GraphModule:
-    """Returns the exported network as a plain graph: loops unrolled, branches decided, the batch left open."""
+def exported(model: nn.Module, given: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, Decisions]:
+    """Returns the exported network as a plain graph: loops unrolled, branches decided, the batch left open.
+
+    Also what of the batch the branches were decided by.
+    """
     shapes = {name: {0: Dim.AUTO} if tensor.ndim else None for name, tensor in given.items()}
     program = export(model, (), kwargs=given, dynamic_shapes=shapes, strict=False)
-    _require_open_batch(program)
+    decisions = Decisions(conditions=_open_batch(program, list(given)))
     module = program.module()
     graph: fx.Graph = module.graph
     form = graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]  # what export gives its graphs
@@ -38,17 +42,23 @@ def exported(model: nn.Module, given: dict[str, torch.Tensor]) -> fx.GraphModule
             _call_norm(path, own, module)
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
-    return fx.GraphModule(module, graph)
+    return fx.GraphModule(module, graph), decisions
 
 
-def _require_open_batch(program: ExportedProgram) -> None:
-    """Raises where the network does other things for other batch sizes: export would keep to that of the example."""
+def _open_batch(program: ExportedProgram, names: list[str]) -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the conditions on batch sizes, with the symbols of the inputs' sizes; raises where one size is fixed."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     inputs = [values.get(str(name)) for name in program.graph_signature.user_inputs]
     fixed = [x for x in inputs if isinstance(x, torch.Tensor) and x.ndim and is_concrete_int(x.shape[0])]
     bounds = [(int(r.lower), r.upper) for r in program.range_constraints.values()]
     if fixed or any(lower > 2 or upper < 2**40 for lower, upper in bounds):
         raise SpecError("forward does other things for other batch sizes")
+    batches: dict[str, Any] = {  # symbolic sizes
+        name: x.shape[0] for name, x in zip(names, inputs, strict=True) if isinstance(x, torch.Tensor) and x.ndim
+    }
+    symbols = {name: size.node.expr for name, size in batches.items()}
+    guards = next(iter(batches.values())).node.shape_env.guards if batches else []
+    return [(True, symbols), *((guard.expr, symbols) for guard in guards if guard.expr.free_symbols)]
 
 
 def _call_norm(path: str, own: nn.Module, module: fx.GraphModule) -> None:

@@ -93,7 +93,7 @@ def row_of(seen: Seen) -> Row:
     stem = seen.name[:-2].rstrip("_") if seen.name[-2:] in ("1d", "2d", "3d") else seen.name
     if stem in SPATIAL:
         return _spatial(seen, stem)
-    return opaque("it has no rule")
+    return opaque(f"{seen.name} has no rule")
 
 
 def opaque(note: str) -> Row:

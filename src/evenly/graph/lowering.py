@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
 from evenly._errors import SpecError
+from evenly.graph.own import function_name, is_own_function, module_name
 
 IN_PLACE = {
     operator.iadd: operator.add,
@@ -53,15 +54,13 @@ def add_bias(x: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def name_of(node: fx.Node) -> str:
-    """Returns the operation's name: `conv2d`, `add`, `view`; for a module the name of its class."""
+    """Returns the name of an operation of torch: `conv2d`, `add`, `view`, `ReLU`; of others a full name."""
     if node.op == "call_module":
         owner = node.graph.owning_module
-        return type(owner.get_submodule(str(node.target))).__name__ if owner is not None else str(node.target)
-    if node.op == "call_method":
-        return str(node.target)
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::")[1]
-    return getattr(node.target, "__name__", str(node.target))
+        return module_name(owner.get_submodule(str(node.target))) if owner is not None else str(node.target)
+    if node.op == "call_function":
+        return function_name(node.target)
+    return str(node.target)
 
 
 def path_of(node: fx.Node) -> str:
@@ -81,7 +80,7 @@ def lower(traced: fx.GraphModule) -> None:
         name = name_of(node)
         if node.op in ("call_function", "call_method"):
             node.kwargs = {_NUMPY.get(key, key): value for key, value in node.kwargs.items()}
-        if node.op != "call_function":
+        if node.op != "call_function" or not is_own_function(node.target):
             continue
         _place_arguments(node, name)
         if node.target in CONVS or (name.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose"))):
@@ -127,11 +126,13 @@ def _leave_in_place(graph: fx.Graph) -> None:
         _refuse_overwriting(node)
         if node.op == "call_function" and node.target in IN_PLACE:
             target = IN_PLACE[node.target]
+        elif node.op == "call_function" and not is_own_function(node.target):
+            target = None  # whether it changes its inputs is seen when it is run
         elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             name = node.target._schema.name.split("::")[1]
             target = getattr(getattr(torch.ops.aten, name[:-1]), node.target._overloadname) if name[-1] == "_" else None
         elif node.op == "call_function" and name_of(node).endswith("_") and name_of(node)[0] != "_":
-            target = getattr(F, name_of(node)[:-1], None) or getattr(torch, name_of(node)[:-1])
+            target = getattr(F, name_of(node)[:-1], None) or getattr(torch, name_of(node)[:-1], None)
         elif node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"):
             target = str(node.target).removesuffix("_")
         elif node.op == "call_function" and node.kwargs.get("inplace"):

@@ -111,10 +111,22 @@ def call_hollow(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             )
             tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
             before = [x._version for x in tensors]
-            made = copy.deepcopy(module).to("cpu").forward(*given[0], **given[1])
+            made = _on_cpu(module).forward(*given[0], **given[1])
             if [x._version for x in tensors] != before:
                 raise SpecError(f"{type(module).__name__} changes its input in place, which has no rule.") from None
         return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), made)
+
+
+def _on_cpu(module: nn.Module) -> nn.Module:
+    """Returns a copy with data, zeros where there were none."""
+    made = copy.deepcopy(module)
+    if not any(x.is_meta for x in (*made.parameters(), *made.buffers())):
+        return made.to("cpu")
+    made.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*made.parameters(), *made.buffers()):
+            tensor.zero_()
+    return made
 
 
 def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,13 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
+from evenly.graph.decisions import Decisions
 from evenly.graph.kinds import RANDOM, Row, Seen, opaque, row_of
 from evenly.graph.lowering import lower, name_of, path_of
+from evenly.graph.reads import Reads
 from evenly.graph.shapes import Shapes, shape_of
 from evenly.graph.tracer import is_tensor_list, open_up
+from evenly.graph.watch import Watch
 from evenly.spec.graph import Graph, Layer, Tensor
 
 Switches = dict[str, dict[str, tuple[Any, Any]]]  # node -> argument -> its values in training and in evaluation
@@ -47,6 +50,9 @@ class Traced:
     form: pytree.TreeSpec | None  # of what forward returns; None: as the program gives it
     example: dict[str, tuple[int, ...]]  # shapes of the arguments that are tensors
     switches: Switches
+    inputs: dict[str, torch.Tensor]  # the arguments that are tensors, without data
+    reads: Reads  # what forward read while it was traced
+    decisions: tuple[Decisions, ...]  # what forward decided by sizes
 
 
 def trace(model: nn.Module, example: Example) -> Graph:
@@ -59,8 +65,14 @@ def trace(model: nn.Module, example: Example) -> Graph:
     return follow(model, example).graph
 
 
-def follow(model: nn.Module, example: Example) -> Traced:
-    """Returns the traced network, ready to be cut."""
+def follow(model: nn.Module, example: Example, *, modes: Mapping[str, bool] | None = None) -> Traced:
+    """Returns the traced network, ready to be cut.
+
+    Args:
+        model: the network; it is not changed.
+        example: a batch as forward takes it.
+        modes: which modules are in training; without, both modes of the whole network are followed.
+    """
     if not isinstance(model, nn.Module):
         raise SpecError(f"{type(model).__name__} was given as a network, but a torch.nn.Module is needed.")
     if isinstance(model, torch.jit.ScriptModule):
@@ -76,27 +88,51 @@ def follow(model: nn.Module, example: Example) -> Traced:
     with _TRACING:
         torch.backends.mha.set_fastpath_enabled(False)  # in evaluation torch would fuse whole encoder layers
         try:
-            return _follow(model, given)
+            return _follow(model, given, modes)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _follow(model: nn.Module, given: dict[str, Any]) -> Traced:
+def _follow(model: nn.Module, given: dict[str, Any], modes: Mapping[str, bool] | None) -> Traced:
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    with _mode(model, training=False):
-        quiet, _, _ = open_up(model, tensors)
-        lower(quiet)
-    with _mode(model, training=True):
-        program, closed, form = open_up(model, tensors)
+    paths = [name for name, _ in model.named_modules()]
+    quiet = None
+    if modes is None:
+        with _mode(model, dict.fromkeys(paths, False)):
+            quiet = open_up(model, tensors)
+            lower(quiet.program)
+    watch = Watch(model, quiet.reads) if quiet is not None else None
+    with _mode(model, modes or dict.fromkeys(paths, True)):
+        opened = open_up(model, tensors)
+        if watch is not None:
+            _refuse_changes(model, watch)
+        program = opened.program
         lower(program)
-    switches = _switches(model, program, quiet)
-    _name_tuples(program, tensors)
-    with _mode(model, training=True):
+        switches = _switches(model, program, quiet.program) if quiet is not None else {}
+        _name_tuples(program, tensors)
         shapes = _shapes(program, tensors)
-    layers = _layers(program, shapes, closed)
-    graph = Graph(model=type(model).__name__, layers=tuple(layers))
-    example_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return Traced(model, program, graph, form, example_shapes, switches)
+    layers = _layers(program, shapes, opened.closed)
+    return Traced(
+        model=model,
+        program=program,
+        graph=Graph(model=type(model).__name__, layers=tuple(layers)),
+        form=opened.form,
+        example={name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        switches=switches,
+        inputs={name: shape_of(tensor) for name, tensor in tensors.items()},
+        reads=opened.reads if quiet is None else opened.reads.joined(quiet.reads),
+        decisions=tuple(x.decisions for x in (opened, quiet) if x is not None),
+    )
+
+
+def _refuse_changes(model: nn.Module, watch: Watch) -> None:
+    """Raises `SpecError` if forward changed what it reads: a cut network runs its Python code only once."""
+    changes = watch.changes()
+    if changes:
+        raise SpecError(
+            f"forward of {type(model).__name__} changes {changes[0][0]!r} which it also reads, and a network whose "
+            "layers are cut would not do that. Keep such notes outside of forward."
+        )
 
 
 def _arguments(model: nn.Module, example: Example) -> dict[str, Any]:
@@ -124,15 +160,16 @@ def _arguments(model: nn.Module, example: Example) -> dict[str, Any]:
 
 
 @contextmanager
-def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+def _mode(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
     """Sets every module's mode for a while."""
-    modes = {name: module.training for name, module in model.named_modules()}
-    model.train(training)
+    before = {name: module.training for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        module.training = modes.get(name, module.training)
     try:
         yield
     finally:
         for name, module in model.named_modules():
-            module.training = modes[name]
+            module.training = before[name]
 
 
 def _switches(
@@ -180,8 +217,7 @@ def _shapes(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> Shapes
 
 def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> None:
     """Gives every tensor of a tuple a node of its own, once."""
-    with _mode(program, training=True):
-        values = _shapes(program, tensors).values
+    values = _shapes(program, tensors).values
     graph = program.graph
     for node in list(graph.nodes):
         if not is_tensor_list(values.get(node.name)) or node.op == "placeholder":
@@ -190,6 +226,7 @@ def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> N
         for user in list(node.users):
             if user.target is operator.getitem and user.args[0] is node and isinstance(user.args[1], int):
                 index = user.args[1] % len(values[node.name])
+                node.meta["has_fixed_length"] = node.meta.get("has_fixed_length", False) or user.args[1] < 0
                 user.args = (node, index)  # not counted from the end
                 known = items.setdefault(index, user)
                 if known is not user:
@@ -197,6 +234,7 @@ def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> N
                     graph.erase_node(user)
         rest = [user for user in node.users if user not in items.values()]
         if rest:
+            node.meta["has_fixed_length"] = True  # all of it is used, item by item
             with graph.inserting_after(node):
                 for index in reversed(range(len(values[node.name]))):
                     if index not in items:

@@ -3,20 +3,29 @@
 import copy
 import inspect
 import operator
+import random
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch import utils as functorch  # private: see _keeping_functions
+from torch._subclasses.fake_tensor import FakeTensor  # private: what torch.export traces with
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly._errors import SpecError
+from evenly.graph.decisions import Decision, Decisions, decisions_of
 from evenly.graph.exported import exported
+from evenly.graph.own import own_kind, refuse_own_call, refuse_strange_tensors
+from evenly.graph.reads import Reads, is_users, reading
 from evenly.graph.rewrites import REWRITES
-from evenly.graph.shapes import call_hollow, is_random
+from evenly.graph.shapes import call_hollow, is_random, shape_of
 
 OPENED = (
     nn.Linear,
@@ -36,6 +45,20 @@ OPENED = (
     nn.Unflatten,
     nn.Identity,
 )
+
+
+DEVICES = {"device", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "get_device"}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A traced network: its operations, what stayed closed and why, what was read and decided on the way."""
+
+    program: fx.GraphModule
+    closed: dict[str, str]
+    form: pytree.TreeSpec | None  # of what forward returns
+    reads: Reads
+    decisions: Decisions
 
 
 class Value(fx.Proxy):
@@ -89,6 +112,8 @@ class Tracer(fx.Tracer):
         self._depth = 0
         self._settings = _settings()
         self._guesses = [Guess(self, given, times, more) for times, more in ((1, 0), (1, 1), (0, 1), (64, 0))]
+        self.decisions: list[tuple[fx.Node, Decision]] = []
+        self._thread = threading.get_ident()  # fx patches modules for all threads
 
     def create_arg(self, a: Any) -> Any:
         """Returns an argument as graphs hold it; the form of the last one, what forward returns, is kept."""
@@ -108,24 +133,46 @@ class Tracer(fx.Tracer):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decides a branch that depends on sizes other than the batch."""
-        first, *others = (guess.value(obj.node) for guess in self._guesses)
+        first, *others = self._guessed(obj)
         if isinstance(first, torch.Tensor) or any(bool(first) != bool(other) for other in others):
             super().to_bool(obj)
-        return bool(first)
+        return bool(self._decide(obj, bool, first))
 
     def number(self, obj: fx.Proxy) -> int:
         """Returns a size that is the same for all batches."""
-        first, *others = (guess.value(obj.node) for guess in self._guesses)
+        first, *others = self._guessed(obj)
         if not isinstance(first, int | float) or any(first != other for other in others):
             raise fx.proxy.TraceError("a number is needed, but this one depends on values or on the batch")
-        return first  # type: ignore[return-value]  # a size, or computed from sizes
+        return self._decide(obj, _itself, first)  # type: ignore[no-any-return]  # a size, or computed from sizes
 
     def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
         """Returns the items of a tuple whose length does not depend on the batch."""
-        first, *others = (guess.value(obj.node) for guess in self._guesses)
+        first, *others = self._guessed(obj)
         if isinstance(first, tuple | list) and all(len(first) == len(other) for other in others):
+            self._decide(obj, len, first)
             return iter([obj[index] for index in range(len(first))])  # type: ignore[index]  # a proxy takes any index
+        if isinstance(first, tuple | list | torch.Tensor):
+            self._decide(obj, len, first)
         return super().iter(obj)
+
+    def _guessed(self, obj: fx.Proxy) -> list[Any]:
+        """Returns what a value is for several batches."""
+        todo, known = [obj.node], set()
+        while todo:
+            node = todo.pop()
+            word = node.args[1] if node.target is getattr else node.target if node.op == "call_method" else ""
+            if word in DEVICES:
+                raise fx.proxy.TraceError("it depends on the device, which is not known yet")
+            known.add(node)
+            todo += [n for n in node.all_input_nodes if n not in known]
+        return [guess.value(obj.node) for guess in self._guesses]
+
+    def _decide(self, obj: fx.Proxy, asked: Callable[[Any], Any], value: Any) -> Any:
+        """Returns what Python is told of a value; other batches must be told the same."""
+        told = asked(value)
+        where = self.inside[-1] if self.inside else ""
+        self.decisions.append((obj.node, Decision(obj.node.name, asked, told, where)))
+        return told
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Returns the value that a node stands for while it is traced."""
@@ -140,20 +187,32 @@ class Tracer(fx.Tracer):
         """Whether a module is one operation."""
         if module_qualified_name in self.closed:
             return True
-        if isinstance(m, OPENED) or type(m) in REWRITES:
-            return False
-        return m.__module__.startswith("torch.") and not isinstance(m, nn.Sequential)
+        return own_kind(m) is type(m) and not isinstance(m, (*OPENED, nn.Sequential))
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Returns an attribute of a module; parameters and buffers as they are followed."""
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Traces a module, or a version of it that can be traced."""
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
         name = self.path_of_module(m)
-        rewrite = next((REWRITES[kind] for kind in type(m).__mro__ if kind in REWRITES), None)
-        if rewrite is not None and name not in self.closed:
+        rewrite = REWRITES.get(own_kind(m) or type(None))
+        if name in self.closed:
+            refuse_own_call(m, name)
+        elif rewrite is not None:
             forward = lambda *a, **k: rewrite(m, *a, **k)  # noqa: E731
         self.inside.append(name)
         result = super().call_module(m, forward, args, kwargs)
         self.inside.pop()  # not after an error: the deepest module is asked for then
         return result
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _settings() -> tuple[Any, ...]:
@@ -199,11 +258,29 @@ def _keeping_functions() -> Iterator[None]:
             raise fx.proxy.TraceError(f"it keeps a tensor in its attribute {name!r}")
         kept(module, name, value)
 
+    unwrap = functorch.unwrap_dead_wrappers
+
+    def refuse(args: Any) -> Any:
+        if any(isinstance(x, fx.Proxy | FakeTensor) for x in pytree.tree_leaves(args)):
+            raise fx.proxy.TraceError("it calls an autograd function, whose backward would be lost, by another name")
+        return unwrap(args)
+
+    asked, thread = torch.is_grad_enabled, threading.get_ident()
+
+    def ask() -> bool:
+        if threading.get_ident() == thread and is_users(sys._getframe(1).f_globals):  # private: who asks
+            raise fx.proxy.TraceError("it asks whether gradients are computed, which differs from call to call")
+        return asked()
+
+    torch.is_grad_enabled = ask
+    functorch.unwrap_dead_wrappers = refuse  # what every call of an autograd function passes, also `f = F.apply`
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for a while
     nn.Module.__setattr__ = keep  # type: ignore[method-assign, assignment]  # for a while
     try:
         yield
     finally:
+        functorch.unwrap_dead_wrappers = unwrap
+        torch.is_grad_enabled = asked
         torch.autograd.Function.apply = plain  # type: ignore[method-assign]  # as it was
         nn.Module.__setattr__ = kept  # type: ignore[method-assign]  # as it was
 
@@ -215,9 +292,15 @@ class Guess:
         self._tracer = tracer
         self._known: dict[fx.Node, Any] = {}
         self._given = {
-            name: torch.empty(tensor.shape[0] * times + more, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
-            for name, tensor in given.items()
+            name: torch.empty(
+                (tensor.shape[0] * times + more, *tensor.shape[1:]),
+                dtype=tensor.dtype,
+                device="meta",
+                requires_grad=tensor.requires_grad,
+            )
             if tensor.ndim
+            else shape_of(tensor)
+            for name, tensor in given.items()
         }
 
     def value(self, node: fx.Node) -> Any:
@@ -235,7 +318,7 @@ class Guess:
                 root.named_buffers(remove_duplicate=False)
             )
             held = named.get(str(node.target), root.__dict__.get(str(node.target)))
-            return held if held is None else torch.empty_like(held, device="meta")
+            return held if held is None else shape_of(held)
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)
         kwargs = {**kwargs, "device": "meta"} if "device" in kwargs else dict(kwargs)
         with torch.device("meta"):
@@ -249,14 +332,16 @@ class Guess:
         return node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function it is a function
 
 
-def open_up(model: nn.Module, given: dict[str, Any]) -> tuple[fx.GraphModule, dict[str, str], pytree.TreeSpec | None]:
-    """Returns the traced network, the modules that stayed closed, each with the reason, and the form of the outputs.
+def open_up(model: nn.Module, given: dict[str, Any]) -> Opened:
+    """Returns the traced network.
 
     Args:
         model: the network.
         given: the arguments of forward that are tensors; all others keep their defaults.
     """
     refuse_hooks(model)
+    refuse_own_call(model, "")
+    refuse_strange_tensors({**dict(model.named_parameters()), **dict(model.named_buffers()), **given})
     closed: dict[str, str] = {}
     signature = inspect.signature(model.forward)
     fixed = {
@@ -268,24 +353,74 @@ def open_up(model: nn.Module, given: dict[str, Any]) -> tuple[fx.GraphModule, di
         tracer = Tracer(closed, given)
         drawing = Drawing()  # type: ignore[no-untyped-call]  # torch has no annotation here
         try:
-            with drawing, _keeping_functions():
-                return _forgetting(model, partial(_traced, model, tracer, fixed)), closed, tracer.form
+            with drawing, _keeping_functions(), _without_chance(), reading(model) as reads:
+                program = _forgetting(model, partial(_traced, model, tracer, fixed))
+            reads.closed, reads.leaves = frozenset(closed), frozenset(_leaves(program))
+            return Opened(program, closed, tracer.form, reads, decisions_of(model, tracer.graph, tracer.decisions))
         except SpecError:
             raise
         except Exception as error:
             name = next((name for name in reversed(tracer.inside) if name not in closed), None)
             if name is None:
-                return _by_export(model, given, error), closed, None
+                return _by_export(model, given, error)
             closed[name] = _reason(error)
 
 
+def _leaves(program: fx.GraphModule) -> set[str]:
+    return {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
+
+
 def _traced(model: nn.Module, tracer: Tracer, fixed: dict[str, Any]) -> fx.GraphModule:
-    return fx.GraphModule(model, tracer.trace(model, concrete_args=fixed or None))
+    with _forward_of_class(model):
+        return fx.GraphModule(model, tracer.trace(model, concrete_args=fixed or None))
 
 
-def _by_export(model: nn.Module, given: dict[str, torch.Tensor], first: Exception) -> fx.GraphModule:
+@contextmanager
+def _forward_of_class(model: nn.Module) -> Iterator[None]:
+    """Lets a forward that was put into the instance be the class's for a while: fx traces that of the class."""
+    patched, kind = vars(model).get("forward"), type(model)
+    if patched is None:
+        yield
+        return
+    parameters = inspect.signature(patched).parameters.values()
+    if any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters):
+        raise SpecError(
+            f"the forward that was put into this {kind.__name__} takes arguments that are not plain ones. Write it as "
+            "the forward of a subclass."
+        )
+    names = ", ".join(p.name for p in parameters)
+    scope: dict[str, Any] = {"_patched": patched}
+    exec(f"def forward(self, {names}):\n    return _patched({names})", scope)  # noqa: S102  # names of arguments only
+    model.__class__ = type(kind.__name__, (kind,), {"forward": scope["forward"], "__module__": kind.__module__})
     try:
-        return exported(model, given)
+        yield
+    finally:
+        model.__class__ = kind
+
+
+@contextmanager
+def _without_chance() -> Iterator[None]:
+    """Refuses numbers that forward draws with Python or numpy: what was drawn while tracing would stay for ever."""
+
+    def states() -> list[Any]:
+        numpy = sys.modules.get("numpy")
+        return [random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None]
+
+    before = states()
+    yield
+    if states() != before:
+        raise SpecError(
+            "forward draws random numbers with Python's random or numpy; every rank would draw others. Use dropout, or "
+            "draw them outside and pass them as an input."
+        )
+
+
+def _by_export(model: nn.Module, given: dict[str, torch.Tensor], first: Exception) -> Opened:
+    try:
+        with _keeping_functions(), _without_chance(), reading(model) as reads:
+            program, decisions = exported(model, given)
+        reads.leaves = frozenset(_leaves(program))
+        return Opened(program, {}, None, reads, decisions)
     except Exception as second:
         if _reason(first) == _reason(second):  # the network's own doing
             raise SpecError(

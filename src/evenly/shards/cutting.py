@@ -1,14 +1,17 @@
 """The tree of modules with only this rank's parts of parameters and buffers; the network given stays as it is."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from evenly._errors import SpecError
 from evenly.comm import Wire
-from evenly.graph import Traced
+from evenly.graph import HOOKS, OF_TORCH, Traced
 from evenly.shards.placement import Placement, place
+from evenly.shards.rebinding import reachable, rebound
 from evenly.spec.layout import COPIED, REPLICATED, Layout, Record
 
 
@@ -41,6 +44,8 @@ def cut_model(
                 "Untie them before sharding."
             )
 
+    _refuse_cut_in_whole(traced, known)
+
     def placed(name: str, tensor: torch.Tensor) -> Placement:
         record = known.get(id(tensor), REPLICATED)
         if record.state != "sharded":
@@ -50,49 +55,87 @@ def cut_model(
     return copy_tree(traced.model, placed, share)
 
 
+def _refuse_cut_in_whole(traced: Traced, known: Mapping[int, Record]) -> None:
+    """Raises `SpecError` if a module that is computed whole would see a part of a tensor that another one has cut."""
+    modules = {node.name for node in traced.program.graph.nodes if node.op == "call_module"}
+    for layer in traced.graph.layers:
+        if layer.op != "opaque" or layer.name not in modules:
+            continue
+        for tensor in reachable(traced.model.get_submodule(layer.where)):
+            if known.get(id(tensor), REPLICATED).state == "sharded":
+                name = next((name for name, own in _names(traced.model).items() if own is tensor), "?")
+                raise SpecError(
+                    f"the module {layer.where!r} is computed whole ({layer.note}), but uses {name!r}, which another "
+                    "layer needs cut. Give it a tensor of its own, or let it be traced."
+                )
+
+
 def copy_tree(
     model: nn.Module,
     placed: Callable[[str, torch.Tensor], Placement],
     share: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> nn.Module:
     """Returns a copy of a network with every tensor replaced by its part; shared modules and tensors stay shared."""
-    modules: dict[int, nn.Module] = {}
-    tensors: dict[int, torch.Tensor] = {}
 
     def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in tensors:
-            placement = placed(name, tensor)
-            full = tensor.detach().clone(memory_format=torch.contiguous_format) if share is not None else tensor
-            piece = placement.part(share(full) if share is not None else full)
-            if isinstance(tensor, nn.Parameter):
-                piece = nn.Parameter(piece, requires_grad=tensor.requires_grad)
-            vars(piece).update(vars(tensor))  # marks that users put on parameters
-            place(piece, placement)
-            tensors[id(tensor)] = piece
-        return tensors[id(tensor)]
+        placement = placed(name, tensor)
+        full = tensor.detach().clone(memory_format=torch.contiguous_format) if share is not None else tensor
+        piece = placement.part(share(full) if share is not None else full)
+        if isinstance(tensor, nn.Parameter):
+            piece = nn.Parameter(piece, requires_grad=tensor.requires_grad)
+        vars(piece).update(vars(tensor))  # marks that users put on parameters
+        place(piece, placement)
+        return piece
+
+    return _copied(model, part)
+
+
+def hollow_tree(model: nn.Module, placements: Mapping[str, Placement | None], trainable: set[str]) -> nn.Module:
+    """Returns a copy of a network of parts with full tensors that have no data, and with all attributes as they are."""
+
+    def full(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        placement = placements.get(name)
+        made = torch.empty(tensor.shape if placement is None else placement.shape, dtype=tensor.dtype, device="meta")
+        return nn.Parameter(made, requires_grad=name in trainable) if isinstance(tensor, nn.Parameter) else made
+
+    return _copied(model, full)
+
+
+def _copied(model: nn.Module, part: Callable[[str, torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Returns a copy of a tree of modules with every tensor replaced; what refers into the tree refers to the copy."""
+    copies: dict[int, Any] = {}
+
+    def replaced(name: str, tensor: torch.Tensor | None) -> Any:
+        if tensor is not None and id(tensor) not in copies:
+            copies[id(tensor)] = part(name, tensor)
+        return None if tensor is None else copies[id(tensor)]
 
     def copied(module: nn.Module, prefix: str) -> nn.Module:
-        if id(module) in modules:
-            return modules[id(module)]
-        made = modules[id(module)] = object.__new__(type(module))
+        if id(module) in copies:
+            found: nn.Module = copies[id(module)]
+            return found
+        made = copies[id(module)] = object.__new__(type(module))
         made.__dict__ = dict(module.__dict__)
-        made._parameters = {
-            name: part(prefix + name, tensor) if tensor is not None else None  # type: ignore[misc]  # a Parameter stays one
-            for name, tensor in module._parameters.items()
-        }
-        made._buffers = {
-            name: part(prefix + name, tensor) if tensor is not None else None
-            for name, tensor in module._buffers.items()
-        }
+        made._parameters = {name: replaced(prefix + name, tensor) for name, tensor in module._parameters.items()}
+        made._buffers = {name: replaced(prefix + name, tensor) for name, tensor in module._buffers.items()}
         made._modules = {
             name: copied(child, f"{prefix}{name}.") if child is not None else None
             for name, child in module._modules.items()
         }
+        for kind in HOOKS:
+            if kind in made.__dict__:
+                made.__dict__[kind] = OrderedDict(made.__dict__[kind])
         if getattr(made, "inplace", False):
             made.__dict__["inplace"] = False
         return made
 
-    return copied(model, "")
+    root = copied(model, "")
+    for module in root.modules():
+        for name, value in list(vars(module).items()):
+            if name not in OF_TORCH:
+                is_result = isinstance(value, torch.Tensor) and not value.is_leaf  # kept by a forward
+                vars(module)[name] = value.detach() if is_result else rebound(value, copies)
+    return root
 
 
 def _names(model: nn.Module) -> Mapping[str, torch.Tensor]:

@@ -60,8 +60,8 @@ def reshard(model: Sharded, optimizer: torch.optim.Optimizer, layout: Layout) ->
             _Move(model, optimizer, _homes(program, layout)).run()
         model._program = Program(program.traced, layout, model, model.wire, model._dice)
     model.layout = layout
-    model._expected = {name: tensor.shape for name, tensor in model.named_parameters()}
-    model._stand = (0, False)
+    model._current.place()
+    model._stand = (0, False, 0)
 
 
 def _homes(program: Program, layout: Layout) -> Homes:

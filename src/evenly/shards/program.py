@@ -1,7 +1,7 @@
 """A traced network and its layout as the list of steps that one rank runs."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,11 +128,23 @@ class Program:
                 made = act(now, *args, **kwargs)
             if single is not None:
                 now.values[single] = made
-            else:
+            elif len(made) == len(outputs):
                 now.values.update(zip(outputs, made, strict=True))
+            else:
+                now.values.update(self._some(node, outputs, made))
             self._tell(now, list(outputs))
 
         self._step(node.name, self._reads(node, site.needs), [single] if single else list(outputs), run)
+
+    def _some(self, node: fx.Node, outputs: Sequence[Key], made: Sequence[Any]) -> dict[Key, Any]:
+        """Returns the tensors of a tuple that is of another length than for the example, where only some are used."""
+        used = [place for place, key in enumerate(outputs) if any(key in step.reads for step in self.steps)]
+        if node.meta.get("has_fixed_length") or any(place >= len(made) for place in used):
+            raise SpecError(
+                f"{node.name!r} gave {len(outputs)} tensors for the example and gives {len(made)} for this batch, and "
+                "forward uses them one by one. Give batches of the example's size, or move it into a module of its own."
+            )
+        return {outputs[place]: made[place] for place in used}
 
     def _alias(self, node: fx.Node, layer: Layer) -> None:
         """The bias was added by the layer itself."""
@@ -173,7 +185,7 @@ class Program:
     def _tell(self, now: Pass, made: list[Key]) -> None:
         if self.listener is not None:
             for name, record in made:
-                if record is not None:
+                if record is not None and (name, record) in now.values:
                     self.listener(name, record, now.values[name, record])
 
     def _reads(self, node: fx.Node, needs: Mapping[str, Record]) -> list[Key]:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from evenly._errors import MismatchError, SpecError
+from evenly._errors import SpecError
 from evenly.comm import Traffic, Wire, close_groups, first_line
-from evenly.graph import Traced
+from evenly.graph import Traced, refuse_strange_tensors
 from evenly.shards.chance import Dice
+from evenly.shards.current import Current
 from evenly.shards.guard import Apart, apart, guard_after_backward
 from evenly.shards.ops import hollow
 from evenly.shards.placement import place, placement_of
@@ -21,7 +22,7 @@ from evenly.shards.program import Program
 from evenly.spec.layout import Layout
 
 OWN = {"layout", "wire", "_dice", "_signature", "_shapes", "_stage", "_source", "_has_audience", "_program", "_plain"}
-OWN |= {"_expected", "_stand", "_passes", "_is_closed", "_cut", "on_first_batch"}
+OWN |= {"_stand", "_passes", "_is_closed", "_network", "_current", "_cut", "on_first_batch"}
 
 
 class Sharded(nn.Module):
@@ -58,16 +59,47 @@ class Sharded(nn.Module):
         self._stage, self._source = stage, source
         self._has_audience = len(layout.members) < len(layout.shares)
         self._program: Program | None = None
+        hollowed = _without_data(traced)
         if stage.rank in layout.members:
-            self._program = Program(_without_data(traced), layout, self, wire, self._dice)
+            self._program = Program(hollowed, layout, self, wire, self._dice)
+        self._current = Current(hollowed, local, given=traced.model)
         draws = any(choice.op in ("dropout", "attention") for choice in layout.choices)
         self._plain = [local] if wire.size == 1 and not draws and not self._has_audience else []  # no child of this one
         self._passes = 0
-        self._stand = (0, False)  # the samples and the mode of the last pass
+        self._stand = (0, False, 0)  # the samples, the mode and the trace of the last pass
         self._is_closed = False
         self.on_first_batch: Callable[[Mapping[str, Any]], None] | None = None  # is given the arguments of forward
         self._cut: Apart = []  # parameters, as the last call found them
-        self._expected = {name: tensor.shape for name, tensor in self.named_parameters()}
+        self._network = [local]  # no child of this one; it keeps the attributes of the network
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a parameter, a module, or a setting of the network; its methods would see parts of tensors."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            for network in vars(self).get("_network", ()):
+                value = getattr(network, name, None)
+                if name in vars(network) or (value is not None and isinstance(value, bool | int | float | str)):
+                    return value
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a part of the network, or one of its settings, where its forward reads it."""
+        own = vars(self)
+        held = any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+        is_part = held or isinstance(value, nn.Parameter | nn.Module)
+        if "_network" not in own or name in own or name in OWN or is_part or hasattr(Sharded, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(own["_network"][0], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Removes a part of the network, or one of its settings."""
+        network = vars(self).get("_network", [None])[0]
+        if name in vars(self) or network is None or name not in vars(network):
+            super().__delattr__(name)
+        else:
+            delattr(network, name)
 
     @property
     def traffic(self) -> Traffic:
@@ -89,6 +121,8 @@ class Sharded(nn.Module):
                     "an input requires a gradient, but this rank has no share of the network and cannot give one. "
                     "Give the rank a share, or leave it out of the group."
                 )
+            if self._program is not None:
+                self._keep_current(bound)
             self._agree_on_batch(bound)
             self._meet_first_batch(bound)
             result = self._program.run(bound) if self._program is not None else None
@@ -108,12 +142,18 @@ class Sharded(nn.Module):
         if self._program is None or self.wire.size == 1 or not tensors:
             return
         samples = tensors[0].shape[0]
-        stand = (samples, self.training)
+        stand = (samples, self.training, self._current.stamp_of(self._program.traced))
         asks = stand != self._stand
-        self.wire.batch = (self._passes, [samples, self.training, *(_look(tensors[0]) if asks else [])])
+        self.wire.batch = (self._passes, [*stand, *(_look(tensors[0]) if asks else [])])
         if asks:
             self.wire.agree_on_batch(self.layout.members)
             self._stand = stand
+
+    def _keep_current(self, given: Mapping[str, Any]) -> None:
+        """Takes the program that holds for the network as it is now, and for this batch; raises if there is none."""
+        traced = self._current.update(given, training=self.training)
+        if self._program is not None and traced is not self._program.traced:
+            self._program = Program(traced, self.layout, self, self.wire, self._dice)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -219,6 +259,7 @@ class Sharded(nn.Module):
         return pytree.tree_unflatten(told, pytree.treespec_loads(text[1]))
 
     def _check(self, given: Mapping[str, Any]) -> None:
+        refuse_strange_tensors(given)
         for name, shape in self._shapes.items():
             value = given.get(name)
             if not isinstance(value, torch.Tensor) or value.shape[1:] != shape[1:] or value.ndim != len(shape):
@@ -234,15 +275,7 @@ class Sharded(nn.Module):
                 f"the argument {strange[0]!r} was not in the example with which the network was sharded. "
                 "Give an example with all arguments."
             )
-        held = dict(self.named_parameters())
-        self._cut = apart(held.values())
-        now = {name: tensor.shape for name, tensor in held.items()}
-        if now != self._expected:
-            changed = next(n for n in {**now, **self._expected} if now.get(n) != self._expected.get(n))
-            raise MismatchError(
-                f"the parameter {changed!r} was {_said(self._expected.get(changed))} when the network was sharded, and "
-                f"now is {_said(now.get(changed))}. Change the network first, then shard it."
-            )
+        self._cut = apart(self.parameters())
 
     def _check_batches(self, given: Mapping[str, Any]) -> None:
         """Inputs that are cut along the batch together must have one number of samples."""
@@ -281,8 +314,6 @@ def _without_data(traced: Traced) -> Traced:
         hollowed = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(hollowed, requires_grad=tensor.requires_grad) if is_parameter else hollowed
-    return replace(traced, model=nn.Module(), program=copy.deepcopy(traced.program, memo))
-
-
-def _said(shape: torch.Size | None) -> str:
-    return "not there" if shape is None else f"of shape {tuple(shape)}"
+    decisions = tuple(replace(made, program=copy.deepcopy(made.program, memo)) for made in traced.decisions)
+    program = copy.deepcopy(traced.program, memo)
+    return replace(traced, model=nn.Module(), program=program, decisions=decisions)

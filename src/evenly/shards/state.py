@@ -58,7 +58,7 @@ def full_state_dict(
     state: State = pytree.tree_map(whole, parts)
     if not kept:
         return {}
-    state["model"]._metadata = getattr(model.state_dict(), "_metadata", None)
+    state["model"]._metadata = getattr(model._network[0].state_dict(), "_metadata", None)
     return {**state, "dropout": {"seed": model._dice.seed, "passes": model._dice.passes}}
 
 
@@ -80,7 +80,7 @@ def load_full_state_dict(
     local = _cut_weights(model, state["model"] if nested else state, strict=strict)
     slots = _cut_slots(model, optimizer, state if nested else {}) if optimizer is not None else None
     try:
-        model.load_state_dict(local, strict=strict)
+        model._network[0].load_state_dict(local, strict=strict)
         if optimizer is not None and slots is not None:
             optimizer.load_state_dict(slots)
     except (RuntimeError, SpecError, ValueError, KeyError) as error:
@@ -122,7 +122,7 @@ class _Part:
 
 def _weights(model: Sharded) -> "OrderedDict[str, Any]":
     parts: OrderedDict[str, Any] = OrderedDict()
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in model._network[0].state_dict(keep_vars=True).items():
         parts[name] = value
         if isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
             placement = placement_of(value)
@@ -180,13 +180,15 @@ def _require_agreement(model: Sharded, parts: State) -> None:
 
 
 def _cut_weights(model: Sharded, weights: Mapping[str, Any], *, strict: bool) -> State:
-    held = model.state_dict(keep_vars=True)
+    held = model._network[0].state_dict(keep_vars=True)
     missing = [name for name in held if name not in weights]
     strange = [name for name in weights if name not in held]
     if strict and (missing or strange):
         lacks = f"the state lacks {_listed(missing)}" if missing else f"the state holds {_listed(strange)} besides"
         raise _misfit(model, lacks, "or give strict=False to load what is in both")
-    local: State = {}
+    local: OrderedDict[str, Any] = OrderedDict()
+    if hasattr(weights, "_metadata"):
+        local._metadata = weights._metadata  # type: ignore[attr-defined]  # the versions of modules, as torch keeps them
     for name, tensor in held.items():
         if name not in weights:
             continue

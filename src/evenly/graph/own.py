@@ -1,0 +1,118 @@
+"""What is torch's own: rules hold for torch's very functions, operators and modules, not for others of their names."""
+
+import builtins
+import operator
+import sys
+from collections.abc import Mapping
+from functools import cache
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from evenly._errors import SpecError
+
+NAMESPACES = ("aten", "prims")
+STATE_METHODS = {"_load_from_state_dict", "_save_to_state_dict", "state_dict", "load_state_dict", "get_extra_state"}
+STATE_METHODS |= {"set_extra_state", "train", "eval", "__getstate__", "__setstate__", "__reduce__", "__deepcopy__"}
+HARMLESS = {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__dict__", "__weakref__"}
+HARMLESS |= {"__constants__", "__slots__", "__parameters__", "__orig_bases__", "__repr__", "__str__", "__hash__"}
+HARMLESS |= {"__static_attributes__", "__firstlineno__", "__abstractmethods__", "_abc_impl", "__annotate_func__"}
+HARMLESS |= {"__annotations_cache__", "__init_subclass__", "__del__", "extra_repr", "_get_name", "_version"}
+HARMLESS |= {"reset_parameters", "_reset_parameters", *STATE_METHODS}
+PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+@cache
+def _functions() -> frozenset[Any]:
+    """Returns the functions that rules may know by name."""
+    homes = (torch, F, operator, builtins, torch.special, torch._C._nn)  # _nn: where functional's functions come from
+    found = {value for home in homes for value in vars(home).values() if _is_function(value)}
+    return frozenset(found)
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, FunctionType | BuiltinFunctionType) or value is getattr
+
+
+def is_own_function(target: Any) -> bool:
+    """Whether a function or operator is torch's or Python's, or one that this package puts into graphs."""
+    if isinstance(target, torch._ops.OpOverload):  # private: the only class of an operator's overload
+        return target.namespace in NAMESPACES
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return target._qualified_op_name.split("::")[0] in NAMESPACES
+    try:
+        return target in _functions() or str(getattr(target, "__module__", "")).startswith("evenly.graph.")
+    except TypeError:  # it cannot be hashed, so it is no function
+        return False
+
+
+def function_name(target: Any) -> str:
+    """Returns the bare name of torch's functions and operators; of others the full name, which has no rule."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1] if is_own_function(target) else str(target._schema.name)
+    if isinstance(target, torch._ops.OpOverloadPacket) and not is_own_function(target):
+        return str(target._qualified_op_name)
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or type(target).__name__
+    if is_own_function(target):
+        return str(getattr(target, "__name__", name))
+    return f"{getattr(target, '__module__', None) or type(target).__module__}:{name}"
+
+
+def is_own_class(kind: type) -> bool:
+    """Whether a class is torch's, and its forward is the one that it came with."""
+    if not kind.__module__.startswith("torch."):
+        return False
+    home = sys.modules.get(kind.__module__)
+    forward = getattr(kind, "forward", None)
+    return getattr(home, kind.__qualname__, None) is kind and getattr(forward, "__module__", "").startswith("torch.")
+
+
+def own_kind(module: nn.Module) -> type | None:
+    """Returns the class of torch whose code a module runs, though it may be of a subclass; None if it runs other code.
+
+    Other code is a method that a subclass overrides, or one that was put into the instance.
+    """
+    line = type(module).__mro__
+    kind = next((kind for kind in line if is_own_class(kind)), None)
+    if kind is None:
+        return None
+    added = {name for below in line[: line.index(kind)] for name in vars(below)} - HARMLESS
+    if any(hasattr(kind, name) for name in added):
+        return None
+    patched = (name for name, value in vars(module).items() if callable(value) and name not in HARMLESS)
+    return None if any(callable(getattr(kind, name, None)) for name in patched) else kind
+
+
+def module_name(module: nn.Module) -> str:
+    """Returns the bare name of torch's modules; of others the full name, which has no rule."""
+    kind = type(module)
+    return kind.__name__ if own_kind(module) is kind else f"{kind.__module__}:{kind.__qualname__}"
+
+
+def refuse_own_call(module: nn.Module, path: str) -> None:
+    """Raises `SpecError` if a module is called in a way of its own, which a graph of forward would not hold."""
+    for kind in type(module).__mro__:
+        found = [name for name in ("__call__", "_call_impl", "_wrapped_call_impl") if name in vars(kind)]
+        if found and not kind.__module__.startswith("torch."):
+            raise SpecError(
+                f"{type(module).__name__} at {path or 'the root'!r} was to be traced, but {kind.__name__} overrides "
+                f"{found[0]}, which a graph of its forward does not hold. Move that code into forward."
+            )
+
+
+def refuse_strange_tensors(named: Mapping[str, Any]) -> None:
+    """Raises `SpecError` for a tensor whose methods may not be torch's: one of a subclass, or with methods put in."""
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        kind = type(tensor)
+        patched = [key for key in getattr(tensor, "__dict__", ()) if callable(getattr(torch.Tensor, key, None))]
+        if kind not in PLAIN_TENSORS or patched:
+            case = f"has its own {patched[0]!r}" if patched else f"is a {kind.__module__}.{kind.__qualname__}"
+            raise SpecError(
+                f"the tensor {name!r} {case}, whose operations may be others than torch's; these have no rule. Give a "
+                "plain tensor: x.as_subclass(torch.Tensor)."
+            )

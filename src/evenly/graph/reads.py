@@ -1,0 +1,67 @@
+"""What a network read while it was traced: attributes of its modules, and the Python functions that ran."""
+
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+OF_TORCH = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}  # what every module has; watched by other means
+ALL = "*"  # read through __dict__: any name may have been meant
+QUIET = sys.stdlib_module_names | {"torch", "functorch", "torchgen", "evenly", "numpy", "sympy", "mpmath", "networkx"}
+QUIET |= {"triton", "typing_extensions", "optree", "jinja2", "fsspec", "torchvision", "torchaudio", "transformers"}
+
+
+@dataclass
+class Reads:
+    """Names that were read, by the path of the module; functions that ran, with the globals they see."""
+
+    names: dict[str, set[str]] = field(default_factory=dict)
+    codes: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
+    closed: frozenset[str] = frozenset()  # modules that run as they are at every call
+    leaves: frozenset[str] = frozenset()  # modules of torch that were not looked into
+
+    def joined(self, other: "Reads") -> "Reads":
+        """Returns what either has read."""
+        paths = {**self.names, **other.names}
+        names = {path: self.names.get(path, set()) | other.names.get(path, set()) for path in paths}
+        return Reads(names, {**self.codes, **other.codes}, self.closed & other.closed, self.leaves | other.leaves)
+
+
+@contextmanager
+def reading(model: nn.Module) -> Iterator[Reads]:
+    """Notes what this thread reads of a network's modules, and which functions it calls, for a while."""
+    reads = Reads()
+    paths = {id(module): path for path, module in model.named_modules()}
+    thread, plain = threading.get_ident(), nn.Module.__getattribute__
+
+    def read(module: nn.Module, name: str) -> Any:
+        whole = name == "__dict__" and is_users(sys._getframe(1).f_globals)  # private: who asks
+        if (whole or name not in OF_TORCH) and threading.get_ident() == thread:
+            path = paths.get(id(module))
+            if path is not None:
+                reads.names.setdefault(path, set()).add(ALL if whole else name)
+        return plain(module, name)
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            reads.codes.setdefault(frame.f_code, frame.f_globals)
+
+    before = sys.getprofile()
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]  # for a while
+    sys.setprofile(note)
+    try:
+        yield reads
+    finally:
+        sys.setprofile(before)
+        del nn.Module.__getattribute__  # the one of object, as before
+    reads.codes = {code: names for code, names in reads.codes.items() if is_users(names)}
+
+
+def is_users(names: Mapping[str, Any]) -> bool:
+    """Whether a module with these globals may be the user's, whose settings may change."""
+    return str(names.get("__name__", "")).split(".")[0] not in QUIET

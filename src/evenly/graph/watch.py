@@ -1,0 +1,232 @@
+"""Whether what a network read while it was traced is still as it was: a quick look at every call, then by name."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenly.graph.reads import ALL, OF_TORCH, Reads, is_users
+
+OF_PYTHON = (int, float, complex, str, bytes, type(None), type(...), type, range, slice)
+PLAIN = (*OF_PYTHON, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOLDERS = ("types", "argparse", "collections", "builtins", "dataclasses", "configparser")  # of settings
+DEPTH = 6  # of objects within objects
+SMALL_BYTES = 4096  # of an array whose numbers are compared
+
+Change = tuple[str, Any, Any]  # what, as it was, as it is
+_MISSING = "missing"
+
+
+class Watch:
+    """What was read of a network, as it is now.
+
+    Args:
+        root: the network.
+        reads: what was read while it, or a copy of it, was traced.
+    """
+
+    def __init__(self, root: nn.Module, reads: Reads) -> None:
+        self._root, self.reads = root, reads
+        self._take()
+
+    def is_still(self) -> bool:
+        """Whether nothing was touched since the last look; quick, and sure only if it says so."""
+        try:
+            for holder, key, value in self._places:
+                if holder[key] is not value:
+                    return False
+        except (KeyError, IndexError):
+            return False
+        for held, size in self._sizes:
+            if len(held) != size:
+                return False
+        for tensor, version in self._tensors:
+            if tensor._version != version:
+                return False
+        for cell, value in self._cells:
+            if cell.cell_contents is not value:
+                return False
+        return all(now == before for now, before in self._copies) and all(
+            getattr(owner, name, _MISSING) is value for owner, name, value in self._slots
+        )
+
+    def changes(self) -> list[Change]:
+        """Returns what is not as it was when it was last looked at; the next look compares with what is now."""
+        before = self.atoms
+        self._take()
+        names = dict.fromkeys((*before, *self.atoms))
+        pairs = ((name, before.get(name, _MISSING), self.atoms.get(name, _MISSING)) for name in names)
+        return [(name, was, now) for name, was, now in pairs if not _same(was, now)]
+
+    def _take(self) -> None:
+        self.atoms: dict[str, Any] = {}  # by name: a plain value, or an object that is compared by identity
+        self._places: list[tuple[Any, Any, Any]] = []
+        self._sizes: list[tuple[Any, int]] = []
+        self._tensors: list[tuple[torch.Tensor, int]] = []
+        self._cells: list[tuple[CellType, Any]] = []
+        self._copies: list[tuple[Any, Any]] = []
+        self._slots: list[tuple[Any, str, Any]] = []
+        self._known: set[int] = set()
+        self._first: dict[int, str] = {}  # the first name of each tensor
+        self._own = {id(x) for x in (*self._root.parameters(), *self._root.buffers())}
+        for path, module in list(self._root.named_modules()):
+            if not any(path == closed or path.startswith(f"{closed}.") for closed in self.reads.closed):
+                self._module(path, module)
+        for code, names in self.reads.codes.items():
+            self._globals(code.co_names, names)
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        held, prefix = vars(module), f"{path}." if path else ""
+        for kind in ("_modules", "_parameters", "_buffers"):
+            entries = held[kind]
+            self._sizes.append((entries, len(entries)))
+            for name, value in entries.items():
+                self._places.append((entries, name, value))
+                self.atoms[f"{prefix}{name}"] = value if kind == "_modules" else self._form(value, f"{prefix}{name}")
+        for kind in HOOKS:
+            if kind in held:
+                self._sizes.append((held[kind], len(held[kind])))
+                self.atoms[f"{prefix}{kind}"] = len(held[kind])
+        self._sizes.append((held, len(held)))
+        self._slots.append((module, "__class__", type(module)))
+        names = self.reads.names.get(path, set())
+        if path in self.reads.leaves or ALL in names:
+            names = {name for name in held if name not in OF_TORCH} | (names - {ALL}) | {"forward"}
+        for name in sorted(names):
+            self._attribute(module, f"{prefix}{name}", name)
+
+    def _form(self, tensor: torch.Tensor | None, label: str) -> Any:
+        """Returns what of a parameter or buffer must stay: that it is there, and with which other one it is tied."""
+        return tensor if tensor is None else ("tensor", self._first.setdefault(id(tensor), label))
+
+    def _attribute(self, module: nn.Module, label: str, name: str) -> None:
+        held = vars(module)
+        if name in held:
+            self._place(held, name, label)
+            return
+        owner = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
+        if owner is None:
+            if not any(name in held[kind] for kind in ("_modules", "_parameters", "_buffers")):
+                self.atoms[label] = _MISSING
+        elif owner.__module__.split(".")[0] not in ("torch", "builtins"):
+            self._place(vars(owner), name, label)
+        else:
+            self.atoms[label] = vars(owner)[name]
+
+    def _globals(self, wanted: tuple[str, ...], names: Mapping[str, Any]) -> None:
+        for name in wanted:
+            value = names.get(name, _MISSING)
+            inside = isinstance(value, ModuleType | type)
+            if inside and is_users({"__name__": value.__name__ if isinstance(value, ModuleType) else value.__module__}):
+                for other in wanted:
+                    if other in vars(value):
+                        self._place(vars(value), other, f"{value.__name__}.{other}")
+            if name in names and not isinstance(value, ModuleType):
+                self._place(names, name, f"{names.get('__name__')}.{name}")
+
+    def _place(self, holder: Any, key: Any, label: str, depth: int = 0) -> None:
+        value = holder[key]
+        self._places.append((holder, key, value))
+        self._walk(value, label, depth)
+
+    def _walk(self, value: Any, label: str, depth: int) -> None:
+        """Notes a value, and what it holds."""
+        self.atoms[label] = value
+        if isinstance(value, PLAIN) or id(value) in self._known or depth > DEPTH:
+            return
+        self._known.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._own and not value.is_inference():
+                self._tensors.append((value, value._version))
+                self.atoms[label] = (id(value), value._version)
+        elif isinstance(value, list | tuple | dict):
+            self._items(value, label, depth)
+        elif isinstance(value, set | frozenset | deque | bytearray):
+            self._copies.append((value, value.copy()))
+            self.atoms[label] = value.copy()
+        elif isinstance(value, FunctionType | MethodType | partial | staticmethod | classmethod | property):
+            self._function(value, label, depth)
+        elif hasattr(value, "tobytes") and getattr(value, "nbytes", SMALL_BYTES + 1) <= SMALL_BYTES:
+            self._copies.append((_Bytes(value), value.tobytes()))
+            self.atoms[label] = value.tobytes()
+        elif not isinstance(value, nn.Module | ModuleType | type):
+            self._object(value, label, depth)
+
+    def _items(self, value: Any, label: str, depth: int) -> None:
+        self._sizes.append((value, len(value)))
+        self.atoms[label] = (type(value), len(value))
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        for key in keys:
+            if isinstance(key, PLAIN):
+                self._place(value, key, f"{label}[{key!r}]", depth + 1)
+
+    def _function(self, value: Any, label: str, depth: int) -> None:
+        for name in ("func", "args", "keywords", "__func__", "__defaults__", "__kwdefaults__", "fget"):
+            inner = getattr(value, name, None)
+            if inner is not None and not isinstance(inner, nn.Module):
+                self._walk(inner, f"{label}.{name}", depth + 1)
+        code, closure = getattr(value, "__code__", None), getattr(value, "__closure__", None)
+        if code in self.reads.codes and closure:
+            for name, cell in zip(code.co_freevars, closure, strict=True):
+                if name != "__class__" and _is_filled(cell):
+                    self._cells.append((cell, cell.cell_contents))
+                    self._walk(cell.cell_contents, f"{label}: {name}", depth + 1)
+
+    def _object(self, value: Any, label: str, depth: int) -> None:
+        kind = type(value)
+        if not is_users({"__name__": kind.__module__}) and kind.__module__ not in HOLDERS:
+            return
+        held = getattr(value, "__dict__", {})
+        if held:
+            self._sizes.append((held, len(held)))
+            for name in list(held):
+                self._place(held, name, f"{label}.{name}", depth + 1)
+        for name in _slot_names(kind):
+            inner = getattr(value, name, _MISSING)
+            self._slots.append((value, name, inner))
+            self._walk(inner, f"{label}.{name}", depth + 1)
+        for name, inner in vars(kind).items():
+            if not name.startswith("__") and isinstance(inner, (*PLAIN, list, dict, tuple)):
+                self._place(vars(kind), name, f"{kind.__name__}.{name}", depth + 1)
+
+
+class _Bytes:
+    """An array, equal to its bytes."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._array.tobytes() == other)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+
+def _slot_names(kind: type) -> Iterator[str]:
+    for own in kind.__mro__:
+        names = vars(own).get("__slots__", ())
+        yield from (name for name in ([names] if isinstance(names, str) else names) if not name.startswith("__"))
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # raises if it is empty
+    except ValueError:
+        return False
+    return True
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    plain = isinstance(one, (*PLAIN, set, frozenset, deque, bytearray)) or (
+        isinstance(one, tuple) and all(isinstance(x, (*PLAIN, tuple)) for x in (*one, *other))
+    )
+    return plain and bool(one == other)
