@@ -1,5 +1,6 @@
 """Corners where a cut network could part from the whole one without a word."""
 
+import copy
 import gc
 import weakref
 
@@ -145,7 +146,8 @@ def test_two_networks_of_one_program_drop_other_elements():
     model, example = nn.Sequential(nn.Conv1d(3, 8, 1), nn.Dropout(0.5)), torch.ones(4, 3, 5)
 
     def act(party: Party) -> list[Tensor]:
-        networks = [shard_model(model, example, party=party, shares=[2, 1]) for _ in range(2)]
+        own = copy.deepcopy(model)  # tracing sets modes, and ranks are threads here
+        networks = [shard_model(own, example, party=party, shares=[2, 1]) for _ in range(2)]
         outputs = [network(example).detach() for network in networks]
         for network in networks:
             network.close()

@@ -266,7 +266,7 @@ def test_after_an_error_or_the_end_it_says_so() -> None:
 
 def test_ddp_around_parts_is_refused() -> None:
     def act(party: Party, sharded: nn.Module) -> None:
-        group = dist.ProcessGroupGloo(dist.PrefixStore("ddp", party.store), party.rank, party.size)
+        group = dist.ProcessGroupGloo(dist.PrefixStore("ddp", party.store.raw), party.rank, party.size)
         with pytest.raises(SpecError, match=r"evenly\.synchronize"):
             nn.parallel.DistributedDataParallel(sharded, process_group=group)
 
