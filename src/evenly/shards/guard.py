@@ -131,7 +131,6 @@ def unguard(parameters: Iterable[torch.Tensor]) -> None:
             parameter.grad.__class__ = torch.Tensor  # type: ignore[assignment]  # as torch does with lazy buffers
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no annotation here
 def guard_after_backward(outputs: Any, parameters: Apart) -> None:
     """Has the gradients of `parameters` guarded at the end of every backward that goes through `outputs`."""
 

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo  # as torch.compiler.disable, which would load the compiler at once
 from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
@@ -106,8 +107,9 @@ class Sharded(nn.Module):
         """What the ranks have sent so far: messages and bytes."""
         return self.wire.traffic
 
+    @_disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the network returns for these arguments, on every rank."""
+        """Returns what the network returns for these arguments, on every rank; torch.compile leaves it as it is."""
         for plain in self._plain:  # one rank has everything
             plain.training = self.training
             return plain(*args, **kwargs)
