@@ -7,20 +7,24 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint fast bench docs data clean
+.PHONY: help demo test test-all lint fast bench docs data clean
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(READY) data ## Train on an emulated uneven cluster twice and print one table (a few minutes)
 	$(BIN)/python scripts/demo.py
 
-test: lint data ## Lint and run every test (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not lab and not alone"
-	$(BIN)/python -m pytest -n 0 -m "lab or alone"
+test: lint data ## Lint and run the tests (under 10 minutes on 2 cores, with the installation)
+	$(BIN)/python -m pytest -m "not lab and not alone and not slow"
+	$(BIN)/python -m pytest -n 0 -m "(lab or alone) and not slow"
+
+test-all: $(READY) data ## Run what `make test` leaves out: long tests, and fuzzers with more seeds (under 20 minutes)
+	$(BIN)/python -m pytest -m "slow and not lab and not alone"
+	$(BIN)/python -m pytest -n 0 -m "slow and (lab or alone)"
 
 fast: $(READY) ## Only the tests that need neither root nor a lab nor a quiet machine
-	$(BIN)/python -m pytest -m "not lab and not alone"
+	$(BIN)/python -m pytest -m "not lab and not alone and not slow"
 
 lint: $(READY) ## Style, types and the floors between rooms
 	$(BIN)/ruff check .

@@ -33,6 +33,7 @@ class Program:
     optimizer: str
     operations: list[tuple] = field(default_factory=list)
     wrong: str = ""
+    device: str = "cpu"
 
     @property
     def ranks(self) -> int:
@@ -195,7 +196,7 @@ class _Trainer:
 
     def __init__(self, program: Program, party) -> None:
         self.program, self.party, self.rank = program, party, party.rank
-        self.model = make_network(program, seed=self.rank)  # all begin with that of rank 0
+        self.model = make_network(program, seed=self.rank).to(program.device)  # all begin with that of rank 0
         self.optimizer = make_optimizer(program, self.model)
         self.restarts, self.seen, self.losses = 0, [], {}
         self.join()
@@ -224,10 +225,13 @@ class _Trainer:
 
     def look_at(self) -> None:
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        self.seen.append([tensor.detach().clone() for tensor in tensors])
+        self.seen.append([tensor.detach().cpu().clone() for tensor in tensors])
+
+    def batch(self, number, batches) -> torch.Tensor:
+        return batch_of(number, self.rank, batches[self.rank]).to(self.program.device)
 
     def forward(self, number, batches, paused, how) -> None:
-        x = batch_of(number, self.rank, batches[self.rank])
+        x = self.batch(number, batches)
         with self.synchronized.no_sync() if paused else nullcontext():
             if how == "layer":
                 self.losses[number] = first_layer(self.model)(x).square().mean()
@@ -239,7 +243,7 @@ class _Trainer:
         sum(self.losses[number] for number in numbers).backward(retain_graph=True)
 
     def by_hand(self, number, batches) -> None:
-        loss = loss_of(self.model, self.synchronized(batch_of(number, self.rank, batches[self.rank])))
+        loss = loss_of(self.model, self.synchronized(self.batch(number, batches)))
         parameters = list(self.model.parameters())
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.grad = gradient
@@ -247,10 +251,11 @@ class _Trainer:
     def look(self, number, batches) -> None:
         with torch.no_grad():
             self.synchronized.eval()
-            self.synchronized(batch_of(number, self.rank, batches[self.rank]))
+            self.synchronized(self.batch(number, batches))
             self.synchronized.train()
 
     def clear(self, to_none) -> None:
+        to_none |= self.program.device != "cpu"  # zeros there are not looked for
         self.optimizer.zero_grad(set_to_none=to_none)
 
     def clip(self, norm) -> None:
@@ -298,7 +303,7 @@ class _Trainer:
         state, own = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
         before.close()
         self.restarts += 1
-        self.model, self.losses = make_network(self.program), {}
+        self.model, self.losses = make_network(self.program).to(self.program.device), {}
         self.optimizer = make_optimizer(self.program, self.model)
         self.optimizer.load_state_dict(own)  # rates are compared at the start
         self.join()
