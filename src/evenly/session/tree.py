@@ -42,7 +42,9 @@ def restore(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if "$tensor" in value:
         return tensors[value["$tensor"]]
     if "$complex" in value:
-        return torch.view_as_complex(tensors[value["$complex"]].clone())  # in a file it may lie where torch cannot read it
+        return torch.view_as_complex(
+            tensors[value["$complex"]].clone()
+        )  # in a file it may lie where torch cannot read it
     if "$tuple" in value:
         return tuple(restore(item, tensors) for item in value["$tuple"])
     return {restore(key, tensors): restore(item, tensors) for key, item in value["$dict"]}
