@@ -15,6 +15,8 @@ TRAIN = "tests.session.programs:train"
 TIMEOUT_S = 4.0
 SLACK_S = 8.0  # to notice, to give up connections and to end the interpreter, on a busy machine
 
+pytestmark = pytest.mark.alone  # what is judged is when processes end
+
 
 def fail_at(tmp_path, nodes, victim: int, **arguments) -> tuple[list[Rank], int, float]:
     """Returns the other ranks, ended, the victim's process id and the seconds from its stop to the end of the last."""
