@@ -22,7 +22,7 @@ def test_a_strange_network_is_exact_or_refused(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_many_strange_networks_are_exact_or_refused() -> None:
-    said = [check(seed) for seed in range(FEW, MANY)]
-    assert sum(not refused for refused in said) > MANY // 4  # not all is refused
+@pytest.mark.parametrize("first", range(FEW, MANY, 24))
+def test_many_strange_networks_are_exact_or_refused(first: int) -> None:
+    said = [check(seed) for seed in range(first, first + 24)]
+    assert sum(not refused for refused in said) > 3  # not all is refused
