@@ -1,5 +1,6 @@
 """What a network read while it was traced: attributes of its modules, and the Python functions that ran."""
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -47,9 +48,17 @@ def reading(model: nn.Module) -> Iterator[Reads]:
                 reads.names.setdefault(path, set()).add(ALL if whole else name)
         return plain(module, name)
 
+    strangers = {getattr(act, "__code__", None) for act in gc.callbacks}  # they run wherever memory is collected
+    strange: list[Any] = []
+
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call":
-            reads.codes.setdefault(frame.f_code, frame.f_globals)
+            if strange or frame.f_code in strangers or frame.f_code.co_name == "__del__":
+                strange.append(frame)
+            else:
+                reads.codes.setdefault(frame.f_code, frame.f_globals)
+        elif event == "return" and strange and strange[-1] is frame:
+            strange.pop()
 
     before = sys.getprofile()
     nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]  # for a while

@@ -95,8 +95,10 @@ class Watch:
         self._sizes.append((held, len(held)))
         self._slots.append((module, "__class__", type(module)))
         names = self.reads.names.get(path, set())
-        if path in self.reads.leaves or ALL in names:
-            names = {name for name in held if name not in OF_TORCH} | (names - {ALL}) | {"forward"}
+        if path in self.reads.leaves:  # what torch keeps for itself has an underscore
+            names = {name for name in held if not name.startswith("_") and name not in OF_TORCH} | {"forward"}
+        elif ALL in names:
+            names = {name for name in held if name not in OF_TORCH} | (names - {ALL})
         for name in sorted(names):
             self._attribute(module, f"{prefix}{name}", name)
 

@@ -32,7 +32,6 @@ class Current:
         self._inputs = traced.inputs
         self._trainable = {name for name, p in given.named_parameters() if p.requires_grad}
         self._sources = _sources(given, traced)
-        self.stamp = 0  # of what was traced since the cut; 0: nothing
         self.place()
         self._take(traced)
 
@@ -48,6 +47,7 @@ class Current:
         self._variants: dict[Modes, Traced] = {}
         self._batches: set[Any] = set()
         self._flags = [vars(module) for module in self._network.modules()]
+        self._stamps = {id(traced): _stamp(traced, ())}
 
     def update(self, given: Mapping[str, Any], *, training: bool) -> Traced:
         """Returns the trace that holds for a call with these arguments, or raises an error that says why none does."""
@@ -92,7 +92,6 @@ class Current:
                 "evenly.shard, or shard the network anew."
             )
         self._take(traced)
-        self.stamp = _stamp(traced, ())
 
     def _variant(self, modes: Modes) -> Traced:
         """Returns the trace of a network of which some modules are in training and others are not."""
@@ -105,6 +104,7 @@ class Current:
                     "does other things than those that were cut. Give all modules one mode."
                 )
             self._variants[modes] = traced
+            self._stamps[id(traced)] = _stamp(traced, modes)
         return self._variants[modes]
 
     def _followed(self, modes: Mapping[str, bool] | None) -> Traced:
@@ -154,9 +154,8 @@ class Current:
         self._batches.add(key)
 
     def stamp_of(self, traced: Traced) -> int:
-        """Returns a number that ranks must have in common to run a trace together; 0 for the one they were cut by."""
-        modes = next((modes for modes, variant in self._variants.items() if variant is traced), ())
-        return _stamp(traced, modes) if modes else self.stamp
+        """Returns a number that ranks must have in common to run a trace together."""
+        return self._stamps[id(traced)]
 
 
 def _named(network: nn.Module) -> dict[str, torch.Tensor]:
