@@ -15,8 +15,9 @@ from evenly._errors import SpecError
 class Shapes(fx.Interpreter):
     """Runs a graph on tensors without data and keeps what every node gives, in `values` and `flops`."""
 
-    def __init__(self, traced: fx.GraphModule) -> None:
+    def __init__(self, traced: fx.GraphModule, *, may_overwrite: bool = False) -> None:
         super().__init__(traced)
+        self._may_overwrite = may_overwrite  # whether an operation may change its input in place
         self.values: dict[str, Any] = {}
         self.work: dict[str, int] = {}
         self.random: set[str] = set()  # the nodes that draw random numbers
@@ -35,7 +36,8 @@ class Shapes(fx.Interpreter):
                 f"{(str(error).splitlines() or [type(error).__name__])[0]}. Shapes must not depend on values; "
                 "and the example must fit the network."
             ) from error
-        if [x._version for x in given] != before and not self._is_lowered(n):
+        overwrites = not self._may_overwrite and [x._version for x in given] != before
+        if overwrites and not self._is_lowered(n):
             raise SpecError(
                 f"the operation {n.name!r} changes its input in place, which has no rule for a network whose layers "
                 "are cut. Let it give a new tensor."
