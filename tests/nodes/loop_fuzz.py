@@ -33,7 +33,6 @@ class Program:
     optimizer: str
     operations: list[tuple] = field(default_factory=list)
     wrong: str = ""
-    device: str = "cpu"
 
     @property
     def ranks(self) -> int:
@@ -196,7 +195,7 @@ class _Trainer:
 
     def __init__(self, program: Program, party) -> None:
         self.program, self.party, self.rank = program, party, party.rank
-        self.model = make_network(program, seed=self.rank).to(program.device)  # all begin with that of rank 0
+        self.model = make_network(program, seed=self.rank)  # all begin with that of rank 0
         self.optimizer = make_optimizer(program, self.model)
         self.restarts, self.seen, self.losses = 0, [], {}
         self.join()
@@ -225,10 +224,10 @@ class _Trainer:
 
     def look_at(self) -> None:
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        self.seen.append([tensor.detach().cpu().clone() for tensor in tensors])
+        self.seen.append([tensor.detach().clone() for tensor in tensors])
 
     def batch(self, number, batches) -> torch.Tensor:
-        return batch_of(number, self.rank, batches[self.rank]).to(self.program.device)
+        return batch_of(number, self.rank, batches[self.rank])
 
     def forward(self, number, batches, paused, how) -> None:
         x = self.batch(number, batches)
@@ -255,7 +254,6 @@ class _Trainer:
             self.synchronized.train()
 
     def clear(self, to_none) -> None:
-        to_none |= self.program.device != "cpu"  # zeros there are not looked for
         self.optimizer.zero_grad(set_to_none=to_none)
 
     def clip(self, norm) -> None:
@@ -303,7 +301,7 @@ class _Trainer:
         state, own = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
         before.close()
         self.restarts += 1
-        self.model, self.losses = make_network(self.program).to(self.program.device), {}
+        self.model, self.losses = make_network(self.program), {}
         self.optimizer = make_optimizer(self.program, self.model)
         self.optimizer.load_state_dict(own)  # rates are compared at the start
         self.join()
