@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from evenly._errors import MismatchError
 from evenly.comm import Party
-from evenly.shards import shard_model
+from evenly.shards import shard_model, verify
 from tests.ranks import RankError, run_ranks
 from tests.shards.playing import Act, play
 
@@ -137,7 +137,14 @@ def fresh() -> nn.Module:
 
 
 def test_changes_are_followed_one_after_another() -> None:
-    acts = [Act(X), *(Act(X, change) for change in FOLLOWED.values()), Act(X, lambda m: m.eval(), trains=False)]
+    quick = (
+        "attribute of the root",
+        "an item of a dict",
+        "an attribute of an object",
+        "an attribute that was not there",
+    )
+    quick += ("an attribute of torch's", "a submodule", "a parameter", "the mode of a submodule")
+    acts = [Act(X), *(Act(X, FOLLOWED[name]) for name in quick), Act(X, lambda m: m.eval(), trains=False)]
     assert play(fresh, X, SHARES, acts) == ""
 
 
@@ -243,6 +250,17 @@ def test_a_change_of_the_network_that_was_given_is_refused_by_name() -> None:
 
     with pytest.raises(RankError, match=r"'block.alpha' of the network that was given to be cut is 0.25 now, but 0.5"):
         run_ranks(2, rank)
+
+
+def test_a_changed_network_is_verified_as_it_is_now() -> None:
+    def rank(party: Party, models: list[nn.Module]) -> None:
+        plain: Any = models[party.rank]
+        cut: Any = shard_model(plain, X, party=party, shares=SHARES)
+        plain.block.alpha = cut.block.alpha = 0.5
+        assert verify(plain, cut, X).ok
+        cut.close()
+
+    run_ranks(2, rank, [build() for _ in SHARES])
 
 
 def test_settings_of_the_root_are_read_and_set_through_the_cut_network() -> None:

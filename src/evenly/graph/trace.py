@@ -51,6 +51,7 @@ class Traced:
     example: dict[str, tuple[int, ...]]  # shapes of the arguments that are tensors
     switches: Switches
     inputs: dict[str, torch.Tensor]  # the arguments that are tensors, without data
+    modes: dict[str, bool]  # which modules were in training when the network was given
     reads: Reads  # what forward read while it was traced
     decisions: tuple[Decisions, ...]  # what forward decided by sizes
 
@@ -95,14 +96,14 @@ def follow(model: nn.Module, example: Example, *, modes: Mapping[str, bool] | No
 
 def _follow(model: nn.Module, given: dict[str, Any], modes: Mapping[str, bool] | None) -> Traced:
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    paths = [name for name, _ in model.named_modules()]
+    found = {name: module.training for name, module in model.named_modules()}
     quiet = None
     if modes is None:
-        with _mode(model, dict.fromkeys(paths, False)):
+        with _mode(model, dict.fromkeys(found, False)):
             quiet = open_up(model, tensors)
             lower(quiet.program)
     watch = Watch(model, quiet.reads) if quiet is not None else None
-    with _mode(model, modes or dict.fromkeys(paths, True)):
+    with _mode(model, modes or dict.fromkeys(found, True)):
         opened = open_up(model, tensors)
         if watch is not None:
             _refuse_changes(model, watch)
@@ -120,6 +121,7 @@ def _follow(model: nn.Module, given: dict[str, Any], modes: Mapping[str, bool] |
         example={name: tuple(tensor.shape) for name, tensor in tensors.items()},
         switches=switches,
         inputs={name: shape_of(tensor) for name, tensor in tensors.items()},
+        modes=found,
         reads=opened.reads if quiet is None else opened.reads.joined(quiet.reads),
         decisions=tuple(x.decisions for x in (opened, quiet) if x is not None),
     )

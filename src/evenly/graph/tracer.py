@@ -19,7 +19,14 @@ from evenly.graph.own import own_kind, refuse_own_call, refuse_strange_tensors
 from evenly.graph.reads import Reads, reading
 from evenly.graph.rewrites import REWRITES
 from evenly.graph.shapes import call_hollow, shape_of
-from evenly.graph.surroundings import Drawing, forgetting, forward_of_class, keeping_functions, without_chance
+from evenly.graph.while_tracing import (
+    Drawing,
+    forgetting,
+    forward_of_class,
+    keeping_functions,
+    refuse_hooks,
+    without_chance,
+)
 
 OPENED = (
     nn.Linear,
@@ -323,24 +330,6 @@ def _by_export(model: nn.Module, given: dict[str, torch.Tensor], first: Exceptio
             f"torch.export: {_reason(second)}. Let it depend on shapes only, not on values, or move that part into a "
             "module of its own: such a module is computed whole on every rank."
         ) from first
-
-
-def refuse_hooks(model: nn.Module) -> None:
-    """Raises `SpecError` if a module has hooks: they would see parts of tensors."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    for name, module in model.named_modules():
-        found = [kind.strip("_").replace("_", " ") for kind in kinds if getattr(module, kind, None)]
-        if found:
-            raise SpecError(
-                f"the module {name or type(model).__name__!r} has {found[0]}, which would see parts of tensors once "
-                "its layers are cut. Remove them before sharding; the parametrizations of torch.nn.utils do work."
-            )
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise SpecError(
-                f"the parameter {name!r} has a gradient hook, which would see a part of the gradient once the "
-                "parameter is cut. Remove it before sharding."
-            )
 
 
 def _reason(error: BaseException) -> str:

@@ -87,9 +87,10 @@ def verify(
             shorter numbers.
     """
     report, sharded = None, sharded_of(sharded)
-    if sharded._program is not None:
-        with sharded.wire.telling():
-            trial = _Trial(model, sharded, sharded._program, example, loss or _weighted_sum, optimizer, rtol)
+    with sharded.wire.telling():
+        program = sharded._program_for_both_modes(_bound(sharded, example))
+        if program is not None:
+            trial = _Trial(model, sharded, program, example, loss or _weighted_sum, optimizer, rtol)
             report = trial.report()
     if report is not None and not sharded._has_audience:
         return report

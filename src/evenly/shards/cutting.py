@@ -52,7 +52,7 @@ def cut_model(
             return Placement(name, tensor.shape, wire)
         return Placement(name, tensor.shape, wire, record.dim, layout.cuts[record.cut].segments)
 
-    return copy_tree(traced.model, placed, share)
+    return copy_tree(traced, placed, share)
 
 
 def _refuse_cut_in_whole(traced: Traced, known: Mapping[int, Record]) -> None:
@@ -71,7 +71,7 @@ def _refuse_cut_in_whole(traced: Traced, known: Mapping[int, Record]) -> None:
 
 
 def copy_tree(
-    model: nn.Module,
+    traced: Traced,
     placed: Callable[[str, torch.Tensor], Placement],
     share: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> nn.Module:
@@ -87,7 +87,10 @@ def copy_tree(
         place(piece, placement)
         return piece
 
-    return _copied(model, part)
+    made = _copied(traced.model, part)
+    for name, module in made.named_modules():
+        module.training = traced.modes[name]  # another thread may be tracing the same network
+    return made
 
 
 def hollow_tree(model: nn.Module, placements: Mapping[str, Placement | None], trainable: set[str]) -> nn.Module:

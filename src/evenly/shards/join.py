@@ -97,7 +97,7 @@ def _left_out(traced: Traced, layout: Layout, alone: Wire, stage: Wire, source: 
         stage.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), source)
         return Placement(name, tensor.shape, alone, 0, ((),)) if tensor.ndim else Placement(name, tensor.shape, alone)
 
-    return Sharded(traced, layout, alone, copy_tree(traced.model, nothing), seed=0, stage=stage, source=source)
+    return Sharded(traced, layout, alone, copy_tree(traced, nothing), seed=0, stage=stage, source=source)
 
 
 def _settings(traced: Traced, layout: Layout) -> list[str]:

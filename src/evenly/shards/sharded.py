@@ -157,6 +157,15 @@ class Sharded(nn.Module):
         if self._program is not None and traced is not self._program.traced:
             self._program = Program(traced, self.layout, self, self.wire, self._dice)
 
+    def _program_for_both_modes(self, given: Mapping[str, Any]) -> Program | None:
+        """Returns the program of the network as it is now, whatever the modes of its modules are."""
+        if self._program is None:
+            return None
+        self._current.update(given, training=self.training)
+        traced = self._current.traced
+        is_taken = traced is self._program.traced
+        return self._program if is_taken else Program(traced, self.layout, self, self.wire, self._dice)
+
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         try:
             return self._signature.bind(*args, **kwargs).arguments
