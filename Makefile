@@ -19,7 +19,7 @@ test: lint data ## Lint and run the tests (under 10 minutes on 2 cores, with the
 	$(BIN)/python -m pytest -m "not lab and not alone and not slow"
 	$(BIN)/python -m pytest -n 0 -m "(lab or alone) and not slow"
 
-test-all: $(READY) data ## Run what `make test` leaves out: long tests, and fuzzers with more seeds (under 20 minutes)
+test-all: $(READY) data ## Run what `make test` leaves out: long tests, and the fuzzers with more seeds (under 20 minutes)
 	$(BIN)/python -m pytest -m "slow and not lab and not alone"
 	$(BIN)/python -m pytest -n 0 -m "slow and (lab or alone)"
 

@@ -16,6 +16,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks
 hypothesis.settings.register_profile("evenly", max_examples=30, deadline=None, derandomize=True)
 hypothesis.settings.load_profile("evenly")
 
+SLOW = (  # over ten seconds each on a busy core; `make test-all` runs them
+    *(f"shards/test_moving.py::test_training_goes_on_as_on_one_device[{name}]"
+      for name in ("vit_small_fused", "mobilenet_v2", "unet", "nanogpt", "densenet_short", "resnet18")),
+    *(f"shards/test_properties.py::test_any_network_trains_as_on_one_device[{seed}]" for seed in (0, 1)),
+    *(f"shards/test_zoo.py::test_a_network_trains_as_on_one_device[{name}]"
+      for name in ("densenet121", "vit_small_module", "vit_small_fused", "convnext_small", "resnext50", "se_resnet34",
+                   "resnet50", "googlenet", "vgg16_bn")),
+    "shards/test_properties.py::test_layers_may_have_shares_of_their_own_and_ranks_none",
+    "shards/test_properties.py::test_any_layout_gives_the_same_numbers[4]",
+    "shards/test_changes.py::test_changes_are_followed_one_after_another",
+)  # fmt: skip
 PATIENCE_S = 2.0  # for threads that are about to end
 OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # pytest's, and torch's when it first loads its compiler
 CACHES = {"__pycache__", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".import_linter_cache"}
@@ -36,6 +47,13 @@ def _fail_what_leaks() -> Iterator[None]:
         os.environ.pop(name, None)
     os.environ.update(environ)
     assert not leaks, f"the test left behind: {', '.join(leaks)}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what takes long."""
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)
