@@ -11,6 +11,7 @@ from torch import nn
 
 from evenly._errors import MismatchError, PeerError, SpecError
 from evenly.nodes import join_nodes
+from evenly.nodes.fingerprint import fingerprint
 from evenly.spec import period_of
 from tests.nodes.test_corners import SEEDING, errors_of, join
 from tests.ranks import cluster_of, ragged, run_ranks
@@ -616,3 +617,22 @@ def test_unused_parameters_with_several_backwards():
         [*gradients_of(network(1), batch(rank, 1)), *gradients_of(network(2), batch(rank, 0))] for rank in range(2)
     ]
     assert_same(run_ranks(2, act), mean_gradients([2, 3], parts))
+
+
+def test_gradients_that_are_zero_are_not_taken_for_given_up():
+    def loop(model, optimizer, rank):
+        with model.no_sync():
+            (0.0 * loss_of(model(batch(rank, 0, 2 + 4 * rank)))).backward()
+        loss_of(model(batch(rank, 1, 2))).backward()
+        model(batch(rank, 7, 1))
+
+    parts = [gradients_of(network(), batch(rank, 1, 2)) for rank in range(2)]
+    assert_same(run_steps(loop), mean_gradients([4, 8], parts))
+
+
+def test_fingerprints_do_not_depend_on_autocast():
+    tensors = {"weight": torch.randn(300, 40, generator=torch.Generator().manual_seed(0))}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fingerprint(tensors).read() == fingerprint(tensors).read()
+        inside = fingerprint(tensors).read()
+    assert inside == fingerprint(tensors).read()

@@ -47,6 +47,7 @@ class Gradients(ABC):
         self._averaged = 0.0  # samples behind the gradients averaged since the last step
         self._has_averaged = self._has_local = self._has_foreign = False  # kinds of backwards since the last step
         self._before: dict[int, torch.Tensor] | None = None  # gradients, where the running backward has no samples
+        self._noted = (0, -1)  # of one gradient, after the last backward
         self._is_touched = self._had_gradients = False  # what such a backward has found when it reached the outputs
 
     def _learn(self, module: torch.nn.Module) -> None:
@@ -170,11 +171,20 @@ class Gradients(ABC):
 
     def _forget_abandoned(self) -> None:
         """Forgets backwards whose gradients were set to None or zero, so that they count no samples."""
-        if (self._accumulated or self._has_averaged or self._has_local or self._has_foreign) and all(
-            map(_is_empty, self._untouched())
-        ):
+        has_any = self._accumulated or self._has_averaged or self._has_local or self._has_foreign
+        if has_any and self._is_written() and all(map(_is_empty, self._untouched())):
             self._accumulated = self._averaged = 0.0
             self._has_averaged = self._has_local = self._has_foreign = False
+
+    def _note_gradients(self) -> None:
+        """Remembers the gradients as the last backward has left them: zeros may be what it has given."""
+        gradient = self._trained[0].grad
+        self._noted = (id(gradient), -1 if gradient is None else gradient._version)
+
+    def _is_written(self) -> bool:
+        """Returns whether gradients may have been set to None or zero since the last backward."""
+        gradient = self._trained[0].grad
+        return gradient is None or self._noted != (id(gradient), gradient._version)
 
     def begin_task(self) -> None:
         """Runs when a backward reaches the outputs of the first of its forwards."""
@@ -217,6 +227,5 @@ class Gradients(ABC):
 
 
 def _is_empty(parameter: torch.Tensor) -> bool:
-    """Returns whether there is no gradient; zeros on a device are not looked for, as that would stall it."""
-    gradient = parameter.grad
-    return gradient is None or (gradient.device.type == "cpu" and not bool(gradient.any()))
+    """Returns whether there is no gradient, or zeros only."""
+    return parameter.grad is None or not bool(parameter.grad.any())

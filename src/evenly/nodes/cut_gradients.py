@@ -122,6 +122,7 @@ class ReplicaGradients(Gradients):
         self._log.complete()
         if not any(forward.is_averaged for forward in forwards):
             self._kept_local(forwards)
+            self._note_gradients()
             return
         self._begun = False
         if self.clock is not None:
@@ -136,6 +137,7 @@ class ReplicaGradients(Gradients):
         except Exception as error:
             self._alarm.ring(error)
             raise
+        self._note_gradients()
 
     def _meet(self, weight: float, waiter: Waiter) -> None:
         trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}

@@ -322,6 +322,8 @@ class Exchanger(Averager):
         ballot = replace(ballot, held=held.read(), holders=self._sharing.holders)
         quorum = self._membership.convene(ballot, waiter)
         everywhere = everywhere and not quorum.differs
+        if not self._averages or self._settings.overlap:
+            since = ballot.step  # ranks of a node were never given the same bits since the start
         self._divergence.require_same(quorum, held, waiter, step=ballot.step, since=since, everywhere=everywhere)
         return quorum
 

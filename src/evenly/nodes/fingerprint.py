@@ -101,8 +101,9 @@ def _placed(tensor: torch.Tensor, placement: Placement | None, *, speaks: bool) 
     places = [torch.arange(size) for size in values.shape]
     if placement is not None and cut is not None:
         places[cut] = torch.cat([torch.arange(*segment) for segment in placement.segments[placement.wire.rank]])
-    for dim in range(values.ndim - 1, 0, -1):
-        values = values @ _waves(places[dim] * (dim + 1) + dim).to(values)
+    with torch.autocast(values.device.type, enabled=False):
+        for dim in range(values.ndim - 1, 0, -1):
+            values = values @ _waves(places[dim] * (dim + 1) + dim).to(values)
     return values.double(), places[0]
 
 
@@ -110,9 +111,10 @@ def _row_sums(vector: torch.Tensor) -> torch.Tensor:
     """Returns weighted sums of rows of a vector: [rows], float64."""
     weights = _waves(torch.arange(COLUMNS, device=vector.device)).to(vector.dtype)
     whole = vector.numel() // COLUMNS * COLUMNS
-    sums = [vector[:whole].view(-1, COLUMNS) @ weights] if whole else []
-    if rest := vector.numel() - whole:
-        sums.append((vector[whole:] @ weights[:rest]).view(1))
+    with torch.autocast(vector.device.type, enabled=False):
+        sums = [vector[:whole].view(-1, COLUMNS) @ weights] if whole else []
+        if rest := vector.numel() - whole:
+            sums.append((vector[whole:] @ weights[:rest]).view(1))
     return torch.cat(sums).double()
 
 

@@ -91,7 +91,7 @@ class ForwardLog:
     @property
     def may_grow(self) -> bool:
         """Whether the running backward may yet pass through forwards that it has not reached."""
-        return len(self._alive) > len(self._members)
+        return any(forward not in self._members for forward in self._alive)
 
     def members(self) -> list[Forward]:
         """Returns the forwards of the running backward; where it has reached none, as with a loss on something else

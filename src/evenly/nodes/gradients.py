@@ -155,6 +155,7 @@ class NodeGradients(Gradients):
 
     def end_task(self) -> None:
         """Runs at the end of a backward that has reached a forward."""
+        self._note_gradients()
         missing = self._missing()
         if missing and not any(forward.is_averaged for forward in self._log.members()):
             self._arm()  # in no_sync() a loss may use some parameters only

@@ -133,10 +133,10 @@ def _unguarding(closure: Callable[..., Any], held: list[torch.Tensor]) -> Callab
 def _look(optimizer: Optimizer) -> tuple[Any, ...]:
     """Returns what tells that an optimizer has changed since it was tried; numbers count by their sign alone."""
     held = vars(optimizer)
-    hooks = [tuple(held.get(name, {}).values()) for name in HOOKS]
+    hooks = [tuple(held.get(name, {})) for name in HOOKS]  # their numbers: hooks themselves may hold the optimizer
     world = (tuple(torch_optimizer._global_optimizer_pre_hooks), tuple(torch_optimizer._global_optimizer_post_hooks))
     groups = [(tuple(map(id, group["params"])), _signs(group)) for group in optimizer.param_groups]
-    return type(optimizer).step, held.get("step"), hooks, world, groups, _signs(held)
+    return type(optimizer).step, id(held.get("step")), hooks, world, groups, _signs(held)
 
 
 def _signs(values: dict[str, Any]) -> list[Any]:
