@@ -200,7 +200,7 @@ class Synchronized(torch.nn.Module):
 
         `agreed` are this rank's parts of the buffers of the last exchange, cut as the buffers are now.
         """
-        self._has_moved = True
+        self._has_moved, self._optimized = True, OptimizedParameters(self.module, self._optimizer)
         self._exchanger.meet(lambda waiter: self._sharing.relearn(self.module, waiter))
         self._exchanger.buffers.learn(agreed)
         self._exchanger.begin()
