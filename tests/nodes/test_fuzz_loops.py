@@ -13,6 +13,7 @@ def test_a_random_loop(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(MORE.start, MORE.stop, 20))
 def test_twenty_random_loops(first):
     ends = {seed: judge(make(seed)) for seed in range(first, first + 20)}

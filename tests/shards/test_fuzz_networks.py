@@ -22,6 +22,7 @@ def test_a_strange_network_is_exact_or_refused(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(FEW, MANY, 24))
 def test_many_strange_networks_are_exact_or_refused(first: int) -> None:
     said = [check(seed) for seed in range(first, first + 24)]
