@@ -139,3 +139,19 @@ def end(rank: Rank) -> None:
     rank.process.kill()
     rank.process.join()
     rank.folder.cleanup()
+
+
+def test_a_copy_of_the_folder_by_the_run_itself_gives_it_to_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(ownership, "RENEWED_S", 0.05)
+    owner = take_folder(tmp_path, "mine")
+    try:
+        copied = (tmp_path / OWNER).read_bytes()  # closing the file drops all locks that this process has on it
+        handle = os.open(tmp_path / OWNER, os.O_RDONLY)
+        while ownership.read_owner(handle)["renewals"] < json.loads(copied)["renewals"] + 2:
+            time.sleep(0.01)
+        taking = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True, timeout=60)
+        os.close(handle)
+        assert f"holds it: process {os.getpid()}" in taking.stderr
+        owner.require()
+    finally:
+        owner.release()

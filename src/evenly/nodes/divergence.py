@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from evenly._errors import MismatchError
 from evenly.comm import Groups, Waiter, gather_json
-from evenly.nodes.fingerprint import Fingerprint, Held, apart
+from evenly.nodes.fingerprint import Fingerprint, apart, are_apart
 from evenly.nodes.membership import Quorum
 from evenly.nodes.sharing import Sharing
 
@@ -52,9 +52,9 @@ class DivergenceCheck:
         rounding may differ.
         """
         node, world = self._groups.node_votes, self._groups.world
-        if apart(quorum.held, steps=since):
+        if are_apart(quorum.held, held.elements, steps=since):
             self._refuse(held, dict(enumerate(self._groups.ranks)), node, waiter, INSIDE, step=step, since=since)
-        if (everywhere or self._joint) and apart(quorum.held_by_nodes, steps=since):
+        if (everywhere or self._joint) and are_apart(quorum.held_by_nodes, held.elements, steps=since):
             why, ranks = JOINT if self._joint else ACROSS, dict(enumerate(range(self._groups.party.size)))
             self._refuse(held, ranks, world, waiter, why, step=step, since=since)
 
@@ -71,6 +71,7 @@ class DivergenceCheck:
     ) -> None:
         own = {
             "holds": held.by_tensor(),
+            "platform": held.read().platform,
             "settings": [_settings(group) for group in self._optimizer.param_groups],
             "with": [self._groups.ranks[place] for place in self._holders()],
         }
@@ -91,12 +92,13 @@ def _first_apart(
     networks: Sequence[tuple[int, ...]], rows: dict[int, dict[str, Any]], *, since: int
 ) -> tuple[str, list[int]]:
     """Returns the first parameter that differs between networks, and the ranks that hold another one than the first."""
+    is_alike = all(row["platform"] == rows[networks[0][0]]["platform"] for row in rows.values())
     for place, (name, *_) in enumerate(rows[networks[0][0]]["holds"]):
-        held: list[Held] = []
-        for ranks in networks:
-            values = [rows[rank]["holds"][place] for rank in ranks]
-            held.append((math.fsum(value for _, value, _ in values), max(unit for _, _, unit in values)))
-        if found := apart(held, steps=since):
+        parts = [[rows[rank]["holds"][place] for rank in ranks] for ranks in networks]
+        values = [math.fsum(value for _, value, *_ in part) for part in parts]
+        units = [max(unit for _, _, unit, _ in part) for part in parts]
+        elements = parts[0][0][3] if is_alike else 0
+        if found := apart(values, units, steps=since, alike=elements):
             return name, [rank for network in found for rank in networks[network]]
     return "some", [rank for ranks in networks[1:] for rank in ranks]
 

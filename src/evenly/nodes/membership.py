@@ -8,10 +8,10 @@ import torch
 
 from evenly._errors import LockstepError
 from evenly.comm import Groups, Peers, Waiter, all_gather
-from evenly.nodes.fingerprint import NOTHING_HELD, Held
+from evenly.nodes.fingerprint import NOTHING_HELD, UNLIKE, Held
 
 NOTHING = (0.0,) * 5
-HELD = slice(8 + len(NOTHING), 10 + len(NOTHING))  # columns of a row of votes
+HELD = slice(8 + len(NOTHING), 8 + len(NOTHING) + len(NOTHING_HELD.row))  # columns of a row of votes
 OTHER_TENSORS = (
     "are about to send other tensors: one calls agreed() where another one calls finish(), or state of the optimizer "
     "is averaged that some do not have, as they have not used a parameter yet, or only some have loaded weights"
@@ -71,16 +71,18 @@ class StaticMembership(Membership):
         groups = self._groups
         stand = [ballot.step, ballot.exchange, ballot.layout, ballot.backwards]
         flags = [ballot.doubtful, not ballot.ends, ballot.differs]
-        told = [ballot.samples, *flags, *ballot.measured, *ballot.held, *ballot.changed]
+        told = [ballot.samples, *flags, *ballot.measured, *ballot.held.row, *ballot.changed]
         row = torch.tensor([*stand, *told], dtype=torch.float64)
-        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 15 + buffers]
+        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 20 + buffers]
         waiter.wait([work], meeting=True)
         self._require_lockstep(siblings, groups.ranks, "rank")
         node = siblings.amax(0)
         node[4] = siblings[:, 4].sum()
-        held = [siblings[list(places), HELD].sum(0) for places in ballot.holders]  # of each network: [2]
+        held = [siblings[list(places), HELD].sum(0) for places in ballot.holders]  # of each network: [7]
         node[HELD] = held[0]
-        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 15 + buffers]
+        if bool((siblings[:, HELD.stop - 1] != siblings[0, HELD.stop - 1]).any()):
+            node[HELD.stop - 1] = UNLIKE
+        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 20 + buffers]
         waiter.wait([work for _, work in votes], meeting=True)
         for rows, _ in votes:
             self._require_lockstep(rows, range(len(groups.nodes)), "node")
@@ -94,8 +96,8 @@ class StaticMembership(Membership):
             ends=not bool(rows[:, 6].any()),
             differs=bool(rows[:, 7].any()),
             changed=tuple(bool(value) for value in rows[:, HELD.stop :].amax(0)),
-            held=tuple((float(value), float(unit)) for value, unit in held),
-            held_by_nodes=tuple((float(value), float(unit)) for value, unit in rows[:, HELD]),
+            held=tuple(Held.from_row(row.tolist()) for row in held),
+            held_by_nodes=tuple(Held.from_row(row) for row in rows[:, HELD].tolist()),
         )
 
     def _require_lockstep(self, rows: torch.Tensor, names: "tuple[int, ...] | range", kind: str) -> None:

@@ -58,7 +58,7 @@ class FolderOwner:
     def require(self) -> None:
         """Raises `CheckpointError` if another run has taken the folder, after this process gave no sign for long."""
         with suppress(OSError):
-            if _same_file(self._handle, self._file) and read_owner(self._handle).get("token") == self._entry["token"]:
+            if _same_file(self._handle, self._file) and self._is_own():
                 return
         raise CheckpointError(
             f"a checkpoint was to be written to {self._file.parent}, which this run held; since then another run has "
@@ -70,21 +70,28 @@ class FolderOwner:
         """Lets others have the folder."""
         self._stop.set()
         self._thread.join(timeout=5.0)
-        with _guard:
+        with _guard:  # closing the file drops every lock that this process has on it, also one taken meanwhile
             _held.pop(str(self._file.resolve()), None)
-        with suppress(OSError):
-            if _same_file(self._handle, self._file) and read_owner(self._handle).get("token") == self._entry["token"]:
-                self._file.unlink()
-        os.close(self._handle)
+            with suppress(OSError):
+                if _same_file(self._handle, self._file) and self._is_own():
+                    self._file.unlink()
+            os.close(self._handle)
 
     def _keep(self) -> None:
         while not self._stop.wait(RENEWED_S):
             try:
-                if read_owner(self._handle).get("token") != self._entry["token"]:
+                # a copy of the folder made by this process has dropped the lock, as POSIX has it
+                _try_lock(self._file.parent, self._handle)
+                if not self._is_own():
                     return  # taken; `require` will say so
                 self._renew()
+            except CheckpointError:
+                return  # as above
             except OSError as error:
                 logger.warning("the hold on the folder %s could not be renewed: %s", self._file.parent, error)
+
+    def _is_own(self) -> bool:
+        return read_owner(self._handle).get("token") == self._entry["token"]
 
     def _renew(self) -> None:
         self._renewals += 1
