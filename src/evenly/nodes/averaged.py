@@ -41,7 +41,7 @@ class Gradients(ABC):
     def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup, alarm: Alarm) -> None:
         self._group, self._alarm = group, alarm
         self._learn(module)
-        self._log = ForwardLog(self)
+        self._log = ForwardLog(self, module)
         self._is_paused = False
         self._accumulated = 0.0  # samples of backwards in no_sync() since the last averaged one
         self._last_weight = 0.0

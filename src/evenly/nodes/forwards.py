@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from evenly.nodes.outputs import Outputs
+from evenly.nodes.outputs import KeptTensors, Outputs, sequence_number
 
 NO_TASK = -1
 
@@ -22,6 +22,7 @@ class Forward:
         self._log = weakref.ref(log)  # a graph that somebody keeps does not keep the network
         self.samples = samples
         self.is_averaged = is_averaged  # not made inside no_sync()
+        self.number = sequence_number()  # what it computes has this one or a later one
         self.has_counted = False  # a backward through it was complete, so its samples are counted
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -48,8 +49,9 @@ class LogOwner(Protocol):
 class ForwardLog:
     """The forwards of one network, and those that the running backward has passed through."""
 
-    def __init__(self, owner: "LogOwner") -> None:
+    def __init__(self, owner: "LogOwner", module: torch.nn.Module) -> None:
         self._owner = weakref.ref(owner)  # it holds this log
+        self._kept = KeptTensors(module)
         self._alive: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._reached: list[Forward] = []  # by backwards since the last complete one
         self._task = NO_TASK  # number of the running backward, as autograd counts them
@@ -65,9 +67,8 @@ class ForwardLog:
     def watch(self, forward: Forward, output: Any, *, given: Sequence[Any] = ()) -> None:
         """Lets `forward` notice every backward through its outputs; what it was `given` belongs to others."""
         outputs = Outputs(output)
-        others = {id(value) for value in given if isinstance(value, torch.Tensor)}
-        for tensor in outputs.tensors:
-            if tensor.grad_fn is not None and id(tensor) not in others:
+        for tensor in (*outputs.tensors, *self._kept.since(forward.number)):
+            if tensor.grad_fn is not None and not any(tensor is value for value in given):
                 tensor.register_hook(forward)  # type: ignore[no-untyped-call]  # torch has no annotation here
                 self._alive.add(forward)
         if outputs.unseen:

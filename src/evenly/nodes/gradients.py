@@ -155,19 +155,24 @@ class NodeGradients(Gradients):
         if self._left and self._left_samples != sum(forward.samples for forward in forwards):
             raise self._told(SpecError(self._incomplete("backward()", self._named(self._left))))
         is_borrowed = self._is_borrowed(forwards)
-        held = [id(p) in (self._before or {}) if is_borrowed else p.grad is not None for p in self._trained]
+        held = self._held(is_borrowed=is_borrowed) if self._finds_unused else []
         if is_borrowed:
             for parameters, gradients in self._buckets:
                 self._restore(parameters, gradients)
         self._before, self._buckets, self._left = None, [], []
         if self._averaging is not None and any(forward.is_averaged for forward in forwards):
-            self._send(self._averaging, forwards, held if self._finds_unused else [], device)
+            self._send(self._averaging, forwards, held, device)
         else:
             if self._averaging is not None:
                 self._averaging.leave()
                 self._averaging = None
             self._kept_local(forwards)
         self._log.complete()
+
+    def _held(self, *, is_borrowed: bool) -> list[bool]:
+        """Returns which parameters have a gradient; a batch without samples gives none."""
+        before = self._before or {}
+        return [id(p) in before if is_borrowed else p.grad is not None for p in self._trained]
 
     def _send(self, averaging: Averaging, forwards: Sequence[Forward], held: list[bool], device: torch.device) -> None:
         if self.clock is not None:
@@ -176,7 +181,7 @@ class NodeGradients(Gradients):
         averaging.close(device, held)
         ranks = self._group.size()
         self.sent_bytes += 2 * (ranks - 1) * averaging.nbytes // ranks
-        self._without_gradient = [place for place, is_held in enumerate(held) if not is_held]
+        self._without_gradient = [place for place, is_held in enumerate(held) if not is_held] if held else []
         self._latest = averaging
         self._was_averaged(averaging.samples, uncounted([*self._log.reached_since(), *forwards]))
 

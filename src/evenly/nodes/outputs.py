@@ -1,4 +1,4 @@
-"""The tensors in what a forward has returned, in whatever it is wrapped."""
+"""The tensors in what a forward has returned, in whatever it is wrapped, and in what it has left in its modules."""
 
 import collections
 import dataclasses
@@ -17,6 +17,7 @@ PLAIN = (
 )
 CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 CLOSED = (torch.nn.Module, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+OF_MODULES = frozenset(vars(torch.nn.Module()))
 NO_ATTRIBUTES = (list, tuple, set, frozenset, collections.deque, dict, collections.OrderedDict, collections.defaultdict)
 
 
@@ -87,3 +88,46 @@ def _slots(base: type) -> list[str]:
         for name in names
         if name not in ("__dict__", "__weakref__")
     ]
+
+
+class KeptTensors:
+    """Tensors with a graph that forwards keep as attributes of modules, such as a loss for the balance of experts.
+
+    Modules are searched at the first few forwards, and ever more seldom later; in between only the places are looked at
+    where something was found.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._places: dict[tuple[int, str], tuple[weakref.ref[torch.nn.Module], str]] = {}
+        self._forwards = 0
+
+    def since(self, number: int) -> list[torch.Tensor]:
+        """Returns those that were computed after autograd's sequence number was `number`."""
+        self._forwards += 1
+        module = self._module()
+        if module is not None and self._forwards & (self._forwards - 1) == 0:  # a power of two
+            self._search(module)
+        if not self._places:
+            return []
+        kept = [vars(owner).get(name) for place, name in self._places.values() if (owner := place()) is not None]
+        return [tensor for tensor in Outputs(kept).tensors if _has_graph(tensor) and _number(tensor) >= number]
+
+    def _search(self, module: torch.nn.Module) -> None:
+        for part in module.modules():
+            for name, value in vars(part).items():
+                if name not in OF_MODULES and any(map(_has_graph, Outputs(value).tensors)):
+                    self._places[id(part), name] = (weakref.ref(part), name)
+
+
+def sequence_number() -> int:
+    """Returns the number that autograd gives to the next operation of this thread."""
+    return int(torch._C._autograd._get_sequence_nr())  # private: as torch's profiler does
+
+
+def _has_graph(tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is not None
+
+
+def _number(tensor: torch.Tensor) -> int:
+    return int(tensor.grad_fn._sequence_nr()) if tensor.grad_fn is not None else -1
