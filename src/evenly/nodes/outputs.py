@@ -122,6 +122,8 @@ class KeptTensors:
 
 def sequence_number() -> int:
     """Returns the number that autograd gives to the next operation of this thread."""
+    if torch.compiler.is_compiling():  # it cannot trace what follows, and warns
+        return 0
     return int(torch._C._autograd._get_sequence_nr())  # private: as torch's profiler does
 
 
