@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from evenly._errors import SpecError
 from evenly.comm import Alarm, Waiter, all_reduce, off_wire, on_wire
-from evenly.nodes.forwards import Forward, uncounted
+from evenly.nodes.forwards import Forward, ForwardLog, uncounted
 from evenly.nodes.timing import StepClock
 
 
@@ -41,13 +41,14 @@ class Gradients(ABC):
     def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup, alarm: Alarm) -> None:
         self._group, self._alarm = group, alarm
         self._learn(module)
+        self._log = ForwardLog(self, module)
         self._is_paused = False
         self._accumulated = 0.0  # samples of backwards in no_sync() since the last averaged one
         self._last_weight = 0.0
         self._averaged = 0.0  # samples behind the gradients averaged since the last step
         self._has_averaged = self._has_local = self._has_foreign = False  # kinds of backwards since the last step
         self._before: dict[int, torch.Tensor] | None = None  # gradients, where the running backward has no samples
-        self._noted = (0, -1)  # of one gradient, after the last backward
+        self._noted: tuple[torch.Tensor, int, int] | None = None  # a parameter, its gradient and that one's version
         self._is_touched = self._had_gradients = False  # what such a backward has found when it reached the outputs
 
     def _learn(self, module: torch.nn.Module) -> None:
@@ -84,13 +85,12 @@ class Gradients(ABC):
 
     def require_averaged(self) -> None:
         """Raises `SpecError` unless all gradients that a step is about to use are the same on all ranks of the node."""
-        if missing := self._missing():
-            raise SpecError(self._incomplete("optimizer.step()", missing))
         asked = "optimizer.step() was called with gradients that were not averaged with the other ranks"
         if self._has_foreign:
             raise SpecError(
-                f"{asked}: a backward did not come from a forward of the synchronized model, but from the plain "
-                "module, a layer or a parameter. Call the synchronized model, and add penalties to its loss."
+                f"{asked}: a backward did not come from what a forward of the synchronized model returned"
+                f"{self._log.unseen()}, but from the plain module, a layer, a parameter or a tensor kept elsewhere. "
+                "Call the synchronized model, let it return what losses are made of, and add penalties to its loss."
             )
         if self._has_local:
             raise SpecError(
@@ -102,10 +102,6 @@ class Gradients(ABC):
                 f"{asked}: there was no backward of the synchronized model since the last step, so they are old or "
                 "were set by hand. Call backward() before each step, and zero_grad() after it."
             )
-
-    def _missing(self) -> Sequence[str]:
-        """Returns the parameters that a backward to be averaged has left without a gradient."""
-        return ()
 
     def _incomplete(self, asked: str, missing: Sequence[str]) -> str:
         frozen = [name for name, p in zip(self._names, self._trained, strict=True) if not p.requires_grad]
@@ -178,13 +174,17 @@ class Gradients(ABC):
 
     def _note_gradients(self) -> None:
         """Remembers the gradients as the last backward has left them: zeros may be what it has given."""
-        gradient = self._trained[0].grad
-        self._noted = (id(gradient), -1 if gradient is None else gradient._version)
+        held = next((p for p in self._trained if p.grad is not None), None)
+        gradient = None if held is None else held.grad
+        self._noted = None if held is None or gradient is None else (held, id(gradient), gradient._version)
 
     def _is_written(self) -> bool:
         """Returns whether gradients may have been set to None or zero since the last backward."""
-        gradient = self._trained[0].grad
-        return gradient is None or self._noted != (id(gradient), gradient._version)
+        if self._noted is None:
+            return True
+        parameter, number, version = self._noted
+        gradient = parameter.grad
+        return gradient is None or (id(gradient), gradient._version) != (number, version)
 
     def begin_task(self) -> None:
         """Runs when a backward reaches the outputs of the first of its forwards."""

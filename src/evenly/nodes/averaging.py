@@ -1,6 +1,7 @@
 """One backward: buckets of gradients summed over a group, weighted by samples, and checked for what is not finite."""
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,14 +33,15 @@ class Averaging:
     def __init__(self, group: dist.ProcessGroup, alarm: Alarm, *, step: int) -> None:
         self.samples, self.step = 0.0, step
         self._group, self._alarm = group, alarm
-        self._started = False
+        self.has_started = False
+        self.nbytes = 0  # of all buckets
         self._queued: list[_Bucket] = []  # until the weight is known
         self._sent: list[_Bucket] = []
         self._checks: list[torch.Tensor] = []
         self._sums: list[torch.futures.Future[Any]] = []
         self._lock = threading.Lock()
         self._awaited = 1  # the message behind the last bucket
-        self._tally = torch.empty(0)  # [members + 1]: 1 where gradients were not finite, then the samples of all
+        self._tally = torch.empty(0)  # of all: [members] gradients not finite, samples, [parameters] with a gradient
         self._event: torch.cuda.Event | None = None
 
     def add(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -48,16 +50,23 @@ class Averaging:
             devices=[buffer.device] if buffer.is_cuda else None
         )
         self._queued.append(_Bucket(future, buffer))
+        self.nbytes += buffer.nbytes
         if self._group.size() > 1:
             self._alarm.hold(future, buffer)
-        if self._started:
+        if self.has_started:
             self._send()
         return future
 
+    def leave(self) -> None:
+        """Gives back what was taken as it was, where the backward turns out not to be averaged."""
+        buckets, self._queued = self._queued, []
+        for bucket in buckets:
+            self._alarm.release(bucket.future, bucket.buffer)
+
     def start(self, samples: float) -> None:
         """Sends what was taken, and sends from now on what is taken; only the first call counts."""
-        if not self._started:
-            self._started, self.samples = True, samples
+        if not self.has_started:
+            self.has_started, self.samples = True, samples
             self._send()
 
     def _send(self) -> None:
@@ -82,11 +91,13 @@ class Averaging:
                 self._awaited += 1
             self._start(all_reduce(bucket.summed, self._group))
 
-    def close(self, device: torch.device) -> None:
-        """Follows the last bucket with the message about samples and finiteness."""
+    def close(self, device: torch.device, held: Sequence[bool] = ()) -> None:
+        """Follows the last bucket with the message about samples, finiteness and the parameters with a gradient."""
         size = self._group.size()
-        self._tally = torch.zeros(size + 1, dtype=torch.float64, device=device)
+        self._tally = torch.zeros(size + 1 + len(held), dtype=torch.float64, device=device)
         self._tally[size] = self.samples
+        if held:
+            self._tally[size + 1 :] = torch.tensor(held, dtype=torch.float64)
         if self._checks:
             total = torch.stack([check.double().real for check in self._checks]).sum()
             self._tally[self._group.rank()] = (~torch.isfinite(total)).double()
@@ -109,8 +120,19 @@ class Averaging:
         """Returns the members of the group whose gradients were not finite."""
         if self._event is not None:
             self._event.synchronize()
-        found: list[int] = self._tally[:-1].nonzero().flatten().tolist()
+        found: list[int] = self._tally[: self._group.size()].nonzero().flatten().tolist()
         return found
+
+    def unused(self, places: Sequence[int]) -> list[int]:
+        """Returns those of the parameters at `places` that have no gradient on any rank."""
+        if not places:
+            return []
+        used = self._tally[self._group.size() + 1 :].tolist()
+        return [place for place in places if not used[place]]
+
+    def release(self) -> None:
+        """Frees what only the running backward needs: 32-bit copies of gradients, and gradients from before."""
+        self._sent, self._sums, self._checks = [], [], []
 
     def _start(self, work: dist.Work) -> None:
         reduced = work.get_future()
@@ -131,7 +153,7 @@ class Averaging:
     def _divide(self) -> None:
         for reduced in self._sums:
             reduced.wait()  # done already: this orders the device's streams
-        total = self._tally[-1]
+        total = self._tally[self._group.size()]
         is_empty = total == 0
         divisor = torch.where(is_empty, 1.0, total)
         for bucket in self._sent:

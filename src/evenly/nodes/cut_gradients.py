@@ -12,7 +12,7 @@ from evenly._errors import MismatchError
 from evenly.comm import Alarm, Waiter, all_reduce
 from evenly.nodes.averaged import Gradients
 from evenly.nodes.averaging import finite
-from evenly.nodes.forwards import ForwardLog, uncounted
+from evenly.nodes.forwards import in_backward, uncounted
 from evenly.nodes.meeting import Meeting
 from evenly.nodes.replicas import Replica
 
@@ -55,7 +55,6 @@ class ReplicaGradients(Gradients):
         self._replicas = [[self._ranks.index(rank) for rank in replica.everybody] for replica in replicas]
         self._speaks = any(alarm.party.rank == replica.ranks[0] for replica in replicas)
         self._listens = any(alarm.party.rank in replica.audience for replica in replicas)
-        self._log = ForwardLog(self)
         self._begun = self._is_queued = False
         self._filled: set[int] = set()  # parameters to which the running backward has added
         self._latest: Tally | None = None
@@ -63,8 +62,9 @@ class ReplicaGradients(Gradients):
 
     def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
         """Runs the module on a batch of `samples` samples; all ranks of the replica meet in it."""
-        self._forget_abandoned()
-        self._filled, self._is_queued = set(), False  # by a backward that has failed
+        if not in_backward():  # there an activation checkpoint runs it again
+            self._forget_abandoned()
+            self._filled, self._is_queued = set(), False  # by a backward that has failed
         if not self._begun:
             self._begun = True
             self._alarm.begin()
@@ -74,7 +74,7 @@ class ReplicaGradients(Gradients):
         except Exception as error:
             self._alarm.ring(error)
             raise
-        self._log.watch(forward, output)
+        self._log.watch(forward, output, given=(*args, *kwargs.values()))
         return output
 
     def take_samples(self) -> float:

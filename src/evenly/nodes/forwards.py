@@ -4,12 +4,13 @@ A hook on the outputs of each forward fires in every backward that passes throug
 backward, several backwards a forward, and forwards whose outputs nobody uses count nothing.
 """
 
-import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from evenly.nodes.outputs import KeptTensors, Outputs, sequence_number
 
 NO_TASK = -1
 
@@ -21,8 +22,8 @@ class Forward:
         self._log = weakref.ref(log)  # a graph that somebody keeps does not keep the network
         self.samples = samples
         self.is_averaged = is_averaged  # not made inside no_sync()
+        self.number = sequence_number()  # what it computes has this one or a later one
         self.has_counted = False  # a backward through it was complete, so its samples are counted
-        self.was_reached = False  # by a backward
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Notes the backward; a batch without samples adds nothing to the gradients of those before it."""
@@ -48,26 +49,34 @@ class LogOwner(Protocol):
 class ForwardLog:
     """The forwards of one network, and those that the running backward has passed through."""
 
-    def __init__(self, owner: "LogOwner") -> None:
+    def __init__(self, owner: "LogOwner", module: torch.nn.Module) -> None:
         self._owner = weakref.ref(owner)  # it holds this log
+        self._kept = KeptTensors(module)
         self._alive: weakref.WeakSet[Forward] = weakref.WeakSet()
-        self._recent: list[Forward] = []  # since the last complete backward
+        self._reached: list[Forward] = []  # by backwards since the last complete one
         self._task = NO_TASK  # number of the running backward, as autograd counts them
         self._members: list[Forward] = []
+        self._unseen: dict[str, None] = {}  # what forwards have returned and nobody can look into
 
     def begin(self, samples: float, *, is_averaged: bool) -> Forward:
         """Returns the record of a forward that is about to run."""
-        self._task, self._members = NO_TASK, []  # of a backward that has failed
-        forward = Forward(self, samples, is_averaged=is_averaged)
-        self._recent.append(forward)
-        return forward
+        if not in_backward():
+            self._task, self._members = NO_TASK, []  # of a backward that has failed
+        return Forward(self, samples, is_averaged=is_averaged)
 
-    def watch(self, forward: Forward, output: Any) -> None:
-        """Lets `forward` notice every backward through its outputs."""
-        for tensor in _tensors(output):
-            if tensor.grad_fn is not None:
+    def watch(self, forward: Forward, output: Any, *, given: Sequence[Any] = ()) -> None:
+        """Lets `forward` notice every backward through its outputs; what it was `given` belongs to others."""
+        outputs = Outputs(output)
+        for tensor in (*outputs.tensors, *self._kept.since(forward.number)):
+            if tensor.grad_fn is not None and not any(tensor is value for value in given):
                 tensor.register_hook(forward)  # type: ignore[no-untyped-call]  # torch has no annotation here
                 self._alive.add(forward)
+        if outputs.unseen:
+            self._unseen[outputs.unseen] = None
+
+    def unseen(self) -> str:
+        """Returns a remark on what forwards have returned and nobody can look into, if there is something."""
+        return f", in which there was a {', a '.join(self._unseen)} that cannot be looked into" if self._unseen else ""
 
     def reached(self, forward: Forward) -> None:
         """Notes that the running backward passes through `forward`."""
@@ -78,8 +87,8 @@ class ForwardLog:
                 owner.begin_task()
             torch.autograd.Variable._execution_engine.queue_callback(self._await_others)
         if forward not in self._members:
-            forward.was_reached = True
             self._members.append(forward)
+            self._reached.append(forward)
             if not all(member.samples for member in self._members) and (owner := self._owner()) is not None:
                 owner.reached_empty(is_first=len(self._members) == 1)
 
@@ -94,17 +103,16 @@ class ForwardLog:
         return any(forward not in self._members for forward in self._alive)
 
     def members(self) -> list[Forward]:
-        """Returns the forwards of the running backward; where it has reached none, as with a loss on something else
-        than outputs, those since the last complete backward."""
-        return list(self._members) if self.is_running else self.reached_since() or list(self._recent)
+        """Returns the forwards that the running backward has reached."""
+        return list(self._members)
 
     def reached_since(self) -> list[Forward]:
-        """Returns the forwards that a backward has reached since the last complete one."""
-        return [forward for forward in self._recent if forward.was_reached]
+        """Returns the forwards that backwards have reached since the last complete one."""
+        return list(self._reached)
 
     def complete(self) -> None:
-        """Notes that a backward has given all parameters their gradients."""
-        self._recent = []
+        """Notes that a backward has given all parameters their gradients, or all that it gives."""
+        self._reached = []
 
     def _await_others(self) -> None:
         """Goes behind what others, such as DDP, have queued for the end of the backward meanwhile."""
@@ -126,16 +134,6 @@ def uncounted(forwards: Iterable[Forward]) -> float:
     return samples
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in what a forward has returned."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, list | tuple | set | frozenset):
-        for value in output:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for field in dataclasses.fields(output):
-            yield from _tensors(getattr(output, field.name, None))
+def in_backward() -> bool:
+    """Returns whether autograd runs a backward on this thread; activation checkpoints run forwards in it."""
+    return bool(torch._C._current_graph_task_id() != NO_TASK)  # private: as torch.autograd.graph does

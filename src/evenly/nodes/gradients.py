@@ -5,7 +5,7 @@ is seen too. Whether a backward is averaged, and with what weight, say the forwa
 """
 
 import inspect
-import re
+from collections.abc import Sequence
 from typing import Any, final
 from weakref import ref
 
@@ -18,7 +18,7 @@ from evenly._errors import SpecError
 from evenly.comm import Alarm
 from evenly.nodes.averaged import Gradients
 from evenly.nodes.averaging import Averaging
-from evenly.nodes.forwards import ForwardLog, uncounted
+from evenly.nodes.forwards import Forward, in_backward, uncounted
 
 
 @final
@@ -29,13 +29,14 @@ class NodeGradients(Gradients):
     over all samples. A rank with no samples adds nothing.
     """
 
+    _is_closed = False
+
     def __init__(
         self, module: torch.nn.Module, group: dist.ProcessGroup, *, alarm: Alarm, find_unused_parameters: bool = False
     ) -> None:
         super().__init__(module, group, alarm)
         self._module = module
         self._finds_unused = find_unused_parameters
-        self._log = ForwardLog(self)
         self._averaging: Averaging | None = None
         self._buckets: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # where they may have to be restored
         self._latest: Averaging | None = None
@@ -46,33 +47,45 @@ class NodeGradients(Gradients):
             process_group=group,
             init_sync=False,
             gradient_as_bucket_view=True,
-            find_unused_parameters=find_unused_parameters,
             **_local_buffers(),
         )
         self._ddp.register_comm_hook(ref(self), _average)  # DDP would keep itself and the group alive for ever
-        if not find_unused_parameters:
-            self._rehearse()
-        self._left: list[str] = []  # parameters without a gradient at the end of a backward that is to be averaged
-        self._everything = [_touch(module)] if find_unused_parameters else []
+        self._rehearse()
+        self._without_gradient: list[int] = []  # places of parameters that had none when buckets were sent
+        self._left: list[int] = []  # places of parameters without a gradient after a backward that is to be averaged
+        self._left_samples = 0.0  # the samples of that backward
         self._arm()
 
     def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
         """Runs the module on a batch of `samples` samples."""
-        self._require_complete()
-        self._forget_abandoned()
+        if not in_backward():  # there an activation checkpoint runs it again
+            self._require_complete()
+            self._forget_abandoned()
         forward = self._log.begin(samples, is_averaged=not self._is_paused)
-        # DDP's own forward looks for unused parameters; else it only takes time
-        output = self._ddp(*args, **kwargs) if self._finds_unused else self._module(*args, **kwargs)
-        self._log.watch(forward, output)
+        output = self._module(*args, **kwargs)  # without DDP's own forward, which would only take time
+        self._log.watch(forward, output, given=(*args, *kwargs.values()))
         return output
 
     def _arm(self) -> None:
         """Lets the next backward, whatever causes it, go through DDP's buckets."""
-        self._ddp.reducer.prepare_for_backward(self._everything)
+        reducer = self._ddp.reducer
+        reducer.prepare_for_backward([])
+        self._times = reducer.get_backward_stats()  # when each parameter became ready; public, but not documented
+        self._is_armed = True  # until the last bucket is complete
 
     def _rearm(self) -> None:
-        """Arms behind what DDP itself has queued for the end of this backward."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._arm)
+        """Goes behind what DDP itself has queued for the end of this backward."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._settle)
+
+    def _settle(self) -> None:
+        """Runs at the end of a complete backward, when all gradients are averaged."""
+        if self._averaging is not None:
+            for place in self._averaging.unused(self._without_gradient):
+                self._trained[place].grad = None  # DDP has put zeros there
+            self._averaging.release()
+        self._averaging = None
+        self._note_gradients()
+        self._arm()
 
     def _rehearse(self) -> None:
         """Makes DDP settle its buckets now, in an order that depends on the module alone.
@@ -101,7 +114,10 @@ class NodeGradients(Gradients):
         return earlier
 
     def close(self) -> None:
-        """DDP goes with the object."""
+        """Takes DDP's hooks off the parameters, which may train on without it."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._ddp.reducer._remove_autograd_hooks()  # private: as DDP does it for torch.compile
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begins to average a bucket of gradients; leaves it as it is in no_sync() and in backwards of others."""
@@ -112,80 +128,141 @@ class NodeGradients(Gradients):
         future = _done(bucket.buffer()) if self._averaging is None else self._averaging.add(bucket.buffer())
         if self._before is not None:  # gradients may have to be restored
             self._buckets.append((bucket.parameters(), bucket.gradients()))
-        ranks = self._group.size()
-        self.sent_bytes += 0 if self._averaging is None else 2 * (ranks - 1) * bucket.buffer().nbytes // ranks
         if bucket.is_last():
             self._end_backward(bucket.buffer().device)
         return future
 
     def _begin_backward(self) -> None:
+        """Runs at the first bucket: which forwards the backward belongs to may be known only at the last one."""
         forwards = self._log.members()
+        is_known = bool(forwards) and not self._log.may_grow
         self._averaging, self._buckets = None, []
-        if any(forward.is_averaged for forward in forwards):
-            self._alarm.begin()
+        if not is_known or any(forward.is_averaged for forward in forwards):
             self._averaging = Averaging(self._group, self._alarm, step=self.step)
-            if all(f.samples for f in forwards) and not self._log.may_grow:  # else the last bucket tells its weight
-                self._averaging.start(self._weight(forwards))
+            if is_known and all(forward.samples for forward in forwards):
+                self._start(self._averaging, forwards)
+
+    def _start(self, averaging: Averaging, forwards: Sequence[Forward]) -> None:
+        if not averaging.has_started:
+            self._alarm.begin()
+            averaging.start(self._weight(forwards))
 
     def _end_backward(self, device: torch.device) -> None:
-        forwards = self._log.members()  # all of them: the last gradient is there
+        """Runs at the last bucket."""
+        self._is_armed = False
         torch.autograd.Variable._execution_engine.queue_callback(self._rearm)
-        if self._is_borrowed(forwards):
+        forwards = self._log.members()  # all of them: the last gradient is there
+        if self._left and self._left_samples != sum(forward.samples for forward in forwards):
+            raise self._told(SpecError(self._incomplete("backward()", self._named(self._left))))
+        is_borrowed = self._is_borrowed(forwards)
+        held = self._held(is_borrowed=is_borrowed) if self._finds_unused else []
+        if is_borrowed:
             for parameters, gradients in self._buckets:
                 self._restore(parameters, gradients)
         self._before, self._buckets, self._left = None, [], []
-        if self._averaging is None:
-            self._kept_local(forwards)
+        if self._averaging is not None and any(forward.is_averaged for forward in forwards):
+            self._send(self._averaging, forwards, held, device)
         else:
-            if self.clock is not None:
-                self.clock.end()
-            self._averaging.start(self._weight(forwards))
-            self._averaging.close(device)
-            self._latest = self._averaging
-            self._was_averaged(self._averaging.samples, uncounted(forwards))
+            if self._averaging is not None:
+                self._averaging.leave()
+                self._averaging = None
+            self._kept_local(forwards)
         self._log.complete()
 
+    def _held(self, *, is_borrowed: bool) -> list[bool]:
+        """Returns which parameters have a gradient; a batch without samples gives none."""
+        before = self._before or {}
+        return [id(p) in before if is_borrowed else p.grad is not None for p in self._trained]
+
+    def _send(self, averaging: Averaging, forwards: Sequence[Forward], held: list[bool], device: torch.device) -> None:
+        if self.clock is not None:
+            self.clock.end()
+        self._start(averaging, forwards)
+        averaging.close(device, held)
+        ranks = self._group.size()
+        self.sent_bytes += 2 * (ranks - 1) * averaging.nbytes // ranks
+        self._without_gradient = [place for place, is_held in enumerate(held) if not is_held] if held else []
+        self._latest = averaging
+        self._was_averaged(averaging.samples, uncounted([*self._log.reached_since(), *forwards]))
+
     def begin_task(self) -> None:
-        """Runs when a backward reaches a forward: the one before may have left parameters for it, and no others."""
+        """Runs when a backward reaches a forward: parameters may be ready before, by its loss or other backwards."""
         if self._left:
-            given = [p for name, p in zip(self._names, self._trained, strict=True) if name not in self._left]
+            given = [p for place, p in enumerate(self._trained) if place not in self._left]
             if any(map(_is_reached, given)):
-                raise self._told(SpecError(self._incomplete("backward()", self._left)))
+                raise self._told(SpecError(self._incomplete("backward()", self._named(self._left))))
+        elif unready := set(self._unready()):
+            ready = [p for place, p in enumerate(self._trained) if place not in unready]
+            if not all(map(_is_reached, ready)):
+                self._keep_part([])
         super().begin_task()
 
     def end_task(self) -> None:
         """Runs at the end of a backward that has reached a forward."""
+        if unready := self._unready():
+            forwards = self._log.members()
+            if not any(forward.is_averaged for forward in forwards):  # a loss may use some parameters only
+                self._keep_part(forwards)
+            elif self._finds_unused:
+                self._do_without(unready)
+            else:
+                self._left, self._left_samples = unready, sum(forward.samples for forward in forwards)
+                self._note_gradients()
+
+    def _do_without(self, places: Sequence[int]) -> None:
+        """Lets DDP go on without the gradients that the running backward does not give."""
+        failure: RuntimeError | None = None
+        for place in places:
+            try:
+                self._ddp.reducer._autograd_hook(place)  # type: ignore[attr-defined]  # private: as DDP uses it
+            except RuntimeError as error:  # it was ready, after as many nanoseconds as in the backward before
+                failure = failure or error
+        if failure is not None and self._is_armed:
+            raise failure
+
+    def _keep_part(self, forwards: Sequence[Forward]) -> None:
+        """Ends a backward that has given some gradients and is not averaged; none of `forwards` if it is not ours."""
+        if self._is_borrowed(forwards):
+            untouched = set(map(id, self._untouched()))
+            given = [p for p in self._trained if p.grad is not None and id(p) not in untouched]
+            self._restore(given, [p.grad for p in given if p.grad is not None])
+        self._before = None
+        self._kept_local(forwards)
+        self._log.complete()
         self._note_gradients()
-        missing = self._missing()
-        if missing and not any(forward.is_averaged for forward in self._log.members()):
-            self._arm()  # in no_sync() a loss may use some parameters only
-        else:
-            self._left = missing
+        self._arm()
 
     def _require_complete(self) -> None:
-        """Raises `SpecError` where a backward since the last complete one has left parameters without a gradient."""
-        missing = self._missing()
-        if not missing:
-            return
-        reached = self._log.reached_since()
-        if not reached or any(forward.is_averaged for forward in reached):
-            raise self._told(SpecError(self._incomplete("forward", missing)))
-        self._arm()  # in no_sync() a loss may use some parameters only
+        """Raises `SpecError` where a backward that is to be averaged has left parameters without a gradient."""
+        if unready := self._unready():
+            reached = self._log.reached_since()
+            if any(forward.is_averaged for forward in reached):
+                raise self._told(SpecError(self._incomplete("forward", self._named(unready))))
+            self._keep_part(reached)
 
-    def _untouched(self) -> list[torch.Tensor]:
-        trained = dict(zip(self._names, self._trained, strict=True))
-        missing = self._missing()
-        return [trained[name] for name in missing if name in trained] if missing else list(self._trained)
+    def require_averaged(self) -> None:
+        """Raises `SpecError` unless all gradients that a step is about to use are the same on all ranks of the node."""
+        if unready := self._unready():
+            if any(forward.is_averaged for forward in self._log.reached_since()):
+                raise SpecError(self._incomplete("optimizer.step()", self._named(unready)))
+            self._keep_part([])
+        super().require_averaged()
 
-    def _missing(self) -> list[str]:
-        """Returns the parameters that the last backward has left without a gradient; none if it was complete."""
-        try:
-            self._ddp.reducer._check_reducer_finalized()  # private: the only way to ask; also in torch 2.11
-        except RuntimeError as error:
-            found = re.search(r"for rank \d+: ([\d ]+)", str(error))
-            numbers = [int(number) for number in found[1].split()] if found else []
-            return [self._names[number] for number in numbers] or ["some"]
-        return []
+    def _unready(self) -> list[int]:
+        """Returns the places of the parameters without a gradient where DDP, since it was armed, has seen others."""
+        if not self._is_armed:
+            return []
+        times = self._ddp.reducer.get_backward_stats()
+        if times == self._times:
+            return []
+        return [place for place, (now, before) in enumerate(zip(times, self._times, strict=True)) if now == before]
+
+    def _untouched(self) -> Sequence[torch.Tensor]:
+        unready = self._unready()
+        return [self._trained[place] for place in unready] if unready else self._trained
+
+    def _named(self, places: Sequence[int]) -> list[str]:
+        return [self._names[place] for place in places]
 
 
 def _average(owner: "ref[NodeGradients]", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

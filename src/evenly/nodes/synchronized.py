@@ -98,8 +98,11 @@ class Synchronized(torch.nn.Module):
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        self._leave_scaler: Callable[[], None] = lambda: None
         if scaler is not None:
-            watch_scaler(scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._was_left_out)
+            self._leave_scaler = watch_scaler(
+                scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._was_left_out
+            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
@@ -180,6 +183,7 @@ class Synchronized(torch.nn.Module):
         self._closed = True
         for hook in self._hooks:
             hook.remove()
+        self._leave_scaler()
         if self._wire is not None:
             self._wire.watch(None)
         self._gradients.close()
