@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
@@ -20,12 +20,12 @@ class _Noted:
     tensor: torch.Tensor
     before: torch.Tensor
     times: int
+    is_undone: bool = False  # the last load has put back what was there before
 
-    def is_undone(self, now: torch.Tensor | None) -> bool:
-        """Returns whether the last load has put back what was there before."""
-        if now is None or now.shape != self.before.shape:
-            return False
-        return self.times > 1 and same(now.detach(), self.before)
+    def after_load(self, now: torch.Tensor | None) -> "_Noted":
+        """Returns the same with what the last load has made of it: what is written by hand later is no load."""
+        is_same = now is not None and now.shape == self.before.shape and same(now.detach(), self.before)
+        return replace(self, is_undone=self.times > 1 and is_same)
 
 
 class Loads:
@@ -62,7 +62,7 @@ class Loads:
             name: noted for name, noted in self._noted.items() if isinstance(noted.tensor, torch.nn.Parameter)
         }
         telling = parameters or self._noted  # a forward may have changed buffers since
-        if all(noted.is_undone(every.get(name)) for name, noted in telling.items()):
+        if all(noted.is_undone for noted in telling.values()):
             return set()
         first_names = {id(tensor): name for name, tensor in reversed(every.items())}  # of tied ones the first
         return {first_names[id(every[name])] for name in self._noted if name in every}
@@ -101,13 +101,19 @@ class Loads:
                 before = tensor.detach().clone() if known is None else known.before
                 self._noted[name] = _Noted(tensor, before, 1 if known is None else known.times + 1)
 
+    def note_end(self, prefix: str, part: torch.nn.Module) -> None:
+        """Looks at what a load has put into the tensors of `part`."""
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if (noted := self._noted.get(f"{prefix}{key}")) is not None:
+                self._noted[f"{prefix}{key}"] = noted.after_load(tensor)
+
     def note_optimizer(self) -> None:
         """Remembers that the optimizer was loaded."""
         self._of_optimizer = True
 
 
 class _ModuleHook:
-    """Called before a module loads its own tensors.
+    """Called before a module loads its own tensors, and with two arguments after it.
 
     In copies and pickles of the network it becomes a function of the standard library that does nothing, so that they
     know neither this run nor this library.
@@ -119,10 +125,16 @@ class _ModuleHook:
         # networks are shallow copies, whose hooks would be those of the uncut network too.
         part._load_state_dict_pre_hooks = OrderedDict(part._load_state_dict_pre_hooks)
         part._load_state_dict_pre_hooks[-id(self)] = self
+        part._load_state_dict_post_hooks = OrderedDict(part._load_state_dict_post_hooks)
+        part._load_state_dict_post_hooks[-id(self)] = self
 
-    def __call__(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def __call__(self, state: Any, prefix: Any, *rest: Any) -> None:
         owner, part = self._owner(), self._part()
-        if owner is not None and part is not None:
+        if owner is None or part is None:
+            return
+        if not rest:
+            owner.note_end(self._prefix, part)
+        else:
             keys = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
             owner.note(self._prefix, part, keys)
 
@@ -131,6 +143,7 @@ class _ModuleHook:
         part = self._part()
         if part is not None:
             part._load_state_dict_pre_hooks.pop(-id(self), None)
+            part._load_state_dict_post_hooks.pop(-id(self), None)
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")
