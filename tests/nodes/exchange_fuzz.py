@@ -6,235 +6,37 @@ all ranks.
 """
 
 import copy
-import random
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from evenly._errors import EvenlyError
 from evenly.nodes import join_nodes
-from evenly.spec import Adaptive, AnyPeriod, EveryEpoch, EverySteps, Exchange
 from tests.nodes.exchange_player import Player, RefusedError
+from tests.nodes.exchange_programs import (
+    Run,
+    batch_of,
+    count_of,
+    loss_of,
+    make_network,
+    make_optimizer,
+    nudge,
+    part_of,
+    scale,
+    scale_rate,
+    scale_state,
+    weights_of,
+)
 from tests.ranks import RankError, cluster_of, ragged, run_ranks
 
-BORROWED = 7  # a batch of this size counts no samples
 
-
-@dataclass
-class Run:
-    """One random run; operations are the same on every rank but for batches, and for the nodes that they name."""
-
-    seed: int
-    sizes: tuple[int, ...]
-    period: AnyPeriod
-    exchange: Exchange
-    network: str
-    optimizer: str
-    operations: list[tuple] = field(default_factory=list)
-
-    @property
-    def ranks(self) -> int:
-        """How many there are."""
-        return sum(self.sizes)
-
-
-def make(seed: int) -> Run:
-    """Returns the run of a seed."""
-    rng = random.Random(seed)
-    sizes = rng.choice([(1, 1), (2, 1), (3, 1), (2, 2), (1, 1, 1), (2, 1, 1)])
-    steps = rng.randint(1, 4)
-    warmup = rng.choice([0, 0, 0, 1, 2])
-    period: AnyPeriod = rng.choice(
-        [EverySteps(steps, warmup=warmup)] * 4
-        + [EveryEpoch(warmup=warmup), Adaptive(drift=rng.choice([0.001, 0.02]), start=2, most=4, warmup=warmup)]
-    )
-    least = steps if isinstance(period, EverySteps) else 2
-    network, optimizer = rng.choice(["plain", "norm", "counted"]), rng.choice(["sgd", "momentum", "adam"])
-    exchange = Exchange(
-        overlap=rng.choice([0, 0, *range(1, least + 1)]),
-        fragments=1 if isinstance(period, EveryEpoch) else rng.choice([1, 1, *range(2, least + 1)]),
-        codec=rng.choice(["fp32", "fp32", "bf16", "int8", "int4"]),
-        outer=rng.choice([None, None, None, "nesterov", {"name": "SGD", "settings": {"lr": 1.0}}]),
-        optimizer_state=rng.choice(["keep", "keep", "average", "reset", {"exp_avg": "average", "step": "reset"}])
-        if optimizer == "adam"
-        else rng.choice(["keep", "average", "reset"]),
-        state_every=rng.choice([1, 1, 2]),
-        buffers=_policies(rng, network),
-        timeout_s=30.0,
-    )
-    run = Run(seed, sizes, period, exchange, network, optimizer)
-    for number in range(rng.randint(4, 9)):
-        for _ in range(rng.choice([0, 0, 1, 1, 2])):
-            _add_event(run, rng, rng.randrange(100))
-        run.operations.append(("step", number, _batches(run, rng)))
-        if rng.random() < 0.15:
-            run.operations.append(("end_epoch",))
-    for _ in range(rng.choice([0, 1, 2])):
-        _add_event(run, rng, rng.randrange(100))
-    return run
-
-
-def _policies(rng: random.Random, network: str):
-    if network == "plain":
-        return "auto"
-    chosen = {
-        "norm": [{"*running_mean": "first"}, {"*running_var": "max"}, {"*running_mean": "min"}, {"*tracked": "first"}],
-        "counted": [{"total": "max"}, {"total": "first", "seen": "min"}, {"seen": "first"}],
-    }
-    return rng.choice(["auto", "auto", "keep", rng.choice(chosen[network])])
-
-
-def _add_event(run: Run, rng: random.Random, number: int) -> None:
-    """Adds what loops do between steps."""
-    kinds = ["evaluate", "evaluate", "restart", "restart", "finish", *["restart otherwise"] * (rng.random() < 0.3), "load", "write", "write", "scale", "accept", "swap", "rate",
-             "load optimizer", "look", "load part", "load one", "write one", "write one"]  # fmt: skip
-    kind, node = rng.choice(kinds), rng.randrange(len(run.sizes))
-    if kind in ("load part", "load one") and rng.random() < 0.6:
-        kind = "load"  # the others are mostly refused with codecs and outer optimizers
-    added = {
-        "evaluate": [("evaluate",)],
-        "finish": [("finish",)],
-        "restart": [("restart", None)],
-        "restart otherwise": [*rng.choice([[], [("finish",)]]), ("restart", rng.choice(["fp32", "bf16", "int8"]))],
-        "load": [("load", number, None)],
-        "load one": [("load", number, node)],
-        "load part": [("load part", number)],
-        "write": [("write", number, None)],
-        "write one": [("nudge", number, node)],
-        "scale": [("scale", 0.9)],
-        "accept": [("write", number, None), ("accept",)],
-        "swap": [("swap", number)],
-        "rate": [("rate", rng.choice([0.5, 2.0]))],
-        "load optimizer": [("load optimizer", 0.5)],
-        "look": [("look", number)],
-    }[kind]
-    run.operations += added
-    if rng.random() < 0.2:
-        run.operations.append(rng.choice([("evaluate",), ("restart", None)]))
-
-
-def _batches(run: Run, rng: random.Random) -> tuple[int, ...]:
-    return tuple(BORROWED if rng.random() < 0.08 else rng.choice([2, 3, 4]) for _ in range(run.ranks))
-
-
-class Counted(nn.Module):
-    """A network with a sum and a counter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-        self.register_buffer("total", torch.zeros(3))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        output = self.body(x)
-        if self.training:
-            self.total += output.detach().sum(0)
-            self.seen += len(x)
-        return output
-
-
-def make_network(run: Run, seed: int = 0) -> nn.Module:
-    """Returns the network of a run, in float64."""
-    generator = torch.Generator().manual_seed(seed + 17)
-    layers = {
-        "plain": lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)),
-        "norm": lambda: nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)),
-        "counted": Counted,
-    }
-    model = layers[run.network]().double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
-    return model
-
-
-def make_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    """Returns the optimizer of a run."""
-    makers = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-        "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-        "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    }
-    return makers[run.optimizer](model.parameters())
-
-
-def batch_of(number: int, rank: int, size: int) -> torch.Tensor:
-    """Returns the batch of a step on a rank."""
-    generator = torch.Generator().manual_seed(1000 * rank + number)
-    return torch.randn(size, 4, generator=generator, dtype=torch.float64)
-
-
-def loss_of(output: torch.Tensor) -> torch.Tensor:
-    """Returns the loss of an output."""
-    return output.square().mean() + output.mean()
-
-
-def count_of(x: torch.Tensor) -> int:
-    """Returns the samples that a batch counts."""
-    return 0 if len(x) == BORROWED else len(x)
-
-
-def weights_of(run: Run, number: int) -> dict[str, torch.Tensor]:
-    """Returns other weights, with the buffers of a network that has trained."""
-    model = make_network(run, seed=500 + number)
-    model(batch_of(number, 77, 5))
-    return copy.deepcopy(model.state_dict())
-
-
-def part_of(run: Run, number: int) -> dict[str, torch.Tensor]:
-    """Returns other weights of the last layer."""
-    weights = weights_of(run, number)
-    last = [name for name in weights if name.endswith("weight")][-1].removesuffix("weight")
-    return {name: value for name, value in weights.items() if name.startswith(last)}
-
-
-@torch.no_grad()
-def write(run: Run, model: nn.Module, number: int) -> None:
-    """Writes other weights and buffers by hand."""
-    weights = weights_of(run, number)
-    for name, tensor in model.state_dict().items():
-        tensor.copy_(weights[name])
-
-
-@torch.no_grad()
-def nudge(model: nn.Module, number: int) -> None:
-    """Adds something to every parameter by hand."""
-    for place, parameter in enumerate(model.parameters()):
-        parameter.add_(batch_of(number, 50 + place, 1).mean())
-
-
-@torch.no_grad()
-def scale(model: nn.Module, factor: float) -> None:
-    """Lets weights decay by hand."""
-    for parameter in model.parameters():
-        parameter.mul_(factor)
-
-
-def scale_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Changes the learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] *= factor
-
-
-def scale_state(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Loads a state whose momenta are smaller."""
-    state = copy.deepcopy(optimizer.state_dict())
-    for slots in state["state"].values():
-        for slot in ("momentum_buffer", "exp_avg"):
-            if slots.get(slot) is not None:
-                slots[slot] *= factor
-    optimizer.load_state_dict(state)
-
-
-class _Trainer:
+class Trainer:
     """One rank that trains with the library."""
 
     def __init__(self, run: Run, party) -> None:
-        self.run, self.party, self.rank = run, party, party.rank
+        self.run, self.party, self.place = run, party, party.rank
         self.nodes = ragged(*run.sizes)
-        self.model = make_network(run, seed=self.rank)  # all begin with that of rank 0
+        self.model = make_network(run, seed=self.place)  # all begin with that of rank 0
         self.optimizer = make_optimizer(run, self.model)
         self.restarts, self.seen, self.exchange = 0, [], run.exchange
         self.join()
@@ -258,21 +60,27 @@ class _Trainer:
             self.synchronized.finish()
             self.look_at()
         finally:
-            self.synchronized.close()
+            self.close()
         return self.seen
 
+    def close(self) -> None:
+        self.synchronized.close()
+
     def look_at(self) -> None:
-        self.seen.append([tensor.detach().clone() for tensor in self.model.state_dict().values()])
+        self.seen.append(self.tensors())
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor.detach().clone() for tensor in self.model.state_dict().values()]
 
     def step(self, number, sizes) -> None:
-        loss_of(self.synchronized(batch_of(number, self.rank, sizes[self.rank]))).backward()
+        loss_of(self.synchronized(batch_of(self.run, number, self.place, sizes[self.place]))).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def look(self, number) -> None:
         """A forward without a step: in training it changes buffers."""
         with torch.no_grad():
-            self.synchronized(batch_of(number, 60 + self.rank, 3))
+            self.synchronized(batch_of(self.run, number, 60 + self.place, 3))
 
     def evaluate(self) -> None:
         with self.synchronized.agreed():
@@ -282,23 +90,31 @@ class _Trainer:
         self.synchronized.end_epoch()
 
     def load(self, number, node) -> None:
-        if node is None or self.rank in self.nodes[node]:
-            self.model.load_state_dict(weights_of(self.run, number))
+        if node is None or self.place in self.nodes[node]:
+            self.put(weights_of(self.run, number))
+
+    def put(self, state) -> None:
+        self.model.load_state_dict(state, strict=False)
 
     def load_part(self, number) -> None:
-        self.model.load_state_dict(part_of(self.run, number), strict=False)
+        self.put(part_of(self.run, number))
 
     def swap(self, number) -> None:
-        own = copy.deepcopy(self.model.state_dict())
-        self.model.load_state_dict(weights_of(self.run, number))
-        self.model.load_state_dict(own)
+        own = dict(zip(weights_of(self.run, number), self.tensors(), strict=True))
+        self.put(weights_of(self.run, number))
+        self.put(own)
 
     def write(self, number, node) -> None:
-        if node is None or self.rank in self.nodes[node]:
-            write(self.run, self.model, number)
+        if node is None or self.place in self.nodes[node]:
+            self.copy_by_hand(weights_of(self.run, number))
+
+    @torch.no_grad()
+    def copy_by_hand(self, weights) -> None:
+        for name, tensor in self.model.state_dict().items():
+            tensor.copy_(weights[name])
 
     def nudge(self, number, node) -> None:
-        if self.rank in self.nodes[node]:
+        if self.place in self.nodes[node]:
             nudge(self.model, number)
 
     def scale(self, factor) -> None:
@@ -336,14 +152,13 @@ class _Trainer:
         self.synchronized.resume(progress, buffers, exchange_state)
 
 
-class _Referee:
+class Referee:
     """All ranks of a run, played in turn by one process; `exact` tells where ranks must be equal to the last bit."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, parts=None) -> None:
         self.run, self.nodes = run, ragged(*run.sizes)
-        self.player = Player(
-            make_network(run), lambda model: make_optimizer(run, model), self.nodes, run.period, run.exchange
-        )
+        settings = {"period": run.period, "settings": run.exchange, "rows": run.network != "cut", "parts": parts}
+        self.player = Player(make_network(run), lambda model: make_optimizer(run, model), self.nodes, **settings)
         self.seen, self.exact = [], []
         self.is_refused = ""
 
@@ -363,13 +178,13 @@ class _Referee:
         self.exact.append(exact)
 
     def step(self, number, sizes) -> None:
-        batches = [batch_of(number, rank, size) for rank, size in enumerate(sizes)]
+        batches = [batch_of(self.run, number, rank, size) for rank, size in enumerate(sizes)]
         self.player.step([(x, count_of(x)) for x in batches], loss_of)
 
     @torch.no_grad()
     def look(self, number) -> None:
         for rank, model in enumerate(self.player.models):
-            model(batch_of(number, 60 + rank, 3))
+            model(batch_of(self.run, number, 60 + rank, 3))
 
     def evaluate(self) -> None:
         self.player.evaluate(lambda: self.look_at(exact=True))
@@ -389,9 +204,11 @@ class _Referee:
     def swap(self, number) -> None:
         pass
 
+    @torch.no_grad()
     def write(self, number, node) -> None:
         for rank in self.ranks_of(node):
-            write(self.run, self.player.models[rank], number)
+            for name, tensor in self.player.models[rank].state_dict().items():
+                tensor.copy_(weights_of(self.run, number)[name])
 
     def nudge(self, number, node) -> None:
         for rank in self.nodes[node]:
@@ -420,27 +237,32 @@ class _Referee:
 
 def judge(run: Run) -> str:
     """Returns how a run ended: 'equal', 'refused', or what is wrong."""
-    referee = _Referee(run)
+    return verdict(run, lambda: run_ranks(run.ranks, lambda party: Trainer(run, party).play(), limit_s=90.0))
+
+
+def verdict(run: Run, train: Callable[[], list], *, places: Sequence[int] | None = None, parts=None) -> str:
+    """Returns how a run ended that `train` makes; of cut networks `places` are the replicas of the ranks."""
+    referee = Referee(run, parts)
     referee.play()
     try:
-        found = run_ranks(run.ranks, lambda party: _Trainer(run, party).play(), limit_s=90.0)
+        found = train()
     except RankError as error:
         if not all(isinstance(one, EvenlyError) for one in error.errors):
             return f"wrong: not a typed error on all ranks: {error.errors}"
         return "refused" if referee.is_refused else f"wrong: refused: {error}"
     if referee.is_refused:
         return f"wrong: taken, though {referee.is_refused}"
-    return _compare(found, referee) or "equal"
+    return _compare(found, referee, places or range(run.ranks)) or "equal"
 
 
-def _compare(found, referee: _Referee) -> str:
+def _compare(found, referee: Referee, places: Sequence[int]) -> str:
     names = list(referee.player.models[0].state_dict())
-    for place, (row, exact) in enumerate(zip(referee.seen, referee.exact, strict=True)):
-        for rank, theirs in enumerate(row):
-            for name, a, b in zip(names, found[rank][place], theirs, strict=True):
-                if not torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-9):
-                    return f"wrong: rank {rank}, look {place}, {name}: {(a - b).abs().max():g}"
+    for look, (row, exact) in enumerate(zip(referee.seen, referee.exact, strict=True)):
+        for rank, place in enumerate(places):
+            for number, (name, ours, theirs) in enumerate(zip(names, found[rank][look], row[place], strict=True)):
+                if not torch.allclose(ours.double(), theirs.double(), rtol=1e-9, atol=1e-9):
+                    return f"wrong: rank {rank}, look {look}, {name}: {(ours - theirs).abs().max():g}"
                 is_own = referee.player.policies.get(name) == "keep"
-                if exact and not is_own and not torch.equal(a, found[0][place][names.index(name)]):
-                    return f"wrong: ranks 0 and {rank} differ in last bits, look {place}, {name}"
+                if exact and not is_own and not torch.equal(ours, found[0][look][number]):
+                    return f"wrong: ranks 0 and {rank} differ in last bits, look {look}, {name}"
     return ""

@@ -49,9 +49,12 @@ class Pending:
 
 
 class Player:
-    """All ranks of a run; `nodes` are the ranks of each node, or its replicas where networks are cut."""
+    """All ranks of a run; `nodes` are the ranks of each node, or its replicas where networks are cut.
 
-    def __init__(self, model, make_optimizer, nodes, period, settings, *, rows=True, parts=None) -> None:
+    Then `parts` are the elements of each fragment that travel together, as places in its vector.
+    """
+
+    def __init__(self, model, make_optimizer, nodes, *, period, settings, rows=True, parts=None) -> None:
         self.nodes, self.period, self.settings = nodes, period, settings
         count = sum(map(len, nodes))
         self.models = [copy.deepcopy(model) for _ in range(count)]
@@ -65,7 +68,7 @@ class Player:
         self.counts = [0] * len(self.pieces)
         self.pending: list[Pending] = []
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self.segments = refine(nodes)
+        self.segments, self.parts = refine(nodes), parts
         self._follow_settings()
         self.restarts, self.unverified = [0] * count, set()
         self.points = self._begin()
@@ -273,10 +276,10 @@ class Player:
         """Returns what nodes agree on for a fragment."""
         point, values = self.points[f], [self._flat(self.models[ranks[0]], f) for ranks in self.nodes]
         if self.codec is not None and not exact:
-            average = self._decoded(point, values, weights)
+            average = self._decoded(f, point, values, weights)
         else:
             average = sum(w * v for w, v in zip(weights, values, strict=True))
-            self._add_lost(point, average, weights)
+            self._add_lost(f, point, average, weights)
         for drift, value in zip(drifts, values, strict=True):
             drift[0] += float((value - average).square().sum())
             drift[1] += float(average.square().sum())
@@ -290,25 +293,25 @@ class Player:
             point.outer.step()
         return point.agreed.detach().clone()
 
-    def _parts(self, size):
-        """Yields the ranges of a vector that are averaged by other ranks, and the elements that each node sums."""
-        for number, segment in enumerate(self.segments):
-            start, stop = segment.range_of(size)
-            if start < stop:
-                yield number, start, stop, -(-(stop - start) // len(self.nodes))
+    def _parts(self, f, size):
+        """Yields the elements of a vector that travel together, and how many of them each node sums."""
+        ranges = [segment.range_of(size) for segment in self.segments]
+        whole = [torch.arange(*segment) for segment in ranges if segment[0] < segment[1]]
+        for number, elements in enumerate(whole if self.parts is None else self.parts[f]):
+            yield number, elements, -(-len(elements) // len(self.nodes))
 
-    def _decoded(self, point, values, weights) -> torch.Tensor:
+    def _decoded(self, f, point, values, weights) -> torch.Tensor:
         """Returns the average as codes bring it."""
         count, average, agreed = len(self.nodes), torch.empty_like(values[0]), point.agreed.detach()
 
         def decoded(vector):
             return self.codec.decode(self.codec.encode(vector), len(vector)).double()
 
-        for part, start, stop, piece in self._parts(len(agreed)):
+        for part, elements, piece in self._parts(f, len(agreed)):
             rows = torch.zeros(count, count, piece, dtype=torch.float64)  # from node, to node
             for node in range(count):
                 if weights[node]:
-                    rows[node].view(-1)[: stop - start] = values[node][start:stop] - agreed[start:stop]
+                    rows[node].view(-1)[: len(elements)] = (values[node] - agreed)[elements]
                     rows[node] += point.lost.get((part, node), 0.0)
             sums = []
             for owner in range(count):
@@ -324,19 +327,19 @@ class Player:
                         rows[node, o] * 0 if o == node else rows[node, o] - decoded(rows[node, o]) for o in range(count)
                     ]
                     point.lost[part, node] = torch.stack(left)
-            average[start:stop] = agreed[start:stop] + torch.cat(sums)[: stop - start]
+            average[elements] = agreed[elements] + torch.cat(sums)[: len(elements)]
         return average
 
-    def _add_lost(self, point, average, weights) -> None:
+    def _add_lost(self, f, point, average, weights) -> None:
         """Adds what codes have lost to an average without codes."""
-        for part, start, stop, piece in self._parts(len(average)):
+        for part, elements, piece in self._parts(f, len(average)):
             for node, weight in enumerate(weights):
                 if weight and (part, node) in point.lost:
-                    average[start:stop] += weight * point.lost.pop((part, node)).view(-1)[: stop - start]
+                    average[elements] += weight * point.lost.pop((part, node)).view(-1)[: len(elements)]
                 left = point.lost_sum.pop((part, node), None)
                 if left is not None:
-                    own = average[start:stop][node * piece :][:piece]
-                    own += left[: len(own)]
+                    own = elements[node * piece :][:piece]
+                    average[own] += left[: len(own)]
 
     def _average_all(self, samples) -> None:
         nodes, ranks = self._weights(samples)
