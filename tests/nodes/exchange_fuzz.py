@@ -102,7 +102,10 @@ class Trainer:
     def swap(self, number) -> None:
         own = dict(zip(weights_of(self.run, number), self.tensors(), strict=True))
         self.put(weights_of(self.run, number))
-        self.put(own)
+        if number % 2:
+            self.put(own)
+        else:
+            self.copy_by_hand(own)
 
     def write(self, number, node) -> None:
         if node is None or self.place in self.nodes[node]:
@@ -202,21 +205,22 @@ class Referee:
         self.player.load(part_of(self.run, number), range(self.run.ranks))
 
     def swap(self, number) -> None:
-        pass
+        self.player.swap(by_hand=number % 2 == 0)
 
-    @torch.no_grad()
     def write(self, number, node) -> None:
-        for rank in self.ranks_of(node):
-            for name, tensor in self.player.models[rank].state_dict().items():
-                tensor.copy_(weights_of(self.run, number)[name])
+        weights = weights_of(self.run, number)
+
+        def copy_by_hand(model) -> None:
+            for name, tensor in model.state_dict().items():
+                tensor.copy_(weights[name])
+
+        self.player.write(copy_by_hand, self.ranks_of(node))
 
     def nudge(self, number, node) -> None:
-        for rank in self.nodes[node]:
-            nudge(self.player.models[rank], number)
+        self.player.write(lambda model: nudge(model, number), self.nodes[node])
 
     def scale(self, factor) -> None:
-        for model in self.player.models:
-            scale(model, factor)
+        self.player.write(lambda model: scale(model, factor), range(self.run.ranks))
 
     def accept(self) -> None:
         self.player.accept()

@@ -73,7 +73,7 @@ class Player:
         self.restarts, self.unverified = [0] * count, set()
         self.points = self._begin()
         self.loaded = [set() for _ in self.models]
-        self.is_state_loaded = self.differs = False
+        self.is_state_loaded = self.differs = self.is_put_back = False
         self.seen = [Seen() for _ in nodes]
 
     # ---- training
@@ -103,7 +103,6 @@ class Player:
             self.exchange(due, waits=self.schedule.warms_up)
 
     def end_epoch(self) -> None:
-        self.take_loaded()
         if self.schedule.since and isinstance(self.period, EveryEpoch):
             self.exchange(range(len(self.pieces)))
 
@@ -128,6 +127,17 @@ class Player:
         for rank in ranks:
             self.models[rank].load_state_dict(state, strict=False)
             self.loaded[rank] |= state.keys()
+
+    def swap(self, *, by_hand) -> None:
+        """Loads other weights for a while and puts those that were there back."""
+        self.is_put_back = by_hand
+
+    @torch.no_grad()
+    def write(self, change, ranks) -> None:
+        """Changes weights by hand; those that were put back by hand after a load then count as loaded."""
+        for rank in ranks:
+            change(self.models[rank])
+            self.loaded[rank] |= self.models[rank].state_dict().keys() if self.is_put_back else set()
 
     def load_optimizer(self, change) -> None:
         for optimizer in self.optimizers:
@@ -173,7 +183,7 @@ class Player:
                 self.restarts[rank] += 1
         if self.keeps_points and any(names & self.trained for names in self.loaded):
             self.points, self.unverified = self._begin(), set(range(len(self.pieces)))
-        self.loaded, self.is_state_loaded = [set() for _ in self.models], False
+        self.loaded, self.is_state_loaded, self.is_put_back = [set() for _ in self.models], False, False
 
     @torch.no_grad()
     def evaluate(self, look) -> None:
