@@ -326,6 +326,7 @@ class Player:
         self.steps = self.since = 0
         self.pending = []  # exchanges to be merged: step, changes by rank
         self.is_poisoned = self.is_frozen = False
+        self.uses_frozen = False  # gradients since the last step were made with a parameter that is no longer trained
         self.forget()
         self.losses, self.counted = {}, set()
         self.foreign, self.is_local, self.has_averaged = False, False, False
@@ -359,7 +360,7 @@ class Player:
         if any(how != "model" for *_, how in found):
             self.foreign = True
             return
-        self.is_poisoned |= self.is_frozen
+        self.uses_frozen |= self.is_frozen
         averages = any(not paused for _, _, paused, _ in found)
         fresh = [number for number in numbers if number not in self.counted]
         self.counted |= set(fresh)
@@ -417,7 +418,7 @@ class Player:
 
     def clear(self, to_none) -> None:
         self.forget()
-        self.foreign = self.is_local = self.has_averaged = False
+        self.foreign = self.is_local = self.has_averaged = self.uses_frozen = False
 
     def clip(self, norm) -> None:
         for rank, gradients in enumerate(self.averaged):
@@ -428,7 +429,7 @@ class Player:
 
     def step(self) -> None:
         has_gradients = self.averaged[0] is not None
-        if self.foreign or self.is_local or (has_gradients and not self.has_averaged):
+        if self.foreign or self.is_local or self.uses_frozen or (has_gradients and not self.has_averaged):
             self.is_poisoned = True
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             gradients = self.averaged[rank] or [None] * len(list(model.parameters()))
@@ -541,7 +542,7 @@ class Player:
     add_group = _poison
 
     def freeze(self) -> None:
-        self.is_frozen = True  # what was averaged before may still be used
+        self.is_frozen = True  # what was averaged before may still be used, but not everywhere
 
     @property
     def is_first_alone(self) -> bool:
@@ -573,7 +574,7 @@ def judge(program: Program) -> str:
     except RankError as error:
         if not all(isinstance(one, EvenlyError) for one in error.errors):
             return f"wrong: not a typed error on all ranks: {error.errors}"
-        return "refused" if player.is_poisoned else f"wrong: refused: {error}"
+        return "refused" if player.is_poisoned or player.is_frozen else f"wrong: refused: {error}"
     if player.is_poisoned:
         return "wrong: what cannot be averaged was taken"
     for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):

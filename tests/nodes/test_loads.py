@@ -261,6 +261,7 @@ def test_copies_and_pickles_of_the_network_know_nothing_of_the_run():
             assert b"evenly" not in text
             assert not synchronized._exchanger._loads.any
         assert not any(part._load_state_dict_pre_hooks for part in model.modules())
+        assert not any(part._load_state_dict_post_hooks for part in model.modules())
 
     run_ranks(2, act)
 

@@ -1,5 +1,8 @@
 """Exchanges beside the training, in fragments, with an outer optimizer: each step equals a reference in one process."""
 
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ from evenly.nodes import join_nodes
 from evenly.spec import EveryEpoch, EverySteps, Exchange, Outer, period_of
 from tests.nodes.overlapped import Overlapped
 from tests.nodes.test_exactness import CLUSTERS, OPTIMIZERS, batches, compare, network, state_of
-from tests.ranks import cluster_of, ragged, run_ranks
+from tests.ranks import RankError, cluster_of, ragged, run_ranks
 
 
 def trained(party, nodes, make_optimizer, period, exchange, data):
@@ -186,3 +189,35 @@ def test_bad_numbers_are_refused():
     for wish in ({"overlap": -1}, {"fragments": 0}, {"state_every": 0}, {"optimizer_state": "halve"}):
         with pytest.raises(SpecError, match=next(iter(wish))):
             Exchange(**wish)
+
+
+def test_an_exchange_under_way_ends_with_the_rank_that_failed():
+    """The others hear of it before they come to the exchange, so that nobody would ever answer the one under way."""
+
+    def act(party):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"period": EverySteps(1), "exchange": Exchange(overlap=1, timeout_s=30.0)}
+        synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of(ragged(1, 1)), **settings)
+        x, y = batches(2, 1)[0][party.rank]
+        try:
+            for _ in range(2):
+                if party.rank == 1:
+                    wait_for(lambda: synchronized._alarm.has_failed)
+                nn.functional.cross_entropy(synchronized(x), y).backward()
+                optimizer.step()
+                optimizer.step()  # refused: these gradients were used
+        finally:
+            synchronized.close()
+
+    with pytest.raises(RankError) as raised:
+        run_ranks(2, act)
+    assert all(isinstance(error, SpecError) for error in raised.value.errors)
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name == "evenly-exchange"])
+
+
+def wait_for(is_so, limit_s=5.0):
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

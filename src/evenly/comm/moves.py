@@ -97,6 +97,10 @@ class Waiter:
 
     def _listen(self, waited_s: float, *, meeting: bool) -> None:
         self.alarm.check()
+        if not self._tells and self.alarm.has_rung:  # the others may have heard of it before they came here
+            raise PeerError(
+                f"rank {self.alarm.party.rank} has failed and waits no longer at {self.place}. Look at its own error."
+            )
         self.alarm.require_store()
         if meeting and self._tells and waited_s > min(QUIET_S, self.timeout_s / 4):
             self.alarm.waiting(self.place, self.step)

@@ -111,7 +111,8 @@ class Averager(ABC):
                         merged = {name: value for name, value in trip.arrived.buffers.items() if name not in loaded}
                         self.buffers.put(merged, trip.snapshot, change=trip.cargo.change)
                 if self._schedule.since or self._trips:
-                    self._average_now(parameters=True, samples=self.samples)
+                    is_new = loaded >= {entry.home for entry in entries}  # no samples are behind it, as in finish()
+                    self._average_now(parameters=True, samples=0.0 if is_new else self.samples)
                 else:
                     self._average_rest()
             with self._loads.aside():

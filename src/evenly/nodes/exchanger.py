@@ -78,12 +78,15 @@ class Exchanger(Averager):
         self._device = next(module.parameters(), torch.empty(0)).device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has no annotation here
 
-    def begin(self) -> None:
-        """Remembers the values with which all nodes start, or go on after parts have changed hands."""
+    def begin(self, *, verified: bool = True) -> None:
+        """Remembers the values with which all nodes start, or go on after parts have changed hands.
+
+        If not `verified`, the next exchange makes sure that they are the same everywhere.
+        """
         self._contents.forget()
         self._loads.forget()
         if self._points.are_kept:
-            self._points.begin(self._contents.load(range(self._settings.fragments)).parts)
+            self._points.begin(self._contents.load(range(self._settings.fragments)).parts, verified=verified)
 
     @property
     def samples(self) -> float:
@@ -210,8 +213,10 @@ class Exchanger(Averager):
 
     def progress(self) -> dict[str, Any]:
         """Returns where this rank stands between exchanges."""
+        self.take_loaded()  # samples before a load no longer count
         self._pace.drop()  # a checkpoint is made
-        return {"samples": list(self._samples), "counts": list(self._counts), "seen": list(self._seen.row[1:])}
+        counted = {"samples": list(self._samples), "counts": list(self._counts)}
+        return {**counted, "seen": list(self._seen.row[1:]), "differs": self._differs}
 
     def state(self) -> dict[str, Any]:
         """Returns all tensors that a checkpoint needs to go on inside a period, with what is under way."""
@@ -234,6 +239,7 @@ class Exchanger(Averager):
         self._samples = samples if len(samples) == count else [max(samples)] * count
         self._counts = counts if len(counts) == count else [max(counts)] * count
         self._seen = Seen(0.0, *progress["seen"])
+        self._differs = progress.get("differs", False)
         self.buffers.learn(agreed)
         self._loads.forget()
         settings = self._bound_settings()
@@ -244,7 +250,7 @@ class Exchanger(Averager):
                 raise CheckpointError(
                     f"the checkpoint was made between two exchanges, {case}. Go on with those to the next exchange."
                 )
-            self.begin()
+            self.begin(verified=False)
             return
         self._restarts = state["restarts"]
         self._points.resume(state["points"])

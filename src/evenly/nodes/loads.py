@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
@@ -20,12 +20,18 @@ class _Noted:
     tensor: torch.Tensor
     before: torch.Tensor
     times: int
+    was_same: bool = False  # the last load has left these values
 
     def is_undone(self, now: torch.Tensor | None) -> bool:
-        """Returns whether the last load has put back what was there before."""
-        if now is None or now.shape != self.before.shape:
-            return False
-        return self.times > 1 and same(now.detach(), self.before)
+        """Returns whether what was there before was put back, by another load or by hand.
+
+        What is written by hand after a load that has put it back is no load; nor is one that changes nothing undone.
+        """
+        return self.times > 1 if self.was_same else self.is_same(now)
+
+    def is_same(self, now: torch.Tensor | None) -> bool:
+        """Returns whether a tensor has the values from before."""
+        return now is not None and now.shape == self.before.shape and same(now.detach(), self.before)
 
 
 class Loads:
@@ -48,7 +54,7 @@ class Loads:
     def changed(self) -> set[str]:
         """Returns the names of parameters and buffers that were loaded.
 
-        What was put in for a while and taken out again, by two loads or more without a step between, was not.
+        What was put in for a while and taken out again without a step between was not.
         """
         every: dict[str, torch.Tensor] = dict(self._module.named_buffers(remove_duplicate=False))
         every |= self._module.named_parameters(remove_duplicate=False)
@@ -101,13 +107,19 @@ class Loads:
                 before = tensor.detach().clone() if known is None else known.before
                 self._noted[name] = _Noted(tensor, before, 1 if known is None else known.times + 1)
 
+    def note_end(self, prefix: str, part: torch.nn.Module) -> None:
+        """Looks at what a load has put into the tensors of `part`."""
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if (noted := self._noted.get(f"{prefix}{key}")) is not None:
+                self._noted[f"{prefix}{key}"] = replace(noted, was_same=noted.is_same(tensor))
+
     def note_optimizer(self) -> None:
         """Remembers that the optimizer was loaded."""
         self._of_optimizer = True
 
 
 class _ModuleHook:
-    """Called before a module loads its own tensors.
+    """Called before a module loads its own tensors, and with two arguments after it.
 
     In copies and pickles of the network it becomes a function of the standard library that does nothing, so that they
     know neither this run nor this library.
@@ -119,10 +131,16 @@ class _ModuleHook:
         # networks are shallow copies, whose hooks would be those of the uncut network too.
         part._load_state_dict_pre_hooks = OrderedDict(part._load_state_dict_pre_hooks)
         part._load_state_dict_pre_hooks[-id(self)] = self
+        part._load_state_dict_post_hooks = OrderedDict(part._load_state_dict_post_hooks)
+        part._load_state_dict_post_hooks[-id(self)] = self
 
-    def __call__(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def __call__(self, state: Any, prefix: Any, *rest: Any) -> None:
         owner, part = self._owner(), self._part()
-        if owner is not None and part is not None:
+        if owner is None or part is None:
+            return
+        if not rest:
+            owner.note_end(self._prefix, part)
+        else:
             keys = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
             owner.note(self._prefix, part, keys)
 
@@ -131,6 +149,7 @@ class _ModuleHook:
         part = self._part()
         if part is not None:
             part._load_state_dict_pre_hooks.pop(-id(self), None)
+            part._load_state_dict_post_hooks.pop(-id(self), None)
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")

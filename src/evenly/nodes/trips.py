@@ -71,7 +71,9 @@ class Trip:
             raise CheckpointError("an exchange that is under way cannot be saved. Wait until it has arrived.")
         carried = arrived.carried
         return {
-            **{name: getattr(self, name) for name in ("number", "begun", "due", "steps", "snapshot")},
+            **{
+                name: getattr(self, name) for name in ("number", "begun", "due", "steps", "snapshot", "is_state_loaded")
+            },
             "fragments": list(self.fragments),
             "stateful": list(self.stateful),
             "pieces": self.cargo.saved(),
@@ -112,6 +114,7 @@ def restored(saved: dict[str, Any], cargo: Cargo, place: str, device: torch.devi
         cargo=cargo,
         snapshot=_moved(saved["snapshot"], device),
         arrived=arrived,
+        is_state_loaded=saved.get("is_state_loaded", False),
     )
 
 

@@ -1,0 +1,156 @@
+"""Random runs of networks cut over ranks with any form of exchange; replicas stand where else ranks do."""
+
+import random
+from functools import cache
+
+import torch
+
+from evenly.comm import placement_of
+from evenly.graph import follow
+from evenly.nodes import join_nodes
+from evenly.planner import lay_out
+from evenly.shards import join_shards, load_full_state_dict
+from evenly.shards.optim import state_placement
+from tests.nodes import exchange_programs
+from tests.nodes.exchange_fuzz import Trainer, verdict
+from tests.nodes.exchange_programs import Run, count_of, make_network, make_optimizer
+from tests.ranks import cluster_of, ragged, run_ranks
+
+SHARES = (  # of each replica of each node; None is a rank with the whole network
+    [[[2, 1]], [[1, 1]]],
+    [[[1, 2]], [None]],
+    [[[1, 1], None], [[3, 1]]],
+    [[[70, 25, 5]], [None]],
+)
+
+
+def make(seed: int) -> tuple[Run, list]:
+    """Returns the run of a seed, and the shares of its replicas."""
+    shares = random.Random(seed).choice(SHARES)
+    sizes = tuple(len(node) for node in shares)
+    return exchange_programs.make(seed, sizes=sizes, network="cut"), shares
+
+
+@cache
+def traced(seed: int):
+    """Returns the network followed, of which replicas take copies."""
+    run = Run(0, (1,), None, None, "cut", "sgd")
+    return follow(make_network(run, seed=seed), torch.zeros(4, 2, 4, 4).double())
+
+
+class CutTrainer(Trainer):
+    """One rank that holds a part of a replica."""
+
+    def __init__(self, run: Run, party, shares) -> None:
+        flat = [replica for node in shares for replica in node]
+        counts = [len(replica or [1]) for replica in flat]
+        replicas, self.shares = ragged(*counts), shares
+        self.run, self.party, self.nodes = run, party, ragged(*run.sizes)
+        self.place = next(place for place, ranks in enumerate(replicas) if party.rank in ranks)
+        own, self.sharded = flat[self.place], None
+        if own is None:
+            self.model = make_network(run, seed=self.place)
+        else:
+            network = traced(self.place)
+            layout = lay_out(network.graph, [float(share) for share in own])
+            among = party.among(replicas[self.place], f"replica{self.place}")
+            self.model = self.sharded = join_shards(network, layout, party=among, timeout_s=30)
+        self.ranks = [[rank for place in node for rank in replicas[place]] for node in self.nodes]
+        self.optimizer = make_optimizer(run, self.model)
+        self.restarts, self.seen, self.exchange = 0, [], run.exchange
+        self.join()
+
+    def join(self) -> None:
+        self.synchronized = join_nodes(
+            self.model,
+            self.optimizer,
+            party=self.party.chapter(f"run{self.restarts}"),
+            cluster=cluster_of(self.ranks),
+            period=self.run.period,
+            exchange=self.exchange,
+            count=count_of,
+            state_placement=state_placement,
+        )
+
+    @torch.no_grad()
+    def parts(self) -> list[tuple[int, torch.Tensor]]:
+        """Returns what this rank speaks for at exchanges: fragments, and numbers of elements; ends the run."""
+        begin = 0
+        for name, full in traced(0).model.named_parameters():
+            numbers = torch.arange(begin, begin + full.numel()).view(full.shape).double()
+            tensor, begin = self.named()[name], begin + full.numel()
+            placement = placement_of(tensor)
+            tensor.copy_(numbers if placement is None else placement.part(numbers))
+        cargo = self.synchronized._exchanger._contents.load(range(self.exchange.fragments))
+        found = [(int(part.key.split("/")[0]), part.values.long()) for part in cargo.parts]
+        self.close()
+        return found
+
+    def close(self) -> None:
+        self.synchronized.close()
+        if self.sharded is not None:
+            self.sharded.close()
+            self.sharded.wire.group = self.sharded._stage.group = None  # now: a rank may wait there for another
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's tensors by the names they have in the whole network."""
+        found = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return {name: found[name] for name in traced(0).model.state_dict()}
+
+    def tensors(self) -> list[torch.Tensor]:
+        found = [(tensor.detach(), placement_of(tensor)) for tensor in self.named().values()]
+        return [tensor.clone() if placement is None else placement.full(tensor).clone() for tensor, placement in found]
+
+    def put(self, state) -> None:
+        if self.sharded is None:
+            super().put(state)
+        else:
+            load_full_state_dict(self.sharded, state, strict=False)
+
+    @torch.no_grad()
+    def copy_by_hand(self, weights) -> None:
+        for name, tensor in self.named().items():
+            placement = placement_of(tensor)
+            tensor.copy_(weights[name] if placement is None else placement.part(weights[name]))
+
+    @torch.no_grad()
+    def restart(self, codec) -> None:
+        """Goes on in a new object from what a checkpoint holds, with the same cut."""
+        before = self.synchronized
+        before.come_together()
+        progress, exchange_state = before.progress(), before.exchange_state()
+        buffers = {name: buffer.clone() for name, buffer in before.agreed_buffers.items()}
+        kept = [(tensor, tensor.detach().clone()) for tensor in self.named().values()]
+        before.close()
+        self.restarts += 1
+        if codec is not None:
+            self.exchange = self.exchange.model_copy(update={"codec": codec})
+        self.join()
+        for tensor, value in kept:
+            tensor.copy_(value)
+        self.synchronized.resume(progress, buffers, exchange_state)
+
+
+def parts_of(run: Run, shares: list) -> list[list[torch.Tensor]]:
+    """Returns for each fragment the elements that travel together, as places in the vector of the fragment."""
+    found = run_ranks(sum(len(r or [1]) for node in shares for r in node), lambda p: CutTrainer(run, p, shares).parts())
+    first = found[: sum(len(replica or [1]) for replica in shares[0])]  # of node 0: each element has one owner there
+    fragments = []
+    for fragment in range(run.exchange.fragments):
+        parts = [elements for rank in first for number, elements in rank if number == fragment]
+        order = {element: place for place, element in enumerate(sorted(torch.cat(parts).tolist()))}
+        fragments.append([torch.tensor([order[element] for element in part.tolist()]) for part in parts])
+    return fragments
+
+
+def judge(run: Run, shares: list) -> str:
+    """Returns how a run ended: 'equal', 'refused', or what is wrong."""
+    replicas = [replica for node in shares for replica in node]
+    places = [place for place, replica in enumerate(replicas) for _ in replica or [1]]
+    for place in range(len(replicas)):
+        traced(place)  # here: threads would trace at once
+
+    def train() -> list:
+        return run_ranks(len(places), lambda party: CutTrainer(run, party, shares).play(), limit_s=90.0)
+
+    return verdict(run, train, places=places, parts=parts_of(run, shares))
