@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import MismatchError
+from evenly._errors import EvenlyError, MismatchError
 from evenly.comm import MOVES, Party
 from evenly.graph import follow
+from evenly.nodes import join_nodes
 from evenly.planner import lay_out
 from evenly.session import verifying
 from evenly.session.verifying import verify_on_first_batch
 from evenly.shards import checking, join_shards
-from evenly.spec import Role
-from tests.ranks import RankError, run_ranks
+from evenly.shards.optim import state_placement
+from evenly.spec import Exchange, Role, period_of
+from tests.ranks import RankError, cluster_of, run_ranks
 
 LOCK = threading.Lock()  # fx patches modules while it traces
 
@@ -126,3 +128,65 @@ def test_where_it_cannot_be_compared_the_run_goes_on(
     run_ranks(len(shares), act)
     assert any(reason in text for text in caplog.messages)
     assert all("not compared" in text for text in caplog.messages)
+
+
+REPLICAS = (((0, 1), (2, 1)), ((2, 3, 4), (1, 0, 3)))  # ranks that hold one network, and their shares
+
+
+def train_replicas(party: Party, verify: bool, autocast: bool = False) -> list[torch.Tensor]:
+    """Returns the parts after some steps of two replicas of one node, which average their gradients."""
+    number = 0 if party.rank in REPLICAS[0][0] else 1
+    ranks, shares = REPLICAS[number]
+    dtype = torch.float32 if autocast else torch.float64
+    with LOCK:
+        model = network(dtype)
+        model[3].p = 0.0
+        traced = follow(copy.deepcopy(model), batch(dtype, 0))
+    layout = lay_out(traced.graph, shares)
+    sharded = join_shards(traced, layout, party=party.among(ranks, f"replica{number}"), timeout_s=30)
+    if verify:
+        verify_on_first_batch(model, sharded, None)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.05)
+    joined = join_nodes(
+        sharded, optimizer, party=party, cluster=cluster_of([[0, 1, 2, 3, 4]]), period=period_of(2),
+        exchange=Exchange(timeout_s=30.0), state_placement=state_placement,
+    )  # fmt: skip
+    try:
+        for step in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = joined(batch(dtype, 2 * step + number)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [x.detach().clone() for x in (*sharded.parameters(), *sharded.buffers())]
+    finally:
+        joined.close()
+        sharded.close()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float64", "autocast"])
+def test_replicas_that_are_cut_differently_are_compared_each_and_train_as_without(
+    autocast: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=verifying.__name__)
+    truth = run_ranks(5, train_replicas, False, autocast)
+    assert not caplog.messages
+    found = run_ranks(5, train_replicas, True, autocast)
+    for mine, other in zip(found, truth, strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(mine, other, strict=True))
+    assert sum("the same as the uncut one" in text for text in caplog.messages) == 5
+
+
+def test_one_replica_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = verifying.take_weights
+
+    def spoiled(model: nn.Module, sharded: Any) -> None:
+        plain(model, sharded)
+        if len(sharded.layout.shares) == 3:
+            nn.init.zeros_(model[0].bias)
+
+    monkeypatch.setattr(verifying, "take_weights", spoiled)
+    with pytest.raises(RankError) as caught:
+        run_ranks(5, train_replicas, True)
+    assert all(isinstance(error, EvenlyError) for error in caught.value.errors)
+    assert all(isinstance(error, MismatchError) for error in caught.value.errors[2:])

@@ -1,7 +1,7 @@
 """Whether a cut network computes what the uncut one does: outputs, gradients, buffers, parameters after a step."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -235,7 +235,7 @@ class _Trial:
         passes = sharded._dice.passes
         devices = {device for device in (self._device, _device(self._model)) if device.type == "cuda"}
         try:
-            with torch.random.fork_rng(devices=list(devices)):
+            with torch.random.fork_rng(devices=list(devices)), _without_hooks(sharded.parameters()):
                 yield
         finally:
             with torch.no_grad():
@@ -268,6 +268,21 @@ def _row(what: str, gaps: Mapping[str, float]) -> Row:
     where = max(gaps, key=lambda name: gaps[name], default="")
     worst = gaps.get(where, 0.0)
     return Row(what, len(gaps), worst, where if worst else "")
+
+
+@contextmanager
+def _without_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Has no hook on a parameter run inside: one may average gradients with networks that see other batches."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")  # torch's own dicts, which its engine reads
+    held = [hooks for p in parameters for name in names if (hooks := getattr(p, name, None))]
+    kept = [(hooks, list(hooks.items())) for hooks in held]
+    for hooks in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, entries in kept:
+            hooks.update(entries)
 
 
 def _weighted_sum(outputs: Any) -> torch.Tensor | None:

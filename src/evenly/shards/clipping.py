@@ -10,7 +10,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from evenly._errors import NonFiniteError, SpecError
 from evenly.comm import Pending, Wire
-from evenly.shards.guard import PartGradient, apart, guard, part_of, trial, unguard
+from evenly.shards.guard import apart, guard, trial, unguard
+from evenly.shards.parts import is_part, part_of
 from evenly.shards.placement import Placement, is_retired, placement_of
 
 _FULL = "_evenly_is_full"  # a mark on norms of full gradients
@@ -87,8 +88,8 @@ def clip_grad_norm_(
             f"gradients were to be clipped to a norm of {max_norm}, but their norm of order {norm_type} is "
             f"{total.item()}. Look for what made it so, or give error_if_nonfinite=False to scale by it anyway."
         )
-    guarded = [parameter for parameter in given if type(parameter.grad) is PartGradient]
-    unguard(guarded)
+    guarded = [parameter for parameter in given if is_part(parameter)]
+    unguard(given)
     clip_grads_with_norm_(given, max_norm, total)
     guard(apart(guarded))
     return total
@@ -108,7 +109,7 @@ def widen_clipping() -> None:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        guarded = [tensor for tensor in given if type(tensor) is PartGradient]
+        guarded = [tensor for tensor in given if is_part(tensor)]
         if not guarded or any(part_of(tensor) is None for tensor in guarded):  # which refuse
             return norm(given, norm_type, error_if_nonfinite, foreach)
         total = _total_norm([(tensor, part_of(tensor)) for tensor in given], norm_type)
@@ -124,7 +125,7 @@ def widen_clipping() -> None:
     ) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         cut = [(parameter, own) for parameter, own in apart(given) if parameter.grad is not None]
-        if any(type(parameter.grad) is not PartGradient for parameter, _ in cut) and not hasattr(total_norm, _FULL):
+        if any(not is_part(parameter) for parameter, _ in cut) and not hasattr(total_norm, _FULL):
             raise SpecError(
                 "torch's clipping by norm was called for parameters that are cut over ranks, with gradients that no "
                 "backward of the network left there, so that the norm would be that of one rank's parts. Use "

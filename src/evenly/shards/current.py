@@ -11,6 +11,7 @@ from torch import nn
 from evenly._errors import MismatchError, SpecError
 from evenly.graph import Change, Traced, Watch, follow
 from evenly.shards.cutting import hollow_tree
+from evenly.shards.guard import Apart, apart, guard
 from evenly.shards.placement import place, placement_of
 
 Modes = tuple[bool, ...]  # of all modules, in order
@@ -36,8 +37,10 @@ class Current:
         self._take(traced)
 
     def place(self) -> None:
-        """Remembers the tensors as they lie now."""
+        """Remembers the tensors as they lie now, and guards those that are parts."""
         named = _named(self._network)
+        self.cut: Apart = apart({id(tensor): tensor for tensor in named.values()}.values())
+        guard(self.cut)
         self._placements = {name: placement_of(tensor) for name, tensor in named.items()}
         self._shapes = [(name, tensor, tensor.shape) for name, tensor in named.items()]
 

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
 from evenly.shards.cutting import homes
+from evenly.shards.guard import unguard
 from evenly.shards.optim import state_placement
 from evenly.shards.placement import Placement, place, placement_of, retire
 from evenly.shards.program import Program
@@ -54,6 +55,7 @@ def reshard(model: Sharded, optimizer: torch.optim.Optimizer, layout: Layout) ->
             f"{list(layout.members)}, or for another network. Make a layout for the same network and ranks."
         )
     model._require_open()
+    unguard([*model.parameters(), *model.buffers()])
     program = model._program
     if program is not None:
         with model.wire.telling():

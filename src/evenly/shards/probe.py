@@ -14,7 +14,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from evenly._errors import SpecError
 from evenly.comm import first_line
 from evenly.shards.clipping import widen_clipping
-from evenly.shards.guard import Apart, apart, called_by_us, guard, trial, unguard
+from evenly.shards.guard import Apart, apart, guard, trial, unguard
+from evenly.shards.parts import PartParameter, called_by_us
 from evenly.shards.placement import placement_of
 from evenly.shards.trials import EXACT, RAMP, SCALES, compare
 from evenly.shards.twin import (
@@ -108,7 +109,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return None
 
     def led(value: Any) -> Any:
-        return _unguarding(value, known.held) if callable(value) else value
+        return _guarding(value, known) if callable(value) else value
 
     return (optimizer, *map(led, args[1:])), {key: led(value) for key, value in kwargs.items()}
 
@@ -119,12 +120,13 @@ def _after_step(optimizer: Optimizer, _: Any, __: Any) -> None:
         guard(known.cut)
 
 
-def _unguarding(closure: Callable[..., Any], held: list[torch.Tensor]) -> Callable[..., Any]:
-    """Returns the closure, followed by what lets the optimizer have its gradients."""
+def _guarding(closure: Callable[..., Any], known: _Checked) -> Callable[..., Any]:
+    """Returns the closure, with parameters that are guarded inside and plain again for the optimizer."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        guard(known.cut)
         loss = closure(*args, **kwargs)
-        unguard(held)
+        unguard(known.held)
         return loss
 
     return run
@@ -225,18 +227,19 @@ class _OutOfReachParameter(torch.nn.Parameter):
 @contextmanager
 def _left_alone(optimizer: Optimizer) -> Iterator[None]:
     """Keeps the network's parameters out of reach and random numbers as they are while copies are tried."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if type(p) is torch.nn.Parameter]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    kinds = {p: type(p) for p in held if type(p) in (torch.nn.Parameter, PartParameter)}
     chance = random.getstate()
-    devices = sorted({p.device.index or 0 for p in parameters if p.is_cuda})
+    devices = sorted({p.device.index or 0 for p in kinds if p.is_cuda})
     with _lock:
         try:
-            for parameter in parameters:
+            for parameter in kinds:
                 parameter.__class__ = _OutOfReachParameter
             with torch.random.fork_rng(devices=devices):
                 yield
         finally:
-            for parameter in parameters:
-                parameter.__class__ = torch.nn.Parameter  # as torch does with lazy ones
+            for parameter, kind in kinds.items():
+                parameter.__class__ = kind  # as torch does with lazy ones
             random.setstate(chance)
 
 

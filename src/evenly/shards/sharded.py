@@ -16,14 +16,14 @@ from evenly.comm import Traffic, Wire, close_groups, first_line
 from evenly.graph import Traced, refuse_strange_tensors
 from evenly.shards.chance import Dice
 from evenly.shards.current import Current
-from evenly.shards.guard import Apart, apart, guard_after_backward
+from evenly.shards.guard import apart, guard, unguarded
 from evenly.shards.ops import hollow
 from evenly.shards.placement import place, placement_of
 from evenly.shards.program import Program
 from evenly.spec.layout import Layout
 
 OWN = {"layout", "wire", "_dice", "_signature", "_shapes", "_stage", "_source", "_has_audience", "_program", "_plain"}
-OWN |= {"_stand", "_passes", "_is_closed", "_network", "_current", "_cut", "on_first_batch"}
+OWN |= {"_stand", "_passes", "_is_closed", "_network", "_current", "on_first_batch"}
 
 
 class Sharded(nn.Module):
@@ -70,7 +70,6 @@ class Sharded(nn.Module):
         self._stand = (0, False, 0)  # the samples, the mode and the trace of the last pass
         self._is_closed = False
         self.on_first_batch: Callable[[Mapping[str, Any]], None] | None = None  # is given the arguments of forward
-        self._cut: Apart = []  # parameters, as the last call found them
         self._network = [local]  # no child of this one; it keeps the attributes of the network
 
     def __getattr__(self, name: str) -> Any:
@@ -114,7 +113,7 @@ class Sharded(nn.Module):
             plain.training = self.training
             return plain(*args, **kwargs)
         self._require_open()
-        with self.wire.telling():
+        with self.wire.telling(), unguarded(self._current.cut):
             bound = self._bind(args, kwargs)
             self._check(bound)
             asks = any(isinstance(value, torch.Tensor) and value.requires_grad for value in bound.values())
@@ -128,7 +127,6 @@ class Sharded(nn.Module):
             self._agree_on_batch(bound)
             self._meet_first_batch(bound)
             result = self._program.run(bound) if self._program is not None else None
-            guard_after_backward(result, self._cut)
             return self._tell(result) if self._has_audience else result
 
     def _meet_first_batch(self, given: Mapping[str, Any]) -> None:
@@ -179,13 +177,12 @@ class Sharded(nn.Module):
         named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
         known = {name: placement_of(tensor) for name, tensor in named}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no annotation here
-        for name, tensor in (
-            *self.named_parameters(remove_duplicate=False),
-            *self.named_buffers(remove_duplicate=False),
-        ):
+        named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        for name, tensor in named:
             found = known[name]
             if found is not None:
                 place(tensor, found)
+        guard(apart(tensor for _, tensor in named))
         return self
 
     @property
@@ -286,7 +283,6 @@ class Sharded(nn.Module):
                 f"the argument {strange[0]!r} was not in the example with which the network was sharded. "
                 "Give an example with all arguments."
             )
-        self._cut = apart(self.parameters())
 
     def _check_batches(self, given: Mapping[str, Any]) -> None:
         """Inputs that are cut along the batch together must have one number of samples."""
