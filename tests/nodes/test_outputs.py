@@ -3,6 +3,7 @@
 import collections
 import gc
 import pickle
+import threading
 from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -221,11 +222,14 @@ def test_losses_that_the_module_keeps_are_weighted_by_their_batch(fill):
 
 
 def test_copies_of_gradients_are_freed_at_the_end_of_backward():
+    both_done = threading.Barrier(2)
+
     def act(party):
         model = nn.Linear(1000, 3, bias=False).bfloat16()
         synchronized, _ = join(party, ragged(2), model, every=50)
         with closing(synchronized):
             synchronized(torch.ones(2 + party.rank, 1000, dtype=torch.bfloat16)).float().mean().backward()
+            both_done.wait(timeout=30)  # objects of all threads are looked at
             gc.collect()
             return [
                 tensor.dtype

@@ -1,6 +1,7 @@
 """find_unused_parameters: any part of the network may be used by any rank in any micro-batch, as on one device."""
 
 import os
+import random
 import subprocess
 import sys
 from contextlib import closing, nullcontext
@@ -119,9 +120,34 @@ def test_a_batch_without_samples_uses_nothing():
         [[("t0", 2)], [("t1", 0)]],
         [[("t0", 2), ("t2", 0)], [("t1", 3), ("t0", 0)]],
         [[("t01", 2)], [("t0", 0), ("t0", 3)]],
+        [[("012", 0), ("0", 4)], [("t012", 0), ("t2", 1)]],
     ]
     found = train(steps, count=lambda x, used: 0 if len(x) == 7 else len(x))
     assert_same(found, reference(steps))
+
+
+def random_steps(seed):
+    draw = random.Random(seed)
+    ranks = draw.choice([2, 3])
+
+    def micro_batch():
+        used = "".join(sorted(draw.sample("012", draw.randint(1, 3))))
+        return draw.choice(["t", ""]) + used, draw.randint(0, 5)
+
+    steps = [
+        [[micro_batch() for _ in range(draw.randint(1, 4))] for _ in range(ranks)] for _ in range(draw.randint(1, 3))
+    ]
+    for by_rank in steps:
+        by_rank[0].append(("t0", 2))  # somebody has samples
+    return steps
+
+
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(100, 400), marks=pytest.mark.slow)])
+def test_random_uses_of_heads(seeds):
+    for seed in seeds:
+        steps = random_steps(seed)
+        found = train(steps, count=lambda x, used: 0 if len(x) == 7 else len(x))
+        assert_same(found, reference(steps))
 
 
 def test_ranks_that_are_nodes_of_their_own_leave_unused_gradients_none():
@@ -261,7 +287,12 @@ for text in run_ranks(2, overlapping):
 """
 
 
-@pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
+def test_parameters_left_out_are_known_of_300():
+    exec(MANY, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["INFO", "DETAIL"])
 def test_parameters_left_out_are_known_whatever_torch_prints(level):
     environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": level}
     done = subprocess.run([sys.executable, "-c", MANY], env=environment, capture_output=True, text=True, timeout=100)

@@ -22,7 +22,7 @@ class Forward:
         self._log = weakref.ref(log)  # a graph that somebody keeps does not keep the network
         self.samples = samples
         self.is_averaged = is_averaged  # not made inside no_sync()
-        self.number = sequence_number()  # what it computes has this one or a later one
+        self.number: int | None = None  # of autograd, before it ran, where it may keep tensors in modules
         self.has_counted = False  # a backward through it was complete, so its samples are counted
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -62,12 +62,19 @@ class ForwardLog:
         """Returns the record of a forward that is about to run."""
         if not in_backward():
             self._task, self._members = NO_TASK, []  # of a backward that has failed
-        return Forward(self, samples, is_averaged=is_averaged)
+        forward = Forward(self, samples, is_averaged=is_averaged)
+        if self._kept.is_due:
+            forward.number = sequence_number()
+        return forward
 
     def watch(self, forward: Forward, output: Any, *, given: Sequence[Any] = ()) -> None:
         """Lets `forward` notice every backward through its outputs; what it was `given` belongs to others."""
         outputs = Outputs(output)
-        for tensor in (*outputs.tensors, *self._kept.since(forward.number)):
+        if forward.number is None:
+            self._kept.skip()
+        else:
+            outputs.tensors.extend(self._kept.since(forward.number))
+        for tensor in outputs.tensors:
             if tensor.grad_fn is not None and not any(tensor is value for value in given):
                 tensor.register_hook(forward)  # type: ignore[no-untyped-call]  # torch has no annotation here
                 self._alive.add(forward)

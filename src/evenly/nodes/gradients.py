@@ -79,11 +79,13 @@ class NodeGradients(Gradients):
 
     def _settle(self) -> None:
         """Runs at the end of a complete backward, when all gradients are averaged."""
+        unused = self._without_gradient
         if self._averaging is not None:
-            for place in self._averaging.unused(self._without_gradient):
-                self._trained[place].grad = None  # DDP has put zeros there
+            unused = self._averaging.unused(unused)
             self._averaging.release()
-        self._averaging = None
+        for place in unused:
+            self._trained[place].grad = None  # DDP has put zeros there
+        self._averaging, self._without_gradient = None, []
         self._note_gradients()
         self._arm()
 
@@ -156,6 +158,7 @@ class NodeGradients(Gradients):
             raise self._told(SpecError(self._incomplete("backward()", self._named(self._left))))
         is_borrowed = self._is_borrowed(forwards)
         held = self._held(is_borrowed=is_borrowed) if self._finds_unused else []
+        self._without_gradient = [place for place, is_held in enumerate(held) if not is_held] if held else []
         if is_borrowed:
             for parameters, gradients in self._buckets:
                 self._restore(parameters, gradients)
@@ -181,7 +184,6 @@ class NodeGradients(Gradients):
         averaging.close(device, held)
         ranks = self._group.size()
         self.sent_bytes += 2 * (ranks - 1) * averaging.nbytes // ranks
-        self._without_gradient = [place for place, is_held in enumerate(held) if not is_held] if held else []
         self._latest = averaging
         self._was_averaged(averaging.samples, uncounted([*self._log.reached_since(), *forwards]))
 
@@ -226,6 +228,9 @@ class NodeGradients(Gradients):
             untouched = set(map(id, self._untouched()))
             given = [p for p in self._trained if p.grad is not None and id(p) not in untouched]
             self._restore(given, [p.grad for p in given if p.grad is not None])
+            for parameter in given:
+                if id(parameter) not in (self._before or {}):
+                    parameter.grad = None  # as it was
         self._before = None
         self._kept_local(forwards)
         self._log.complete()

@@ -102,16 +102,23 @@ class KeptTensors:
         self._places: dict[tuple[int, str], tuple[weakref.ref[torch.nn.Module], str]] = {}
         self._forwards = 0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next forward may keep something, or modules are searched after it."""
+        return bool(self._places) or self._forwards & (self._forwards + 1) == 0  # the forwards 1, 2, 4, 8 and so on
+
     def since(self, number: int) -> list[torch.Tensor]:
-        """Returns those that were computed after autograd's sequence number was `number`."""
+        """Returns those that were computed after autograd's sequence number was `number`; counts a forward."""
         self._forwards += 1
         module = self._module()
-        if module is not None and self._forwards & (self._forwards - 1) == 0:  # a power of two
+        if module is not None and self._forwards & (self._forwards - 1) == 0:
             self._search(module)
-        if not self._places:
-            return []
         kept = [vars(owner).get(name) for place, name in self._places.values() if (owner := place()) is not None]
         return [tensor for tensor in Outputs(kept).tensors if _has_graph(tensor) and _number(tensor) >= number]
+
+    def skip(self) -> None:
+        """Counts a forward that keeps nothing."""
+        self._forwards += 1
 
     def _search(self, module: torch.nn.Module) -> None:
         for part in module.modules():
