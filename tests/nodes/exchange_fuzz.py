@@ -102,10 +102,7 @@ class Trainer:
     def swap(self, number) -> None:
         own = dict(zip(weights_of(self.run, number), self.tensors(), strict=True))
         self.put(weights_of(self.run, number))
-        if number % 2:
-            self.put(own)
-        else:
-            self.copy_by_hand(own)
+        self.put(own)
 
     def write(self, number, node) -> None:
         if node is None or self.place in self.nodes[node]:
@@ -205,7 +202,7 @@ class Referee:
         self.player.load(part_of(self.run, number), range(self.run.ranks))
 
     def swap(self, number) -> None:
-        self.player.swap(by_hand=number % 2 == 0)
+        pass
 
     def write(self, number, node) -> None:
         weights = weights_of(self.run, number)

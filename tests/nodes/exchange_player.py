@@ -73,7 +73,7 @@ class Player:
         self.restarts, self.unverified = [0] * count, set()
         self.points = self._begin()
         self.loaded = [set() for _ in self.models]
-        self.is_state_loaded = self.differs = self.is_put_back = False
+        self.is_state_loaded = self.differs = False
         self.seen = [Seen() for _ in nodes]
 
     # ---- training
@@ -128,16 +128,11 @@ class Player:
             self.models[rank].load_state_dict(state, strict=False)
             self.loaded[rank] |= state.keys()
 
-    def swap(self, *, by_hand) -> None:
-        """Loads other weights for a while and puts those that were there back."""
-        self.is_put_back = by_hand
-
     @torch.no_grad()
     def write(self, change, ranks) -> None:
-        """Changes weights by hand; those that were put back by hand after a load then count as loaded."""
+        """Changes weights by hand."""
         for rank in ranks:
             change(self.models[rank])
-            self.loaded[rank] |= self.models[rank].state_dict().keys() if self.is_put_back else set()
 
     def load_optimizer(self, change) -> None:
         for optimizer in self.optimizers:
@@ -183,7 +178,7 @@ class Player:
                 self.restarts[rank] += 1
         if self.keeps_points and any(names & self.trained for names in self.loaded):
             self.points, self.unverified = self._begin(), set(range(len(self.pieces)))
-        self.loaded, self.is_state_loaded, self.is_put_back = [set() for _ in self.models], False, False
+        self.loaded, self.is_state_loaded = [set() for _ in self.models], False
 
     @torch.no_grad()
     def evaluate(self, look) -> None:

@@ -67,12 +67,6 @@ def test_weights_written_by_hand_after_a_swap_are_not_taken_for_loaded(form):
     assert judge(run_of(0, ("swap", 1), ("nudge", 2, 0), 1, 2, 3, **FORMS[form])) == "equal"
 
 
-@pytest.mark.parametrize("form", ["sgd", "int8"])
-@pytest.mark.parametrize("number", [1, 2])  # loaded back; written back
-def test_weights_that_were_swapped_in_and_put_back_change_nothing(form, number):
-    assert judge(run_of(0, 1, 2, ("swap", number), 3, 4, **FORMS[form])) == "equal"
-
-
 def test_an_evaluation_weighs_a_node_that_has_loaded_as_the_end_does():
     assert judge(run_of(0, 1, ("load", 1, 0), ("evaluate",))) == "equal"
 

@@ -79,10 +79,7 @@ class Exchanger(Averager):
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has no annotation here
 
     def begin(self, *, verified: bool = True) -> None:
-        """Remembers the values with which all nodes start, or go on after parts have changed hands.
-
-        If not `verified`, the next exchange makes sure that they are the same everywhere.
-        """
+        """Remembers the values with which all nodes start or go on; if not `verified`, the next exchange compares."""
         self._contents.forget()
         self._loads.forget()
         if self._points.are_kept:

@@ -20,14 +20,7 @@ class _Noted:
     tensor: torch.Tensor
     before: torch.Tensor
     times: int
-    was_same: bool = False  # the last load has left these values
-
-    def is_undone(self, now: torch.Tensor | None) -> bool:
-        """Returns whether what was there before was put back, by another load or by hand.
-
-        What is written by hand after a load that has put it back is no load; nor is one that changes nothing undone.
-        """
-        return self.times > 1 if self.was_same else self.is_same(now)
+    is_undone: bool = False  # the last load has put these values back; what is written by hand later is no load
 
     def is_same(self, now: torch.Tensor | None) -> bool:
         """Returns whether a tensor has the values from before."""
@@ -54,7 +47,7 @@ class Loads:
     def changed(self) -> set[str]:
         """Returns the names of parameters and buffers that were loaded.
 
-        What was put in for a while and taken out again without a step between was not.
+        What was put in for a while and taken out again, by two loads or more without a step between, was not.
         """
         every: dict[str, torch.Tensor] = dict(self._module.named_buffers(remove_duplicate=False))
         every |= self._module.named_parameters(remove_duplicate=False)
@@ -68,7 +61,7 @@ class Loads:
             name: noted for name, noted in self._noted.items() if isinstance(noted.tensor, torch.nn.Parameter)
         }
         telling = parameters or self._noted  # a forward may have changed buffers since
-        if all(noted.is_undone(every.get(name)) for name, noted in telling.items()):
+        if all(noted.is_undone for noted in telling.values()):
             return set()
         first_names = {id(tensor): name for name, tensor in reversed(every.items())}  # of tied ones the first
         return {first_names[id(every[name])] for name in self._noted if name in every}
@@ -111,7 +104,7 @@ class Loads:
         """Looks at what a load has put into the tensors of `part`."""
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
             if (noted := self._noted.get(f"{prefix}{key}")) is not None:
-                self._noted[f"{prefix}{key}"] = replace(noted, was_same=noted.is_same(tensor))
+                self._noted[f"{prefix}{key}"] = replace(noted, is_undone=noted.times > 1 and noted.is_same(tensor))
 
     def note_optimizer(self) -> None:
         """Remembers that the optimizer was loaded."""
