@@ -23,7 +23,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "src"))  # environments of peers have no evenly
 
-from benchmarks.common import HERE, RESULTS, Claim, median, show, spread, tell
+from benchmarks.common import RESULTS_DIR, ROW_ORIGIN, Claim, median, print_table, spread, write_result
 from benchmarks.exchange_ways import BATCH, MOST_BUSY, PERIOD, SLOW, Method, busy_network, network, versions, ways_of
 
 CLAIMS = {  # by the part of --full that makes them
@@ -43,7 +43,7 @@ CLAIMS = {  # by the part of --full that makes them
 CASES = (((2, 2), 200.0), ((2, 2), 50.0), ((3, 1), 200.0), ((3, 1), 50.0))  # ranks of the nodes, Mbit/s
 PARTS = tuple(CLAIMS)
 STEP_S = 0.12  # of the busy network without exchanges: DDP comes to at most a quarter of that at 50 Mbit/s
-PEERS_PYTHON = RESULTS.parents[1] / ".peers" / "exchange" / "bin" / "python"
+PEERS_PYTHON = RESULTS_DIR.parents[1] / ".peers" / "exchange" / "bin" / "python"
 
 
 def sent_by_nodes(nodes: list[list[int]]) -> list[int]:
@@ -163,7 +163,7 @@ def run_full(arguments: argparse.Namespace) -> None:
         mine, promised = acts[part]()
         if not mine:  # what was kept of it stays
             mine, promised = kept_parts([part]) if arguments.save else ([], [])
-        rows += [{**HERE, **row} for row in mine]
+        rows += [{**ROW_ORIGIN, **row} for row in mine]
         claims += promised
         note = (
             f"Throughput: K' = {PERIOD}, 0.56 M parameters, a batch (up to {MOST_BUSY} a rank) chosen so that a step "
@@ -179,7 +179,7 @@ def run_full(arguments: argparse.Namespace) -> None:
 
 def kept_parts(parts: list[str]) -> tuple[list[dict], list[Claim]]:
     """Returns the rows and claims of these parts from the saved result."""
-    file = RESULTS / "exchange_full.json"
+    file = RESULTS_DIR / "exchange_full.json"
     if not file.exists():
         return [], []
     kept = json.loads(file.read_text())
@@ -193,8 +193,10 @@ def tell_parts(rows: list[dict], claims: list[Claim], *, note: str, save: bool) 
     """Tells the rows part by part, which have different columns, and all claims."""
     for part in PARTS[:-1]:
         if mine := [row for row in rows if row["part"] == part]:
-            show([{key: value for key, value in row.items() if key != "versions"} for row in mine])
-    tell("exchange_full", rows, claims, note=note, save=save, shown=[row for row in rows if row["part"] == "sweep"])
+            print_table([{key: value for key, value in row.items() if key != "versions"} for row in mine])
+    write_result(
+        "exchange_full", rows, claims, note=note, save=save, shown=[row for row in rows if row["part"] == "sweep"]
+    )
 
 
 def on_lab(ranks: tuple[int, ...], rate: float, rounds: int, steps: int, sitting: str, batch: int) -> dict:
@@ -333,7 +335,7 @@ def report(told: dict, *, rounds: int, steps: int, rate: float, save: bool) -> N
         f"{rounds} rounds of {steps} steps a method, in turns. 'no exchange' is the limit: the same without exchanges. "
         "Accuracy is that of rank 0's model on 2000 test images after all rounds."
     )
-    tell("exchange", rows, claims, note=note, save=save)
+    write_result("exchange", rows, claims, note=note, save=save)
 
 
 if __name__ == "__main__":

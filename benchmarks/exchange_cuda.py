@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import Claim, median, spread, tell
+from benchmarks.common import Claim, median, spread, write_result
 
 PERIOD, OVERLAP = 20, 10
 FORMS: dict[str, dict[str, Any]] = {
@@ -174,7 +174,7 @@ def report(told: dict[str, Any], rounds: int, batch: int, *, save: bool) -> None
         f"Two processes on one GPU, batch {batch} each, K' = {PERIOD}, overlap {OVERLAP} steps, {rounds} rounds of "
         f"{2 * PERIOD} steps in turns."
     )
-    tell("exchange_cuda", rows, claims, note=note, save=save)
+    write_result("exchange_cuda", rows, claims, note=note, save=save)
 
 
 if __name__ == "__main__":

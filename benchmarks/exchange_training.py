@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, Claim, median
+from benchmarks.common import RESULTS_DIR, Claim, median
 from benchmarks.fashion import accuracy_of, end_of, train
 from evenly.lab import Lab, LabCluster, LabNode
 from evenly.spec import ExchangeDone, PeriodChosen, Run
@@ -76,7 +76,7 @@ def sweep_part(seeds: int, *, quick: bool) -> Part:
     runs = _runs(ways, seeds, rate=200.0, quick=quick)
     rows = [_row("sweep", name, 200.0, own) for name, own in runs.items()]
     if not quick:
-        _draw(rows, RESULTS / "exchange_sweep.png")
+        _draw(rows, RESULTS_DIR / "exchange_sweep.png")
     return rows, []
 
 

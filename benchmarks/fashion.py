@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import Claim, median, spread, tell
+from benchmarks.common import Claim, median, spread, write_result
 from evenly.lab import Lab, LabCluster, LabNode
 from evenly.spec import Run, RunFinished
 
@@ -88,7 +88,7 @@ def report(runs: dict[str, list[Run]], settings: dict[str, object], *, rate: flo
         f"{settings['epochs']} epochs of {settings['train_limit']} images, batch {settings['batch_size']} a rank, "
         f"{len(ours)} seeds, 10000 test images; seconds run from the first step to the evaluated model."
     )
-    tell("fashion", rows, claims, note=note, save=save)
+    write_result("fashion", rows, claims, note=note, save=save)
 
 
 def end_of(run: Run) -> RunFinished:

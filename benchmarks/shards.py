@@ -24,7 +24,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import Claim, median, spread, tell
+from benchmarks.common import Claim, median, spread, write_result
 
 NAMES = ("alone", "even", "ours", "ours, filters", "published", "ours, without the slowest")
 QUICK = 3  # so many of them
@@ -321,7 +321,7 @@ def report(told: dict, resnet: dict, cases: dict, *, save: bool) -> None:
         "wire' is what the loopback interface counted, with headers. ResNet-50 'blocks' are the five bottleneck blocks "
         "1024-256-256-1024 of its third stage: a run with them less a run without."
     )
-    tell("shards", rows, claims, note=note, save=save)
+    write_result("shards", rows, claims, note=note, save=save)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import Claim, median, spread, tell
+from benchmarks.common import Claim, median, spread, write_result
 
 WAYS = ("largest alone", "even", "typed", "ours")
 
@@ -130,7 +130,7 @@ def main() -> None:
         Claim("speedup_over_even_wide_50_30_20_cuda", wide, 1.0, "higher"),
     ]
     note = "Ranks share one GPU and talk through host memory; speeds measured with all processes running together."
-    tell("shards_cuda", rows, claims, note=note, save=arguments.save)
+    write_result("shards_cuda", rows, claims, note=note, save=arguments.save)
 
 
 def rows_of(name: str, batch: int, percent: Sequence[float], told: dict) -> list[dict]:

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import Claim, median, spread, tell
+from benchmarks.common import Claim, median, spread, write_result
 
 STEPS = 50  # of a turn
 
@@ -119,7 +119,7 @@ def report(seconds: dict[str, list[float]], *, is_node: bool, save: bool) -> Non
     claims = [Claim("small_step_over_ddp", ours["over_ddp"], 1.0, "lower")]
     nodes = "one node" if is_node else "two nodes of one rank"
     note = f"Ten layers of 64 x 64, batch 32, {STEPS} steps a turn; {nodes}; processor seconds."
-    tell("step", rows, claims, note=note, save=save)
+    write_result("step", rows, claims, note=note, save=save)
 
 
 if __name__ == "__main__":
