@@ -66,6 +66,7 @@ def accelerate_local_sgd(nodes: Nodes, plain: nn.Module) -> Method:
     local_sgd.__enter__()
 
     def step() -> None:
+        """Makes a step, and averages parameters at the end of a period."""
         optimizer.step()
         local_sgd.step()
 
@@ -84,6 +85,7 @@ def diloco(nodes: Nodes, plain: nn.Module) -> Method:
     num_steps = 0
 
     def step() -> None:
+        """Makes an inner step, and an outer one at the end of a period."""
         nonlocal num_steps
         inner.step()
         num_steps += 1
@@ -117,6 +119,7 @@ def slowmo(nodes: Nodes, plain: nn.Module) -> Method:
     optimizer = make_optimizer(plain)
 
     def step() -> None:
+        """Makes a step, and one of SlowMo at the end of a period."""
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         model.perform_slowmo(optimizer)

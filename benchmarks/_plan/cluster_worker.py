@@ -23,7 +23,8 @@ from benchmarks._plan.runner import PlanRunner
 from benchmarks._plan.turns import STEPS_PER_ROUND, run_in_turns
 from evenly.comm import party_of
 from evenly.graph import Traced, follow
-from evenly.planner import plan, simulate
+from evenly.planner import plan as make_plan
+from evenly.planner import simulate
 from evenly.session import discover
 from evenly.session.by_hand import measure_party
 from evenly.spec import Plan, Profile
@@ -47,6 +48,7 @@ def run_cluster_rank(name: str, rounds: int, folder: str) -> None:
     memory = _memory_limits(traced, case.memory_samples)
 
     def measure() -> Profile:
+        """Returns the profile of all ranks as they are now."""
         memory_bytes = memory.size_bytes[rank] if memory else None
         quick = rounds < 2
         return measure_party(party_of(), traced, cluster, CPU, quick=quick, memory_bytes=memory_bytes, timeout_s=600.0)
@@ -56,7 +58,7 @@ def run_cluster_rank(name: str, rounds: int, folder: str) -> None:
     quota_requests.request(rank)  # no limits while plans are made, or a slow device would take minutes
     inputs = PlanningInputs(cluster, profiles[0], traced.graph, memory)
     plans = _same_on_all_ranks(_make_plans(inputs))
-    runners = {key: PlanRunner(made, cluster, party_of(), number=i) for i, (key, made) in enumerate(plans.items())}
+    runners = {key: PlanRunner(plan, cluster, party_of(), number=i) for i, (key, plan) in enumerate(plans.items())}
     for runner in runners.values():
         runner.run(WARM_UP_STEPS, 1.0)
     quota_requests.request(rank)  # quotas of the cluster
@@ -74,7 +76,7 @@ def run_cluster_rank(name: str, rounds: int, folder: str) -> None:
     profiles.append(measure())
     quota_requests.request(rank)  # no limits
     if rank == 0:
-        samples = {key: [role.samples for role in made.roles] for key, made in plans.items()}
+        samples = {key: [role.samples for role in plan.roles] for key, plan in plans.items()}
         predicted_s = [_predict(plans, inputs, profile) for profile in profiles]
         print(json.dumps({"samples": samples, "predicted_s": predicted_s, "measured": measured}), flush=True)
     dist.barrier()
@@ -93,13 +95,13 @@ def _memory_limits(traced: Traced, num_samples: int | None) -> MemoryLimits | No
 def _make_plans(inputs: PlanningInputs) -> dict[str, Plan]:
     """Returns the chosen plan, then those by hand."""
     memory_bytes = inputs.memory.size_bytes if inputs.memory else None
-    chosen = plan(inputs.cluster, inputs.profile, inputs.graph, batch_size=BATCH_SIZE, memory_bytes=memory_bytes)
+    chosen = make_plan(inputs.cluster, inputs.profile, inputs.graph, batch_size=BATCH_SIZE, memory_bytes=memory_bytes)
     return {"chosen": chosen, **plans_by_hand(chosen, inputs)}
 
 
 def _same_on_all_ranks(plans: dict[str, Plan]) -> dict[str, Plan]:
     """Returns the plans of rank 0 on every rank."""
-    objects = [{key: made.to_json() for key, made in plans.items()}]
+    objects = [{key: plan.to_json() for key, plan in plans.items()}]
     dist.broadcast_object_list(objects, src=0)
     return {key: Plan.from_json(text) for key, text in objects[0].items()}
 
@@ -128,5 +130,5 @@ def _predict(plans: dict[str, Plan], inputs: PlanningInputs, profile: Profile) -
     """Returns the predicted seconds of a step of every plan, over four periods of the chosen one."""
     steps = 4 * getattr(plans["chosen"].period, "steps", STEPS_PER_ROUND)
     return {
-        key: simulate(made, inputs.cluster, profile, inputs.graph, steps=steps).step_s for key, made in plans.items()
+        key: simulate(plan, inputs.cluster, profile, inputs.graph, steps=steps).step_s for key, plan in plans.items()
     }
