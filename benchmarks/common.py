@@ -1,4 +1,4 @@
-"""How a measurement speaks: a table for people, then one JSON object on the last line."""
+"""What every benchmark writes: a table for people, then one JSON object on the last line."""
 
 import json
 import platform
@@ -15,12 +15,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS_DIR = Path(__file__).parent / "results"
+Row = dict[str, Any]  # one line of a result: column name to value
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A figure that was promised, as it was measured, whether it passes or not."""
+    """A figure that an issue asked for, as it was measured, whether it passes or not."""
 
     name: str
     value: float
@@ -33,7 +34,7 @@ class Claim:
         return self.value <= self.bar if self.better == "lower" else self.value >= self.bar
 
 
-def tell(
+def write_result(
     benchmark: str,
     rows: Sequence[Mapping[str, Any]],
     claims: Sequence[Claim],
@@ -42,8 +43,8 @@ def tell(
     save: bool,
     shown: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
-    """Prints the rows (or those to be `shown`), the claims and the JSON object; keeps it in `results/` if asked."""
-    show(rows if shown is None else shown)
+    """Prints the rows (or those `shown`) as a table, the claims and the JSON object; `save` also writes its file."""
+    print_table(rows if shown is None else shown)
     console = _console()
     for claim in claims:
         verdict = "holds" if claim.holds else "DOES NOT HOLD"
@@ -53,23 +54,24 @@ def tell(
         "benchmark": benchmark,
         "commit": COMMIT,
         "command": shlex.join(["python", *sys.argv]),
-        "machine": machine(),
+        "machine": describe_machine(),
         "rows": list(rows),
         "claims": [asdict(claim) for claim in claims],
         "note": note,
     }
     if save:
-        (RESULTS / f"{benchmark}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (RESULTS_DIR / f"{benchmark}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result), flush=True)
 
 
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints rows as a table."""
     if rows:
         _console().print(_table(rows))
 
 
 def _console() -> Console:
+    """Returns a console as wide as the terminal, or of 120 columns where the output is no terminal."""
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
@@ -78,25 +80,30 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
+def last_json(output: str) -> Any:
+    """Returns the object that a process printed on the last line of its output."""
+    return json.loads(output.strip().splitlines()[-1])
+
+
 def spread(values: Sequence[float]) -> list[float]:
     """Returns the smallest and the largest value, rounded."""
     return [round(min(values), 2), round(max(values), 2)]
 
 
-def commit() -> str:
-    """Returns the commit of the working tree, with a plus if it was changed."""
+def current_commit() -> str:
+    """Returns the commit of the working tree, with a plus if it has uncommitted changes."""
     try:
-        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(
+        revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run(
             ["git", "status", "--porcelain", "src", "benchmarks/*.py"], capture_output=True, text=True
         )
-        return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
+        return revision.stdout.strip() + ("+" if changes.stdout.strip() else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
-def machine() -> dict[str, Any]:
-    """Returns what the measurement ran on."""
+def describe_machine() -> dict[str, Any]:
+    """Returns cores, memory, architecture and versions of the machine that runs the benchmark."""
     import torch
 
     return {
@@ -108,11 +115,12 @@ def machine() -> dict[str, Any]:
     }
 
 
-COMMIT = commit()  # at the start: the tree may go on while a long measurement runs
-HERE = {"commit": COMMIT, "architecture": platform.machine()}  # of rows that are made part by part
+COMMIT = current_commit()  # read at the start: the working tree may change during a long measurement
+ROW_ORIGIN = {"commit": COMMIT, "architecture": platform.machine()}  # in each row of a result saved part by part
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns a table with a column for each key of the first row."""
     table = Table()
     for name in rows[0]:
         table.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right")
@@ -122,6 +130,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _cell(value: Any) -> str:
+    """Returns a value as a table shows it."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):

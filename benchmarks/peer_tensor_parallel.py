@@ -1,6 +1,6 @@
 """The peer of shards.py: tensor_parallel's even split of the same networks, in an environment of its own.
 
-It holds all shards in one process, so it gets the CPU time of all devices together, and no wire.
+It holds all shards in one process, so it gets the CPU time of all devices together and sends nothing over a link.
 Make its environment: python -m venv .peers/tensor_parallel; install torch==2.13.0, "setuptools<80", tensor_parallel.
 """
 
@@ -15,7 +15,8 @@ from torch import nn
 warnings.filterwarnings("ignore")
 
 
-def pairs(inputs: int, filters: list[int]) -> list[nn.Module]:
+def convolutions(inputs: int, filters: list[int]) -> list[nn.Module]:
+    """Returns convolutions with so many filters, with a pooling layer after every second one."""
     layers: list[nn.Module] = []
     for number, outputs in enumerate(filters):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]
@@ -24,24 +25,26 @@ def pairs(inputs: int, filters: list[int]) -> list[nn.Module]:
     return layers
 
 
-def case(name: str, batch: int) -> tuple[nn.Module, torch.Tensor]:
+def network_and_batch(name: str, batch_size: int) -> tuple[nn.Module, torch.Tensor]:
+    """Returns the network of `shards.py` with this name, and a batch for it."""
     if name == "cifar":
-        body = pairs(3, [60, 60, 120, 120, 240, 240, 480, 480])
+        body = convolutions(3, [60, 60, 120, 120, 240, 240, 480, 480])
         head = [nn.Flatten(), nn.Linear(1920, 256), nn.ReLU(), nn.Linear(256, 10)]
-        return nn.Sequential(*body, *head), torch.randn(batch, 3, 32, 32)
+        return nn.Sequential(*body, *head), torch.randn(batch_size, 3, 32, 32)
     head = [nn.Flatten(), nn.Linear(1920, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)]
-    return nn.Sequential(*pairs(120, [240, 240, 480, 480]), *head), torch.randn(batch, 120, 8, 8)
+    return nn.Sequential(*convolutions(120, [240, 240, 480, 480]), *head), torch.randn(batch_size, 120, 8, 8)
 
 
 def main() -> None:
+    """Prints the seconds of each step as one JSON object."""
     import tensor_parallel
 
     torch.set_num_threads(1)
-    name, batch, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    name, batch_size, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.manual_seed(0)
-    model, x = case(name, batch)
+    model, x = network_and_batch(name, batch_size)
     split = tensor_parallel.TensorParallel(model, device_ids=["cpu"] * 3, sharded=False)
-    y = torch.randint(10, (batch,))
+    y = torch.randint(10, (batch_size,))
     optimizer = torch.optim.SGD(split.parameters(), lr=0.01, momentum=0.9)
     seconds = []
     for _ in range(rounds + 1):

@@ -8,8 +8,6 @@ gradients travel over loopback.
 import argparse
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,40 +16,32 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import Claim, median, spread, tell
+from benchmarks.common import Claim, Row, median, spread, write_result
+from benchmarks.local_ranks import run_ranks
 
 STEPS = 50  # of a turn
 
 
-def network() -> Any:
-    """Returns ten layers of 64 x 64."""
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(10) for layer in (nn.Linear(64, 64), nn.ReLU())))
-
-
-def way_of(wrap: Callable[[Any, Any], Any]) -> Callable[[], float]:
-    """Returns what makes a turn of steps and says how long one took."""
-    import torch
-
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    called, x = wrap(model, optimizer), torch.randn(32, 64)
-
-    def turn() -> float:
-        began = time.process_time()  # of all threads: others may use the machine meanwhile
-        for _ in range(STEPS):
-            called(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return (time.process_time() - began) / STEPS
-
-    return turn
+def main() -> None:
+    """Runs the benchmark, or one rank of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--node", action="store_true", help="one node of both processes")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        run_step_rank(arguments.worker, is_node=arguments.node)
+        return
+    rounds = 15 if arguments.quick else 60
+    options = ["--worker", str(rounds), *(["--node"] if arguments.node else [])]
+    variables = [{"LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0, "OMP_NUM_THREADS": 1}] * 2
+    seconds = run_ranks(__file__, *options, variables=variables, timeout_s=540)
+    report(seconds, is_node=arguments.node, save=arguments.save)
 
 
-def worker(rounds: int, *, is_node: bool) -> None:
+def run_step_rank(rounds: int, *, is_node: bool) -> None:
+    """Runs the methods in turns; rank 0 prints the seconds of a step in each round. Ends the process."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -61,51 +51,51 @@ def worker(rounds: int, *, is_node: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     nodes = [[0, 1]] if is_node else [[0], [1]]
-    own = [dist.new_group(ranks) for ranks in nodes][0 if is_node else dist.get_rank()]
-    ways = {
-        "plain": way_of(lambda model, optimizer: model),
-        "DDP": way_of(lambda model, optimizer: DistributedDataParallel(model, process_group=own)),
-        "evenly": way_of(lambda model, optimizer: evenly.synchronize(model, optimizer, every=10**9, nodes=nodes)),
+    node_group = [dist.new_group(ranks) for ranks in nodes][0 if is_node else dist.get_rank()]
+    turns = {
+        "plain": make_turn(lambda model, optimizer: model),
+        "DDP": make_turn(lambda model, optimizer: DistributedDataParallel(model, process_group=node_group)),
+        "evenly": make_turn(lambda model, optimizer: evenly.synchronize(model, optimizer, every=10**9, nodes=nodes)),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    names = list(turns)
     for number in range(rounds + 1):
-        for place in range(len(ways)):
-            name = list(ways)[(place + number) % len(ways)]
+        for place in range(len(names)):
+            name = names[(place + number) % len(names)]
             dist.barrier()
-            seconds[name].append(ways[name]())
+            seconds[name].append(turns[name]())
     if dist.get_rank() == 0:
         print(json.dumps({name: values[1:] for name, values in seconds.items()}), flush=True)
     dist.barrier()
     os._exit(0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--node", action="store_true", help="one node of both processes")
-    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        worker(arguments.worker, is_node=arguments.node)
-        return
-    rounds = 15 if arguments.quick else 60
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, str(Path(__file__).resolve()), "--worker", str(rounds), *(["--node"] * arguments.node)]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
-    world |= {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    ranks = []
-    for rank in range(2):
-        own = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        ranks.append(subprocess.Popen(words, env=own, stdout=subprocess.PIPE, text=True))
-    outputs = [rank.communicate(timeout=540)[0] for rank in ranks]
-    report(json.loads(outputs[0].strip().splitlines()[-1]), is_node=arguments.node, save=arguments.save)
+def make_turn(wrap: Callable[[Any, Any], Any]) -> Callable[[], float]:
+    """Returns a function that makes some steps with the wrapped network and returns the CPU seconds of one."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(10) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = wrap(model, optimizer)
+    x = torch.randn(32, 64)
+
+    def turn() -> float:
+        """Returns the CPU seconds of a step."""
+        began = time.process_time()  # of all threads: others may use the machine meanwhile
+        for _ in range(STEPS):
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return (time.process_time() - began) / STEPS
+
+    return turn
 
 
 def report(seconds: dict[str, list[float]], *, is_node: bool, save: bool) -> None:
-    rows = [
+    """Prints rows and the claim as a table and as JSON; with `save` writes them to `results/step.json`."""
+    rows: list[Row] = [
         {
             "method": name,
             "ms_per_step": 1e3 * median(values),
@@ -119,7 +109,7 @@ def report(seconds: dict[str, list[float]], *, is_node: bool, save: bool) -> Non
     claims = [Claim("small_step_over_ddp", ours["over_ddp"], 1.0, "lower")]
     nodes = "one node" if is_node else "two nodes of one rank"
     note = f"Ten layers of 64 x 64, batch 32, {STEPS} steps a turn; {nodes}; processor seconds."
-    tell("step", rows, claims, note=note, save=save)
+    write_result("step", rows, claims, note=note, save=save)
 
 
 if __name__ == "__main__":

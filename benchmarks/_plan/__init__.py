@@ -1,0 +1,1 @@
+"""What `plan.py` measures, one module per claim, and what these modules share."""

@@ -1,0 +1,1 @@
+"""What `shards.py` measures: networks, layouts, the steps of each rank, and the result."""

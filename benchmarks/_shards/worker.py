@@ -1,0 +1,104 @@
+"""What each rank of `shards.py` does: train each layout and the whole network in turns, a step each.
+
+Rank 0 prints one JSON object: the seconds of each step; messages and bytes of the last step, counted and predicted.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks._shards.layouts import compared_layouts
+from benchmarks._shards.networks import labels_for, network_and_batch
+from evenly.comm import party_of
+from evenly.graph import follow
+from evenly.shards import Sharded, join_shards
+
+ALONE = "alone"
+NAMES = (ALONE, "even", "ours", "ours, filters", "published", "ours, without the slowest")
+POLL_S = 0.02
+
+
+class Trainer:
+    """Trains one network; `model` is None on ranks that only wait. Keeps the seconds of each step."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.step_seconds: list[float] = []
+        self._model = model
+        if model is not None:
+            self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Makes one training step and records how long it takes until all ranks are done."""
+        dist.barrier()
+        began = time.perf_counter()
+        if self._model is not None:
+            nn.functional.cross_entropy(self._model(x), y).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        dist.barrier()
+        self.step_seconds.append(time.perf_counter() - began)
+
+
+def run_shards_rank(
+    name: str, batch_size: int, rounds: int, num_methods: int, shares: Sequence[float], folder: Path
+) -> None:
+    """Trains the first `num_methods` of `NAMES` on this rank; rank 0 prints one JSON object."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model, x = network_and_batch(name, batch_size)
+    y = labels_for(batch_size)
+    sharded = _cut_network(model, x, shares, NAMES[1:num_methods])
+    trainers = {ALONE: Trainer(model if dist.get_rank() == 0 else None)}
+    trainers |= {key: Trainer(module) for key, module in sharded.items()}
+    _wait_for_quotas(folder)
+    counts = {}
+    for _ in range(rounds + 1):  # the first warms up and is not counted
+        trainers[ALONE].step(x, y)
+        for key, module in sharded.items():
+            module.traffic.clear()
+            bytes_before = _loopback_bytes()
+            trainers[key].step(x, y)
+            counts[key] = {
+                "messages": module.traffic.messages,
+                "bytes": module.traffic.sent_bytes,
+                "loopback_bytes": _loopback_bytes() - bytes_before,
+                "predicted_messages": module.layout.messages,
+                "predicted_bytes": module.layout.traffic_bytes,
+            }
+    if dist.get_rank() == 0:
+        seconds = {key: trainer.step_seconds[1:] for key, trainer in trainers.items()}
+        print(json.dumps({"seconds": seconds, "counts": counts}), flush=True)
+    dist.barrier()
+    for module in sharded.values():
+        module.close()
+    dist.destroy_process_group()
+
+
+def _cut_network(
+    model: nn.Module, example: torch.Tensor, shares: Sequence[float], names: Sequence[str]
+) -> dict[str, Sharded]:
+    """Returns the network cut by each of the layouts with these names."""
+    traced = follow(model, example)
+    layouts = compared_layouts(traced.graph, shares)
+    if dist.get_rank() == 0:
+        print(layouts["ours"].explain(), file=sys.stderr, flush=True)
+    return {name: join_shards(traced, layouts[name], party=party_of()) for name in names}
+
+
+def _wait_for_quotas(folder: Path) -> None:
+    """Says that this rank is ready, now that torch is loaded and networks are cut, and waits until CPU quotas hold."""
+    (folder / f"ready{dist.get_rank()}").touch()
+    while not (folder / "go").exists():
+        time.sleep(POLL_S)
+
+
+def _loopback_bytes() -> int:
+    """Returns the bytes that the loopback interface has sent."""
+    return psutil.net_io_counters(pernic=True)["lo"].bytes_sent
