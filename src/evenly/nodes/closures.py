@@ -63,7 +63,7 @@ class _WatchedStep:
 
 
 def watch_scaler(
-    scaler: torch.amp.GradScaler,
+    scaler: torch.amp.GradScaler | None,
     optimizer: torch.optim.Optimizer,
     *,
     steps: Callable[[], int],
@@ -73,6 +73,8 @@ def watch_scaler(
 
     Returns what ends it.
     """
+    if scaler is None:
+        return lambda: None
     watched = vars(scaler).get("step")
     if not isinstance(watched, _WatchedStep):
         watched = _WatchedStep(scaler)

@@ -94,15 +94,11 @@ class Synchronized(torch.nn.Module):
             sharing.close(failed=True)
             groups.close(failed=True)
             raise
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+        self._undo = [
+            optimizer.register_step_pre_hook(self._before_step).remove,
+            optimizer.register_step_post_hook(self._after_step).remove,
+            watch_scaler(scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._was_left_out),
         ]
-        self._leave_scaler: Callable[[], None] = lambda: None
-        if scaler is not None:
-            self._leave_scaler = watch_scaler(
-                scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._was_left_out
-            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
@@ -181,9 +177,8 @@ class Synchronized(torch.nn.Module):
     def close(self) -> None:
         """Lets go of the optimizer and ends the background thread; the plain network stays in `module`."""
         self._closed = True
-        for hook in self._hooks:
-            hook.remove()
-        self._leave_scaler()
+        for undo in self._undo:
+            undo()
         if self._wire is not None:
             self._wire.watch(None)
         self._gradients.close()
