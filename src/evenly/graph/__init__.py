@@ -5,6 +5,7 @@ from evenly.graph.own import refuse_strange_tensors
 from evenly.graph.reads import OF_TORCH
 from evenly.graph.trace import Example, Traced, follow, trace
 from evenly.graph.watch import HOOKS, Change, Watch
+from evenly.graph.while_tracing import refuse_hooks_on_all
 
 __all__ = [
     "HOOKS",
@@ -16,6 +17,7 @@ __all__ = [
     "follow",
     "name_of",
     "path_of",
+    "refuse_hooks_on_all",
     "refuse_strange_tensors",
     "trace",
 ]

@@ -1,6 +1,7 @@
 """A network as torch.export sees it, for those whose own forward fx cannot follow."""
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
 from evenly.graph.decisions import Decisions
+from evenly.graph.reads import OF_TORCH
 
 
 def exported(model: nn.Module, given: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, Decisions]:
@@ -24,6 +26,7 @@ def exported(model: nn.Module, given: dict[str, torch.Tensor]) -> tuple[fx.Graph
     decisions = Decisions(conditions=_open_batch(program, list(given)))
     module = program.module()
     graph: fx.Graph = module.graph
+    _name_constants(model, module)
     form = graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]  # what export gives its graphs
     for node in list(graph.nodes):
         if node.op == "get_attr" and not isinstance(operator.attrgetter(str(node.target))(module), torch.Tensor):
@@ -59,6 +62,39 @@ def _open_batch(program: ExportedProgram, names: list[str]) -> list[tuple[Any, d
     symbols = {name: size.node.expr for name, size in batches.items()}
     guards = next(iter(batches.values())).node.shape_env.guards if batches else []
     return [(True, symbols), *((guard.expr, symbols) for guard in guards if guard.expr.free_symbols)]
+
+
+def _name_constants(model: nn.Module, module: fx.GraphModule) -> None:
+    """Gives tensors that forward makes the names that fx gives to constants; what the network keeps is refused."""
+    names: dict[str, str] = {}
+    kept = {x.untyped_storage().data_ptr() for own in model.modules() for x in _kept(_attributes(own), 0)}
+    for node in module.graph.nodes:
+        target = str(node.target)
+        if node.op == "get_attr" and target.startswith("lifted_tensor"):
+            value = getattr(module, target)
+            if value.untyped_storage().data_ptr() in kept:
+                raise SpecError(
+                    f"a tensor of shape {list(value.shape)} that forward uses is kept by the network, but is neither a "
+                    "parameter nor a buffer; use register_buffer, or nn.ModuleList in place of a plain list of layers"
+                )
+            names.setdefault(target, f"_tensor_constant{len(names)}")
+            setattr(module, names[target], value)
+            node.target = names[target]
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    return [value for name, value in vars(module).items() if name not in OF_TORCH]
+
+
+def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """Yields the tensors in attributes that are not registered."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, nn.Module) and depth:  # one that is not registered either
+        yield from (*value.parameters(), *value.buffers())
+    elif isinstance(value, list | tuple | set | dict) and depth < 3:
+        for held in value.values() if isinstance(value, dict) else value:
+            yield from _kept(held, depth + 1)
 
 
 def _call_norm(path: str, own: nn.Module, module: fx.GraphModule) -> None:

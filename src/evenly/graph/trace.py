@@ -344,12 +344,6 @@ def _row(
         value = operator.attrgetter(str(node.target))(program)
         if str(node.target).startswith("_tensor_constant"):  # made in forward
             return Row("source", "constant")
-        known = {id(tensor) for tensor in (*program.parameters(), *program.buffers())}
-        if id(value) not in known:
-            raise SpecError(
-                f"{node.target!r} is a tensor of the network that is neither a parameter nor a buffer. "
-                "Use register_buffer."
-            )
         return Row("source", "parameter" if isinstance(value, nn.Parameter) else "buffer")
     name = name_of(node)
     if name in RANDOM:

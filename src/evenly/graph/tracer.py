@@ -24,6 +24,7 @@ from evenly.graph.while_tracing import (
     forgetting,
     forward_of_class,
     keeping_functions,
+    keeping_nothing,
     refuse_hooks,
     without_chance,
 )
@@ -310,13 +311,28 @@ def _leaves(program: fx.GraphModule) -> set[str]:
 
 def _traced(model: nn.Module, tracer: Tracer, fixed: dict[str, Any]) -> fx.GraphModule:
     with forward_of_class(model):
-        return fx.GraphModule(model, tracer.trace(model, concrete_args=fixed or None))
+        graph = tracer.trace(model, concrete_args=fixed or None)
+        _refuse_unregistered(model, graph)  # the module of a graph makes buffers of them
+        return fx.GraphModule(model, graph)
+
+
+def _refuse_unregistered(model: nn.Module, graph: fx.Graph) -> None:
+    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for node in graph.nodes:
+        target = str(node.target)
+        if node.op != "get_attr" or target.startswith("_tensor_constant"):
+            continue
+        value = operator.attrgetter(target)(model)
+        if isinstance(value, torch.Tensor) and id(value) not in held:
+            raise SpecError(
+                f"{target!r} is a tensor of the network that is neither a parameter nor a buffer. Use register_buffer."
+            )
 
 
 def _by_export(model: nn.Module, given: dict[str, torch.Tensor], first: Exception) -> Opened:
     try:
         with keeping_functions(), without_chance(), reading(model) as reads:
-            program, decisions = exported(model, given)
+            program, decisions = keeping_nothing(model, partial(exported, model, given))
         reads.leaves = frozenset(_leaves(program))
         return Opened(program, {}, None, reads, decisions)
     except Exception as second:

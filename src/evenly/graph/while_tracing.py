@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -17,8 +17,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly._errors import SpecError
-from evenly.graph.reads import is_users
+from evenly.graph.reads import OF_TORCH, is_users
 from evenly.graph.shapes import is_random
+
+GLOBAL_HOOKS = (  # torch's private dicts; nothing else tells whether there are any
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+T = TypeVar("T")
 
 
 class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
@@ -41,7 +49,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
 def keeping_functions() -> Iterator[None]:
     """Lets an autograd function be one operation: fx would follow its forward and forget its backward.
 
-    Refuses that a module keeps what is traced: it would not be a tensor.
+    Refuses that a module keeps what is traced, which would not be a tensor, and hooks on it, which would be lost.
     """
     plain = torch.autograd.Function.__dict__["apply"]
 
@@ -64,6 +72,13 @@ def keeping_functions() -> Iterator[None]:
             raise fx.proxy.TraceError("it calls an autograd function, whose backward would be lost, by another name")
         return unwrap(args)
 
+    hooked = torch.Tensor.register_hook
+
+    def hook(x: torch.Tensor, *args: Any) -> Any:
+        if isinstance(x, FakeTensor):
+            raise fx.proxy.TraceError("it puts a hook on a tensor")
+        return hooked(x, *args)  # type: ignore[no-untyped-call]  # torch has no annotation here
+
     asked, thread = torch.is_grad_enabled, threading.get_ident()
 
     def ask() -> bool:
@@ -71,6 +86,7 @@ def keeping_functions() -> Iterator[None]:
             raise fx.proxy.TraceError("it asks whether gradients are computed, which differs from call to call")
         return asked()
 
+    torch.Tensor.register_hook = hook  # type: ignore[method-assign]  # for a while
     torch.is_grad_enabled = ask
     functorch.unwrap_dead_wrappers = refuse  # what every call of an autograd function passes, also `f = F.apply`
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for a while
@@ -78,6 +94,7 @@ def keeping_functions() -> Iterator[None]:
     try:
         yield
     finally:
+        torch.Tensor.register_hook = hooked  # type: ignore[method-assign]  # as it was
         functorch.unwrap_dead_wrappers = unwrap
         torch.is_grad_enabled = asked
         torch.autograd.Function.apply = plain  # type: ignore[method-assign]  # as it was
@@ -142,6 +159,22 @@ def forgetting(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.Graph
     return made
 
 
+def keeping_nothing(model: nn.Module, make: Callable[[], T]) -> T:
+    """Returns what is made with torch.export; refuses that forward keeps a tensor in a module, which has no data."""
+    before = {module: dict(vars(module)) for module in model.modules()}
+    made = make()
+    for module, held in before.items():
+        for key, value in list(vars(module).items()):
+            if key not in OF_TORCH and any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value)):
+                vars(module).pop(key)
+                vars(module).update({key: held[key]} if key in held else {})
+                raise SpecError(
+                    f"forward of {type(module).__name__} keeps a tensor in its attribute {key!r}, which a network "
+                    "whose layers are cut would not do. Return it beside the output"
+                )
+    return made
+
+
 def _noted(module: nn.Module) -> dict[str, Any]:
     """Returns the attributes of a module, with copies of those that can be added to."""
     return {key: copy.copy(value) if type(value) in (list, dict, set) else value for key, value in vars(module).items()}
@@ -173,9 +206,21 @@ def _same(now: Any, before: Any) -> bool:
     return now is before or (isinstance(now, int | float | str | set) and bool(now == before))
 
 
+def refuse_hooks_on_all() -> None:
+    """Raises `SpecError` if there are hooks on all modules of the process: a cut network does not call its modules."""
+    for kind in GLOBAL_HOOKS:
+        for hook in list(getattr(nn.modules.module, kind).values()):
+            if is_users({"__name__": getattr(hook, "__module__", None) or "torch"}):  # torch.export has its own
+                raise SpecError(
+                    f"a hook on all modules is registered ({kind} of torch.nn.modules.module), but a network whose "
+                    "layers are cut over ranks does not call its modules. Remove it before sharding, and keep it out."
+                )
+
+
 def refuse_hooks(model: nn.Module) -> None:
     """Raises `SpecError` if a module has hooks: they would see parts of tensors."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    refuse_hooks_on_all()
     for name, module in model.named_modules():
         found = [kind.strip("_").replace("_", " ") for kind in kinds if getattr(module, kind, None)]
         if found:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from evenly._errors import MismatchError, SpecError
-from evenly.graph import Change, Traced, Watch, follow
+from evenly.graph import Change, Traced, Watch, follow, refuse_hooks_on_all
 from evenly.shards.cutting import hollow_tree
 from evenly.shards.guard import Apart, apart, guard
 from evenly.shards.placement import place, placement_of
@@ -54,6 +54,7 @@ class Current:
 
     def update(self, given: Mapping[str, Any], *, training: bool) -> Traced:
         """Returns the trace that holds for a call with these arguments, or raises an error that says why none does."""
+        refuse_hooks_on_all()
         self._network.training = training
         for name, tensor, shape in self._shapes:
             if tensor.shape != shape:

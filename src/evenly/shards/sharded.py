@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo  # as torch.compiler.disable, which would load the compiler at once
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
@@ -267,6 +268,7 @@ class Sharded(nn.Module):
         return pytree.tree_unflatten(told, pytree.treespec_loads(text[1]))
 
     def _check(self, given: Mapping[str, Any]) -> None:
+        _refuse_transforms()
         refuse_strange_tensors(given)
         for name, shape in self._shapes.items():
             value = given.get(name)
@@ -303,6 +305,15 @@ def sharded_of(model: nn.Module) -> Sharded:
     if not isinstance(inner, Sharded):
         raise SpecError(f"{type(model).__name__} was given, but a network cut by evenly.shard is needed.")
     return inner
+
+
+def _refuse_transforms() -> None:
+    """Raises `SpecError` inside of a function transform: messages between ranks have no batched or forward form."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:  # only torch's private names tell
+        raise SpecError(
+            "a network cut over ranks was called inside of torch.func (vmap, grad, jvp, ...) or forward-mode autograd, "
+            "which cannot follow the messages between ranks. Call it plainly, and use backward or torch.autograd.grad."
+        )
 
 
 def _look(x: torch.Tensor) -> list[float]:
