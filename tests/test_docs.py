@@ -16,7 +16,7 @@ import typer
 from evenly.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"(<!-- runs -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 RUNNER = """
@@ -32,7 +32,7 @@ for page, blocks in json.load(sys.stdin).items():
 
 
 def ids(page: Path) -> str:
-    return page.name
+    return page.relative_to(ROOT).as_posix()
 
 
 def blocks(page: Path, *languages: str) -> Iterator[tuple[bool, str]]:
@@ -67,7 +67,7 @@ def test_python_compiles(page: Path) -> None:
 
 @pytest.mark.alone
 def test_python_that_is_marked_runs(tmp_path: Path) -> None:
-    marked = {page.name: [text for mark, text in blocks(page, "python") if mark] for page in PAGES}
+    marked = {ids(page).replace("/", "-"): [text for mark, text in blocks(page, "python") if mark] for page in PAGES}
     assert sum(map(len, marked.values())) > 5
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUNNER],
