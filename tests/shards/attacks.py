@@ -183,10 +183,6 @@ def saved_elsewhere(model: nn.Module) -> Any:
         return learn(model)
 
 
-def forward_mode(model: nn.Module) -> Any:
-    return torch.func.jvp(model, (X,), (torch.ones_like(X),))
-
-
 def outside(model: nn.Module) -> Any:
     loss = model(X).square().mean() + 0.1 * model.gain.square().sum()
     loss.backward()
@@ -282,12 +278,6 @@ def hooks_inside(self: Any, x: Tensor) -> Tensor:
     if h.requires_grad:
         h.register_hook(lambda g: g * 2)
     return self.second(self.act(h))
-
-
-def dual(model: nn.Module) -> Any:
-    with torch.autograd.forward_ad.dual_level():
-        made = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
-        return torch.autograd.forward_ad.unpack_dual(model(made)).tangent
 
 
 def class_patched(model: nn.Module) -> Any:
@@ -389,6 +379,10 @@ def two_layers() -> nn.Module:
     return nn.ModuleList([nn.Linear(5, 8), nn.Linear(5, 8)])
 
 
+def add_layer(model: nn.Module) -> None:
+    model.many.append(two_layers().double()[0])
+
+
 def constant_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.constant_(module.weight, 0.1)
@@ -448,7 +442,6 @@ ATTACKS: dict[str, tuple[Any, ...]] = {
     "functional call": (Net, functionally),
     "functional call after": (Net, twice(functionally)),
     "vmap": (variant(plainly), lambda m: torch.vmap(m)(torch.stack([X, X * 2]))),
-    "forward mode": (variant(plainly), forward_mode),
     "compiled": (Net, lambda m: learn(torch.compile(m, backend="eager", dynamic=False), X)),
     "checkpointed": (Net, lambda m: learn(m, X) * torch.utils.checkpoint.checkpoint(m, X, use_reentrant=False)),
     "backward twice": (Net, twice_back),
@@ -469,7 +462,6 @@ ATTACKS: dict[str, tuple[Any, ...]] = {
     "keeps a tensor": (variant(keeps), lambda m: [learn(m), m.last]),
     "keeps a loss": (variant(keeps_loss), with_aux),
     "hook inside": (variant(hooks_inside), twice(nothing)),
-    "dual numbers": (variant(plainly), dual),
     "class patched": (variant(Net.forward, act=own_activation), twice(class_patched)),
     "views in place": (variant(view_in_place), twice(nothing)),
     "plain tensor changed": (variant(with_mask, mask=eight), twice(lambda m: m.mask.mul_(2.0).sum())),
@@ -485,7 +477,7 @@ ATTACKS: dict[str, tuple[Any, ...]] = {
     "weights tied after": (Net, twice(lambda m: setattr(m.norm, "bias", m.norm.weight))),
     "gain drawn": (Net, twice(lambda m: nn.init.normal_(m.gain, generator=torch.Generator().manual_seed(1)).sum())),
     "full weight set": (Net, twice(lambda m: setattr(m.first.weight, "data", torch.ones(8, 5).double()))),
-    "module list": (variant(summed, many=two_layers), twice(lambda m: m.many.append(two_layers()[0]) and None)),
+    "module list": (variant(summed, many=two_layers), twice(add_layer)),
     "grad mode off": (Net, twice(without_grad_mode)),
     "default dtype": (variant(lambda self, x: self.second(self.first(x) + torch.ones(8).to(x))), twice(nothing)),
     "other dtype of input": (Net, lambda m: [learn(m), learn(m, X.float().double())]),
@@ -494,8 +486,8 @@ ATTACKS: dict[str, tuple[Any, ...]] = {
 REFUSED = {
     "forward hook", "pre-hook", "backward hook", "hook on all modules", "parametrized after", "old weight norm",
     "layer added", "layer replaced", "activation double", "bias gone", "patched", "sync batch norm", "flips modes",
-    "counts calls", "stops gradients", "scripted child", "lazy", "vmap", "forward mode", "buffer put",
-    "keeps a tensor", "keeps a loss", "hook inside", "dual numbers", "class patched", "views in place",
+    "counts calls", "stops gradients", "scripted child", "lazy", "vmap", "buffer put",
+    "keeps a tensor", "keeps a loss", "hook inside", "class patched", "views in place",
     "plain tensor changed", "unregistered", "flops counted", "list", "dict", "flag", "number", "flag in the example",
     "weights tied after", "full weight set", "module list",
 }  # fmt: skip

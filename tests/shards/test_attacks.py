@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from evenly._errors import EvenlyError
+from evenly._errors import EvenlyError, SpecError
 from evenly.comm import Party
 from evenly.shards import full_state_dict, shard_model
 from tests.ranks import RankError, run_ranks
 from tests.shards.attacks import ATTACKS, REFUSED, Act, X
 
 QUICK = {  # the faults that were found, and one of each other kind
-    "activation replaced", "constant in forward", "dual numbers", "forward hook", "functional call after",
+    "activation replaced", "constant in forward", "forward hook", "functional call after",
     "hook inside", "hook on all modules", "keeps a loss", "parametrized after", "plain", "plain tensor changed",
     "returns a weight", "sync batch norm", "unregistered", "vmap", "weights tied after", "whole parameter outside",
 }  # fmt: skip
@@ -71,3 +71,14 @@ def _flat(result: Any) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_a_cut_network_is_exact_or_refuses(name: str) -> None:
     assert verdict(*ATTACKS[name]) == ("refused" if name in REFUSED else "exact")
+
+
+def test_forward_mode_is_refused() -> None:
+    def on_rank(party: Party) -> None:
+        model = shard_model(nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 4)).double(), X, party=party, shares=[3, 1])
+        with pytest.raises(SpecError, match="forward-mode autograd"):
+            model(X)
+        model.close()
+
+    with torch.autograd.forward_ad.dual_level():  # one for all threads
+        run_ranks(2, on_rank)
