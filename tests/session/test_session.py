@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import evenly
-from evenly._errors import CheckpointError, SpecError
+from evenly._errors import CheckpointError, DataError, SpecError
 from evenly.session.tree import flatten, restore
 from evenly.spec import CheckpointSaved, Measured, Run, RunFailed, RunFinished, RunStarted
 from tests.session.programs import dataset, network
@@ -230,3 +230,35 @@ def test_an_error_of_torch_gives_way_to_what_the_alarm_knows():
     with pytest.raises(evenly.PeerError, match="rank 3 has gone") as caught:
         lose_a_rank()
     assert isinstance(caught.value.__context__, RuntimeError)
+
+
+def test_a_loader_of_ones_own_is_refused_where_the_session_has_made_one():
+    own = torch.utils.data.DataLoader(dataset(), batch_size=8)
+    x, y = next(iter(own))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenly.Session() as session:
+        synchronized, optimizer, loader = session.prepare(model, optimizer, dataset(), plan=session.plan(batch_size=8))
+        with pytest.raises(SpecError, match=r"did not come from the loader .* leave the dataset out"):
+            synchronized(x)
+        batches = list(loader)  # the samples of the last one would count for all
+        with pytest.raises(SpecError, match="train each batch before the next"):
+            synchronized(batches[0][0])
+        synchronized.eval()
+        assert synchronized(x).shape == (8, 3)
+        nn.functional.cross_entropy(synchronized(x), y).backward()  # trained in evaluation: as large as the batch is
+        assert all(parameter.grad.any() for parameter in model.parameters())
+    with evenly.Session() as session:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        synchronized, optimizer, _ = session.prepare(model, optimizer, plan=session.plan(batch_size=8))
+        nn.functional.cross_entropy(synchronized(x), y).backward()
+        assert all(parameter.grad.any() for parameter in model.parameters())
+
+
+def test_a_loader_is_no_dataset():
+    own = torch.utils.data.DataLoader(dataset(), batch_size=8)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenly.Session() as session, pytest.raises(DataError, match=r"Give loader\.dataset"):
+        session.prepare(model, optimizer, own, plan=session.plan(batch_size=8))

@@ -39,6 +39,7 @@ class Feed:
         self.epoch = 0
         self.offset = 0  # samples of this epoch that all ranks together have taken
         self.samples = 0
+        self._is_under_way = False  # an epoch has begun and not ended
         self.between: list[Callable[[], None]] = []  # called when a step is over and another follows
         self.on_end: list[Callable[[], None]] = []
         self._device, self._drop_last, self._name = device, drop_last, type(dataset).__name__
@@ -75,9 +76,11 @@ class Feed:
         epoch = self._source.begin(self.epoch)
         while self._follows(epoch):
             self.offset, self.samples, batch = epoch.take()
+            self._is_under_way = True
             yield batch if self._device is None else to_device(batch, self._device)
             for tell in self.between if self._follows(epoch) else ():
                 tell()
+        self._is_under_way = False
         if self.offset == 0:
             raise DataError(
                 f"epoch {self.epoch} of {self._name} was asked for, but there is not one sample in "
@@ -87,6 +90,23 @@ class Feed:
         self.epoch += 1
         for tell in self.on_end:
             tell()
+
+    def samples_of(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> float:
+        """Returns the samples of the batch handed out last, which `module` is about to be called with.
+
+        Raises `SpecError` where none was handed out in this epoch and the module trains. In evaluation it is the
+        leading dim of the first tensor.
+        """
+        if not self._is_under_way and not module.training:
+            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim)
+            return float(next((len(tensor) for tensor in tensors), 1))
+        if not self._is_under_way:
+            raise SpecError(
+                "a batch was given to the model for training that did not come from the loader which prepare() made, "
+                "so its samples are not known. Iterate over that loader and train each batch before the next; or leave "
+                "the dataset out of prepare(), or give count=, to train with a loader of your own."
+            )
+        return float(self.samples)
 
     def state(self) -> dict[str, int]:
         """Returns the position: the epoch and how many samples of it are taken."""

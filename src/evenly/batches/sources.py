@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sized
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from evenly._errors import DataError, SpecError
 from evenly.batches.loading import check_loading
@@ -16,11 +16,21 @@ from evenly.batches.streams import Stream
 def open_source(dataset: Any, rules: Rules, *, shuffle: bool | None, sampler: Iterable[Any] | None) -> Source:
     """Returns what gives one rank its steps."""
     check_loading(rules.loading)
+    _refuse_loader(dataset)
     if _has_indices(dataset, sampler):
         ordering = Ordering(dataset, ranks=rules.ranks, seed=rules.seed, shuffle=shuffle, sampler=sampler)
         return Picks(dataset, ordering, rules)
     _check_stream(dataset, shuffle=shuffle, sampler=sampler)
     return Stream(dataset, rules)
+
+
+def _refuse_loader(dataset: object) -> None:
+    """Raises `DataError` for a DataLoader: batches are made here, as large as the plan says."""
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            "a DataLoader was given where a dataset is expected, and batches of batches would come of it. Give "
+            "loader.dataset, and shuffle=, num_workers= and collate_fn= beside it."
+        )
 
 
 def _has_indices(dataset: object, sampler: object) -> bool:

@@ -66,7 +66,10 @@ def train_shares(
     """Trains on all ranks together and returns the test accuracy of the final network."""
     build, load = CASES[case]
     if data is None:
-        raise DataError(f"the recipe {case!r} needs its data. Run scripts/fetch-data.py, then pass --data data/{case}.")
+        fetched = {"cifar": "cifar10"}.get(case, case)  # as scripts/fetch-data.py names it
+        raise DataError(
+            f"the recipe {case!r} needs its data. Run scripts/fetch-data.py, then pass --data data/{fetched}."
+        )
     train, test = load(data, limit=config.train_limit)
     torch.manual_seed(config.seed)
     accuracy = math.nan  # on a rank that the plan leaves out

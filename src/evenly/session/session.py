@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
@@ -189,7 +190,7 @@ class Session:
             cluster=self.cluster,
             period=plan.period,
             exchange=plan.exchange,
-            count=count or (None if batches is None else lambda *_, **__: batches.samples),
+            count=count or (None if batches is None else partial(batches.samples_of, part)),
             scaler=scaler,
             parent=self._stage.alarm,
             find_unused_parameters=find_unused_parameters,
