@@ -15,11 +15,11 @@ help: ## Show this list
 demo: $(READY) data ## Train on an emulated uneven cluster twice and print one table (a few minutes)
 	$(BIN)/python scripts/demo.py
 
-test: lint data ## Lint and run the tests (under 10 minutes on 2 cores, with the installation)
+test: lint data ## Lint and run the tests (about 11 minutes on 2 cores, with the installation)
 	$(BIN)/python -m pytest -m "not lab and not alone and not slow"
 	$(BIN)/python -m pytest -n 0 -m "(lab or alone) and not slow"
 
-test-all: $(READY) data ## Run what `make test` leaves out: long tests, and the fuzzers with more seeds (under 20 minutes)
+test-all: $(READY) data ## Run what `make test` leaves out: long tests, and the fuzzers with more seeds (about 20 minutes)
 	$(BIN)/python -m pytest -m "slow and not lab and not alone"
 	$(BIN)/python -m pytest -n 0 -m "slow and (lab or alone)"
 

@@ -7,14 +7,13 @@ import torch
 
 from evenly.comm import placement_of
 from evenly.graph import follow
-from evenly.nodes import join_nodes
 from evenly.planner import lay_out
 from evenly.shards import join_shards, load_full_state_dict
 from evenly.shards.optim import state_placement
 from tests.nodes import exchange_programs
 from tests.nodes.exchange_fuzz import Trainer, verdict
-from tests.nodes.exchange_programs import Run, count_of, make_network, make_optimizer
-from tests.ranks import cluster_of, ragged, run_ranks
+from tests.nodes.exchange_programs import Run, make_network, make_optimizer
+from tests.ranks import ragged, run_ranks
 
 SHARES = (  # of each replica of each node; None is a rank with the whole network
     [[[2, 1]], [[1, 1]]],
@@ -41,6 +40,8 @@ def traced(seed: int):
 class CutTrainer(Trainer):
     """One rank that holds a part of a replica."""
 
+    state_placement = staticmethod(state_placement)
+
     def __init__(self, run: Run, party, shares) -> None:
         flat = [replica for node in shares for replica in node]
         counts = [len(replica or [1]) for replica in flat]
@@ -59,18 +60,6 @@ class CutTrainer(Trainer):
         self.optimizer = make_optimizer(run, self.model)
         self.restarts, self.seen, self.exchange = 0, [], run.exchange
         self.join()
-
-    def join(self) -> None:
-        self.synchronized = join_nodes(
-            self.model,
-            self.optimizer,
-            party=self.party.chapter(f"run{self.restarts}"),
-            cluster=cluster_of(self.ranks),
-            period=self.run.period,
-            exchange=self.exchange,
-            count=count_of,
-            state_placement=state_placement,
-        )
 
     @torch.no_grad()
     def parts(self) -> list[tuple[int, torch.Tensor]]:

@@ -33,9 +33,11 @@ from tests.ranks import RankError, cluster_of, ragged, run_ranks
 class Trainer:
     """One rank that trains with the library."""
 
+    state_placement = None  # of networks cut over ranks: how state of the optimizer is cut
+
     def __init__(self, run: Run, party) -> None:
         self.run, self.party, self.place = run, party, party.rank
-        self.nodes = ragged(*run.sizes)
+        self.nodes = self.ranks = ragged(*run.sizes)
         self.model = make_network(run, seed=self.place)  # all begin with that of rank 0
         self.optimizer = make_optimizer(run, self.model)
         self.restarts, self.seen, self.exchange = 0, [], run.exchange
@@ -46,10 +48,11 @@ class Trainer:
             self.model,
             self.optimizer,
             party=self.party.chapter(f"run{self.restarts}"),
-            cluster=cluster_of(self.nodes),
+            cluster=cluster_of(self.ranks),
             period=self.run.period,
             exchange=self.exchange,
             count=count_of,
+            state_placement=self.state_placement,
         )
 
     def play(self) -> list[list[torch.Tensor]]:
