@@ -636,3 +636,39 @@ def test_fingerprints_do_not_depend_on_autocast():
         assert fingerprint(tensors).read() == fingerprint(tensors).read()
         inside = fingerprint(tensors).read()
     assert inside == fingerprint(tensors).read()
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_nodes_with_different_learning_rates_are_told_of(differ, caplog):
+    def act(party):
+        synchronized, optimizer = join(party, ragged(1, 1), network(), every=2)
+        with closing(synchronized):
+            for step in range(4):
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + step * (1 + differ * party.rank))
+                loss_of(synchronized(batch(party.rank, step))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            synchronized.finish()
+
+    run_ranks(2, act)
+    told = [record.getMessage() for record in caplog.records if "learning rates" in record.getMessage()]
+    assert len(told) == int(differ)
+    if differ:
+        assert "node 0: 0.05, node 1: 0.0333333" in told[0]
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_closing_without_finish_says_that_nodes_differ(finishes, caplog):
+    def act(party):
+        synchronized, optimizer = join(party, ragged(1, 1), network(), every=2)
+        with closing(synchronized):
+            for step in range(3):
+                loss_of(synchronized(batch(party.rank, step))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if finishes:
+                synchronized.finish()
+
+    run_ranks(2, act)
+    told = [record.getMessage() for record in caplog.records if "call finish() before close()" in record.getMessage()]
+    assert told == [] if finishes else len(told) == 2

@@ -300,7 +300,7 @@ class Alarm:
         error = _errors.LockstepError(
             f"rank {self.party.rank} is in its step {note.step + self.begun - note.begun} but rank {note.rank} on "
             f"{note.host} made only {note.step} steps and waits for the exchange: "
-            "ranks were given unequal numbers of batches. "
+            "ranks were given unequal numbers of batches, or one called step() without a backward. "
             "Give every rank the same number of steps (evenly.feed does), or drop the surplus."
         )
         self.ring(error)

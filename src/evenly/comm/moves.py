@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from evenly._errors import PeerError
+from evenly._errors import LockstepError, PeerError
 from evenly.comm.alarm import Alarm
 from evenly.comm.heartbeats import AwakeClock
 
@@ -181,13 +181,23 @@ class Assembly:
         self._alarm, self._group, self._timeout_s = alarm, group, timeout_s
         self._number = 0
 
-    def gather(self, value: Any, what: str) -> list[Any]:
-        """Returns every rank's `value`; `what` says in an error what the ranks met for."""
+    def gather(self, value: Any, what: str, *, where: str = "") -> list[Any]:
+        """Returns every rank's `value`; `what` says in an error what the ranks met for, and `where` with which files.
+
+        Raises:
+            LockstepError: on every rank, where ranks met for different things.
+        """
         self._number += 1
-        waiter = Waiter(self._alarm, place=f"{what} (meeting {self._number})", timeout_s=self._timeout_s)
-        rows = gather_json(value, self._group, waiter)
+        waiter = Waiter(self._alarm, place=f"{what}{where} (meeting {self._number})", timeout_s=self._timeout_s)
+        rows = gather_json([what, value], self._group, waiter)
         self._alarm.passed(waiter.place)
-        return rows
+        if any(asked != what for asked, _ in rows):
+            calls = "; ".join(f"rank {rank}: {asked}" for rank, (asked, _) in enumerate(rows))
+            raise LockstepError(
+                f"the ranks of a session have come to different calls ({calls}). Every rank must make the same calls "
+                "of the session in the same order: move the call out of what only some ranks run."
+            )
+        return [theirs for _, theirs in rows]
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -131,8 +131,10 @@ class Wire:
         self.traffic.add(name, 2 * (self.size - 1) * total.nbytes)
         return Pending(lambda: total, [all_reduce(total, self.group, largest=largest)], self._waiter)
 
-    def gather(self, part: torch.Tensor, dim: int, segments: Sequence[Segments], *, name: str = "gather") -> Pending:
-        """Starts collecting a tensor of which rank r holds the indices `segments[r]` of `dim`."""
+    def gather(
+        self, part: torch.Tensor, dim: int, segments: Sequence[Segments], *, name: str | None = "gather"
+    ) -> Pending:
+        """Starts collecting a tensor of which rank r holds the indices `segments[r]` of `dim`; None is not counted."""
         if self.size == 1:
             return Pending(lambda: part)
         counts = [count_of(ranges) for ranges in segments]
@@ -143,7 +145,8 @@ class Wire:
         sent = part.detach().reshape(-1).repeat(self.size)
         received = sent.new_empty(sum(sizes))
         work = all_to_all(received, sent, sizes, [sizes[self.rank]] * self.size, self.group)
-        self.traffic.add(name, (self.size - 1) * received.nbytes)
+        if name is not None:
+            self.traffic.add(name, (self.size - 1) * received.nbytes)
 
         def finish() -> torch.Tensor:
             whole = part.new_empty(*part.shape[:dim], sum(counts), *part.shape[dim + 1 :])
@@ -219,6 +222,12 @@ class Wire:
     def tell(self, value: Any, source: int) -> Any:
         """Returns what rank `source` says; values are what JSON can say."""
         return gather_json(value if self.rank == source else None, self.group, self._waiter)[source]
+
+    def gather_numbers(self, row: Sequence[float], device: torch.device) -> list[list[float]]:
+        """Returns every rank's row, all of one length; it is not counted as traffic."""
+        rows = tuple(((rank, rank + 1),) for rank in range(self.size))
+        part = torch.tensor([row], dtype=torch.float64, device=device)
+        return list(self.gather(part, 0, rows, name=None).wait().tolist())
 
     def _short_sum(self, x: torch.Tensor, name: str) -> Pending:
         flat, count = x.detach().reshape(-1), x.numel()

@@ -1,6 +1,7 @@
 """Ranks that should hold the same parameters and do not: noticed in the vote before an exchange, and named."""
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from evenly.comm import Groups, Waiter, gather_json
 from evenly.nodes.fingerprint import Fingerprint, apart, are_apart
 from evenly.nodes.membership import Quorum
 from evenly.nodes.sharing import Sharing
+
+logger = logging.getLogger(__name__)
 
 INSIDE = (
     "They must be equal after every step. Something has changed them on some ranks only: gradients or parameters set "
@@ -42,6 +45,7 @@ class DivergenceCheck:
         joint: bool,
     ) -> None:
         self._optimizer, self._groups, self._sharing, self._joint = optimizer, groups, sharing, joint
+        self._has_warned = False
 
     def require_same(
         self, quorum: Quorum, held: Fingerprint, waiter: Waiter, *, step: int, since: int, everywhere: bool
@@ -51,12 +55,27 @@ class DivergenceCheck:
         `held` is this rank's. All ranks that see the difference call it together. They had `since` steps in which
         rounding may differ.
         """
+        self._warn_of_rates(quorum, step=step)
         node, world = self._groups.node_votes, self._groups.world
         if are_apart(quorum.held, held.elements, steps=since):
             self._refuse(held, dict(enumerate(self._groups.ranks)), node, waiter, INSIDE, step=step, since=since)
         if (everywhere or self._joint) and are_apart(quorum.held_by_nodes, held.elements, steps=since):
             why, ranks = JOINT if self._joint else ACROSS, dict(enumerate(range(self._groups.party.size)))
             self._refuse(held, ranks, world, waiter, why, step=step, since=since)
+
+    def _warn_of_rates(self, quorum: Quorum, *, step: int) -> None:
+        """Says it once if nodes train with different learning rates: often a scheduler follows one node's loss."""
+        if self._has_warned or len(set(quorum.learning_rates)) < 2:
+            return
+        self._has_warned = True
+        if self._groups.party.rank == 0:
+            rates = ", ".join(f"node {node}: {rate:g}" for node, rate in enumerate(quorum.learning_rates))
+            logger.warning(
+                "nodes have different learning rates at step %d (%s); their parameters are averaged all the same. If a "
+                "scheduler follows a loss, give it the mean of all nodes",
+                step,
+                rates,
+            )
 
     def _refuse(
         self,
@@ -86,6 +105,13 @@ class DivergenceCheck:
     def _holders(self) -> tuple[int, ...]:
         place = self._groups.local_rank
         return next((holders for holders in self._sharing.holders if place in holders), (place,))
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> float:
+    """Returns the learning rate of the first parameter group; 0 for one on an accelerator, which is not read."""
+    rate = optimizer.param_groups[0].get("lr", 0.0)
+    is_near = isinstance(rate, int | float) or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
+    return float(rate) if is_near else 0.0
 
 
 def _first_apart(

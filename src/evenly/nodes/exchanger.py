@@ -18,7 +18,7 @@ from evenly.nodes.averager import Averager
 from evenly.nodes.buffers import Buffers
 from evenly.nodes.cargo import Cargo
 from evenly.nodes.contents import Contents
-from evenly.nodes.divergence import DivergenceCheck
+from evenly.nodes.divergence import DivergenceCheck, learning_rate
 from evenly.nodes.fingerprint import Fingerprint
 from evenly.nodes.flight import Flight
 from evenly.nodes.loads import Loads
@@ -175,8 +175,10 @@ class Exchanger(Averager):
         self._loads.close()
         flights = [trip.flight for trip in self._trips if trip.flight is not None]
         landed = not flights or flights[-1].ends_within(CLOSING_S)  # the others are before it
-        if self._trips and not self._alarm.has_rung:
-            logger.warning("%d exchanges under way are dropped: call finish() before close()", len(self._trips))
+        steps, trips = self._schedule.since if self._averages else 0, len(self._trips)
+        if (steps or trips) and not self._alarm.has_rung:
+            case = f"{trips} exchanges under way are dropped" if trips else f"{steps} steps came after an exchange"
+            logger.warning("%s, so nodes hold different parameters: call finish() before close()", case)
         return landed
 
     def check(self) -> None:
@@ -322,7 +324,8 @@ class Exchanger(Averager):
         self, ballot: Ballot, held: Fingerprint, waiter: Waiter, *, since: int, everywhere: bool = False
     ) -> Quorum:
         """Returns who takes part, once it is sure that ranks which must hold the same parameters do."""
-        ballot = replace(ballot, held=held.read(), holders=self._sharing.holders)
+        rate = learning_rate(self._optimizer)
+        ballot = replace(ballot, held=held.read(), holders=self._sharing.holders, learning_rate=rate)
         quorum = self._membership.convene(ballot, waiter)
         everywhere = everywhere and not quorum.differs
         if not self._averages or self._settings.overlap:

@@ -33,6 +33,7 @@ class Ballot:
     doubtful: bool = False  # a backward was not finite and no step followed: a GradScaler may have skipped one
     changed: tuple[bool, ...] = ()  # for each buffer, whether it differs from the last agreed value
     held: Held = NOTHING_HELD  # fingerprint of the parameters
+    learning_rate: float = 0.0
     holders: tuple[tuple[int, ...], ...] = ((0,),)  # places in the node of those who hold one network together
 
 
@@ -50,6 +51,7 @@ class Quorum:
     changed: tuple[bool, ...] = ()  # for each buffer, whether any rank has changed it
     held: tuple[Held, ...] = (NOTHING_HELD,)  # by each network of the node
     held_by_nodes: tuple[Held, ...] = (NOTHING_HELD,)
+    learning_rates: tuple[float, ...] = ()  # by node
 
 
 class Membership(ABC):
@@ -71,9 +73,9 @@ class StaticMembership(Membership):
         groups = self._groups
         stand = [ballot.step, ballot.exchange, ballot.layout, ballot.backwards]
         flags = [ballot.doubtful, not ballot.ends, ballot.differs]
-        told = [ballot.samples, *flags, *ballot.measured, *ballot.held.row, *ballot.changed]
+        told = [ballot.samples, *flags, *ballot.measured, *ballot.held.row, ballot.learning_rate, *ballot.changed]
         row = torch.tensor([*stand, *told], dtype=torch.float64)
-        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 20 + buffers]
+        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 21 + buffers]
         waiter.wait([work], meeting=True)
         self._require_lockstep(siblings, groups.ranks, "rank")
         node = siblings.amax(0)
@@ -82,7 +84,7 @@ class StaticMembership(Membership):
         node[HELD] = held[0]
         if bool((siblings[:, HELD.stop - 1] != siblings[0, HELD.stop - 1]).any()):
             node[HELD.stop - 1] = UNLIKE
-        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 20 + buffers]
+        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 21 + buffers]
         waiter.wait([work for _, work in votes], meeting=True)
         for rows, _ in votes:
             self._require_lockstep(rows, range(len(groups.nodes)), "node")
@@ -95,9 +97,10 @@ class StaticMembership(Membership):
             measured=tuple(rows[:, 8 : 8 + len(NOTHING)].amax(0).tolist()),
             ends=not bool(rows[:, 6].any()),
             differs=bool(rows[:, 7].any()),
-            changed=tuple(bool(value) for value in rows[:, HELD.stop :].amax(0)),
+            changed=tuple(bool(value) for value in rows[:, HELD.stop + 1 :].amax(0)),
             held=tuple(Held.from_row(row.tolist()) for row in held),
             held_by_nodes=tuple(Held.from_row(row) for row in rows[:, HELD].tolist()),
+            learning_rates=tuple(rows[:, HELD.stop].tolist()),
         )
 
     def _require_lockstep(self, rows: torch.Tensor, names: "tuple[int, ...] | range", kind: str) -> None:

@@ -42,12 +42,12 @@ class Checkpoints:
 
     def save(self, step: int, trainees: list[Trainee], tracked: dict[str, Any], *, epoch: int, keep: int) -> Path:
         """Writes the run's state as the checkpoint of `step` and returns its folder."""
-        token, step = self._together(lambda: self._begin(step), f"begin a checkpoint in {self.root}")[0]
+        token, step = self._together(lambda: self._begin(step), "begin a checkpoint in", self.root)[0]
         name = f"step-{step:09d}"
         partial = self.root / f".{name}.{token}"
         owner = self._open(partial)
         digests = self._together(
-            lambda: self._write(partial, trainees, tracked), f"write the checkpoint {self.root / name}"
+            lambda: self._write(partial, trainees, tracked), "write the checkpoint", self.root / name
         )
         manifest = {
             "step": step,
@@ -61,14 +61,14 @@ class Checkpoints:
             if owner:
                 folder.seal(partial, self.root / name, manifest)
 
-        self._together(finish, f"complete the checkpoint {self.root / name}")
-        self._together(lambda: folder.clear(self.root, keep=keep) if owner else None, f"clear {self.root}")
+        self._together(finish, "complete the checkpoint", self.root / name)
+        self._together(lambda: folder.clear(self.root, keep=keep) if owner else None, "clear", self.root)
         return self.root / name
 
     def latest(self) -> Path | None:
         """Returns the newest checkpoint that every rank can see, or None."""
-        self._together(lambda: folder.recover(self.root) if self._leads else None, f"look into {self.root}")
-        seen = self._together(lambda: [path.name for path in folder.checkpoints(self.root)], f"look into {self.root}")
+        self._together(lambda: folder.recover(self.root) if self._leads else None, "look into", self.root)
+        seen = self._together(lambda: [path.name for path in folder.checkpoints(self.root)], "look into", self.root)
         common = set(seen[0]).intersection(*seen[1:])
         if not common and any(seen):
             parts = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(seen))
@@ -81,13 +81,13 @@ class Checkpoints:
     def set_aside(self) -> None:
         """Moves the checkpoints of an earlier run into a folder of their own: a new run begins here."""
         at_rank_0 = self.rank == 0
-        self._together(lambda: folder.set_aside(self.root) if at_rank_0 else None, f"clear {self.root}")
-        self._together(lambda: folder.set_aside(self.root) if self._leads else None, f"clear {self.root}")
+        self._together(lambda: folder.set_aside(self.root) if at_rank_0 else None, "clear", self.root)
+        self._together(lambda: folder.set_aside(self.root) if self._leads else None, "clear", self.root)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Returns the state this rank goes on from, read and checked on every rank."""
         state: dict[str, Any] = {}
-        self._together(lambda: state.update(self._read(path)), f"read the checkpoint {path}")
+        self._together(lambda: state.update(self._read(path)), "read the checkpoint", path)
         return state
 
     def _begin(self, step: int) -> list[Any]:
@@ -112,8 +112,8 @@ class Checkpoints:
                 return False
             return True
 
-        self._together(at_rank_0, f"make the folder {partial}")
-        return bool(self._together(elsewhere, f"make the folder {partial}")[self.rank])
+        self._together(at_rank_0, "make the folder", partial)
+        return bool(self._together(elsewhere, "make the folder", partial)[self.rank])
 
     def _write(self, partial: Path, trainees: list[Trainee], tracked: dict[str, Any]) -> dict[str, str]:
         digests: dict[str, str] = {}
@@ -141,18 +141,18 @@ class Checkpoints:
             node, rank = merge(nodes, ranks, manifest["nodes"])
         return {"manifest": manifest, "node": node, "rank": rank}
 
-    def _together(self, act: Any, what: str) -> list[Any]:
+    def _together(self, act: Any, what: str, path: Path) -> list[Any]:
         """Returns every rank's result; if one rank fails, all raise, naming it."""
         result, error = None, None
         try:
             result = act() if callable(act) else act
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
-        rows = self._assembly.gather({"result": result, "error": error}, what)
+        rows = self._assembly.gather({"result": result, "error": error}, what, where=f" {path}")
         failed = {rank: row["error"] for rank, row in enumerate(rows) if row["error"]}
         if failed:
             rank, reason = next(iter(failed.items()))
-            raise CheckpointError(f"ranks {list(failed)} could not {what}. Rank {rank} says: {reason}")
+            raise CheckpointError(f"ranks {list(failed)} could not {what} {path}. Rank {rank} says: {reason}")
         return [row["result"] for row in rows]
 
 

@@ -116,7 +116,7 @@ def hold_together(folder: Path, assembly: Assembly, *, rank: int, leads: bool) -
                 owner = take_folder(folder, token)
         except CheckpointError as error:
             problem = str(error)
-        problems = assembly.gather(problem, f"take the folder {folder}")
+        problems = assembly.gather(problem, "take the folder", where=f" {folder}")
         failed = [number for number, text in enumerate(problems) if text]
         if failed:
             if owner is not None:

@@ -266,7 +266,7 @@ class Session:
         """Returns the sums of each number over all ranks."""
         for trainee in self._trainees:
             trainee.model.assemble()
-        rows = self._assembly.gather([float(number) for number in numbers], "a sum over ranks")
+        rows = self._assembly.gather([float(number) for number in numbers], f"a sum of {len(numbers)} over ranks")
         return [float(sum(column)) for column in zip(*rows, strict=True)]
 
     def _enrol(self, trainee: Trainee, plan: Plan) -> None:

@@ -13,6 +13,7 @@ from evenly.planner import Rates, lay_out
 from evenly.shards.cutting import copy_tree, cut_model
 from evenly.shards.placement import Placement
 from evenly.shards.probe import watch_optimizers
+from evenly.shards.rank_check import mark_uncut, tally_of
 from evenly.shards.sharded import Sharded
 from evenly.spec import Device
 from evenly.spec.layout import Layout, check_shares
@@ -80,6 +81,8 @@ def _join(
     group = open_group(room, "shards", layout.members, backend=backend, timeout_s=timeout_s)
     wire = Wire(group, alarm, timeout_s=timeout_s)
     local = cut_model(traced, layout, wire, share=lambda tensor: stage.broadcast(tensor, source))
+    if wire.size > 1:
+        mark_uncut(traced.model.parameters(), tally_of(wire))
     return Sharded(traced, layout, wire, local, seed=seed, stage=stage, source=source)
 
 

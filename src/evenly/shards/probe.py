@@ -12,11 +12,12 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from evenly._errors import SpecError
-from evenly.comm import first_line
+from evenly.comm import Wire, first_line
 from evenly.shards.clipping import widen_clipping
 from evenly.shards.guard import Apart, apart, guard, trial, unguard
 from evenly.shards.parts import PartParameter, called_by_us
-from evenly.shards.placement import placement_of
+from evenly.shards.placement import placement_of, placements
+from evenly.shards.rank_check import StepTally, tally_of, tally_of_uncut
 from evenly.shards.trials import EXACT, RAMP, SCALES, compare
 from evenly.shards.twin import (
     HOOKS,
@@ -79,11 +80,14 @@ _reasons: dict[tuple[Any, ...], str | None] = {}
 
 
 class _Checked(NamedTuple):
-    """How an optimizer looked when it was checked last, its cut parameters, and all if some are cut."""
+    """How an optimizer looked when it was checked last, and its parameters: those cut, all if some are cut, ..."""
 
     look: tuple[Any, ...]
     cut: Apart
     held: list[torch.Tensor]
+    wires: list[Wire]  # that its parameters are spread over
+    uncut: list[StepTally]  # of the networks that were made from those of its parameters
+    needs_gradient: list[torch.Tensor]  # all, if some are of a cut network, or of one that it was made from
 
 
 _checked: "weakref.WeakKeyDictionary[Optimizer, _Checked]" = weakref.WeakKeyDictionary()
@@ -98,13 +102,17 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         check_elementwise(optimizer, args[1:], kwargs)  # the first is the optimizer
         held = [p for group in optimizer.param_groups for p in group["params"]]
         cut = apart(held)
-        known = _Checked(look, cut, held if cut else [])
+        wires = [wire for wire in dict.fromkeys(own.wire for own in placements(held)) if wire.size > 1]
+        uncut = list({id(tally): tally for tally in map(tally_of_uncut, held) if tally is not None}.values())
+        known = _Checked(look, cut, held if cut else [], wires, uncut, held if wires or uncut else [])
         with _lock:
             _checked[optimizer] = known
+    closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
+    if known.needs_gradient and not closures and all(p.grad is None for p in known.needs_gradient):
+        _refuse_idle_step(optimizer, known)
     if not known.held:
         return None
     unguard(known.held)  # what the optimizer does with them was tried
-    closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
     if not closures:
         return None
 
@@ -116,8 +124,27 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _after_step(optimizer: Optimizer, _: Any, __: Any) -> None:
     known = None if trial.is_on else _checked.get(optimizer)
-    if known is not None and known.cut:
+    if known is not None and known.wires:
         guard(known.cut)
+        for wire in known.wires:
+            tally_of(wire).add(optimizer)
+
+
+def _refuse_idle_step(optimizer: Optimizer, known: _Checked) -> None:
+    """Raises `SpecError` where a step without gradients comes from training another network than the cut one."""
+    name = type(optimizer).__name__
+    if not known.wires and any(tally.passes for tally in known.uncut):
+        case = "its parameters are those of a network before evenly.shard cut it, and none has a gradient"
+        advice = "Make the optimizer after evenly.shard, over the parameters of the module that it returned."
+    elif known.wires and all(tally_of(wire).passes == 0 for wire in known.wires):
+        case = "the cut network of its parameters was not called since the last step, and none has a gradient"
+        advice = "Call the module that evenly.shard returned, and backward of its outputs, before each step."
+    else:
+        return
+    error = SpecError(f"{name} was asked for a step, but {case}: nothing would be trained. {advice}")
+    for wire in known.wires:
+        wire.alarm.ring(error)
+    raise error
 
 
 def _guarding(closure: Callable[..., Any], known: _Checked) -> Callable[..., Any]:

@@ -21,10 +21,11 @@ from evenly.shards.guard import apart, guard, unguarded
 from evenly.shards.ops import hollow
 from evenly.shards.placement import place, placement_of
 from evenly.shards.program import Program
+from evenly.shards.rank_check import RankCheck
 from evenly.spec.layout import Layout
 
 OWN = {"layout", "wire", "_dice", "_signature", "_shapes", "_stage", "_source", "_has_audience", "_program", "_plain"}
-OWN |= {"_stand", "_passes", "_is_closed", "_network", "_current", "on_first_batch"}
+OWN |= {"_stand", "_passes", "_is_closed", "_network", "_current", "_rank_check", "on_first_batch"}
 
 
 class Sharded(nn.Module):
@@ -67,6 +68,7 @@ class Sharded(nn.Module):
         self._current = Current(hollowed, local, given=traced.model)
         draws = any(choice.op in ("dropout", "attention") for choice in layout.choices)
         self._plain = [local] if wire.size == 1 and not draws and not self._has_audience else []  # no child of this one
+        self._rank_check = RankCheck(self, wire)
         self._passes = 0
         self._stand = (0, False, 0)  # the samples, the mode and the trace of the last pass
         self._is_closed = False
@@ -127,8 +129,14 @@ class Sharded(nn.Module):
                 self._keep_current(bound)
             self._agree_on_batch(bound)
             self._meet_first_batch(bound)
-            result = self._program.run(bound) if self._program is not None else None
+            result = self._run(bound) if self._program is not None else None
             return self._tell(result) if self._has_audience else result
+
+    def _run(self, given: Mapping[str, Any]) -> Any:
+        self._rank_check.before_pass(self._passes)
+        result = self._program.run(given) if self._program is not None else None
+        self._rank_check.watch_outputs(pytree.tree_leaves(result), self._passes)
+        return result
 
     def _meet_first_batch(self, given: Mapping[str, Any]) -> None:
         """Does what waits for a batch, once; on all ranks, as all see the same batches."""
@@ -234,6 +242,7 @@ class Sharded(nn.Module):
     def close(self) -> None:
         """Ends the connections; the module can no longer be called, nor its full state be collected."""
         self._is_closed = True
+        self._rank_check.end()
         if self._stage is not self.wire:
             close_groups([self._stage.group], failed=self.wire.alarm.has_rung)
         self.wire.close()

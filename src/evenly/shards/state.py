@@ -47,6 +47,7 @@ def full_state_dict(
     if optimizer is not None:
         parts |= {"optimizer": _slots(optimizer), "optimizer_class": type(optimizer).__name__}
     _require_agreement(model, parts)
+    model._rank_check.require_same("when their state was collected")
     kept = everywhere or model.wire.rank == 0
     known: dict[int, torch.Tensor] = {}
 

@@ -1,0 +1,155 @@
+"""Ranks of a cut network that no longer do the same hear of it soon, by name, and on all of them."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, AdamW, Optimizer
+
+from evenly._errors import MismatchError, PeerError, SpecError
+from evenly.comm import Party
+from evenly.graph import follow
+from evenly.planner import lay_out
+from evenly.shards import Sharded, full_state_dict, join_shards
+from evenly.shards.rank_check import EVERY
+from tests.ranks import RankError, run_ranks
+
+LOCK = threading.Lock()  # ranks are threads: torch's generator is one for all, and fx patches modules while it traces
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
+
+
+def build() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.LayerNorm(12), nn.Linear(12, 4)).double()
+
+
+@contextmanager
+def cut(party: Party) -> Iterator[tuple[nn.Module, Sharded]]:
+    with LOCK:
+        model = build()
+        traced = follow(model, X)
+    sharded = join_shards(traced, lay_out(traced.graph, [60, 40]), party=party, timeout_s=20)
+    try:
+        yield model, sharded
+    finally:
+        sharded.close()
+
+
+def train(party: Party, disturb: Callable[..., Any], passes: int) -> None:
+    """Trains; `disturb(rank, step, optimizer, model)` may return other labels, or False to leave the step out."""
+    with cut(party) as (_, model):
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        for step in range(passes):
+            wish = disturb(party.rank, step, optimizer, model)
+            optimizer.zero_grad()
+            cross_entropy(model(X), wish if isinstance(wish, torch.Tensor) else LABELS).backward()
+            if wish is not False:
+                optimizer.step()
+
+
+def leave_out_a_step(rank: int, step: int, *_: Any) -> bool:
+    return not (rank == 1 and step == 1)
+
+
+def change_the_rate(rank: int, step: int, optimizer: Optimizer, _: nn.Module) -> None:
+    if rank == 1 and step == 1:
+        optimizer.param_groups[0]["lr"] = 2e-2
+
+
+def other_labels(rank: int, *_: Any) -> torch.Tensor:
+    return LABELS if rank == 0 else LABELS.flip(0)
+
+
+def one_other_label(rank: int, *_: Any) -> torch.Tensor:
+    return LABELS if rank == 0 else LABELS.clone().index_fill(0, torch.tensor([5]), 2)
+
+
+def write_by_hand(rank: int, step: int, _: Optimizer, model: nn.Module) -> None:
+    if rank == 1 and step == 1:
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.mul_(1.5)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "words"),
+    [
+        (leave_out_a_step, r"unequal numbers of optimizer steps before pass 3: \{0: 2, 1: 1\}"),
+        (change_the_rate, r"other settings of the optimizer.*learning rates.*0.02"),
+        (other_labels, "gradients of the outputs"),
+        (one_other_label, "gradients of the outputs"),
+        (write_by_hand, "values of '|gradients of the outputs"),
+    ],
+)
+def test_ranks_that_do_not_do_the_same_are_told(disturb: Callable[..., Any], words: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, train, disturb, EVERY + 1)
+    for error in caught.value.errors:
+        assert isinstance(error, MismatchError | PeerError), error
+    assert any(isinstance(error, MismatchError) for error in caught.value.errors)
+    with pytest.raises(MismatchError, match=words):
+        raise next(error for error in caught.value.errors if isinstance(error, MismatchError))
+
+
+def test_a_late_difference_shows_when_the_state_is_collected() -> None:
+    def act(party: Party) -> None:
+        with cut(party) as (_, model):
+            optimizer = SGD(model.parameters(), lr=0.1)
+            for step in range(6):
+                optimizer.zero_grad()
+                cross_entropy(model(X), LABELS).backward()
+                if party.rank == 0 or step < 5:
+                    optimizer.step()
+            full_state_dict(model)
+
+    with pytest.raises(RankError, match=r"unequal numbers of optimizer steps when their state was collected"):
+        run_ranks(2, act)
+
+
+def test_ranks_that_do_the_same_are_left_alone() -> None:
+    def changed_alike(rank: int, step: int, optimizer: Optimizer, _: nn.Module) -> None:
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+
+    run_ranks(2, train, changed_alike, 2 * EVERY + 1)
+
+
+def test_nan_on_all_ranks_is_no_difference() -> None:
+    def spoil(rank: int, step: int, _: Optimizer, model: nn.Module) -> None:
+        if step == 1:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(float("nan"))
+
+    run_ranks(2, train, spoil, 5)
+
+
+def test_an_optimizer_of_the_uncut_network_is_refused() -> None:
+    def act(party: Party) -> None:
+        with cut(party) as (plain, model):
+            optimizer = SGD(plain.parameters(), lr=0.1)
+            cross_entropy(model(X), LABELS).backward()
+            with pytest.raises(SpecError, match=r"before evenly.shard cut it.*Make the optimizer after evenly.shard"):
+                optimizer.step()
+            cross_entropy(plain(X), LABELS).backward()  # as a reference it may be trained
+            optimizer.step()
+
+    run_ranks(2, act)
+
+
+def test_calling_the_uncut_network_is_refused_at_the_step() -> None:
+    def act(party: Party) -> None:
+        with cut(party) as (plain, model):
+            optimizer = SGD(model.parameters(), lr=0.1)
+            cross_entropy(plain(X), LABELS).backward()
+            with pytest.raises(
+                SpecError, match=r"was not called since the last step.*Call the module that evenly.shard returned"
+            ):
+                optimizer.step()
+
+    run_ranks(2, act)
