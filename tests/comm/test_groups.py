@@ -51,7 +51,7 @@ def look_around(party: Party, nodes: list[list[int]], joint: bool) -> dict[str, 
         "world": members(groups.world, party.rank, waiter),
         "node": members(groups.node, party.rank, waiter),
         "gradients": members(groups.gradients, party.rank, waiter),
-        "peers": {peers.segment: members(peers.group, party.rank, waiter) for peers in groups.peers},
+        "peers": {peers.owners: members(peers.group, party.rank, waiter) for peers in groups.peers},
         "seat": (groups.index, groups.local_rank, groups.ranks),
         "total": total.item(),
         "first": first.item(),
@@ -71,7 +71,7 @@ def test_every_rank_meets_its_node_its_peers_and_everybody(nodes, joint):
         assert seen["node"] == mine
         assert seen["gradients"] == (list(range(size)) if joint else mine)
         assert seen["peers"]
-        assert all(list(segment.owners) == ranks and rank in ranks for segment, ranks in seen["peers"].items())
+        assert all(list(owners) == ranks and rank in ranks for owners, ranks in seen["peers"].items())
         assert seen["seat"] == (nodes.index(mine), mine.index(rank), tuple(mine))
         assert (seen["total"], seen["first"]) == (sum(2.0**r for r in mine), mine[0])
         assert seen["highest"] == size - 1

@@ -2,10 +2,10 @@
 
 import copy
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
-from evenly.comm.slices import refine
 from evenly.nodes.adapting import Seen, choose
 from evenly.nodes.codecs import find_codec
 from evenly.nodes.fragments import split
@@ -68,7 +68,7 @@ class Player:
         self.counts = [0] * len(self.pieces)
         self.pending: list[Pending] = []
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self.segments, self.parts = refine(nodes), parts
+        self.parts = parts
         self._follow_settings()
         self.restarts, self.unverified = [0] * count, set()
         self.points = self._begin()
@@ -300,8 +300,8 @@ class Player:
 
     def _parts(self, f, size):
         """Yields the elements of a vector that travel together, and how many of them each node sums."""
-        ranges = [segment.range_of(size) for segment in self.segments]
-        whole = [torch.arange(*segment) for segment in ranges if segment[0] < segment[1]]
+        borders = {size * place // len(ranks) for ranks in self.nodes for place in range(len(ranks) + 1)}
+        whole = [torch.arange(*ends) for ends in pairwise(sorted(borders))]
         for number, elements in enumerate(whole if self.parts is None else self.parts[f]):
             yield number, elements, -(-len(elements) // len(self.nodes))
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from evenly.comm import Alarm, Waiter, open_group
+from evenly.comm import Alarm, Waiter, open_group, owners_of_slices
 from evenly.nodes.meeting import Meeting
-from evenly.nodes.replicas import Form, Replica
+from evenly.nodes.replicas import FLAT, Form, Replica, whole_replicas
 from tests.ranks import run_ranks
 
 SHAPES = {"rows": (7, 4), "mixed": (5, 6, 3), "whole": (4, 9), "number": (), "thin": (1, 5), "empty": (0, 3)}
@@ -103,3 +103,38 @@ def test_every_rank_ends_with_its_part_of_the_result(name, kind):
     once = sum(t.nbytes for dtype in dtypes for t in values(0, dtype).values())
     if len(sides) == 2:
         assert sent == [once, once]
+
+
+def test_whole_networks_travel_as_vectors_of_which_nothing_is_copied():
+    nodes, total = [[4, 1, 0], [3, 2]], 11
+
+    def act(party):
+        alarm, rank = Alarm(party), party.rank
+        node = next(place for place, ranks in enumerate(nodes) if rank in ranks)
+        owners = [ranks for ranks in owners_of_slices(nodes) if rank in ranks]
+        groups = {
+            ranks: open_group(party, str(ranks), ranks, backend="gloo", timeout_s=20)
+            for ranks in (tuple(nodes[node]), *owners)
+        }
+        labels = {ranks: f"{number}" for number, ranks in enumerate(owners)}
+        meeting = Meeting("m", whole_replicas(nodes), {}, rank=rank, open_group=None, groups=groups, labels=labels)
+        vectors = [torch.full((total,), torch.nan, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+        for vector in vectors:
+            for start, stop in meeting.spoken_for(total):  # what others speak for arrives
+                vector[start:stop] = torch.arange(start, stop) + 100 * node
+        items, waiter = [(FLAT, vector) for vector in vectors], Waiter(alarm, place="here", timeout_s=20)
+        bundles = meeting.bundles(items, key="0")
+        memory = {vector.untyped_storage().data_ptr() for vector in vectors}
+        assert {bundle.part.values.untyped_storage().data_ptr() for bundle in bundles} == memory
+        meeting.reduce(items, waiter, weight=0.5)
+        meeting.spread(items, waiter)
+        alarm.close()
+        for group in groups.values():
+            group.shutdown()
+        return vectors, [bundle.part.key for bundle in bundles], meeting.spoken_for(total)
+
+    results = run_ranks(5, act)
+    for vectors, _, _ in results:
+        assert all(vector.tolist() == [place + 50.0 for place in range(total)] for vector in vectors)
+    assert results[0][1:] == (["0/float32/0", "0/float64/0"], [(7, 11)])
+    assert results[1][1:] == (["0/float32/0", "0/float32/1", "0/float64/0", "0/float64/1"], [(3, 5), (5, 7)])

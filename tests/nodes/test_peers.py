@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+import evenly.nodes.meeting as meeting
 import evenly.nodes.points as points
-import evenly.nodes.whole as whole
 from evenly.nodes import join_nodes
 from evenly.spec import EverySteps, Exchange
 from tests.ranks import cluster_of, ragged, run_ranks
@@ -126,7 +126,7 @@ def test_an_exchange_takes_few_messages(monkeypatch):
 
     plain = points.all_reduce
     monkeypatch.setattr(points, "all_reduce", count)
-    monkeypatch.setattr(whole, "all_reduce", count)
+    monkeypatch.setattr(meeting, "all_reduce", count)
 
     def act(party):
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(20)))

@@ -23,7 +23,7 @@ class _Patient:
 
 def _agree(points, values, group, weights, node, *, exact=False):
     part = Part(values.clone(), group, "0/x/0")
-    quorum = Quorum(weights, node, (1.0,), ())
+    quorum = Quorum(weights, node, (1.0,))
     points.agree([part], quorum, _Patient(), exact=exact)
     return part.values
 

@@ -2,7 +2,7 @@
 
 from evenly.comm.agreement import require_same
 from evenly.comm.alarm import Alarm
-from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups
+from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups, owners_of_slices
 from evenly.comm.moves import (
     Assembly,
     Waiter,
@@ -16,7 +16,6 @@ from evenly.comm.moves import (
 from evenly.comm.party import Party, party_of
 from evenly.comm.placement import Placement, full_shape, is_retired, place, placement_of, retire
 from evenly.comm.shifts import MOVES, Shift
-from evenly.comm.slices import Segment, refine, slices
 from evenly.comm.staging import off_wire, on_wire
 from evenly.comm.wire import Pending, Traffic, Wire, count_of, put, take
 
@@ -29,7 +28,6 @@ __all__ = [
     "Peers",
     "Pending",
     "Placement",
-    "Segment",
     "Shift",
     "Traffic",
     "Waiter",
@@ -49,13 +47,12 @@ __all__ = [
     "on_wire",
     "open_group",
     "open_groups",
+    "owners_of_slices",
     "party_of",
     "place",
     "placement_of",
     "put",
-    "refine",
     "require_same",
     "retire",
-    "slices",
     "take",
 ]

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, ProcessG
 
 from evenly._errors import PeerError
 from evenly.comm.party import Party
-from evenly.comm.slices import Segment, refine
 from evenly.launch.gloo import wires_of_process
 from evenly.launch.limits import NoAnswerError, within
 from evenly.launch.recorder import spare_recorder
@@ -24,9 +24,9 @@ MARGIN_S = 30.0  # whoever waits gives up first and says who is missing; the bac
 
 @dataclass(frozen=True)
 class Peers:
-    """The owners of one segment, one per node, the group they reduce it in, and one for small messages on the CPU."""
+    """The owners of one slice, one per node, the group they reduce it in, and one for small messages on the CPU."""
 
-    segment: Segment
+    owners: tuple[int, ...]
     group: dist.ProcessGroup
     votes: dist.ProcessGroup
 
@@ -97,10 +97,10 @@ def open_groups(
     averaging = everybody if joint_gradients else own
     node = group(f"node{index}", own, exchanged)
     peers = []
-    for number, segment in enumerate(refine(nodes)):
-        if party.rank in segment.owners:
-            data = group(f"peers{number}", segment.owners, exchanged)
-            peers.append(Peers(segment, data, votes(f"peers{number}", segment.owners, data)))
+    for number, owners in enumerate(owners_of_slices(nodes)):
+        if party.rank in owners:
+            data = group(f"peers{number}", owners, exchanged)
+            peers.append(Peers(owners, data, votes(f"peers{number}", owners, data)))
     return Groups(
         party=party,
         nodes=tuple(tuple(ranks) for ranks in nodes),
@@ -111,6 +111,19 @@ def open_groups(
         node_votes=votes(f"node{index}", own, node),
         peers=tuple(peers),
     )
+
+
+def owners_of_slices(nodes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Returns the ranks, one of each node, that own a slice of a vector together; `nodes` gives the ranks of each node.
+
+    Rank l of a node with n ranks owns the fraction [l/n, (l+1)/n) of any vector. With each border of a slice the owners
+    change.
+
+    >>> owners_of_slices([[0, 1], [2]])
+    [(0, 2), (1, 2)]
+    """
+    borders = sorted({Fraction(place, len(ranks)) for ranks in nodes for place in range(len(ranks))})
+    return [tuple(ranks[int(border * len(ranks))] for ranks in nodes) for border in borders]
 
 
 def close_groups(groups: Iterable[dist.ProcessGroup], *, failed: bool = False) -> None:

@@ -4,14 +4,17 @@ import torch
 import torch.distributed as dist
 
 
-def on_wire(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def on_wire(tensor: torch.Tensor, group: dist.ProcessGroup, *, filled: bool = True) -> torch.Tensor:
     """Returns `tensor` where the group can take it: itself, or a pinned copy on the host for a GPU behind gloo.
 
-    Only the current stream is waited for, so other streams of the device run on.
+    Only the current stream is waited for, so other streams of the device run on. Where a rank only receives, the copy
+    need not be `filled`.
     """
     if not tensor.is_cuda or _serves_cuda(group):
         return tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    if not filled:
+        return copy
     copy.copy_(tensor, non_blocking=True)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
     done.record(torch.cuda.current_stream(tensor.device))

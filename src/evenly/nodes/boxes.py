@@ -1,8 +1,8 @@
 """Which part of a tensor travels between which ranks, when replicas are cut in different ways.
 
-A tensor is seen in its full shape. Every replica names one owner for each element: the rank that holds it or, where all
-ranks do, the one it was dealt to. The borders of all replicas cut the tensor into boxes, each with one owner on every
-side of a meeting.
+A tensor is seen in its full shape; a network that is not cut is seen as flat vectors that every rank holds whole. Every
+replica names one owner for each element: the rank that holds it or, where all ranks do, the one it was dealt to. The
+borders of all replicas cut the tensor into boxes, each with one owner on every side of a meeting.
 """
 
 from bisect import bisect_right
@@ -84,8 +84,8 @@ class Side:
         return self.holdings[portion.place].owner(box)
 
     def holders(self, box: Box) -> tuple[int, ...]:
-        """Returns all ranks of this side that have a box."""
-        return tuple(sorted(rank for holding in self.holdings for rank in holding.holders(box)))
+        """Returns all ranks of this side that have a box, in the order of its replicas."""
+        return tuple(rank for holding in self.holdings for rank in holding.holders(box))
 
     def where(self, box: Box, rank: int) -> Where:
         """Returns a box in the coordinates of a rank that has it."""

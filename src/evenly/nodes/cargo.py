@@ -1,17 +1,16 @@
 """What one exchange carries, from the snapshot to the merge."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from evenly._errors import CheckpointError
-from evenly.comm import Waiter
-from evenly.nodes.flat import real
-from evenly.nodes.membership import Quorum
-from evenly.nodes.points import Carried, Part, Points
+from evenly.nodes.flat import Flat, real
+from evenly.nodes.meeting import Bundle
+from evenly.nodes.points import Part
+from evenly.nodes.replicas import FLAT
 from evenly.nodes.state import Entry
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf")
@@ -41,33 +40,55 @@ class Agreed:
         return {"home": entry.home, "label": entry.label, "slot": entry.slot, "rows": rows, "value": value}
 
 
-class Cargo(ABC):
-    """A snapshot of parameters and of optimizer state, taken when it is made.
+@final
+class Packed:
+    """A copy of entries in the type they travel in: one entry in its shape, or all of them one after another in a flat
+    vector. Of a vector only the `ranges` that are asked for are copied, the others arrive."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        dtype: torch.dtype,
+        *,
+        name: str = FLAT,
+        ranges: Callable[[int], Sequence[tuple[int, int]]] | None = None,
+    ) -> None:
+        self._entries, self._flat = entries, Flat([entry.tensor for entry in entries], dtype)
+        self._vector = self._flat.scratch()
+        for start, stop in [(0, self._flat.total)] if ranges is None else ranges(self._flat.total):
+            self._flat.pack(start, stop, self._vector[start:stop])
+        self.item = name, self._vector if name == FLAT else self._vector.view(self._flat.tensors[0].shape)
+
+    def unpack(self) -> None:
+        """Puts what has arrived into the tensors of the entries."""
+        self._flat.unpack(self._vector)
+
+    def agreed(self) -> list[Agreed]:
+        """Returns the entries with what was agreed on for each."""
+        tensors = self._flat.tensors
+        pieces = torch.split(self._vector, [tensor.numel() for tensor in tensors])
+        each = zip(self._entries, tensors, pieces, strict=True)
+        return [Agreed(entry, tensor, piece.view(tensor.shape)) for entry, tensor, piece in each]
+
+
+@final
+class Cargo:
+    """A snapshot of parameters and of optimizer state, taken when it is made, and what this rank speaks for of it.
 
     A `change` is for a network that trains on meanwhile: x <- x + (agreed - snapshot).
     """
 
-    def __init__(self, *, change: bool) -> None:
-        self.change = change
+    def __init__(self, packed: Sequence[Packed], bundles: Sequence[Bundle], *, change: bool) -> None:
+        self.packed, self.bundles, self.change = packed, bundles, change
 
     @property
-    @abstractmethod
     def parts(self) -> list[Part]:
-        """What this rank speaks for of the parameters."""
+        """What this rank speaks for."""
+        return [bundle.part for bundle in self.bundles]
 
-    @abstractmethod
-    def carry(
-        self, points: Points, moves: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter, *, exact: bool
-    ) -> Carried:
-        """Lets nodes agree on all of it: on values, or, if it is to be a change, on what is to be added to them.
-
-        `moves`, what batches have added to buffers since the last exchange, become their averages over all batches.
-        Nothing of the network is touched: another thread may use it.
-        """
-
-    @abstractmethod
     def agreed(self) -> list[Agreed]:
         """Returns what was agreed on for the parameters and the optimizer's state."""
+        return [piece for packed in self.packed for piece in packed.agreed()]
 
     def saved(self) -> list[dict[str, Any]]:
         """Returns what a checkpoint keeps of what was agreed on."""

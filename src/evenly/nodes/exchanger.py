@@ -313,8 +313,9 @@ class Exchanger(Averager):
             return None
         met = time.monotonic()  # from here on nobody waits for a slower rank
         counters, added = moves.split(quorum.changed)
-        self._sharing.agree_on_largest(counters, quorum, waiter)
-        carried = cargo.carry(self._points, added, quorum, waiter, exact=exact and quorum.ends)
+        self._sharing.agree_on_largest(counters, waiter)
+        exact = exact and quorum.ends
+        carried = self._sharing.carry(cargo, added, quorum, waiter, points=self._points, exact=exact)
         if len(quorum.weights) > 1 and self._averages:
             carried = of_node(carried, self._groups.node_votes, waiter)
         agreed, seconds = moves.agreed(counters, added), time.monotonic() - met

@@ -41,13 +41,6 @@ class Flat:
             begin += tensor.numel()
 
 
-def flats(tensors: Sequence[torch.Tensor]) -> list[Flat]:
-    """Returns the tensors as vectors, one for each type they travel in."""
-    grouped = ([t for t in tensors if travelling_dtype(t) == dtype] for dtype in TYPES)
-    chosen = zip(grouped, TYPES, strict=True)
-    return [Flat(group, dtype) for group, dtype in chosen if sum(tensor.numel() for tensor in group)]
-
-
 def real(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor as it travels: complex numbers as pairs."""
     detached = tensor.detach()

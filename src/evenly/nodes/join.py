@@ -12,14 +12,12 @@ from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, open_group, ope
 from evenly.nodes.bell import Bell
 from evenly.nodes.checks import require_plain
 from evenly.nodes.codecs import find_codec
-from evenly.nodes.cut import CutSharing
 from evenly.nodes.membership import StaticMembership
 from evenly.nodes.policies import policies_of
 from evenly.nodes.replicas import wire_of
 from evenly.nodes.sharing import Sharing
 from evenly.nodes.state import StatePlacement, require_resettable
 from evenly.nodes.synchronized import Count, Synchronized
-from evenly.nodes.whole import WholeSharing
 from evenly.spec import AnyPeriod, Cluster, EveryGradient, EverySeconds, Exchange, misfit
 
 
@@ -60,12 +58,16 @@ def join_nodes(
         alarm.ring(error)
         alarm.close()
         raise
-    sharing: Sharing = WholeSharing(groups, alarm)
-    if is_cut:
-        opened = partial(_open, chapter, cluster, exchange)
-        sharing = CutSharing(
-            groups, alarm, wire=wire, joint=joint, open_group=opened, settings=exchange, state_placement=state_placement
-        )
+    sharing = Sharing(
+        groups,
+        alarm,
+        is_cut=is_cut,
+        wire=wire if is_cut else None,
+        joint=joint,
+        open_group=partial(_open, chapter, cluster, exchange),
+        settings=exchange,
+        state_placement=state_placement,
+    )
     return Synchronized(
         module,
         optimizer,

@@ -1,20 +1,26 @@
-"""Sides that hold the same tensors in different cuts, and the groups in which they average them."""
+"""Sides that hold the same tensors in different cuts, and the groups in which they average them.
+
+A network that every rank holds whole is the plain case: it travels as one flat vector for each type, each rank is a
+replica of its own, and the blocks of a vector are the slices that the ranks of a node own.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from evenly.comm import Waiter, all_reduce, broadcast, close_groups
+from evenly.comm import Waiter, all_reduce, broadcast, close_groups, on_wire
 from evenly.nodes.boxes import Side, Where, boxes
 from evenly.nodes.points import Part
-from evenly.nodes.replicas import Replica, Shape
+from evenly.nodes.replicas import FLAT, Replica, Shape
 
-Items = Sequence[tuple[str, torch.Tensor]]  # the tensor of whose form it is, and this rank's part
+Items = Sequence[tuple[str, torch.Tensor]]  # the tensor of whose form it is, or FLAT, and this rank's part
+Ranks = tuple[int, ...]
 Open = Callable[[str, Sequence[int]], dist.ProcessGroup]
-Parts = dict[str, list[Where]]
+Circle = TypeVar("Circle", Ranks, tuple[Ranks, int])
+Blocks = dict[Circle, list[Where]]
 
 
 @dataclass(frozen=True)
@@ -29,10 +35,20 @@ class Bundle:
         _unpack(self.part.values, self.views)
 
 
+@dataclass(frozen=True)
+class Route:
+    """Which blocks of one tensor travel where, each as it lies in this rank's part."""
+
+    sums: Blocks[Ranks] = field(default_factory=dict)  # by owners, one for each side
+    casts: Blocks[tuple[Ranks, int]] = field(default_factory=dict)  # by ranks that have it, and the owner
+
+
 class Meeting:
     """Sides that average tensors in global coordinates, as one rank sees it.
 
-    A side is one replica, or all replicas of a node. What has the same owners on all sides travels together.
+    A side is one replica, or all replicas of a node. What has the same owners on all sides travels together, but every
+    flat vector by itself. Groups that are there already are given as `groups`, by their ranks; `labels` name the points
+    of some circles of owners, else their ranks do.
     """
 
     def __init__(
@@ -44,16 +60,18 @@ class Meeting:
         rank: int,
         open_group: Open,
         spreads: bool = True,
+        groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
+        labels: Mapping[Ranks, str] | None = None,
     ) -> None:
         self.sides = len(sides)
-        self._rank, self._spreads = rank, spreads
+        self._sides, self._rank, self._spreads, self._labels = sides, rank, spreads, labels or {}
         self._own = next(place for place, side in enumerate(sides) if any(rank in r.everybody for r in side))
-        self._sums: dict[tuple[int, ...], Parts] = {}  # by owners, one for each side
-        self._casts: dict[tuple[tuple[int, ...], int], Parts] = {}  # by ranks that have it, and the owner
-        for tensor, shape in shapes.items():
-            self._route(tensor, shape or (1,), sides)
-        circles = {*self._sums, *(holders for holders, _ in self._casts)}
-        self._groups = {circle: open_group(f"{name}{list(circle)}", circle) for circle in sorted(circles)}
+        self._routes = {tensor: self._route(tensor, shape or (1,)) for tensor, shape in shapes.items()}
+        self._vectors: dict[int, Route] = {}  # flat ones, by their length
+        circles = {ranks for route in self._routes.values() for ranks in (*route.sums, *(c for c, _ in route.casts))}
+        known = groups or {}
+        self._opened = {ranks: open_group(f"{name}{list(ranks)}", ranks) for ranks in sorted(circles - known.keys())}
+        self.groups = {**known, **self._opened}
 
     def reduce(
         self, items: Items, waiter: Waiter, *, weight: float = 1.0, kind: Literal["sum", "max", "copy"] = "sum"
@@ -65,68 +83,104 @@ class Meeting:
         """
         pending = []
         sent_bytes = 0
-        for owners, parts in sorted(self._sums.items()):
-            for views in _by_dtype(items, parts):
-                buffer = torch.cat([view.reshape(-1) for view in views])
-                if kind != "max":
-                    scale(buffer, weight)
-                sent = buffer.view(torch.uint8) if kind == "copy" else buffer
-                pending.append((all_reduce(sent, self._groups[owners], largest=kind == "max"), buffer, views))
-                sent_bytes += 2 * (self.sides - 1) * sent.nbytes // self.sides
-        waiter.wait([work for work, _, _ in pending])
-        for _, buffer, views in pending:
-            _unpack(buffer, views)
+        for owners, views in self._sums(items):
+            buffer, group = _joined(views), self.groups[owners]
+            if kind != "max":
+                scale(buffer, weight)
+            sent = buffer.view(torch.uint8) if kind == "copy" else buffer
+            travelling = on_wire(sent, group)
+            pending.append((all_reduce(travelling, group, largest=kind == "max"), travelling, buffer, views))
+            sent_bytes += 2 * (self.sides - 1) * sent.nbytes // self.sides
+        _finish(pending, waiter)
         return sent_bytes
 
     def bundles(self, items: Items, *, key: str = "", change: bool = False) -> list[Bundle]:
-        """Returns copies of what this rank speaks for, one for each circle of owners and each type."""
+        """Returns what this rank speaks for, one for each circle of owners and each type."""
         made = []
-        for owners, parts in sorted(self._sums.items()):
-            for views in _by_dtype(items, parts):
-                values = torch.cat([view.reshape(-1) for view in views])
-                kind = str(values.dtype).removeprefix("torch.")
-                name = key and f"{key}/{kind}/{'-'.join(map(str, owners))}"
-                made.append(Bundle(Part(values, self._groups[owners], name, change), views))
+        for owners, views in self._sums(items):
+            values = _joined(views)
+            kind, label = str(values.dtype).removeprefix("torch."), self._labels.get(owners, "-".join(map(str, owners)))
+            made.append(Bundle(Part(values, self.groups[owners], key and f"{key}/{kind}/{label}", change), views))
         return made
 
     def spread(self, items: Items, waiter: Waiter) -> None:
         """Gives what each rank speaks for to all ranks of its side that have the same."""
         pending = []
-        for (holders, owner), parts in sorted(self._casts.items()):
-            for views in _by_dtype(items, parts):
-                buffer = torch.cat([view.reshape(-1) for view in views])
-                sent = buffer.view(torch.uint8)
-                pending.append((broadcast(sent, self._groups[holders], source=holders.index(owner)), buffer, views))
-        waiter.wait([work for work, _, _ in pending])
-        for _, buffer, views in pending:
-            _unpack(buffer, views)
+        for (holders, owner), views in self._casts(items):
+            buffer, group = _joined(views), self.groups[holders]
+            travelling = on_wire(buffer.view(torch.uint8), group, filled=owner == self._rank)
+            pending.append((broadcast(travelling, group, source=holders.index(owner)), travelling, buffer, views))
+        _finish(pending, waiter)
+
+    def spoken_for(self, total: int) -> list[tuple[int, int]]:
+        """Returns the ranges of a flat vector that this rank speaks for."""
+        return [(where.start, where.stop) for blocks in self._vector(total).sums.values() for (where,) in blocks]
 
     def close(self, *, failed: bool = False) -> None:
-        """Shuts the groups down; where a rank has `failed`, works may be under way."""
-        close_groups(self._groups.values(), failed=failed)
+        """Shuts down the groups it has opened; where a rank has `failed`, works may be under way."""
+        close_groups(self._opened.values(), failed=failed)
 
-    def _route(self, tensor: str, shape: Shape, sides: Sequence[Sequence[Replica]]) -> None:
+    def _sums(self, items: Items) -> Iterator[tuple[Ranks, list[torch.Tensor]]]:
+        for together in _together(items):
+            yield from _by_circle((tensor, self._route_of(name, tensor).sums) for name, tensor in together)
+
+    def _casts(self, items: Items) -> Iterator[tuple[tuple[Ranks, int], list[torch.Tensor]]]:
+        for together in _together(items):
+            yield from _by_circle((tensor, self._route_of(name, tensor).casts) for name, tensor in together)
+
+    def _route_of(self, name: str, tensor: torch.Tensor) -> Route:
+        return self._vector(tensor.numel()) if name == FLAT else self._routes.get(name, Route())
+
+    def _vector(self, total: int) -> Route:
+        if total not in self._vectors:
+            self._vectors[total] = self._route(FLAT, (total,))
+        return self._vectors[total]
+
+    def _route(self, tensor: str, shape: Shape) -> Route:
+        route = Route()
         if 0 in shape:
-            return
-        held = [Side(shape, tensor, replicas) for replicas in sides]
+            return route
+        held = [Side(shape, tensor, replicas) for replicas in self._sides]
         own = held[self._own]
         for box in boxes(shape, held):
             owners = tuple(side.owner(box) for side in held)
             holders = own.holders(box)
             if self._rank in owners and len(owners) > 1:
-                self._sums.setdefault(owners, {}).setdefault(tensor, []).append(own.where(box, self._rank))
+                _add(route.sums, owners, own.where(box, self._rank))
             if self._spreads and self._rank in holders and len(holders) > 1:
-                circle = (holders, owners[self._own])
-                self._casts.setdefault(circle, {}).setdefault(tensor, []).append(own.where(box, self._rank))
+                _add(route.casts, (holders, owners[self._own]), own.where(box, self._rank))
+        return route
 
 
-def _by_dtype(items: Items, parts: Parts) -> Iterator[list[torch.Tensor]]:
-    """Yields this rank's views of the parts that travel together, one list for each type."""
-    found: dict[torch.dtype, list[torch.Tensor]] = {}
-    for name, tensor in items:
-        for where in parts.get(name, ()):
-            found.setdefault(tensor.dtype, []).append(_dense(tensor)[where])
-    yield from (found[dtype] for dtype in sorted(found, key=str))
+def _add(blocks: Blocks[Circle], circle: Circle, where: Where) -> None:
+    """Adds a block; of a vector neighbours become one, so that they need not be copied together."""
+    found = blocks.setdefault(circle, [])
+    if found and len(where) == 1 and found[-1][0].stop == where[0].start:
+        found[-1] = (slice(found[-1][0].start, where[0].stop),)
+    else:
+        found.append(where)
+
+
+def _together(items: Items) -> Iterator[Items]:
+    """Yields what travels together: all tensors of a type, and each flat vector alone, which is long already."""
+    yield from ([item] for item in items if item[0] == FLAT)
+    named = [item for item in items if item[0] != FLAT]
+    for dtype in sorted({tensor.dtype for _, tensor in named}, key=str):
+        yield [(name, tensor) for name, tensor in named if tensor.dtype == dtype]
+
+
+def _by_circle(
+    routed: Iterator[tuple[torch.Tensor, Blocks[Circle]]],
+) -> Iterator[tuple[Circle, list[torch.Tensor]]]:
+    """Yields circles with this rank's views of the blocks that travel in them.
+
+    Circles come in the order of their first blocks, which all of their ranks see alike.
+    """
+    found: dict[Circle, list[torch.Tensor]] = {}
+    for tensor, blocks in routed:
+        for circle, places in blocks.items():
+            found.setdefault(circle, []).extend(_dense(tensor)[where] for where in places)
+    yield from found.items()
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,6 +196,26 @@ def scale(buffer: torch.Tensor, weight: float) -> None:
         buffer.mul_(weight)
 
 
+def _joined(views: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the views as one vector: a copy, or the only one itself where it is a vector."""
+    if len(views) == 1 and views[0].ndim == 1 and views[0].is_contiguous():
+        return views[0]
+    return torch.cat([view.reshape(-1) for view in views])
+
+
+def _finish(
+    pending: Sequence[tuple[dist.Work, torch.Tensor, torch.Tensor, list[torch.Tensor]]], waiter: Waiter
+) -> None:
+    """Waits for works; puts what has travelled back into buffers and these into the views they were made of."""
+    waiter.wait([work for work, *_ in pending])
+    for _, travelling, buffer, views in pending:
+        if travelling.device != buffer.device:
+            buffer.view(travelling.dtype).copy_(travelling, non_blocking=True)
+        _unpack(buffer, views)
+
+
 def _unpack(buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+    if buffer is views[0]:
+        return
     for view, piece in zip(views, torch.split(buffer, [view.numel() for view in views]), strict=True):
         view.copy_(piece.view(view.shape))

@@ -1,4 +1,4 @@
-"""Who takes part in an exchange, with what weight, over which groups."""
+"""Who takes part in an exchange, and with what weight."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from evenly._errors import LockstepError
-from evenly.comm import Groups, Peers, Waiter, all_gather
+from evenly.comm import Groups, Waiter, all_gather
 from evenly.nodes.fingerprint import NOTHING_HELD, UNLIKE, Held
 
 NOTHING = (0.0,) * 5
@@ -39,12 +39,11 @@ class Ballot:
 
 @dataclass(frozen=True)
 class Quorum:
-    """Who takes part: weights by node and by rank of the node (each sum to 1), and the groups to reduce in."""
+    """Who takes part: weights by node and by network of this node (each sum to 1)."""
 
     weights: tuple[float, ...]
     node: int
     shares: tuple[float, ...]
-    peers: tuple[Peers, ...]
     measured: tuple[float, ...] = NOTHING  # the largest of all ranks
     ends: bool = False  # all ranks have come as far
     differs: bool = True  # some may have other parameters than the others
@@ -92,8 +91,7 @@ class StaticMembership(Membership):
         return Quorum(
             weights=fractions(rows[:, 4].tolist()),
             node=groups.index,
-            shares=fractions(siblings[:, 4].tolist()),
-            peers=groups.peers,
+            shares=fractions([float(siblings[places[0], 4]) for places in ballot.holders]),
             measured=tuple(rows[:, 8 : 8 + len(NOTHING)].amax(0).tolist()),
             ends=not bool(rows[:, 6].any()),
             differs=bool(rows[:, 7].any()),

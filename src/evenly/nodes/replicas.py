@@ -13,6 +13,8 @@ from evenly.spec.layout import Segments
 
 Shape = tuple[int, ...]
 
+FLAT = ""  # the name of a vector of tensors that every rank holds whole
+
 
 @dataclass(frozen=True)
 class Form:
@@ -55,6 +57,11 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def full_shapes(module: torch.nn.Module) -> dict[str, Shape]:
     """Returns the shape that each parameter and buffer has on one device."""
     return {name: tuple(full_shape(tensor)) for name, tensor in named_tensors(module).items()}
+
+
+def whole_replicas(nodes: Sequence[Sequence[int]]) -> tuple[tuple[Replica, ...], ...]:
+    """Returns the replicas of each node where every rank holds the whole network: all that travels are flat vectors."""
+    return tuple(tuple(Replica((rank,), {FLAT: Form()}) for rank in ranks) for ranks in nodes)
 
 
 def find_replicas(module: torch.nn.Module, groups: Groups, waiter: Waiter) -> tuple[tuple[Replica, ...], ...]:

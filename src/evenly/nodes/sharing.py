@@ -1,72 +1,263 @@
-"""How ranks average with each other, where each holds the whole network and where networks are cut over ranks."""
+"""How ranks average with each other: who holds what, who speaks for what, and one exchange of it across nodes."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import final
 
 import torch
+import torch.distributed as dist
 
-from evenly.comm import Waiter
+from evenly.comm import Alarm, Groups, Waiter, Wire, broadcast, placement_of
 from evenly.nodes.averaged import Gradients
-from evenly.nodes.cargo import Cargo
-from evenly.nodes.fingerprint import Fingerprint
+from evenly.nodes.cargo import Cargo, Packed
+from evenly.nodes.cut_gradients import ReplicaGradients
+from evenly.nodes.fingerprint import Fingerprint, fingerprint, placed_fingerprint
+from evenly.nodes.flat import TYPES, Flat, travelling_dtype
+from evenly.nodes.gradients import NodeGradients
+from evenly.nodes.meeting import Meeting, Open, Ranks
 from evenly.nodes.membership import Quorum
-from evenly.nodes.state import Entry
+from evenly.nodes.points import Carried, Points
+from evenly.nodes.policies import policies_of
+from evenly.nodes.replicas import Replica, find_replicas, full_shapes, named_tensors, whole_replicas
+from evenly.nodes.state import Entry, StatePlacement, by_slot, state_entries
+from evenly.spec import Exchange
 
 
-class Sharing(ABC):
-    """Who averages what with whom."""
+@final
+class Sharing:
+    """Who averages what with whom.
 
-    splits_rows: bool  # whether a fragment may have some rows of a tensor
+    A replica is one network: a rank that holds it whole, or ranks that hold it together. A node has one or several.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        alarm: Alarm,
+        *,
+        is_cut: bool,
+        wire: Wire | None,
+        joint: bool,
+        open_group: Open,
+        settings: Exchange,
+        state_placement: StatePlacement | None,
+    ) -> None:
+        self.splits_rows = not is_cut  # whether a fragment may have some rows of a tensor: of a part they are others
+        self._groups, self._alarm, self._is_cut, self._wire, self._joint = groups, alarm, is_cut, wire, joint
+        self._open, self._settings, self._state_placement = open_group, settings, state_placement
+        self._meetings: list[Meeting] = []
+        self._live: ReplicaGradients | None = None
+        self._learned = 0
+        if wire is not None:
+            wire.alarm.follow(alarm)  # who waits in a layer hears what the other nodes say
 
     @property
-    @abstractmethod
     def is_first(self) -> bool:
-        """Whether this rank, or the replica it belongs to, gives all others what is taken from one: rank 0 is in it."""
+        """Whether this rank's replica gives all others what is taken from one: rank 0 is in it."""
+        return 0 in self._replica.everybody
 
     @property
-    @abstractmethod
     def answers(self) -> bool:
-        """Whether this rank answers for the samples of its network: the first of those that hold one together."""
+        """Whether this rank answers for the samples of its replica: it is the first of it."""
+        return self._groups.party.rank == self._replica.ranks[0]
 
-    @abstractmethod
+    @property
+    def holders(self) -> tuple[Ranks, ...]:
+        """The ranks of each replica of the node, by their places in it."""
+        place = self._groups.ranks.index
+        return tuple(tuple(place(rank) for rank in replica.ranks) for replica in self._own)
+
     def level(self, module: torch.nn.Module, waiter: Waiter) -> None:
-        """Gives every rank the state of rank 0; all ranks call it together, once, before all else."""
+        """Gives every rank the state of rank 0's replica; all ranks call it together, once, before all else."""
+        self._learn(module, waiter)
+        if not self._is_cut:
+            _broadcast(module, self._groups.world, waiter)
+            return
+        items = [(name, tensor.detach().clone()) for name, tensor in named_tensors(module).items()]
+        self._inside.reduce(items, waiter, weight=float(self._replica is self._own[0]), kind="copy")
+        self._across.reduce(items, waiter, weight=float(0 in self._groups.ranks), kind="copy")
+        self._across.spread(items, waiter)
+        for (_, value), tensor in zip(items, named_tensors(module).values(), strict=True):
+            tensor.copy_(value)
 
-    @abstractmethod
     def relearn(self, module: torch.nn.Module, waiter: Waiter) -> None:
         """Goes on after parts of a cut network have changed hands; all ranks call it together."""
+        for meeting in self._meetings:
+            meeting.close()
+        self._meetings = []
+        self._learn(module, waiter)
+        if self._live is not None:
+            self._live.follow(self._gradients)
 
-    @abstractmethod
     def gradients(self, module: torch.nn.Module, *, find_unused_parameters: bool) -> Gradients:
-        """Returns what averages the gradients of `module` inside the node."""
+        """Returns what averages the gradients of `module` over the replicas of the node: of whole ones torch's DDP."""
+        if not self._is_cut:
+            return NodeGradients(
+                module, self._groups.gradients, alarm=self._alarm, find_unused_parameters=find_unused_parameters
+            )
+        self._live = ReplicaGradients(
+            module,
+            self._gradients,
+            self._groups.gradients,
+            ranks=tuple(range(self._groups.party.size)) if self._joint else self._groups.ranks,
+            replicas=self._sharing,
+            alarm=self._alarm,
+            timeout_s=self._settings.timeout_s,
+        )
+        return self._live
 
-    @abstractmethod
     def state(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Entry]:
-        """Returns the optimizer's state that can be averaged."""
+        """Returns the optimizer's state that can be averaged: what lies as its parameter does."""
+        return state_entries(module, optimizer, self._state_placement)
 
-    @abstractmethod
     def sizes(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[int]:
         """Returns the elements of each tensor on one device; named are the parameters or buffers that they lie like."""
+        return [prod(self._shapes[name]) if self._is_cut else tensor.numel() for name, tensor in named]
 
-    @abstractmethod
+    def fingerprint(self, entries: Sequence[Entry]) -> Fingerprint:
+        """Returns the fingerprint of what this rank holds of the parameters; those of a replica's ranks are summed."""
+        if not self._is_cut:
+            return fingerprint({entry.label: entry.tensor for entry in entries})
+        placed = {entry.label: (entry.tensor, placement_of(entry.tensor)) for entry in entries}
+        return placed_fingerprint(placed, speaks=self.answers)
+
     def load(
         self, entries: Mapping[str, Sequence[Entry]], state: Sequence[Entry] = (), *, change: bool = False
     ) -> Cargo:
         """Returns a snapshot of parameters, by the key under which their point is remembered, and of state."""
+        keyed = [*entries.items(), *(("", slot) for slot in by_slot(state))]
+        packed, bundles = [], []
+        for key, chosen in keyed:
+            made = self._pack(chosen, is_all=False)
+            packed += made
+            bundles += self._across.bundles([each.item for each in made], key=key, change=change)
+        return Cargo(packed, bundles, change=change)
 
-    @property
-    @abstractmethod
-    def holders(self) -> tuple[tuple[int, ...], ...]:
-        """Which ranks of the node, by their places in it, hold one network together."""
+    def carry(
+        self,
+        cargo: Cargo,
+        moves: Mapping[str, torch.Tensor],
+        quorum: Quorum,
+        waiter: Waiter,
+        *,
+        points: Points,
+        exact: bool,
+    ) -> Carried:
+        """Lets nodes agree on a cargo: on values, or, if it is to be a change, on what is to be added to them.
 
-    @abstractmethod
-    def fingerprint(self, entries: Sequence[Entry]) -> Fingerprint:
-        """Returns the fingerprint of what this rank holds of the parameters; those of all holders are summed."""
+        `moves`, what batches have added to buffers since the last exchange, become their averages over all batches.
+        Nothing of the network is touched: another thread may use it.
+        """
+        moved, carried = self._pack(_named(moves)), Carried()
+        items = [each.item for each in moved]
+        self._inside.reduce(items, waiter, weight=quorum.shares[self._own.index(self._replica)])
+        if not self._ends_inside:  # else it is one node, of ranks that have all, or of one replica
+            bundles = [*cargo.bundles, *self._across.bundles(items)]
+            carried = points.agree([bundle.part for bundle in bundles], quorum, waiter, exact=exact)
+            for bundle in bundles:
+                bundle.unpack()
+            self._across.spread([*(each.item for each in cargo.packed), *items], waiter)
+        for each in moved:
+            each.unpack()
+        return carried
 
-    @abstractmethod
-    def agree_on_largest(self, counters: Mapping[str, torch.Tensor], quorum: Quorum, waiter: Waiter) -> None:
-        """Replaces integer buffers by their maximum over all ranks."""
+    def agree_on_largest(self, counters: Mapping[str, torch.Tensor], waiter: Waiter) -> None:
+        """Replaces integer buffers by their maximum over all replicas."""
+        packed = self._pack(_named(counters), dtype=torch.int64)
+        items = [each.item for each in packed]
+        self._everywhere.reduce(items, waiter, kind="max")
+        self._everywhere.spread(items, waiter)
+        for each in packed:
+            each.unpack()
 
-    @abstractmethod
     def close(self, *, failed: bool) -> None:
         """Shuts down what it has opened; if a rank has `failed`, works may be under way."""
+        if self._wire is not None:
+            self._wire.alarm.leave(self._alarm)
+        for meeting in self._meetings:
+            meeting.close(failed=failed)
+
+    def _learn(self, module: torch.nn.Module, waiter: Waiter) -> None:
+        """Finds out how all replicas are cut, and who meets whom."""
+        groups, self._learned = self._groups, self._learned + 1
+        nodes = find_replicas(module, groups, waiter) if self._is_cut else whole_replicas(groups.nodes)
+        everybody = [replica for node in nodes for replica in node]
+        self._own = nodes[groups.index]
+        self._replica = next(replica for replica in self._own if groups.party.rank in replica.everybody)
+        self._ends_inside = len(nodes) == 1 and (not self._is_cut or len(self._own) == 1)
+        self._sharing = tuple(everybody) if self._joint else self._own
+        self._shapes = full_shapes(module) if self._is_cut else {}
+        policies = policies_of(module, self._settings) if self._is_cut else {}
+        counters = [name for name in self._shapes if policies.get(name, "keep") not in ("average", "keep")]
+        opened = {} if self._is_cut else _by_ranks(groups)
+        labels = {} if self._is_cut else {peers.owners: f"{number}" for number, peers in enumerate(groups.peers)}
+        if self._is_cut:  # in groups of their own: exchanges may run beside the training
+            trained = [name for name, _ in module.named_parameters()]
+            self._gradients = self._meet("gradients", _each(self._sharing), trained, spreads=len(self._sharing) > 1)
+        self._inside = self._meet("inside", _each(self._own), self._shapes, groups=opened, spreads=False)
+        self._across = self._meet("across", nodes, self._shapes, groups=self._inside.groups, labels=labels)
+        self._everywhere = self._meet("everywhere", _each(everybody), counters, groups=self._across.groups)
+
+    def _meet(
+        self,
+        name: str,
+        sides: Sequence[Sequence[Replica]],
+        tensors: Iterable[str],
+        *,
+        groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
+        labels: Mapping[Ranks, str] | None = None,
+        spreads: bool = True,
+    ) -> Meeting:
+        meeting = Meeting(
+            f"{name}{self._learned}",
+            sides,
+            {tensor: self._shapes[tensor] for tensor in tensors},
+            rank=self._groups.party.rank,
+            open_group=self._open,
+            spreads=spreads,
+            groups=groups,
+            labels=labels,
+        )
+        self._meetings.append(meeting)
+        return meeting
+
+    def _pack(self, entries: Sequence[Entry], *, dtype: torch.dtype | None = None, is_all: bool = True) -> list[Packed]:
+        """Returns copies of entries as they travel: of a cut network each, of a whole one a flat vector for each type.
+
+        Unless `is_all`, a vector gets only what this rank speaks for.
+        """
+        types = [dtype or travelling_dtype(entry.tensor) for entry in entries]
+        if self._is_cut:
+            return [Packed([entry], kind, name=entry.home) for entry, kind in zip(entries, types, strict=True)]
+        packed = []
+        for kind in TYPES if dtype is None else (dtype,):
+            chosen = [entry for entry, own in zip(entries, types, strict=True) if own == kind]
+            if any(entry.tensor.numel() for entry in chosen):
+                packed.append(Packed(chosen, kind, ranges=None if is_all else self._across.spoken_for))
+        return packed
+
+
+def _broadcast(module: torch.nn.Module, group: dist.ProcessGroup, waiter: Waiter) -> None:
+    """Gives every rank of a group the state that its first rank has."""
+    tensors = [*module.parameters(), *module.buffers()]
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        flat = Flat([tensor for tensor in tensors if tensor.dtype == dtype], dtype.to_real())
+        scratch = flat.scratch()
+        flat.pack(0, flat.total, scratch)
+        waiter.wait([broadcast(scratch.view(torch.uint8), group, source=0)])
+        flat.unpack(scratch)
+
+
+def _by_ranks(groups: Groups) -> dict[Ranks, dist.ProcessGroup]:
+    """Returns the groups in which whole networks are averaged, by their ranks."""
+    everybody = tuple(rank for ranks in groups.nodes for rank in ranks)
+    return {everybody: groups.world, groups.ranks: groups.node, **{peers.owners: peers.group for peers in groups.peers}}
+
+
+def _each(replicas: Sequence[Replica]) -> list[list[Replica]]:
+    """Returns each replica as a side of its own."""
+    return [[replica] for replica in replicas]
+
+
+def _named(tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
+    return [Entry(name, name, tensor) for name, tensor in tensors.items()]
