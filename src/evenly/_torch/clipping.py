@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad
 
 from evenly._torch.patching import replace_attribute, restore_attribute
@@ -18,7 +19,7 @@ def widen_clipping(*, total_norm: Wrap, clip: Wrap) -> Callable[[], None]:
 
     `torch.nn.utils.clip_grad_norm_` looks two private functions up in its module whenever it is called, so that also a
     `clip_grad_norm_` that was imported before uses the new ones. The public functions of the same names are replaced
-    with them. Where a torch has other names (2.11 and 2.13 have these) nothing is replaced.
+    too. Where a torch has other names (2.11 and 2.13 have these) nothing is.
 
     Args:
         total_norm: is given torch's `get_total_norm` and returns what takes its place.
@@ -31,7 +32,7 @@ def widen_clipping(*, total_norm: Wrap, clip: Wrap) -> Callable[[], None]:
         own = wrap(getattr(clip_grad, f"_{name}"))
         without_grad = torch.no_grad()(own)
         made.append(replace_attribute(clip_grad, f"_{name}", own))
-        made += [replace_attribute(home, name, without_grad) for home in (clip_grad, torch.nn.utils)]
+        made += [replace_attribute(home, name, without_grad) for home in (clip_grad, nn.utils) if hasattr(home, name)]
 
     def undo() -> None:
         for replacement in made:
