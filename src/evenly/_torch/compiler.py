@@ -2,9 +2,9 @@
 
 from torch._compile import _disable_dynamo
 
-__all__ = ["left_alone"]
+__all__ = ["disable_compile"]
 
-left_alone = _disable_dynamo
+disable_compile = _disable_dynamo
 """Marks a function that torch.compile calls as it is.
 
 `torch.compiler.disable` says the same, but loads the compiler at once, which takes a second; this loads it at the first

@@ -33,10 +33,10 @@ __all__ = [
     "buffer_table",
     "child_names",
     "copy_versions",
-    "fills_tables",
     "forward_pre_hooks",
     "hooks_on_all",
     "is_extra_state",
+    "is_registered",
     "kept_buffers",
     "own_tensors",
     "remove_load_hook",
@@ -57,7 +57,7 @@ SPECTRAL_NORM = "torch.nn.utils.parametrizations._SpectralNorm"  # the class, by
 UNIT_VECTORS = ("_u", "_v")  # its buffers
 
 
-def fills_tables(module: nn.Module, name: str) -> bool:
+def is_registered(module: nn.Module, name: str) -> bool:
     """Returns whether a module has a child, parameter or buffer of this name of its own."""
     held = vars(module)
     return any(name in held.get(table, ()) for table in TABLES)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from evenly._torch.autograd import version_of
-from evenly._torch.modules import HOOKS, TABLES, fills_tables
+from evenly._torch.modules import HOOKS, TABLES, is_registered
 from evenly.graph.reads import ALL, OF_TORCH, Reads, is_users
 
 OF_PYTHON = (int, float, complex, str, bytes, type(None), type(...), type, range, slice)
@@ -116,7 +116,7 @@ class Watch:
             return
         owner = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
         if owner is None:
-            if not fills_tables(module, name):
+            if not is_registered(module, name):
                 self.atoms[label] = _MISSING
         elif owner.__module__.split(".")[0] not in ("torch", "builtins"):
             self._place(vars(owner), name, label)

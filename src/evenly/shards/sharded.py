@@ -13,8 +13,8 @@ from torch import nn
 from evenly._errors import SpecError
 from evenly._torch import pytree
 from evenly._torch.autograd import in_transform
-from evenly._torch.compiler import left_alone
-from evenly._torch.modules import WatchedModule, child_names, fills_tables, share_tables
+from evenly._torch.compiler import disable_compile
+from evenly._torch.modules import WatchedModule, child_names, is_registered, share_tables
 from evenly.comm import Traffic, Wire, close_groups, first_line
 from evenly.graph import Traced, refuse_strange_tensors
 from evenly.shards.chance import Dice
@@ -92,7 +92,7 @@ class Sharded(WatchedModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a part of the network, or one of its settings, where its forward reads it."""
         own = vars(self)
-        is_part = fills_tables(self, name) or isinstance(value, nn.Parameter | nn.Module)
+        is_part = is_registered(self, name) or isinstance(value, nn.Parameter | nn.Module)
         if "_network" not in own or name in own or name in OWN or is_part or hasattr(Sharded, name):
             super().__setattr__(name, value)
         else:
@@ -111,7 +111,7 @@ class Sharded(WatchedModule):
         """What the ranks have sent so far: messages and bytes."""
         return self.wire.traffic
 
-    @left_alone
+    @disable_compile
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the network returns for these arguments, on every rank; torch.compile leaves it as it is."""
         for plain in self._plain:  # one rank has everything
