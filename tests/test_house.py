@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import evenly
 
@@ -20,9 +22,9 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0]
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    for path in FILES:
-        yield path, ast.parse(path.read_text())
+@cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in FILES]
 
 
 def spot(path: Path, node: ast.stmt | ast.expr) -> str:
@@ -84,6 +86,105 @@ def test_only_the_command_line_prints() -> None:
 
 def test_no_bare_assert() -> None:
     assert [spot(path, n) for path, tree in trees() for n in ast.walk(tree) if isinstance(n, ast.Assert)] == []
+
+
+def test_only_one_room_touches_private_names_of_others() -> None:
+    """Names with one underscore are this library's own, in the room whose classes have them."""
+    found = []
+    for path, tree in trees():
+        if room(path) == "_torch":
+            continue
+        own = _own_names(room(path)) | PYTHONS | SHARED.get(room(path), set())
+        for node in ast.walk(tree):
+            found += [f"{spot(path, node)} {name}" for name in _private_names(node) if name not in own]
+    assert found == []
+
+
+PYTHONS = {"_fields", "_getframe", "_abc_impl", "_hooks"}  # of named tuples, sys and abc; how names of hooks end
+SHARED = {
+    "session": {"_program", "_shapes", "_source", "_stage"},  # of a cut network, which gives them no public names
+    "graph": {"_softmax", "_patched"},  # an operator, which has no other name; and a name in code that is written here
+    "shards": {"_foreach_", "_to_copy", "_unsafe_view"},  # operators
+}
+
+
+def _private_names(node: ast.AST) -> Iterator[str]:
+    """Yields names with one underscore that a node reads of an object that is not `self`, writes as text or imports."""
+    if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+        yield from [node.attr] if _is_private(node.attr) else []
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+        yield from [node.value] if _is_private(node.value) and not node.value.startswith("_evenly") else []
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        names = [f"{module}.{alias.name}" for alias in node.names]
+        foreign = [name for name in names if not name.startswith(("evenly.", "__future__."))]
+        yield from [name for name in foreign if any(map(_is_private, name.split(".")))]
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and len(name) > 1
+
+
+@cache
+def _own_names(place: str) -> set[str]:
+    """Returns the private names of a room's classes, but for those that torch's classes have too."""
+    names: set[str] = set()
+    for path, tree in trees():
+        if room(path) == place:
+            names |= {n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+            for kind in [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]:
+                names |= set(_members(kind))
+    return names - _names_of_torch()
+
+
+def _members(kind: ast.ClassDef) -> Iterator[str]:
+    for node in ast.walk(kind):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+@cache
+def _names_of_torch() -> set[str]:
+    module = torch.nn.Linear(1, 1)
+    kinds = (
+        torch.nn.Module,
+        torch.Tensor,
+        torch.optim.Optimizer,
+        torch.amp.GradScaler,
+        torch.fx.Tracer,
+        torch.fx.Graph,
+    )
+    objects = (module, torch.nn.parallel.DistributedDataParallel, torch.optim.SGD(module.parameters()))
+    names = {name for thing in (*kinds, *objects) for name in dir(thing)}
+    return {name for name in names if _is_private(name)}
+
+
+def test_only_one_room_patches_torch_or_counts_references() -> None:
+    found = [
+        spot(path, node)
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and room(path) != "_torch" and _is_trick(node)
+    ]
+    assert found == []
+
+
+def _is_trick(node: ast.Attribute) -> bool:
+    """Whether references are counted by hand, an object gets another class, or something of torch is replaced."""
+    if isinstance(node.ctx, ast.Load):
+        return node.attr in ("getrefcount", "pythonapi", "py_object")
+    return node.attr == "__class__" or _root(node) in ("torch", "nn", "fx", "F", "dist")
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def test_sizes_are_told(record_property: Callable[[str, object], None]) -> None:

@@ -238,8 +238,15 @@ def test_a_closure_is_given_where_the_step_has_one(wire: Wire) -> None:
         check_elementwise(Sharp([cut(wire)], by_norm=False))
 
 
+@pytest.fixture
+def watching() -> Iterator[None]:
+    end = watch_optimizers()
+    yield
+    end()
+
+
+@pytest.mark.usefixtures("watching")
 def test_what_is_changed_after_the_first_step_is_tried_again(wire: Wire) -> None:
-    watch_optimizers()
     optimizer = torch.optim.SGD([cut(wire)], lr=0.1, momentum=0.9)
     optimizer.step()
     before = optimizer.param_groups[0]["params"][0].detach().clone()

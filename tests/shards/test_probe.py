@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from evenly._errors import SpecError
+from evenly._torch.optimizers import step_hooks_of_all
 from evenly.comm import Alarm, Party, Wire, open_group
 from evenly.shards import probe, trials
 from evenly.shards.optim import Adafactor, Lamb
@@ -29,16 +29,11 @@ def wire() -> Iterator[Wire]:
 
 
 @pytest.fixture
-def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets a test install the hooks, and takes them out after."""
-    tables = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
-    before = [set(table) for table in tables]
-    monkeypatch.setattr(probe, "_is_watching", False)
-    watch_optimizers()
+def watching() -> Iterator[None]:
+    """Puts the hooks in for a test, and takes them out after."""
+    end = watch_optimizers()
     yield
-    for table, known in zip(tables, before, strict=True):
-        for key in set(table) - known:
-            del table[key]
+    end()
 
 
 def cut(wire: Wire, shape: tuple[int, ...], dim: int | None) -> torch.nn.Parameter:
@@ -270,10 +265,10 @@ def test_watching_looks_once_and_again_when_a_group_is_added(wire: Wire, monkeyp
 
 @pytest.mark.usefixtures("watching")
 def test_watching_twice_is_watching_once() -> None:
-    count = len(torch_optimizer._global_optimizer_pre_hooks)
+    count = len(step_hooks_of_all()[0])
     threads = [threading.Thread(target=watch_optimizers) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(torch_optimizer._global_optimizer_pre_hooks) == count
+    assert len(step_hooks_of_all()[0]) == count

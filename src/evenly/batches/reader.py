@@ -1,14 +1,12 @@
 """Stream of samples -> the same samples in the same order, wherever and whenever it is read."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from torch.utils.data._utils import worker
-
 from evenly._errors import DataError
+from evenly._torch.dataloader import outside_of_workers
 from evenly.batches.chance import Chance, seed_of
 from evenly.batches.order import set_epoch
 
@@ -25,13 +23,13 @@ class Reader:
         self._name = type(dataset).__name__
         self._ahead: deque[Any] = deque()
         self._chance = Chance(seed_of(seed, epoch))
-        with self._chance.applied(), _as_if_alone():
+        with self._chance.applied(), outside_of_workers():
             self._samples = iter(dataset)
 
     def fill(self, count: int) -> int:
         """Reads ahead and returns how many samples there are, at most `count`."""
         if len(self._ahead) < count:
-            with self._chance.applied(), _as_if_alone():
+            with self._chance.applied(), outside_of_workers():
                 self._ahead.extend(islice(self._samples, count - len(self._ahead)))
         return min(count, len(self._ahead))
 
@@ -51,14 +49,3 @@ class Reader:
             )
         while self.position < offset and self.take(min(AT_ONCE, offset - self.position)):
             pass
-
-
-@contextmanager
-def _as_if_alone() -> Iterator[None]:
-    """Inside the block `get_worker_info` tells of no worker: a dataset that splits itself over workers gives all."""
-    info = worker._worker_info
-    worker._worker_info = None
-    try:
-        yield
-    finally:
-        worker._worker_info = info

@@ -1,18 +1,24 @@
 """Process groups for ragged nodes: the node, the peers across nodes, everybody."""
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
 from functools import cache
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, ProcessGroupGloo
 
 from evenly._errors import PeerError
+from evenly._torch.process_groups import (
+    Backend,
+    GlooDevice,
+    PrefixStore,
+    add_backend,
+    gloo,
+    gloo_devices,
+    keep_for_ever,
+    nccl,
+)
 from evenly.comm.party import Party
 from evenly.launch.gloo import wires_of_process
 from evenly.launch.limits import NoAnswerError, within
@@ -135,7 +141,7 @@ def close_groups(groups: Iterable[dist.ProcessGroup], *, failed: bool = False) -
     for group in {id(group): group for group in groups}.values():
         group.shutdown()
         if failed:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            keep_for_ever(group)
 
 
 def backend_for(devices: Sequence[Device]) -> str:
@@ -159,9 +165,7 @@ def open_group(
     timeout = timedelta(seconds=timeout_s + MARGIN_S)
     group = dist.ProcessGroup(store, rank, size)
     if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        engine: Backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        engine: Backend = nccl(store, rank, size, timeout=timeout)
         kind, served = dist.ProcessGroup.BackendType.NCCL, ["cuda"]
     else:
         try:
@@ -173,34 +177,27 @@ def open_group(
                 f"{timeout_s:g} s. Look at their output; if they only need longer, give a larger timeout_s."
             ) from None
         kind, served = dist.ProcessGroup.BackendType.GLOO, ["cpu", "cuda"]
-    group._set_default_backend(kind)
-    engine._set_sequence_number_for_group()
-    for device in served:
-        group._register_backend(torch.device(device), kind, engine)
+    add_backend(group, engine, kind, devices=served)
     return group
 
 
-def _gloo(store: PrefixStore, rank: int, size: int, timeout: timedelta, *, beside: bool) -> ProcessGroupGloo:
+def _gloo(store: PrefixStore, rank: int, size: int, timeout: timedelta, *, beside: bool) -> Backend:
     """Returns what a group of gloo works with."""
     owner = wires_of_process()
     if owner is None:
-        return ProcessGroupGloo(store, rank, size, timeout)
-    settings = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's annotations lack it
-    settings._devices, settings._timeout = _wires(owner, beside), timeout
-    settings._threads = 2 * len(settings._devices)  # as torch does it
+        return gloo(store, rank, size, timeout=timeout)
     try:
-        return ProcessGroupGloo(store, rank, size, settings)
+        return gloo(store, rank, size, timeout=timeout, devices=_wires(owner, beside))
     except BaseException:
         _wires.cache_clear()  # a connection may be under way on these for ranks that are given up
         raise
 
 
 @cache
-def _wires(owner: tuple[int, str], beside: bool) -> list[ProcessGroupGloo.Device]:
+def _wires(owner: tuple[int, str], beside: bool) -> list[GlooDevice]:
     """Returns gloo's ends of the wires, which all groups of a process share.
 
     Each has a thread that wakes a hundred times a second, also if nothing happens. With one for every group a slow
     device, such as one with a twentieth of a core, would lose a noticeable part of its time to them.
     """
-    engine: Any = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=MARGIN_S))  # it knows the interfaces
-    return list(engine.options._devices)
+    return gloo_devices(timedelta(seconds=MARGIN_S))

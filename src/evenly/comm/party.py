@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import distributed_c10d
 
 from evenly._errors import LaunchError
+from evenly._torch.process_groups import PrefixStore, default_store
 from evenly.launch.limits import BoundedStore
 
 
@@ -48,7 +47,7 @@ def party_of(group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0
             "Use evenly.Session(), or call torch.distributed.init_process_group() first."
         )
     opened = group or dist.group.WORLD
-    store = PrefixStore(f"evenly/{getattr(opened, 'group_name', '')}", distributed_c10d._get_default_store())
+    store = PrefixStore(f"evenly/{getattr(opened, 'group_name', '')}", default_store())
     if dist.get_rank(group) < 0:
         raise LaunchError(
             f"rank {dist.get_rank()} asked for a process group that it is not a member of. "

@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from evenly._torch.process_groups import backend_name
+
 
 def on_wire(tensor: torch.Tensor, group: dist.ProcessGroup, *, filled: bool = True) -> torch.Tensor:
     """Returns `tensor` where the group can take it: itself, or a pinned copy on the host for a GPU behind gloo.
@@ -28,4 +30,4 @@ def off_wire(received: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _serves_cuda(group: dist.ProcessGroup) -> bool:
-    return group._get_backend(torch.device("cuda")).name() == "nccl"
+    return backend_name(group, "cuda") == "nccl"

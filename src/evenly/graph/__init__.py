@@ -4,11 +4,10 @@ from evenly.graph.lowering import name_of, path_of
 from evenly.graph.own import refuse_strange_tensors
 from evenly.graph.reads import OF_TORCH
 from evenly.graph.trace import Example, Traced, follow, trace
-from evenly.graph.watch import HOOKS, Change, Watch
+from evenly.graph.watch import Change, Watch
 from evenly.graph.while_tracing import refuse_hooks_on_all
 
 __all__ = [
-    "HOOKS",
     "OF_TORCH",
     "Change",
     "Example",

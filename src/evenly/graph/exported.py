@@ -9,9 +9,11 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn import functional as F  # noqa: N812
-from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
+from evenly._torch import pytree
+from evenly._torch.modules import BatchNorm
+from evenly._torch.tracing import constant_name, is_guard, output_form
 from evenly.graph.decisions import Decisions
 from evenly.graph.reads import OF_TORCH
 
@@ -27,11 +29,11 @@ def exported(model: nn.Module, given: dict[str, torch.Tensor]) -> tuple[fx.Graph
     module = program.module()
     graph: fx.Graph = module.graph
     _name_constants(model, module)
-    form = graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]  # what export gives its graphs
+    form = output_form(graph)
     for node in list(graph.nodes):
         if node.op == "get_attr" and not isinstance(operator.attrgetter(str(node.target))(module), torch.Tensor):
             raise SpecError("forward switches gradients or autocast on or off; move that into a module of its own")
-        if node.op == "call_module" and str(node.target).startswith("_guards"):
+        if node.op == "call_module" and is_guard(str(node.target)):
             graph.erase_node(node)
         elif node.op == "output":
             node.args = (pytree.tree_unflatten(list(node.args[0]), form),)
@@ -41,7 +43,7 @@ def exported(model: nn.Module, given: dict[str, torch.Tensor]) -> tuple[fx.Graph
         elif node.target is torch.ops.aten.slice.Tensor:
             _spell_slice(node)
     for path, own in model.named_modules():
-        if isinstance(own, nn.modules.batchnorm._BatchNorm) and own.track_running_stats:
+        if isinstance(own, BatchNorm) and own.track_running_stats:
             _call_norm(path, own, module)
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
@@ -77,7 +79,7 @@ def _name_constants(model: nn.Module, module: fx.GraphModule) -> None:
                     f"a tensor of shape {list(value.shape)} that forward uses is kept by the network, but is neither a "
                     "parameter nor a buffer; use register_buffer, or nn.ModuleList in place of a plain list of layers"
                 )
-            names.setdefault(target, f"_tensor_constant{len(names)}")
+            names.setdefault(target, constant_name(len(names)))
             setattr(module, names[target], value)
             node.target = names[target]
 

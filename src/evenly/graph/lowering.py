@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
 from evenly._errors import SpecError
+from evenly._torch.operators import OpOverload, out_of_place
 from evenly.graph.own import function_name, is_own_function, module_name
 
 IN_PLACE = {
@@ -128,9 +129,8 @@ def _leave_in_place(graph: fx.Graph) -> None:
             target = IN_PLACE[node.target]
         elif node.op == "call_function" and not is_own_function(node.target):
             target = None  # whether it changes its inputs is seen when it is run
-        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            name = node.target._schema.name.split("::")[1]
-            target = getattr(getattr(torch.ops.aten, name[:-1]), node.target._overloadname) if name[-1] == "_" else None
+        elif node.op == "call_function" and isinstance(node.target, OpOverload):
+            target = out_of_place(node.target)
         elif node.op == "call_function" and name_of(node).endswith("_") and name_of(node)[0] != "_":
             target = getattr(F, name_of(node)[:-1], None) or getattr(torch, name_of(node)[:-1], None)
         elif node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"):

@@ -13,22 +13,24 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from evenly._errors import SpecError
+from evenly._torch.modules import CALL_METHODS, HARMLESS_METHODS, STATE_METHODS
+from evenly._torch.operators import FUNCTIONAL, OpOverload, OpOverloadPacket, operator_name, packet_name
 
 NAMESPACES = ("aten", "prims")
-STATE_METHODS = {"_load_from_state_dict", "_save_to_state_dict", "state_dict", "load_state_dict", "get_extra_state"}
-STATE_METHODS |= {"set_extra_state", "train", "eval", "__getstate__", "__setstate__", "__reduce__", "__deepcopy__"}
+SAVING = {"state_dict", "load_state_dict", "get_extra_state", "set_extra_state", "train", "eval"} | STATE_METHODS
+SAVING |= {"__getstate__", "__setstate__", "__reduce__", "__deepcopy__"}
 HARMLESS = {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__dict__", "__weakref__"}
 HARMLESS |= {"__constants__", "__slots__", "__parameters__", "__orig_bases__", "__repr__", "__str__", "__hash__"}
 HARMLESS |= {"__static_attributes__", "__firstlineno__", "__abstractmethods__", "_abc_impl", "__annotate_func__"}
-HARMLESS |= {"__annotations_cache__", "__init_subclass__", "__del__", "extra_repr", "_get_name", "_version"}
-HARMLESS |= {"reset_parameters", "_reset_parameters", *STATE_METHODS}
+HARMLESS |= {"__annotations_cache__", "__init_subclass__", "__del__", "extra_repr", "reset_parameters"}
+HARMLESS |= HARMLESS_METHODS | SAVING
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 @cache
 def _functions() -> frozenset[Any]:
     """Returns the functions that rules may know by name."""
-    homes = (torch, F, operator, builtins, torch.special, torch._C._nn)  # _nn: where functional's functions come from
+    homes = (torch, F, operator, builtins, torch.special, FUNCTIONAL)
     found = {value for home in homes for value in vars(home).values() if _is_function(value)}
     return frozenset(found)
 
@@ -39,10 +41,10 @@ def _is_function(value: Any) -> bool:
 
 def is_own_function(target: Any) -> bool:
     """Whether a function or operator is torch's or Python's, or one that this package puts into graphs."""
-    if isinstance(target, torch._ops.OpOverload):  # private: the only class of an operator's overload
+    if isinstance(target, OpOverload):
         return target.namespace in NAMESPACES
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return target._qualified_op_name.split("::")[0] in NAMESPACES
+    if isinstance(target, OpOverloadPacket):
+        return packet_name(target).split("::")[0] in NAMESPACES
     try:
         return target in _functions() or str(getattr(target, "__module__", "")).startswith("evenly.graph.")
     except TypeError:  # it cannot be hashed, so it is no function
@@ -51,10 +53,11 @@ def is_own_function(target: Any) -> bool:
 
 def function_name(target: Any) -> str:
     """Returns the bare name of torch's functions and operators; of others the full name, which has no rule."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[1] if is_own_function(target) else str(target._schema.name)
-    if isinstance(target, torch._ops.OpOverloadPacket) and not is_own_function(target):
-        return str(target._qualified_op_name)
+    if isinstance(target, OpOverload):
+        name = operator_name(target)
+        return name.split("::")[1] if is_own_function(target) else name
+    if isinstance(target, OpOverloadPacket) and not is_own_function(target):
+        return packet_name(target)
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or type(target).__name__
     if is_own_function(target):
         return str(getattr(target, "__name__", name))
@@ -95,7 +98,7 @@ def module_name(module: nn.Module) -> str:
 def refuse_own_call(module: nn.Module, path: str) -> None:
     """Raises `SpecError` if a module is called in a way of its own, which a graph of forward would not hold."""
     for kind in type(module).__mro__:
-        found = [name for name in ("__call__", "_call_impl", "_wrapped_call_impl") if name in vars(kind)]
+        found = [name for name in CALL_METHODS if name in vars(kind)]
         if found and not kind.__module__.startswith("torch."):
             raise SpecError(
                 f"{type(module).__name__} at {path or 'the root'!r} was to be traced, but {kind.__name__} overrides "

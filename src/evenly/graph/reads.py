@@ -3,13 +3,15 @@
 import gc
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 from torch import nn
+
+from evenly._torch.tracing import reading_attributes
 
 OF_TORCH = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}  # what every module has; watched by other means
 ALL = "*"  # read through __dict__: any name may have been meant
@@ -38,15 +40,18 @@ def reading(model: nn.Module) -> Iterator[Reads]:
     """Notes what this thread reads of a network's modules, and which functions it calls, for a while."""
     reads = Reads()
     paths = {id(module): path for path, module in model.named_modules()}
-    thread, plain = threading.get_ident(), nn.Module.__getattribute__
+    thread = threading.get_ident()
 
-    def read(module: nn.Module, name: str) -> Any:
-        whole = name == "__dict__" and is_users(sys._getframe(1).f_globals)  # private: who asks
-        if (whole or name not in OF_TORCH) and threading.get_ident() == thread:
-            path = paths.get(id(module))
-            if path is not None:
-                reads.names.setdefault(path, set()).add(ALL if whole else name)
-        return plain(module, name)
+    def reader(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def read(module: nn.Module, name: str) -> Any:
+            whole = name == "__dict__" and is_users(sys._getframe(1).f_globals)  # private: who asks
+            if (whole or name not in OF_TORCH) and threading.get_ident() == thread:
+                path = paths.get(id(module))
+                if path is not None:
+                    reads.names.setdefault(path, set()).add(ALL if whole else name)
+            return plain(module, name)
+
+        return read
 
     strangers = {getattr(act, "__code__", None) for act in gc.callbacks}  # they run wherever memory is collected
     strange: list[Any] = []
@@ -61,13 +66,12 @@ def reading(model: nn.Module) -> Iterator[Reads]:
             strange.pop()
 
     before = sys.getprofile()
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]  # for a while
-    sys.setprofile(note)
-    try:
-        yield reads
-    finally:
-        sys.setprofile(before)
-        del nn.Module.__getattribute__  # the one of object, as before
+    with reading_attributes(reader):
+        sys.setprofile(note)
+        try:
+            yield reads
+        finally:
+            sys.setprofile(before)
     reads.codes = {code: names for code, names in reads.codes.items() if is_users(names)}
 
 

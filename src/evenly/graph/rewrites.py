@@ -7,6 +7,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
+from evenly._torch.modules import uses_one_projection
+
 
 def multihead(
     m: nn.MultiheadAttention,
@@ -29,12 +31,12 @@ def multihead(
     itself = key is query and value is query
     if not m.batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # [batch, tokens, channels]
-    if m._qkv_same_embed_dim and itself:
+    if uses_one_projection(m) and itself:
         q, k, v = F.linear(query, m.in_proj_weight, m.in_proj_bias).chunk(3, dim=-1)
     else:
         weights = (
             m.in_proj_weight.chunk(3, dim=0)
-            if m._qkv_same_embed_dim
+            if uses_one_projection(m)
             else (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
         )
         biases = m.in_proj_bias.chunk(3, dim=0) if m.in_proj_bias is not None else (None, None, None)

@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from evenly._errors import SpecError
+from evenly._torch import pytree
+from evenly._torch.autograd import version_of
+from evenly._torch.modules import RunningNorm
+from evenly._torch.operators import TorchDispatchMode, argument_names
 
 
 class Shapes(fx.Interpreter):
@@ -26,7 +28,7 @@ class Shapes(fx.Interpreter):
         """Runs one node and keeps its value."""
         counter, dice = FlopCounterMode(display=False), _Dice()
         given = [x for m in n.all_input_nodes if isinstance(x := self.values[m.name], torch.Tensor)]
-        before = [x._version for x in given]
+        before = [version_of(x) for x in given]
         try:
             with counter, dice, torch.device("meta"):
                 value = super().run_node(n)
@@ -36,7 +38,7 @@ class Shapes(fx.Interpreter):
                 f"{(str(error).splitlines() or [type(error).__name__])[0]}. Shapes must not depend on values; "
                 "and the example must fit the network."
             ) from error
-        overwrites = not self._may_overwrite and [x._version for x in given] != before
+        overwrites = not self._may_overwrite and [version_of(x) for x in given] != before
         if overwrites and not self._is_lowered(n):
             raise SpecError(
                 f"the operation {n.name!r} changes its input in place, which has no rule for a network whose layers "
@@ -74,7 +76,7 @@ def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation of torch draws random numbers; attention may, but does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    names = [argument.name for argument in func._schema.arguments]
+    names = argument_names(func)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" not in names or bool(given.get("dropout_p"))
 
@@ -99,7 +101,7 @@ def shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def call_hollow(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Returns what a module gives for tensors without data; the module stays as it is."""
-    if isinstance(module, nn.modules.batchnorm._NormBase) and args:  # counts batches by value
+    if isinstance(module, RunningNorm) and args:  # counts batches by value
         needs = args[0].requires_grad or any(p.requires_grad for p in module.parameters())
         return torch.empty_like(args[0]).requires_grad_(needs).clone()
     try:
@@ -112,9 +114,9 @@ def call_hollow(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 (args, kwargs),
             )
             tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
-            before = [x._version for x in tensors]
+            before = [version_of(x) for x in tensors]
             made = _on_cpu(module).forward(*given[0], **given[1])
-            if [x._version for x in tensors] != before:
+            if [version_of(x) for x in tensors] != before:
                 raise SpecError(f"{type(module).__name__} changes its input in place, which has no rule.") from None
         return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), made)
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
+from evenly._torch import pytree
+from evenly._torch.operators import arguments_of
+from evenly._torch.tracing import is_constant
 from evenly.graph.decisions import Decisions
 from evenly.graph.kinds import RANDOM, Row, Seen, opaque, row_of
 from evenly.graph.lowering import lower, name_of, path_of
@@ -203,8 +205,7 @@ def _switches(
 
 def _plain(node: fx.Node) -> dict[str, Any]:
     named = {str(i): value for i, value in enumerate(node.args)} | dict(node.kwargs)
-    schema = getattr(node.target, "_schema", None)
-    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+    for place, argument in enumerate(arguments_of(node.target)):
         if argument.has_default_value() and not argument.kwarg_only and argument.name not in named:
             named.setdefault(str(place), argument.default_value)  # torch leaves them out where they are the default
     return {key: fx.map_arg(value, lambda n: n.name) for key, value in named.items()}
@@ -342,7 +343,7 @@ def _row(
         return Row("source", "input")
     if node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(program)
-        if str(node.target).startswith("_tensor_constant"):  # made in forward
+        if is_constant(str(node.target)):  # made in forward
             return Row("source", "constant")
         return Row("source", "parameter" if isinstance(value, nn.Parameter) else "buffer")
     name = name_of(node)

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
+from evenly._torch import pytree
+from evenly._torch.modules import Convolution
+from evenly._torch.tracing import PROXY_FIELDS, PlainTracer, is_constant
 from evenly.graph.decisions import Decision, Decisions, decisions_of
 from evenly.graph.exported import exported
 from evenly.graph.own import own_kind, refuse_own_call, refuse_strange_tensors
@@ -31,7 +33,7 @@ from evenly.graph.while_tracing import (
 
 OPENED = (
     nn.Linear,
-    nn.modules.conv._ConvNd,
+    Convolution,
     nn.Embedding,
     nn.GroupNorm,
     nn.LayerNorm,
@@ -79,7 +81,7 @@ class Value(fx.Proxy):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Keeps what fx notes; forward cannot change attributes of a tensor."""
-        if name not in ("node", "tracer", "_root", "root", "attr", "_node", "graph"):
+        if name not in PROXY_FIELDS:
             raise fx.proxy.TraceError(f"it sets the attribute {name!r} of a tensor")
         object.__setattr__(self, name, value)
 
@@ -101,7 +103,7 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
         setattr(_kind, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
-class Tracer(fx.Tracer):
+class Tracer(PlainTracer):
     """Opens modules whose weights can be cut; modules named in `closed` are single operations."""
 
     proxy_buffer_attributes = True  # buffers are followed like parameters, not read once and for all
@@ -179,11 +181,6 @@ class Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Returns the value that a node stands for while it is traced."""
         return Value(node, self)
-
-    def _proxy_placeholder(self, name: str, concrete_args: Any, sig: Any, fn_for_analysis: Any) -> Any:
-        if concrete_args is not None and name in concrete_args:
-            return concrete_args[name]  # fx would also add an assertion that nobody gives another value
-        return super()._proxy_placeholder(name, concrete_args, sig, fn_for_analysis)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one operation."""
@@ -320,7 +317,7 @@ def _refuse_unregistered(model: nn.Module, graph: fx.Graph) -> None:
     held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for node in graph.nodes:
         target = str(node.target)
-        if node.op != "get_attr" or target.startswith("_tensor_constant"):
+        if node.op != "get_attr" or is_constant(target):
             continue
         value = operator.attrgetter(target)(model)
         if isinstance(value, torch.Tensor) and id(value) not in held:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from evenly._torch.autograd import version_of
+from evenly._torch.modules import HOOKS, TABLES, is_registered
 from evenly.graph.reads import ALL, OF_TORCH, Reads, is_users
 
 OF_PYTHON = (int, float, complex, str, bytes, type(None), type(...), type, range, slice)
 PLAIN = (*OF_PYTHON, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOLDERS = ("types", "argparse", "collections", "builtins", "dataclasses", "configparser")  # of settings
 DEPTH = 6  # of objects within objects
 SMALL_BYTES = 4096  # of an array whose numbers are compared
@@ -46,7 +47,7 @@ class Watch:
             if len(held) != size:
                 return False
         for tensor, version in self._tensors:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 return False
         for cell, value in self._cells:
             if cell.cell_contents is not value:
@@ -82,12 +83,14 @@ class Watch:
 
     def _module(self, path: str, module: nn.Module) -> None:
         held, prefix = vars(module), f"{path}." if path else ""
-        for kind in ("_modules", "_parameters", "_buffers"):
+        for kind in TABLES:
             entries = held[kind]
             self._sizes.append((entries, len(entries)))
             for name, value in entries.items():
                 self._places.append((entries, name, value))
-                self.atoms[f"{prefix}{name}"] = value if kind == "_modules" else self._form(value, f"{prefix}{name}")
+                self.atoms[f"{prefix}{name}"] = (
+                    value if isinstance(value, nn.Module) else self._form(value, f"{prefix}{name}")
+                )
         for kind in HOOKS:
             if kind in held:
                 self._sizes.append((held[kind], len(held[kind])))
@@ -113,7 +116,7 @@ class Watch:
             return
         owner = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
         if owner is None:
-            if not any(name in held[kind] for kind in ("_modules", "_parameters", "_buffers")):
+            if not is_registered(module, name):
                 self.atoms[label] = _MISSING
         elif owner.__module__.split(".")[0] not in ("torch", "builtins"):
             self._place(vars(owner), name, label)
@@ -144,8 +147,8 @@ class Watch:
         self._known.add(id(value))
         if isinstance(value, torch.Tensor):
             if id(value) not in self._own and not value.is_inference():
-                self._tensors.append((value, value._version))
-                self.atoms[label] = (id(value), value._version)
+                self._tensors.append((value, version_of(value)))
+                self.atoms[label] = (id(value), version_of(value))
         elif isinstance(value, list | tuple | dict):
             self._items(value, label, depth)
         elif isinstance(value, set | frozenset | deque | bytearray):

@@ -11,21 +11,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
-from torch._functorch import utils as functorch  # private: see keeping_functions
-from torch._subclasses.fake_tensor import FakeTensor  # private: what torch.export traces with
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly._errors import SpecError
+from evenly._torch import pytree
+from evenly._torch.autograd import has_hooks
+from evenly._torch.modules import HOOKS, hooks_on_all
+from evenly._torch.operators import TorchDispatchMode
+from evenly._torch.tracing import FakeTensor, intercepted, is_constant, with_class_forward
 from evenly.graph.reads import OF_TORCH, is_users
 from evenly.graph.shapes import is_random
 
-GLOBAL_HOOKS = (  # torch's private dicts; nothing else tells whether there are any
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
 T = TypeVar("T")
 
 
@@ -51,54 +46,60 @@ def keeping_functions() -> Iterator[None]:
 
     Refuses that a module keeps what is traced, which would not be a tensor, and hooks on it, which would be lost.
     """
-    plain = torch.autograd.Function.__dict__["apply"]
+    thread = threading.get_ident()
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)), None)
-        own = plain.__get__(None, cls)
-        return own(*args, **kwargs) if found is None else found.tracer.create_proxy("call_function", own, args, kwargs)
+    def recording(plain: Any) -> Callable[..., Any]:
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            found = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)), None)
+            own = plain.__get__(None, cls)
+            if found is None:
+                return own(*args, **kwargs)
+            return found.tracer.create_proxy("call_function", own, args, kwargs)
 
-    kept = nn.Module.__setattr__
+        return apply
 
-    def keep(module: nn.Module, name: str, value: Any) -> None:
-        if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value)):
-            raise fx.proxy.TraceError(f"it keeps a tensor in its attribute {name!r}")
-        kept(module, name, value)
+    def keeping_no_value(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def keep(module: nn.Module, name: str, value: Any) -> None:
+            if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value)):
+                raise fx.proxy.TraceError(f"it keeps a tensor in its attribute {name!r}")
+            plain(module, name, value)
 
-    unwrap = functorch.unwrap_dead_wrappers
+        return keep
 
-    def refuse(args: Any) -> Any:
-        if any(isinstance(x, fx.Proxy | FakeTensor) for x in pytree.tree_leaves(args)):
-            raise fx.proxy.TraceError("it calls an autograd function, whose backward would be lost, by another name")
-        return unwrap(args)
+    def refusing_values(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def enter(args: Any) -> Any:
+            if any(isinstance(x, fx.Proxy | FakeTensor) for x in pytree.tree_leaves(args)):
+                raise fx.proxy.TraceError(
+                    "it calls an autograd function, whose backward would be lost, by another name"
+                )
+            return plain(args)
 
-    hooked = torch.Tensor.register_hook
+        return enter
 
-    def hook(x: torch.Tensor, *args: Any) -> Any:
-        if isinstance(x, FakeTensor):
-            raise fx.proxy.TraceError("it puts a hook on a tensor")
-        return hooked(x, *args)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    def refusing_hooks(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(x: torch.Tensor, *args: Any) -> Any:
+            if isinstance(x, FakeTensor):
+                raise fx.proxy.TraceError("it puts a hook on a tensor")
+            return plain(x, *args)
 
-    asked, thread = torch.is_grad_enabled, threading.get_ident()
+        return hook
 
-    def ask() -> bool:
-        if threading.get_ident() == thread and is_users(sys._getframe(1).f_globals):  # private: who asks
-            raise fx.proxy.TraceError("it asks whether gradients are computed, which differs from call to call")
-        return asked()
+    def refusing_users(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def ask() -> Any:
+            if threading.get_ident() == thread and is_users(sys._getframe(1).f_globals):  # private: who asks
+                raise fx.proxy.TraceError("it asks whether gradients are computed, which differs from call to call")
+            return plain()
 
-    torch.Tensor.register_hook = hook  # type: ignore[method-assign]  # for a while
-    torch.is_grad_enabled = ask
-    functorch.unwrap_dead_wrappers = refuse  # what every call of an autograd function passes, also `f = F.apply`
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for a while
-    nn.Module.__setattr__ = keep  # type: ignore[method-assign, assignment]  # for a while
-    try:
+        return ask
+
+    with intercepted(
+        apply=recording,
+        set_attribute=keeping_no_value,
+        enter_function=refusing_values,
+        register_hook=refusing_hooks,
+        is_grad_enabled=refusing_users,
+    ):
         yield
-    finally:
-        torch.Tensor.register_hook = hooked  # type: ignore[method-assign]  # as it was
-        functorch.unwrap_dead_wrappers = unwrap
-        torch.is_grad_enabled = asked
-        torch.autograd.Function.apply = plain  # type: ignore[method-assign]  # as it was
-        nn.Module.__setattr__ = kept  # type: ignore[method-assign]  # as it was
 
 
 @contextmanager
@@ -117,11 +118,8 @@ def forward_of_class(model: nn.Module) -> Iterator[None]:
     names = ", ".join(p.name for p in parameters)
     scope: dict[str, Any] = {"_patched": patched}
     exec(f"def forward(self, {names}):\n    return _patched({names})", scope)  # noqa: S102  # names of arguments only
-    model.__class__ = type(kind.__name__, (kind,), {"forward": scope["forward"], "__module__": kind.__module__})
-    try:
+    with with_class_forward(model, scope["forward"]):
         yield
-    finally:
-        model.__class__ = kind
 
 
 @contextmanager
@@ -147,7 +145,7 @@ def forgetting(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.Graph
     try:
         made = make()
     finally:
-        for name in [name for name in vars(model) if name.startswith("_tensor_constant")]:
+        for name in [name for name in vars(model) if is_constant(name)]:
             delattr(model, name)
         changed = [(module, key) for module in before for key in _restore(module, before[module])]
     if changed:
@@ -208,27 +206,25 @@ def _same(now: Any, before: Any) -> bool:
 
 def refuse_hooks_on_all() -> None:
     """Raises `SpecError` if there are hooks on all modules of the process: a cut network does not call its modules."""
-    for kind in GLOBAL_HOOKS:
-        for hook in list(getattr(nn.modules.module, kind).values()):
-            if is_users({"__name__": getattr(hook, "__module__", None) or "torch"}):  # torch.export has its own
-                raise SpecError(
-                    f"a hook on all modules is registered ({kind} of torch.nn.modules.module), but a network whose "
-                    "layers are cut over ranks does not call its modules. Remove it before sharding, and keep it out."
-                )
+    for kind, hook in hooks_on_all():
+        if is_users({"__name__": getattr(hook, "__module__", None) or "torch"}):  # torch.export has its own
+            raise SpecError(
+                f"a hook on all modules is registered ({kind} of torch.nn.modules.module), but a network whose layers "
+                "are cut over ranks does not call its modules. Remove it before sharding, and keep it out."
+            )
 
 
 def refuse_hooks(model: nn.Module) -> None:
     """Raises `SpecError` if a module has hooks: they would see parts of tensors."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     for name, module in model.named_modules():
-        found = [kind.strip("_").replace("_", " ") for kind in kinds if getattr(module, kind, None)]
+        found = [kind.strip("_").replace("_", " ") for kind in HOOKS if getattr(module, kind, None)]
         if found:
             raise SpecError(
                 f"the module {name or type(model).__name__!r} has {found[0]}, which would see parts of tensors once "
                 "its layers are cut. Remove them before sharding; the parametrizations of torch.nn.utils do work."
             )
     for name, parameter in model.named_parameters():
-        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_hooks(parameter):
             raise SpecError(
                 f"the parameter {name!r} has a gradient hook, which would see a part of the gradient once the "
                 "parameter is cut. Remove it before sharding."

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
-
 from evenly._errors import PeerError
+from evenly._torch.process_groups import FileStore, HashStore, PrefixStore, Store
 from evenly.launch.settings import environment
 
 Result = TypeVar("Result")

@@ -9,9 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
 
 from evenly._errors import LaunchError, PeerError
+from evenly._torch.process_groups import Store, TCPStore
 from evenly.launch.limits import BoundedStore, NoAnswerError, within
 from evenly.launch.place import Place
 from evenly.launch.serving import serve_store

@@ -4,7 +4,8 @@ import os
 from functools import cache
 
 import torch
-from torch._C import _distributed_c10d as c10d
+
+from evenly._torch.process_groups import make_recorder
 
 SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # of the recorder; torch takes the first that is set
 
@@ -21,7 +22,7 @@ def spare_recorder() -> None:
         return
     os.environ[SIZES[0]] = "0"
     try:
-        c10d._dump_fr_trace_json()  # type: ignore[attr-defined]  # it reads its size when it is made, and this makes it
+        make_recorder()
     finally:
         os.environ.pop(SIZES[0], None)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
+from evenly._torch.process_groups import TCPStore
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
-from torch.distributed import distributed_c10d
 
 from evenly._errors import LaunchError, SpecError
+from evenly._torch.process_groups import HashStore, Store, default_store
 from evenly.launch.limits import NoAnswerError, within
 from evenly.launch.meeting import meet
 from evenly.launch.place import Place
@@ -83,4 +82,4 @@ def _reuse(place: Place) -> World:
             f"has a group open already, as rank {rank} of {size}. Pass find_place the rank, world_size and local_rank "
             "of that group, or let evenly open the group."
         )
-    return World(place, store=distributed_c10d._get_default_store(), opened=False)
+    return World(place, store=default_store(), opened=False)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from evenly._errors import SpecError
+from evenly._torch.autograd import version_of
 from evenly.comm import Alarm, Waiter, all_reduce, off_wire, on_wire
 from evenly.nodes.forwards import Forward, ForwardLog, uncounted
 from evenly.nodes.timing import StepClock
@@ -176,7 +177,7 @@ class Gradients(ABC):
         """Remembers the gradients as the last backward has left them: zeros may be what it has given."""
         held = next((p for p in self._trained if p.grad is not None), None)
         gradient = None if held is None else held.grad
-        self._noted = None if held is None or gradient is None else (held, id(gradient), gradient._version)
+        self._noted = None if held is None or gradient is None else (held, id(gradient), version_of(gradient))
 
     def _is_written(self) -> bool:
         """Returns whether gradients may have been set to None or zero since the last backward."""
@@ -184,7 +185,7 @@ class Gradients(ABC):
             return True
         parameter, number, version = self._noted
         gradient = parameter.grad
-        return gradient is None or (id(gradient), gradient._version) != (number, version)
+        return gradient is None or (id(gradient), version_of(gradient)) != (number, version)
 
     def begin_task(self) -> None:
         """Runs when a backward reaches the outputs of the first of its forwards."""

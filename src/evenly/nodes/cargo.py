@@ -7,6 +7,7 @@ from typing import Any, final
 import torch
 
 from evenly._errors import CheckpointError
+from evenly._torch.operators import add_all_, copy_all_
 from evenly.nodes.flat import Flat, real
 from evenly.nodes.meeting import Bundle
 from evenly.nodes.points import Part
@@ -121,14 +122,14 @@ class Cargo:
         """
         found = [piece.lying_in(held) for piece in self.agreed() if piece.entry.slot or piece.entry.home not in but]
         parameters = [piece for piece in found if not piece.entry.slot]
-        _together(torch._foreach_add_ if self.change else torch._foreach_copy_, parameters)
+        _together(add_all_ if self.change else copy_all_, parameters)
         slots = sorted({piece.entry.slot for piece in found if piece.entry.slot}) if state else []
         for slot in slots:
             pieces = [piece for piece in found if piece.entry.slot == slot]
             if self.change:
                 _add_state(slot, pieces)
             else:
-                _together(torch._foreach_copy_, pieces)
+                _together(copy_all_, pieces)
 
 
 def _together(act: Callable[..., object], pieces: Sequence[Agreed]) -> None:
@@ -141,7 +142,7 @@ def _add_state(slot: str, pieces: Sequence[Agreed]) -> None:
     """Adds in place; squares do not fall below 0, nor does a slot of an unknown name that is nowhere below it."""
     least = [piece.tensor.amin() for piece in pieces if piece.tensor.numel()]
     if slot in MOMENTA or not least:
-        _together(torch._foreach_add_, pieces)
+        _together(add_all_, pieces)
         return
     floor = least[0].new_zeros((), dtype=torch.float64)
     if slot not in SQUARES:

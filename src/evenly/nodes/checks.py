@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evenly._errors import SpecError
+from evenly._torch.optimizers import has_step_hooks
 from evenly.comm import placement_of
 
 
@@ -64,7 +65,7 @@ class OptimizedParameters:
 def require_own_steps(optimizer: torch.optim.Optimizer) -> None:
     """Raises `SpecError` for an object that is no optimizer of torch, or one that talks to other ranks by itself."""
     name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not isinstance(optimizer, torch.optim.Optimizer) or not has_step_hooks(optimizer):
         raise SpecError(
             f"synchronize was given a {name} as optimizer, which has no hooks around its steps. Give the "
             "torch.optim.Optimizer that it wraps."

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from evenly._errors import MismatchError
+from evenly._torch.autograd import at_end_of_backward, in_backward
 from evenly.comm import Alarm, Waiter, all_reduce
 from evenly.nodes.averaged import Gradients
 from evenly.nodes.averaging import finite
-from evenly.nodes.forwards import in_backward, uncounted
+from evenly.nodes.forwards import uncounted
 from evenly.nodes.meeting import Meeting
 from evenly.nodes.replicas import Replica
 
@@ -103,7 +104,7 @@ class ReplicaGradients(Gradients):
         self._filled.add(id(parameter))
         if not self._log.is_running and not self._is_queued:
             self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_task)
+            at_end_of_backward(self.end_task)
 
     def _untouched(self) -> list[torch.Tensor]:
         return [parameter for parameter in self._trained if id(parameter) not in self._filled]

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from evenly.nodes.outputs import KeptTensors, Outputs, sequence_number
-
-NO_TASK = -1
+from evenly._torch.autograd import NO_BACKWARD, at_end_of_backward, backward_number, in_backward, next_operation
+from evenly.nodes.outputs import KeptTensors, Outputs
 
 
 class Forward:
@@ -54,17 +53,17 @@ class ForwardLog:
         self._kept = KeptTensors(module)
         self._alive: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._reached: list[Forward] = []  # by backwards since the last complete one
-        self._task = NO_TASK  # number of the running backward, as autograd counts them
+        self._task = NO_BACKWARD  # number of the running backward, as autograd counts them
         self._members: list[Forward] = []
         self._unseen: dict[str, None] = {}  # what forwards have returned and nobody can look into
 
     def begin(self, samples: float, *, is_averaged: bool) -> Forward:
         """Returns the record of a forward that is about to run."""
         if not in_backward():
-            self._task, self._members = NO_TASK, []  # of a backward that has failed
+            self._task, self._members = NO_BACKWARD, []  # of a backward that has failed
         forward = Forward(self, samples, is_averaged=is_averaged)
         if self._kept.is_due:
-            forward.number = sequence_number()
+            forward.number = next_operation()
         return forward
 
     def watch(self, forward: Forward, output: Any, *, given: Sequence[Any] = ()) -> None:
@@ -87,12 +86,12 @@ class ForwardLog:
 
     def reached(self, forward: Forward) -> None:
         """Notes that the running backward passes through `forward`."""
-        task = torch._C._current_graph_task_id()  # private: tells two backwards apart, as torch.autograd.graph does
+        task = backward_number()
         if task != self._task:
             self._task, self._members = task, []
             if (owner := self._owner()) is not None:
                 owner.begin_task()
-            torch.autograd.Variable._execution_engine.queue_callback(self._await_others)
+            at_end_of_backward(self._await_others)
         if forward not in self._members:
             self._members.append(forward)
             self._reached.append(forward)
@@ -102,7 +101,7 @@ class ForwardLog:
     @property
     def is_running(self) -> bool:
         """Whether a backward that has reached a forward runs now; activation checkpoints run others inside it."""
-        return self._task != NO_TASK
+        return self._task != NO_BACKWARD
 
     @property
     def may_grow(self) -> bool:
@@ -123,12 +122,12 @@ class ForwardLog:
 
     def _await_others(self) -> None:
         """Goes behind what others, such as DDP, have queued for the end of the backward meanwhile."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_task)
+        at_end_of_backward(self._end_task)
 
     def _end_task(self) -> None:
         if (owner := self._owner()) is not None:
             owner.end_task()
-        self._task, self._members = NO_TASK, []
+        self._task, self._members = NO_BACKWARD, []
 
 
 def uncounted(forwards: Iterable[Forward]) -> float:
@@ -139,8 +138,3 @@ def uncounted(forwards: Iterable[Forward]) -> float:
             forward.has_counted = True
             samples += forward.samples
     return samples
-
-
-def in_backward() -> bool:
-    """Returns whether autograd runs a backward on this thread; activation checkpoints run forwards in it."""
-    return bool(torch._C._current_graph_task_id() != NO_TASK)  # private: as torch.autograd.graph does

@@ -4,21 +4,22 @@ DDP's reducer is kept armed at all times, so that no backward escapes it: one th
 is seen too. Whether a backward is averaged, and with what weight, say the forwards it has passed through.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, final
 from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from evenly._errors import SpecError
+from evenly._torch import reducer
+from evenly._torch.autograd import at_end_of_backward, in_backward, will_reach
+from evenly._torch.process_groups import GradBucket
 from evenly.comm import Alarm
 from evenly.nodes.averaged import Gradients
 from evenly.nodes.averaging import Averaging
-from evenly.nodes.forwards import Forward, in_backward, uncounted
+from evenly.nodes.forwards import Forward, uncounted
 
 
 @final
@@ -47,7 +48,7 @@ class NodeGradients(Gradients):
             process_group=group,
             init_sync=False,
             gradient_as_bucket_view=True,
-            **_local_buffers(),
+            **reducer.without_buffers(),
         )
         self._ddp.register_comm_hook(ref(self), _average)  # DDP would keep itself and the group alive for ever
         self._rehearse()
@@ -68,14 +69,12 @@ class NodeGradients(Gradients):
 
     def _arm(self) -> None:
         """Lets the next backward, whatever causes it, go through DDP's buckets."""
-        reducer = self._ddp.reducer
-        reducer.prepare_for_backward([])
-        self._times = reducer.get_backward_stats()  # when each parameter became ready; public, but not documented
+        self._times = reducer.arm(self._ddp)
         self._is_armed = True  # until the last bucket is complete
 
     def _rearm(self) -> None:
         """Goes behind what DDP itself has queued for the end of this backward."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._settle)
+        at_end_of_backward(self._settle)
 
     def _settle(self) -> None:
         """Runs at the end of a complete backward, when all gradients are averaged."""
@@ -97,7 +96,7 @@ class NodeGradients(Gradients):
         """
         self._body.rehearsing = True
         self._ddp().backward()
-        self._ddp.reducer._rebuild_buckets()  # a collective: later it would wait for ranks that never call forward
+        reducer.rebuild_buckets(self._ddp)
         self._body.rehearsing = False
         for parameter in self._body.parameters():
             parameter.grad = None
@@ -119,7 +118,7 @@ class NodeGradients(Gradients):
         """Takes DDP's hooks off the parameters, which may train on without it."""
         if not self._is_closed:
             self._is_closed = True
-            self._ddp.reducer._remove_autograd_hooks()  # private: as DDP does it for torch.compile
+            reducer.remove_hooks(self._ddp)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begins to average a bucket of gradients; leaves it as it is in no_sync() and in backwards of others."""
@@ -152,7 +151,7 @@ class NodeGradients(Gradients):
     def _end_backward(self, device: torch.device) -> None:
         """Runs at the last bucket."""
         self._is_armed = False
-        torch.autograd.Variable._execution_engine.queue_callback(self._rearm)
+        at_end_of_backward(self._rearm)
         forwards = self._log.members()  # all of them: the last gradient is there
         if self._left and self._left_samples != sum(forward.samples for forward in forwards):
             raise self._told(SpecError(self._incomplete("backward()", self._named(self._left))))
@@ -191,11 +190,11 @@ class NodeGradients(Gradients):
         """Runs when a backward reaches a forward: parameters may be ready before, by its loss or other backwards."""
         if self._left:
             given = [p for place, p in enumerate(self._trained) if place not in self._left]
-            if any(map(_is_reached, given)):
+            if any(map(will_reach, given)):
                 raise self._told(SpecError(self._incomplete("backward()", self._named(self._left))))
         elif unready := set(self._unready()):
             ready = [p for place, p in enumerate(self._trained) if place not in unready]
-            if not all(map(_is_reached, ready)):
+            if not all(map(will_reach, ready)):
                 self._keep_part([])
         super().begin_task()
 
@@ -216,7 +215,7 @@ class NodeGradients(Gradients):
         failure: RuntimeError | None = None
         for place in places:
             try:
-                self._ddp.reducer._autograd_hook(place)  # type: ignore[attr-defined]  # private: as DDP uses it
+                reducer.mark_ready(self._ddp, place)
             except RuntimeError as error:  # it was ready, after as many nanoseconds as in the backward before
                 failure = failure or error
         if failure is not None and self._is_armed:
@@ -257,7 +256,7 @@ class NodeGradients(Gradients):
         """Returns the places of the parameters without a gradient where DDP, since it was armed, has seen others."""
         if not self._is_armed:
             return []
-        times = self._ddp.reducer.get_backward_stats()
+        times = reducer.ready_times(self._ddp)
         if times == self._times:
             return []
         return [place for place, (now, before) in enumerate(zip(times, self._times, strict=True)) if now == before]
@@ -275,17 +274,6 @@ def _average(owner: "ref[NodeGradients]", bucket: GradBucket) -> torch.futures.F
     if gradients is None:
         raise SpecError("backward was called after the synchronized model was let go. Keep it as long as its losses.")
     return gradients.average(bucket)
-
-
-def _is_reached(parameter: torch.Tensor) -> bool:
-    """Returns whether the running backward gives this parameter a gradient."""
-    with torch.enable_grad():
-        view = parameter.view_as(parameter).grad_fn
-    node = view.next_functions[0][0] if view is not None else None
-    try:
-        return node is not None and bool(torch._C._will_engine_execute_node(node))  # private: as torch.autograd.graph
-    except RuntimeError:  # in autograd.grad()
-        return False
 
 
 def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -311,9 +299,3 @@ class _Body(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _touch(self.module) if self.rehearsing else self.module(*args, **kwargs)
-
-
-def _local_buffers() -> dict[str, Any]:
-    """Returns DDP's argument, whatever its name in this version of torch, that keeps buffers from travelling."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

@@ -1,6 +1,5 @@
 """Notices that `load_state_dict` has put other values into a network or its optimizer."""
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from weakref import ref
 import torch
 
 from evenly._errors import SpecError
+from evenly._torch.modules import add_load_hook, own_tensors, remove_load_hook
 from evenly.nodes.buffers import same
 
 
@@ -93,7 +93,7 @@ class Loads:
 
     def note(self, prefix: str, part: torch.nn.Module, keys: set[str]) -> None:
         """Remembers the values of the tensors of `part` that are about to be replaced."""
-        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+        for key, tensor in own_tensors(part):
             if tensor is not None and key in keys:
                 name = f"{prefix}{key}"
                 known = self._noted.get(name)
@@ -102,7 +102,7 @@ class Loads:
 
     def note_end(self, prefix: str, part: torch.nn.Module) -> None:
         """Looks at what a load has put into the tensors of `part`."""
-        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+        for key, tensor in own_tensors(part):
             if (noted := self._noted.get(f"{prefix}{key}")) is not None:
                 self._noted[f"{prefix}{key}"] = replace(noted, is_undone=noted.times > 1 and noted.is_same(tensor))
 
@@ -120,12 +120,7 @@ class _ModuleHook:
 
     def __init__(self, owner: Loads, part: torch.nn.Module, prefix: str) -> None:
         self._owner, self._part, self._prefix = ref(owner), ref(part), prefix
-        # Not by register_load_state_dict_pre_hook, which ScriptModules refuse. And a dict of its own: layers of cut
-        # networks are shallow copies, whose hooks would be those of the uncut network too.
-        part._load_state_dict_pre_hooks = OrderedDict(part._load_state_dict_pre_hooks)
-        part._load_state_dict_pre_hooks[-id(self)] = self
-        part._load_state_dict_post_hooks = OrderedDict(part._load_state_dict_post_hooks)
-        part._load_state_dict_post_hooks[-id(self)] = self
+        add_load_hook(part, self)
 
     def __call__(self, state: Any, prefix: Any, *rest: Any) -> None:
         owner, part = self._owner(), self._part()
@@ -141,8 +136,7 @@ class _ModuleHook:
         """Takes itself out of the module."""
         part = self._part()
         if part is not None:
-            part._load_state_dict_pre_hooks.pop(-id(self), None)
-            part._load_state_dict_post_hooks.pop(-id(self), None)
+            remove_load_hook(part, self)
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from evenly._torch.autograd import operation_of
+
 MOST = 10_000  # objects looked into
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, enum.Enum, type, weakref.ref),
@@ -114,7 +116,7 @@ class KeptTensors:
         if module is not None and self._forwards & (self._forwards - 1) == 0:
             self._search(module)
         kept = [vars(owner).get(name) for place, name in self._places.values() if (owner := place()) is not None]
-        return [tensor for tensor in Outputs(kept).tensors if _has_graph(tensor) and _number(tensor) >= number]
+        return [tensor for tensor in Outputs(kept).tensors if _has_graph(tensor) and operation_of(tensor) >= number]
 
     def skip(self) -> None:
         """Counts a forward that keeps nothing."""
@@ -127,16 +129,5 @@ class KeptTensors:
                     self._places[id(part), name] = (weakref.ref(part), name)
 
 
-def sequence_number() -> int:
-    """Returns the number that autograd gives to the next operation of this thread."""
-    if torch.compiler.is_compiling():  # it cannot trace what follows, and warns
-        return 0
-    return int(torch._C._autograd._get_sequence_nr())  # private: as torch's profiler does
-
-
 def _has_graph(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is not None
-
-
-def _number(tensor: torch.Tensor) -> int:
-    return int(tensor.grad_fn._sequence_nr()) if tensor.grad_fn is not None else -1

@@ -6,13 +6,14 @@ from fnmatch import fnmatchcase
 import torch
 
 from evenly._errors import SpecError
+from evenly._torch.modules import SPECTRAL_NORM, UNIT_VECTORS, forward_pre_hooks
 from evenly.nodes.state import averages, kept_buffers
 from evenly.spec import BufferPolicy, Exchange
 
 _OBSERVERS = "torch.ao.quantization.observer"
 _EXTREMES: Mapping[str, BufferPolicy] = {"min_val": "min", "max_val": "max"}
 _BY_CLASS: Mapping[str, Mapping[str, BufferPolicy]] = {  # by full name, as some classes are private or may go
-    "torch.nn.utils.parametrizations._SpectralNorm": {"_u": "first", "_v": "first"},  # unit vectors
+    SPECTRAL_NORM: dict.fromkeys(UNIT_VECTORS, "first"),
     f"{_OBSERVERS}.MinMaxObserver": _EXTREMES,
     f"{_OBSERVERS}.PerChannelMinMaxObserver": _EXTREMES,
     f"{_OBSERVERS}.MovingAverageMinMaxObserver": {},
@@ -67,6 +68,6 @@ def _known(module: torch.nn.Module) -> Iterator[tuple[str, BufferPolicy]]:
         names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(part).__mro__)
         rules = next((_BY_CLASS[name] for name in names if name in _BY_CLASS), {})
         yield from ((f"{dot}{name}", policy) for name, policy in rules.items())
-        for hook in part._forward_pre_hooks.values():  # torch.nn.utils.spectral_norm has no module of its own
+        for hook in forward_pre_hooks(part):  # torch.nn.utils.spectral_norm has no module of its own
             if f"{type(hook).__module__}.{type(hook).__qualname__}" == _SPECTRAL_HOOK:
                 yield from ((f"{dot}{hook.name}_{vector}", "first") for vector in "uv")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from evenly._errors import SpecError
+from evenly._torch.modules import kept_buffers as own_kept_buffers
 from evenly.comm import Placement, placement_of
 from evenly.nodes.memory import distinct
 from evenly.spec import Exchange
@@ -148,6 +149,5 @@ def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+        for name, buffer in own_kept_buffers(module):
+            yield f"{prefix}.{name}" if prefix else name, buffer

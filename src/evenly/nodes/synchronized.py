@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from evenly._errors import NonFiniteError, SpecError
+from evenly._torch.scaler import watch_scaler
 from evenly.comm import Alarm, Groups, Waiter, require_same
 from evenly.nodes.averaged import Verdict
 from evenly.nodes.bell import Bell
 from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
-from evenly.nodes.closures import has_closure, watch_scaler, with_mean_loss
+from evenly.nodes.closures import has_closure, with_mean_loss
 from evenly.nodes.counting import counted_samples, leading_dim
 from evenly.nodes.exchanger import Exchanger
 from evenly.nodes.membership import Membership

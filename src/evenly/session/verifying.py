@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from evenly._errors import MismatchError
+from evenly._torch import pytree
 from evenly.comm import first_line
 from evenly.shards import Report, Sharded, verify
 from evenly.shards.checking import in_float64, take_weights

@@ -1,7 +1,7 @@
 """Whether a cut network computes what the uncut one does: outputs, gradients, buffers, parameters after a step."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.utils import _pytree as pytree
 
 from evenly._errors import MismatchError, SpecError
+from evenly._torch import pytree
+from evenly._torch.autograd import without_hooks
+from evenly._torch.modules import Dropout, buffer_table
 from evenly.graph import Example
 from evenly.shards.gaps import Gaps, noise_of
 from evenly.shards.placement import placement_of
@@ -235,7 +237,7 @@ class _Trial:
         passes = sharded._dice.passes
         devices = {device for device in (self._device, _device(self._model)) if device.type == "cuda"}
         try:
-            with torch.random.fork_rng(devices=list(devices)), _without_hooks(sharded.parameters()):
+            with torch.random.fork_rng(devices=list(devices)), without_hooks(sharded.parameters()):
                 yield
         finally:
             with torch.no_grad():
@@ -270,21 +272,6 @@ def _row(what: str, gaps: Mapping[str, float]) -> Row:
     return Row(what, len(gaps), worst, where if worst else "")
 
 
-@contextmanager
-def _without_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Has no hook on a parameter run inside: one may average gradients with networks that see other batches."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")  # torch's own dicts, which its engine reads
-    held = [hooks for p in parameters for name in names if (hooks := getattr(p, name, None))]
-    kept = [(hooks, list(hooks.items())) for hooks in held]
-    for hooks in held:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, entries in kept:
-            hooks.update(entries)
-
-
 def _weighted_sum(outputs: Any) -> torch.Tensor | None:
     """Returns the sum of all outputs, each element with a weight of its own; None if there is no gradient to take."""
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -302,7 +289,7 @@ def _switch(network: nn.Module, owners: set[str]) -> None:
     """Puts a network into training mode, without dropout."""
     network.train()
     for module in network.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, Dropout):
             module.p = 0.0
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
@@ -323,7 +310,7 @@ def take_weights(model: nn.Module, sharded: Sharded) -> None:
 def in_float64(sharded: Sharded) -> Iterator[None]:
     """Has a cut network compute in float64 inside, and gives it back its own numbers after."""
     kept = [(p, p.data, p.grad) for p in sharded.parameters()]
-    buffers = [(module._buffers, dict(module._buffers)) for module in sharded.modules()]
+    buffers = [(held, dict(held)) for held in map(buffer_table, sharded.modules())]
     for parameter in sharded.parameters():
         parameter.grad = None
     try:

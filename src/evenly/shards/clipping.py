@@ -1,14 +1,14 @@
 """Sums over the ranks that hold a network's parts, and gradients clipped by the norm of them all."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad as torch_clipping
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from evenly._errors import NonFiniteError, SpecError
+from evenly._torch.clipping import widen_clipping as widen_clipping_of_torch
 from evenly.comm import Pending, Wire
 from evenly.shards.guard import apart, guard, trial, unguard
 from evenly.shards.parts import is_part, part_of
@@ -95,19 +95,20 @@ def clip_grad_norm_(
     return total
 
 
-def widen_clipping() -> None:
+def widen_clipping() -> Callable[[], None]:
     """Has torch's clipping by norm take the norm of full gradients; on other gradients it stays as it is.
 
-    `clip_grad_norm_` looks the two private functions up in its module whenever it is called, so that also one that was
-    imported before takes the norm from here. Where a torch has other names for them, clipping is refused.
+    Returns what makes it torch's own again. Where a torch cannot be widened, clipping is refused.
     """
-    if not (hasattr(torch_clipping, "_get_total_norm") and hasattr(torch_clipping, "_clip_grads_with_norm_")):
-        return
-    norm, clip = torch_clipping._get_total_norm, torch_clipping._clip_grads_with_norm_
+    return widen_clipping_of_torch(total_norm=_widened_norm, clip=_widened_clip)
+
+
+def _widened_norm(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns torch's `get_total_norm`, for full gradients where it is given parts."""
 
     def get_total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> torch.Tensor:
+    ) -> Any:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         guarded = [tensor for tensor in given if is_part(tensor)]
         if not guarded or any(part_of(tensor) is None for tensor in guarded):  # which refuse
@@ -119,6 +120,12 @@ def widen_clipping() -> None:
                 "made it so, or give error_if_nonfinite=False to go on with it."
             )
         return total
+
+    return get_total_norm
+
+
+def _widened_clip(clip: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns torch's `clip_grads_with_norm_`, which takes parts if the norm is that of full gradients."""
 
     def clip_grads_with_norm_(
         parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
@@ -135,11 +142,7 @@ def widen_clipping() -> None:
         clip(given, max_norm, total_norm, foreach)
         guard(cut)
 
-    for name, own in (("get_total_norm", get_total_norm), ("clip_grads_with_norm_", clip_grads_with_norm_)):
-        without_grad = torch.no_grad()(own)
-        setattr(torch_clipping, f"_{name}", own)
-        setattr(torch_clipping, name, without_grad)
-        setattr(torch.nn.utils, name, without_grad)
+    return clip_grads_with_norm_
 
 
 def _total_norm(held: list[tuple[torch.Tensor, Placement | None]], norm_type: float) -> torch.Tensor:

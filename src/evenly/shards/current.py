@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from evenly._errors import MismatchError, SpecError
+from evenly._torch.tracing import is_constant
 from evenly.graph import Change, Traced, Watch, follow, refuse_hooks_on_all
 from evenly.shards.cutting import hollow_tree
 from evenly.shards.guard import Apart, apart, guard
@@ -116,7 +117,7 @@ class Current:
         with torch.inference_mode(False), torch.enable_grad():  # as when it was cut
             traced = follow(full, dict(self._inputs), modes=modes)
         for name, value in vars(traced.program).items():
-            if name.startswith("_tensor_constant") and isinstance(value, torch.Tensor) and value.is_meta:
+            if is_constant(name) and isinstance(value, torch.Tensor) and value.is_meta:
                 raise SpecError(
                     f"forward of {self._model} makes a tensor on the device of a parameter, which is not known when it "
                     "is traced again. Shard the network anew, or use x.device."
@@ -185,7 +186,7 @@ def _equal(one: Any, other: Any) -> bool:
 def _stamp(traced: Traced, modes: Modes) -> int:
     lines = [traced.program.code, repr(modes)]
     for name, value in vars(traced.program).items():
-        if name.startswith("_tensor_constant") and isinstance(value, torch.Tensor):
+        if is_constant(name) and isinstance(value, torch.Tensor):
             lines.append(f"{name} {value.tolist()}")
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:6], "big") + 1
 

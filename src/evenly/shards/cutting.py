@@ -1,6 +1,5 @@
 """The tree of modules with only this rank's parts of parameters and buffers; the network given stays as it is."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,8 +7,9 @@ import torch
 from torch import nn
 
 from evenly._errors import SpecError
+from evenly._torch.modules import replace_tables
 from evenly.comm import Wire
-from evenly.graph import HOOKS, OF_TORCH, Traced
+from evenly.graph import OF_TORCH, Traced
 from evenly.shards.placement import Placement, place
 from evenly.shards.rebinding import reachable, rebound
 from evenly.spec.layout import COPIED, REPLICATED, Layout, Record
@@ -119,15 +119,11 @@ def _copied(model: nn.Module, part: Callable[[str, torch.Tensor], torch.Tensor])
             return found
         made = copies[id(module)] = object.__new__(type(module))
         made.__dict__ = dict(module.__dict__)
-        made._parameters = {name: replaced(prefix + name, tensor) for name, tensor in module._parameters.items()}
-        made._buffers = {name: replaced(prefix + name, tensor) for name, tensor in module._buffers.items()}
-        made._modules = {
-            name: copied(child, f"{prefix}{name}.") if child is not None else None
-            for name, child in module._modules.items()
-        }
-        for kind in HOOKS:
-            if kind in made.__dict__:
-                made.__dict__[kind] = OrderedDict(made.__dict__[kind])
+        replace_tables(
+            made,
+            tensor=lambda name, tensor: replaced(prefix + name, tensor),
+            child=lambda name, child: copied(child, f"{prefix}{name}.") if child is not None else None,
+        )
         if getattr(made, "inplace", False):
             made.__dict__["inplace"] = False
         return made

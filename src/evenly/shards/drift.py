@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from evenly._errors import MismatchError, SpecError
+from evenly._torch import pytree
 from evenly.shards.optim import state_placement
 from evenly.shards.placement import placement_of
 from evenly.shards.sharded import Sharded, sharded_of

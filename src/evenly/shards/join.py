@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from evenly._errors import SpecError
+from evenly._torch.tracing import is_constant
 from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, gather_json, open_group, require_same
 from evenly.graph import Example, Traced, follow
 from evenly.planner import Rates, lay_out
 from evenly.shards.cutting import copy_tree, cut_model
 from evenly.shards.placement import Placement
-from evenly.shards.probe import watch_optimizers
 from evenly.shards.rank_check import mark_uncut, tally_of
 from evenly.shards.sharded import Sharded
 from evenly.spec import Device
@@ -73,7 +73,6 @@ def _join(
     seed = gather_json(torch.initial_seed() % (1 << 40) + room.serial, everybody, waiter)[layout.members[0]]
     stage = Wire(everybody, alarm, timeout_s=timeout_s)
     source = layout.members[0]
-    watch_optimizers()
     if room.rank not in layout.members:
         alone = open_group(room, f"alone{room.rank}", [room.rank], backend="gloo", timeout_s=timeout_s)
         return _left_out(traced, layout, Wire(alone, alarm, timeout_s=timeout_s), stage, source)
@@ -110,7 +109,7 @@ def _settings(traced: Traced, layout: Layout) -> list[str]:
         lines.append(f"{layer.kind} {layer.where or layer.name!r}: {layer.model_dump_json()}")
     lines += [f"module {name!r}: {module.extra_repr()}" for name, module in traced.model.named_modules()]
     for name, value in vars(traced.program).items():
-        if name.startswith("_tensor_constant") and isinstance(value, torch.Tensor):
+        if is_constant(name) and isinstance(value, torch.Tensor):
             lines.append(f"constant {name}: {hashlib.sha256(repr(value.tolist()).encode()).hexdigest()[:16]}")
     lines.append(f"program {hashlib.sha256(traced.program.code.encode()).hexdigest()[:16]}")
     lines.append(f"layout {hashlib.sha256(layout.model_dump_json().encode()).hexdigest()[:16]}")

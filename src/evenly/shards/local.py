@@ -5,9 +5,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from evenly._torch.modules import BatchNorm, Dropout
+from evenly._torch.operators import safe_softmax
 from evenly.comm import Shift, Wire, count_of
 from evenly.graph import name_of
 from evenly.shards import ops
@@ -183,7 +184,7 @@ def _dropout(site: Site) -> Act:
     module = site.model.get_submodule(str(site.node.target)) if site.node.op == "call_module" else None
 
     def act(now: Pass, x: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> torch.Tensor:
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, Dropout):
             p, training = module.p, module.training
         if not training:
             return x
@@ -213,7 +214,7 @@ def _attention(site: Site) -> Act:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-        key, shares = now.dice.key(site.number), torch.ops.aten._safe_softmax(scores, -1)
+        key, shares = now.dice.key(site.number), safe_softmax(scores)
         if need.state != "sharded":
             return drop(shares, given["dropout_p"], key) @ v
         own, full = now.own(need), now.size(need)
@@ -239,7 +240,7 @@ def _batch_norm(site: Site) -> Act:
     held = [(name, need) for name, need in site.needs.items() if name.endswith((".weight", ".bias"))]
 
     def act(now: Pass, x: torch.Tensor) -> Any:
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if not isinstance(module, BatchNorm):
             return module(x)
         return ops.batch_norm(x, module, [now.values[key] for key in held], now.samples, now.wire)
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
+from evenly._torch import pytree
+from evenly._torch.autograd import has_hooks
+from evenly._torch.modules import tensor_tables
 from evenly.shards.cutting import homes
 from evenly.shards.guard import unguard
 from evenly.shards.optim import state_placement
@@ -27,7 +29,7 @@ def immovable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         if placement_of(tensor) is None:
             return "a tensor was put in place of another after sharding"
     for name, own in model.named_parameters():
-        if own._backward_hooks or len(getattr(own, "_post_accumulate_grad_hooks", None) or ()) > OURS:
+        if has_hooks(own, besides=OURS):
             return f"a hook on {name!r} would be lost"
     for parameter, key, value in _slots(optimizer):
         home = placement_of(parameter)
@@ -97,7 +99,7 @@ class _Move:
                 self._after[id(tensor)] = found
         self._seats: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for module in model.modules():
-            for held in (module._parameters, module._buffers):
+            for held in tensor_tables(module):
                 for name, own in held.items():
                     self._seats.setdefault(id(own), []).append((held, name))
         self._groups: dict[int, list[tuple[list[torch.Tensor], int]]] = {}

@@ -5,10 +5,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
+from evenly._torch.modules import BatchNorm
+from evenly._torch.operators import assert_later
 from evenly.comm import Wire
 from evenly.spec.layout import Segments
 
@@ -73,7 +74,7 @@ def standardize(
 
 
 def batch_norm(
-    x: torch.Tensor, module: nn.modules.batchnorm._BatchNorm, affine: Sequence[torch.Tensor], samples: int, wire: Wire
+    x: torch.Tensor, module: BatchNorm, affine: Sequence[torch.Tensor], samples: int, wire: Wire
 ) -> torch.Tensor:
     """Returns the batch norm of a batch of which this rank holds a part of `samples`; updates running statistics."""
     weight, bias = affine if affine else (None, None)
@@ -177,7 +178,7 @@ def embed_rows(
     for start, stop in segments:
         places[start:stop] = torch.arange(offset, offset + stop - start, device=ids.device)
         offset += stop - start
-    torch._assert_async((ids >= 0).all())
+    assert_later((ids >= 0).all())
     local = places[ids]
     if not weight.shape[0]:
         return hollow((*ids.shape, weight.shape[1]), weight)
@@ -211,7 +212,7 @@ class _VocabularyLoss(torch.autograd.Function):
             own = torch.where(place >= 0, picked, own)
         total, chosen = wire.sum(torch.stack([exps.sum(-1), own]), name="vocabulary").wait()
         counted = target != ignored
-        torch._assert_async((((target >= 0) & (target < size)) | ~counted).all())
+        assert_later((((target >= 0) & (target < size)) | ~counted).all())
         ctx.save_for_backward(exps, total, place, counted)
         ctx.kind = logits.dtype
         return torch.where(counted, total.log() - chosen, torch.zeros_like(total))

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly._errors import EvenlyError, SpecError
+from evenly._torch import pytree
+from evenly._torch.operators import OpOverload, TorchDispatchMode, operator_name, without_torch_function
+from evenly._torch.tensors import set_class
 from evenly.comm import first_line
 from evenly.shards.placement import Placement, place, placement_of
 
@@ -53,7 +54,7 @@ class PartParameter(nn.Parameter):
     @property
     def grad(self) -> Any:
         """The gradient, guarded too; read and set here, since torch's way to `__torch_function__` takes longer."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             found = _GRAD.__get__(self)
         if type(found) is not torch.Tensor or called_by_us():
             return found
@@ -61,12 +62,12 @@ class PartParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             _GRAD.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartParameter":
@@ -86,7 +87,7 @@ class PartParameter(nn.Parameter):
 def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns what a function of torch gives for parts, as parts, or raises `SpecError`."""
     name = getattr(func, "__name__", "")
-    with torch._C.DisableTorchFunctionSubclass():  # as torch's own subclasses do it
+    with without_torch_function():
         if name in ACCESS:
             result = func(*args, **kwargs)
             if type(result) is not torch.Tensor or called_by_us(above=2):
@@ -202,8 +203,8 @@ def _refusal(asked: str, parts: list[torch.Tensor]) -> SpecError:
 
 
 @cache
-def _is_elementwise(op: torch._ops.OpOverload) -> bool:
-    space, _, name = op._schema.name.partition("::")
+def _is_elementwise(op: OpOverload) -> bool:
+    space, _, name = operator_name(op).partition("::")
     if space != "aten" or torch.Tag.nondeterministic_seeded in op.tags:
         return False
     if name in COPIES | FACTORIES or torch.Tag.pointwise in op.tags:
@@ -217,9 +218,9 @@ def _is_elementwise(op: torch._ops.OpOverload) -> bool:
 
 
 @cache
-def _keeps_shape(op: torch._ops.OpOverload) -> bool:
+def _keeps_shape(op: OpOverload) -> bool:
     """Returns whether the result of an operation has the shape to which its operands are broadcast."""
-    name = op._schema.name.partition("::")[2]
+    name = operator_name(op).partition("::")[2]
     return torch.Tag.pointwise in op.tags or name in {"copy", "copy_", "masked_fill", "masked_fill_"}
 
 
@@ -249,9 +250,9 @@ def part_of(value: torch.Tensor) -> Placement | None:
 def as_part(value: Any, placement: Placement | None, kind: str = PARAMETER) -> Any:
     """Returns the same tensor, guarded; what is no dense plain tensor or parameter stays as it is."""
     if type(value) is nn.Parameter:
-        value.__class__ = PartParameter
+        set_class(value, PartParameter)
     elif type(value) is torch.Tensor and value.ndim > 0 and value.layout is torch.strided:
-        value.__class__ = PartTensor
+        set_class(value, PartTensor)
         vars(value)[_KIND] = kind
         if placement is not None:
             vars(value)[_MARK] = placement
@@ -263,11 +264,11 @@ def as_part(value: Any, placement: Placement | None, kind: str = PARAMETER) -> A
 def as_plain(value: Any) -> Any:
     """Returns the same tensor, no longer guarded."""
     if type(value) is PartParameter:
-        value.__class__ = nn.Parameter  # type: ignore[assignment]  # as torch does with lazy ones
+        set_class(value, nn.Parameter)
     elif type(value) is PartTensor:
         vars(value).pop(_MARK, None)  # a plain tensor can be copied, a placement cannot
         vars(value).pop(_KIND, None)
-        value.__class__ = torch.Tensor  # type: ignore[assignment]  # the same
+        set_class(value, torch.Tensor)
     return value
 
 

@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from evenly._errors import SpecError
+from evenly._torch.operators import without_torch_function
+from evenly._torch.optimizers import OWN_NOTES, SCHEDULER_NOTES, STEP_HOOKS, step_hooks_of_all
+from evenly._torch.patching import SharedPatch
+from evenly._torch.tensors import set_class
 from evenly.comm import Wire, first_line
 from evenly.shards.clipping import widen_clipping
 from evenly.shards.guard import Apart, apart, guard, trial, unguard
@@ -20,7 +23,6 @@ from evenly.shards.placement import placement_of, placements
 from evenly.shards.rank_check import StepTally, tally_of, tally_of_uncut
 from evenly.shards.trials import EXACT, RAMP, SCALES, compare
 from evenly.shards.twin import (
-    HOOKS,
     LEFT_OUT,
     UncopiedError,
     hooks_of,
@@ -63,19 +65,30 @@ def check_elementwise(optimizer: Optimizer, args: Sequence[Any] = (), kwargs: di
         )
 
 
-def watch_optimizers() -> None:
-    """Has every optimizer of this process checked when it steps on cut parameters; further calls do nothing."""
-    global _is_watching
-    with _lock:
-        if not _is_watching:
-            register_optimizer_step_pre_hook(_before_step)
-            register_optimizer_step_post_hook(_after_step)
-            widen_clipping()
-            _is_watching = True
+def watch_optimizers() -> Callable[[], None]:
+    """Has every optimizer of this process checked when it steps on cut parameters; returns what ends it.
+
+    The hooks, and torch's clipping by norm, are changed once for all who watch, and back when the last of them ends.
+    """
+    return _watching.use()
 
 
+def _begin_watching() -> Callable[[], None]:
+    undo = [
+        register_optimizer_step_pre_hook(_before_step).remove,
+        register_optimizer_step_post_hook(_after_step).remove,
+        widen_clipping(),
+    ]
+
+    def end() -> None:
+        for act in undo:
+            act()
+
+    return end
+
+
+_watching = SharedPatch(_begin_watching)
 _lock = threading.RLock()
-_is_watching = False
 _reasons: dict[tuple[Any, ...], str | None] = {}
 
 
@@ -162,8 +175,8 @@ def _guarding(closure: Callable[..., Any], known: _Checked) -> Callable[..., Any
 def _look(optimizer: Optimizer) -> tuple[Any, ...]:
     """Returns what tells that an optimizer has changed since it was tried; numbers count by their sign alone."""
     held = vars(optimizer)
-    hooks = [tuple(held.get(name, {})) for name in HOOKS]  # their numbers: hooks themselves may hold the optimizer
-    world = (tuple(torch_optimizer._global_optimizer_pre_hooks), tuple(torch_optimizer._global_optimizer_post_hooks))
+    hooks = [tuple(held.get(name, {})) for name in STEP_HOOKS]  # their numbers: hooks themselves may hold the optimizer
+    world = [tuple(hooks) for hooks in step_hooks_of_all()]
     groups = [(tuple(map(id, group["params"])), _signs(group)) for group in optimizer.param_groups]
     return type(optimizer).step, id(held.get("step")), hooks, world, groups, _signs(held)
 
@@ -174,7 +187,7 @@ def _signs(values: dict[str, Any]) -> list[Any]:
         kind = type(value)
         if kind is float or kind is int:
             found.append((value > 0) - (value < 0) if name != "lr" else 0)
-        elif kind in SWITCHES and name != "_opt_called":  # which schedulers set
+        elif kind in SWITCHES and name not in SCHEDULER_NOTES:
             found.append((name, value))
     return found
 
@@ -185,8 +198,7 @@ def _cut(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _foreign_hooks(optimizer: Optimizer) -> list[Any]:
     """Returns the step hooks of this optimizer and of all that are not this library's."""
-    world = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
-    everywhere = [hook for hooks in world for hook in hooks.values()]
+    everywhere = [hook for hooks in step_hooks_of_all() for hook in hooks.values()]
     return hooks_of(optimizer) + [hook for hook in everywhere if getattr(hook, "__module__", "") != __name__]
 
 
@@ -214,7 +226,7 @@ def _reason(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _key(optimizer: Optimizer) -> tuple[Any, ...] | None:
     """Returns all that decides about an optimizer without hooks; None if it holds more than plain values."""
     parts: list[Any] = [type(optimizer), type(optimizer).step]
-    bags = [(vars(optimizer), ("param_groups", "state", "defaults", "step", "_warned_capturable_if_run_uncaptured"))]
+    bags = [(vars(optimizer), ("param_groups", "state", "defaults", "step", *OWN_NOTES))]
     bags += [
         (group, ("params", "param_names", "lr", "initial_lr", "differentiable")) for group in optimizer.param_groups
     ]
@@ -247,7 +259,7 @@ class _OutOfReachParameter(torch.nn.Parameter):
                 "a hook or the step reaches for the network's own parameters instead of those of the optimizer that it "
                 "is given, so that it could not be tried"
             )
-        with torch._C.DisableTorchFunctionSubclass():  # as torch's own subclasses do it
+        with without_torch_function():
             return func(*args, **(kwargs or {}))
 
 
@@ -261,12 +273,12 @@ def _left_alone(optimizer: Optimizer) -> Iterator[None]:
     with _lock:
         try:
             for parameter in kinds:
-                parameter.__class__ = _OutOfReachParameter
+                set_class(parameter, _OutOfReachParameter)
             with torch.random.fork_rng(devices=devices):
                 yield
         finally:
             for parameter, kind in kinds.items():
-                parameter.__class__ = kind  # as torch does with lazy ones
+                set_class(parameter, kind)
             random.setstate(chance)
 
 

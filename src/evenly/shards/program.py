@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
+from evenly._torch import pytree
+from evenly._torch.autograd import in_backward
+from evenly._torch.tracing import is_constant
 from evenly.comm import Shift, Wire
 from evenly.graph import Traced
 from evenly.shards.chance import Dice
@@ -46,7 +47,7 @@ class Program:
         self._paths = {
             layer.name: layer.where
             for layer in traced.graph.layers
-            if layer.op in ("parameter", "buffer") or layer.where.startswith("_tensor_constant")
+            if layer.op in ("parameter", "buffer") or is_constant(layer.where)
         }
         self._biases, self._entries = biases(traced, layout), entries(traced, layout)
         self._bias_done = {bias: layer for layer, bias in self._biases.items()}
@@ -65,7 +66,7 @@ class Program:
 
     def run(self, arguments: Mapping[str, Any]) -> Any:
         """Returns what the network's forward returns; this rank does its part of the work."""
-        if self._draws and self._model.training and torch._C._current_graph_task_id() != -1:
+        if self._draws and self._model.training and in_backward():
             raise SpecError(
                 "forward was called during backward, as torch.utils.checkpoint does, but the network has dropout, "
                 "whose masks would not be drawn again. Call the sharded network without checkpoint."

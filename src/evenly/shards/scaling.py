@@ -4,15 +4,16 @@ from typing import Any
 
 import torch
 
+from evenly._torch.scaler import AgreeingScaler
 from evenly.comm import Wire
 from evenly.shards.placement import placements
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(AgreeingScaler):
     """torch's GradScaler, with the flag for infinite gradients shared over the ranks that hold the parameters."""
 
-    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Any]:
-        flags: dict[torch.device, Any] = super()._unscale_grads_(optimizer, *args, **kwargs)
+    def agreed(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Any]) -> dict[torch.device, Any]:
+        """Returns the flags, true where a gradient is not finite on any rank."""
         found = placements(p for group in optimizer.param_groups for p in group["params"])
         wires: dict[int, Wire] = {id(placement.wire): placement.wire for placement in found}
         if not wires or not flags:

@@ -1,18 +1,20 @@
 """The module to call: a network of which every rank holds its parts of the layers."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo  # as torch.compiler.disable, which would load the compiler at once
-from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
+from evenly._torch import pytree
+from evenly._torch.autograd import in_transform
+from evenly._torch.compiler import disable_compile
+from evenly._torch.modules import WatchedModule, child_names, is_registered, share_tables
 from evenly.comm import Traffic, Wire, close_groups, first_line
 from evenly.graph import Traced, refuse_strange_tensors
 from evenly.shards.chance import Dice
@@ -20,15 +22,17 @@ from evenly.shards.current import Current
 from evenly.shards.guard import apart, guard, unguarded
 from evenly.shards.ops import hollow
 from evenly.shards.placement import place, placement_of
+from evenly.shards.probe import watch_optimizers
 from evenly.shards.program import Program
 from evenly.shards.rank_check import RankCheck
 from evenly.spec.layout import Layout
 
 OWN = {"layout", "wire", "_dice", "_signature", "_shapes", "_stage", "_source", "_has_audience", "_program", "_plain"}
-OWN |= {"_stand", "_passes", "_is_closed", "_network", "_current", "_rank_check", "on_first_batch"}
+OWN |= {"_stand", "_passes", "_is_closed", "_network", "_current", "_rank_check", "_unwatch_optimizers"}
+OWN |= {"on_first_batch"}
 
 
-class Sharded(nn.Module):
+class Sharded(WatchedModule):
     """A network whose layers are cut over the ranks of a wire; parameters are plain local tensors under their names.
 
     `stage` joins all ranks, also those without a share, to whom rank `source` tells the outputs.
@@ -46,14 +50,12 @@ class Sharded(nn.Module):
         source: int,
     ) -> None:
         super().__init__()
-        names = [*local._modules, *local._parameters, *local._buffers]
-        taken = [name for name in names if hasattr(Sharded, name) or name in OWN]
+        taken = [name for name in child_names(local) if hasattr(Sharded, name) or name in OWN]
         if taken:
             raise SpecError(
                 f"a part of the network is called {taken[0]!r}, which a cut network needs itself. Rename it."
             )
-        self._parameters, self._buffers, self._modules = local._parameters, local._buffers, local._modules
-        self._non_persistent_buffers_set = local._non_persistent_buffers_set
+        share_tables(self, local)
         self.training = local.training
         self.layout, self.wire = layout, wire
         self._dice = Dice(seed)
@@ -73,6 +75,7 @@ class Sharded(nn.Module):
         self._stand = (0, False, 0)  # the samples, the mode and the trace of the last pass
         self._is_closed = False
         self.on_first_batch: Callable[[Mapping[str, Any]], None] | None = None  # is given the arguments of forward
+        self._unwatch_optimizers = watch_optimizers()
         self._network = [local]  # no child of this one; it keeps the attributes of the network
 
     def __getattr__(self, name: str) -> Any:
@@ -89,8 +92,7 @@ class Sharded(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a part of the network, or one of its settings, where its forward reads it."""
         own = vars(self)
-        held = any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
-        is_part = held or isinstance(value, nn.Parameter | nn.Module)
+        is_part = is_registered(self, name) or isinstance(value, nn.Parameter | nn.Module)
         if "_network" not in own or name in own or name in OWN or is_part or hasattr(Sharded, name):
             super().__setattr__(name, value)
         else:
@@ -109,7 +111,7 @@ class Sharded(nn.Module):
         """What the ranks have sent so far: messages and bytes."""
         return self.wire.traffic
 
-    @_disable_dynamo
+    @disable_compile
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the network returns for these arguments, on every rank; torch.compile leaves it as it is."""
         for plain in self._plain:  # one rank has everything
@@ -181,22 +183,21 @@ class Sharded(nn.Module):
                 f"the network was called with arguments that forward{self._signature} does not take: {error}."
             ) from None
 
-    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
-        """Moves or casts the parts; they stay parts of the same tensors."""
+    @contextmanager
+    def while_moved(self) -> Iterator[None]:
+        """Has tensors that torch moves or casts inside stay parts of the same tensors."""
         named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
         known = {name: placement_of(tensor) for name, tensor in named}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no annotation here
+        yield
         named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
         for name, tensor in named:
             found = known[name]
             if found is not None:
                 place(tensor, found)
         guard(apart(tensor for _, tensor in named))
-        return self
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """What torch's DDP asks for: it would take parts for copies."""
+    def left_out_by_ddp(self) -> list[str]:
+        """Raises `SpecError` if there are several ranks: DDP would take parts for copies."""
         if self.wire.size == 1:
             return []
         raise SpecError(
@@ -243,6 +244,7 @@ class Sharded(nn.Module):
         """Ends the connections; the module can no longer be called, nor its full state be collected."""
         self._is_closed = True
         self._rank_check.end()
+        self._unwatch_optimizers()
         if self._stage is not self.wire:
             close_groups([self._stage.group], failed=self.wire.alarm.has_rung)
         self.wire.close()
@@ -318,7 +320,7 @@ def sharded_of(model: nn.Module) -> Sharded:
 
 def _refuse_transforms() -> None:
     """Raises `SpecError` inside of a function transform: messages between ranks have no batched or forward form."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:  # only torch's private names tell
+    if in_transform():
         raise SpecError(
             "a network cut over ranks was called inside of torch.func (vmap, grad, jvp, ...) or forward-mode autograd, "
             "which cannot follow the messages between ranks. Call it plainly, and use backward or torch.autograd.grad."

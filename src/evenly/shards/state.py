@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from evenly._errors import CheckpointError, MismatchError, SpecError
+from evenly._torch import pytree
+from evenly._torch.modules import copy_versions, is_extra_state
 from evenly.shards.optim import state_placement
 from evenly.shards.placement import Placement, placement_of
 from evenly.shards.sharded import Sharded, sharded_of
@@ -59,7 +60,7 @@ def full_state_dict(
     state: State = pytree.tree_map(whole, parts)
     if not kept:
         return {}
-    state["model"]._metadata = getattr(model._network[0].state_dict(), "_metadata", None)
+    copy_versions(state["model"], model._network[0].state_dict(), if_missing=True)
     return {**state, "dropout": {"seed": model._dice.seed, "passes": model._dice.passes}}
 
 
@@ -125,7 +126,7 @@ def _weights(model: Sharded) -> "OrderedDict[str, Any]":
     parts: OrderedDict[str, Any] = OrderedDict()
     for name, value in model._network[0].state_dict(keep_vars=True).items():
         parts[name] = value
-        if isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
+        if isinstance(value, torch.Tensor) and not is_extra_state(name):
             placement = placement_of(value)
             lost = "it is not known how it is cut: the tensor was put in place of another after sharding"
             parts[name] = _Part(name, value, placement, "" if placement is not None else lost)
@@ -188,13 +189,12 @@ def _cut_weights(model: Sharded, weights: Mapping[str, Any], *, strict: bool) ->
         lacks = f"the state lacks {_listed(missing)}" if missing else f"the state holds {_listed(strange)} besides"
         raise _misfit(model, lacks, "or give strict=False to load what is in both")
     local: OrderedDict[str, Any] = OrderedDict()
-    if hasattr(weights, "_metadata"):
-        local._metadata = weights._metadata  # type: ignore[attr-defined]  # the versions of modules, as torch keeps them
+    copy_versions(local, weights)
     for name, tensor in held.items():
         if name not in weights:
             continue
         local[name] = full = weights[name]
-        if not isinstance(tensor, torch.Tensor) or name.endswith("_extra_state"):
+        if not isinstance(tensor, torch.Tensor) or is_extra_state(name):
             continue
         placement = placement_of(tensor)
         shape = tensor.shape if placement is None else placement.shape

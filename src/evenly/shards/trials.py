@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from evenly._torch.optimizers import STEP_HOOKS
 from evenly.shards.guard import trial
 from evenly.shards.optim import Adafactor, Lamb
-from evenly.shards.twin import HOOKS, Kind, Twin, draw, kind_of
+from evenly.shards.twin import Kind, Twin, draw, kind_of
 
 EXACT = (Adafactor, Lamb)  # they sum over ranks
 TOLERANCE = 1e-12
@@ -148,7 +149,7 @@ class Run:
 def _carry_hooks(exact: Optimizer) -> Optimizer:
     """Returns an elementwise optimizer with the groups and the hooks of another one."""
     carrier = torch.optim.SGD([{"params": group["params"]} for group in exact.param_groups], lr=0.1)
-    for name in HOOKS:
+    for name in STEP_HOOKS:
         vars(carrier)[name] = vars(exact)[name]
     for own, group in zip(carrier.param_groups, exact.param_groups, strict=True):
         own.update({key: value for key, value in group.items() if key not in own})

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from evenly._torch.optimizers import STEP_HOOKS, only_counts
 from evenly.shards.placement import placement_of
 
 Indices = torch.Tensor | None
@@ -31,7 +32,6 @@ ATOMS: tuple[type, ...] = (
     types.ModuleType,
 )
 ATOMS += (types.NoneType, types.BuiltinFunctionType, types.EllipsisType, nn.Module)
-HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 LEFT_OUT = ("grad_scale", "found_inf")  # a GradScaler sets them for one step
 LEAST = 3  # indices of a cut dim
 LR = 0.1  # one that is felt: a warmup begins with 0
@@ -66,13 +66,12 @@ def is_ours(hook: Any) -> bool:
 def step_of(optimizer: Optimizer) -> Any:
     """Returns the `step` that was put on the object itself, or None; what a scheduler puts there only counts."""
     step: Any = vars(optimizer).get("step")
-    only_counts = hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step
-    return None if only_counts else step
+    return None if only_counts(step, optimizer) else step
 
 
 def hooks_of(optimizer: Optimizer) -> list[Any]:
     """Returns the step hooks that are not this library's."""
-    return [hook for name in HOOKS for hook in vars(optimizer).get(name, {}).values() if not is_ours(hook)]
+    return [hook for name in STEP_HOOKS for hook in vars(optimizer).get(name, {}).values() if not is_ours(hook)]
 
 
 class Twin:
@@ -145,7 +144,7 @@ class Twin:
     def _optimizer(self, value: Optimizer) -> Optimizer:
         made: Optimizer = self._keep(value, object.__new__(type(value)))
         for name, held in vars(value).items():
-            if name in HOOKS:
+            if name in STEP_HOOKS:
                 kept = {number: self._copy(hook) for number, hook in held.items() if not is_ours(hook)}
                 vars(made)[name] = OrderedDict(kept)
             elif name.endswith("_hooks") and isinstance(held, OrderedDict):

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic._internal._model_construction import ModelMetaclass
 
 from evenly._errors import SpecError
+from evenly._torch.pydantic import ModelMetaclass
 from evenly.spec._text import load_json, long_number
 
 

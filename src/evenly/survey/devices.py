@@ -11,9 +11,9 @@ from typing import Any, TypeGuard
 import psutil
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from evenly._errors import SpecError
+from evenly._torch import pytree
 from evenly.graph import Traced
 from evenly.spec import Curve, Graph, Layer, LayerCurves, Tensor
 from evenly.spec.plan import counted

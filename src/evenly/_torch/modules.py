@@ -1,0 +1,190 @@
+"""The tables in which torch.nn.Module keeps its tensors, children and hooks, and its classes without a public name.
+
+The names are the same in torch 2.11 and 2.13, and since torch 1.x. torch's own wrappers (torch.func, torch.export,
+torch.nn.utils.parametrize) read and write the same tables.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as RunningNorm
+from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+
+__all__ = [
+    "CALL_METHODS",
+    "HARMLESS_METHODS",
+    "HOOKS",
+    "SPECTRAL_NORM",
+    "STATE_METHODS",
+    "TABLES",
+    "UNIT_VECTORS",
+    "BatchNorm",
+    "Convolution",
+    "Dropout",
+    "RunningNorm",
+    "WatchedModule",
+    "add_load_hook",
+    "buffer_table",
+    "child_names",
+    "copy_versions",
+    "forward_pre_hooks",
+    "hooks_on_all",
+    "is_extra_state",
+    "is_registered",
+    "kept_buffers",
+    "own_tensors",
+    "remove_load_hook",
+    "replace_tables",
+    "share_tables",
+    "tensor_tables",
+    "uses_one_projection",
+]
+
+TABLES = ("_modules", "_parameters", "_buffers")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_ON_ALL = tuple(f"_global{kind}" for kind in HOOKS)  # of torch.nn.modules.module; nothing else tells of them
+LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+CALL_METHODS = ("__call__", "_call_impl", "_wrapped_call_impl")  # what runs forward with its hooks
+STATE_METHODS = frozenset({"_load_from_state_dict", "_save_to_state_dict"})  # a subclass may override them
+HARMLESS_METHODS = frozenset({"_get_name", "_version", "_reset_parameters"})  # nor do these change what forward does
+SPECTRAL_NORM = "torch.nn.utils.parametrizations._SpectralNorm"  # the class, by its full name
+UNIT_VECTORS = ("_u", "_v")  # its buffers
+
+
+def is_registered(module: nn.Module, name: str) -> bool:
+    """Returns whether a module has a child, parameter or buffer of this name of its own."""
+    held = vars(module)
+    return any(name in held.get(table, ()) for table in TABLES)
+
+
+def child_names(module: nn.Module) -> list[str]:
+    """Returns the names of a module's own children, parameters and buffers, also of those that are None."""
+    return [*module._modules, *module._parameters, *module._buffers]
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor | None]]:
+    """Returns a module's own parameters and buffers by name; `named_parameters` leaves out those that are None."""
+    return [*module._parameters.items(), *module._buffers.items()]
+
+
+def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the tables of a module's own parameters and buffers themselves: what is put there is the module's.
+
+    `setattr` would go through a `__setattr__` of the module's class.
+    """
+    return module._parameters, module._buffers
+
+
+def buffer_table(module: nn.Module) -> dict[str, Any]:
+    """Returns the table of a module's own buffers itself."""
+    return module._buffers
+
+
+def kept_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields a module's own buffers that are in its state_dict; torch has no public way to ask for them."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def share_tables(module: nn.Module, other: nn.Module) -> None:
+    """Has a fresh module hold the tables of another one: what is put into either is in both."""
+    module._parameters, module._buffers, module._modules = other._parameters, other._buffers, other._modules
+    module._non_persistent_buffers_set = other._non_persistent_buffers_set
+
+
+def replace_tables(
+    module: nn.Module,
+    *,
+    tensor: Callable[[str, torch.Tensor | None], Any],
+    child: Callable[[str, nn.Module | None], Any],
+) -> None:
+    """Gives a shallow copy of a module tables of its own, of what `tensor` and `child` return for each entry.
+
+    Hooks stay; to register one on the copy does not register it on the original.
+    """
+    held = vars(module)
+    module._parameters = {name: tensor(name, own) for name, own in module._parameters.items()}
+    module._buffers = {name: tensor(name, own) for name, own in module._buffers.items()}
+    module._modules = {name: child(name, own) for name, own in module._modules.items()}
+    for kind in HOOKS:
+        if kind in held:
+            held[kind] = OrderedDict(held[kind])
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """Returns what runs before a module's forward; torch.nn.utils.spectral_norm is only there."""
+    return list(module._forward_pre_hooks.values())
+
+
+def hooks_on_all() -> Iterator[tuple[str, Any]]:
+    """Yields the hooks that are registered on all modules of the process, with the name of their table."""
+    for kind in HOOKS_ON_ALL:
+        for hook in list(getattr(nn.modules.module, kind).values()):
+            yield kind, hook
+
+
+def add_load_hook(module: nn.Module, hook: Any) -> None:
+    """Has `hook` be called before and after a module loads its own tensors; `remove_load_hook` undoes it.
+
+    Not by `register_load_state_dict_pre_hook`, which ScriptModules refuse. And in tables of its own: layers of cut
+    networks are shallow copies, whose hooks would be those of the uncut network too.
+    """
+    for kind in LOAD_HOOKS:
+        setattr(module, kind, OrderedDict(getattr(module, kind)))
+        getattr(module, kind)[-id(hook)] = hook  # torch counts its numbers up from 0
+
+
+def remove_load_hook(module: nn.Module, hook: Any) -> None:
+    """Takes out what `add_load_hook` has put in; the hooks of others stay."""
+    for kind in LOAD_HOOKS:
+        getattr(module, kind).pop(-id(hook), None)
+
+
+def uses_one_projection(attention: nn.MultiheadAttention) -> bool:
+    """Returns whether queries, keys and values have one weight together, `in_proj_weight`."""
+    return bool(attention._qkv_same_embed_dim)
+
+
+def is_extra_state(name: str) -> bool:
+    """Returns whether an entry of a state_dict is what `get_extra_state` gave, not a tensor of the network."""
+    return name.endswith("_extra_state")
+
+
+def copy_versions(state: Any, source: Mapping[str, Any], *, if_missing: bool = False) -> None:
+    """Gives a state_dict the versions of modules that another one holds, by which torch loads old states.
+
+    Where the source has none, `if_missing` says whether None is noted.
+    """
+    if if_missing or hasattr(source, "_metadata"):
+        state._metadata = getattr(source, "_metadata", None)
+
+
+class WatchedModule(nn.Module):
+    """A module that is asked before torch does something with all of its tensors: moves or casts them, or wraps them.
+
+    A subclass overrides the two public methods; torch has no public way to be asked.
+    """
+
+    def while_moved(self) -> AbstractContextManager[None]:
+        """Returns what is entered before `to`, `cuda`, `double` and the like, and left after them."""
+        raise NotImplementedError
+
+    def left_out_by_ddp(self) -> list[str]:
+        """Returns the names that DistributedDataParallel is not to look at; asked when it is made."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:
+        with self.while_moved():
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no annotation here
+        return self
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        return self.left_out_by_ddp()
