@@ -593,10 +593,16 @@ def test_a_rank_alone_in_the_world_has_nobody_to_differ_from(loop):
         synchronized, optimizer = join(party, ragged(1), network())
         with closing(synchronized):
             loop(synchronized, party.rank)
+            gradients = [parameter.grad.clone() for parameter in synchronized.module.parameters()]
             optimizer.step()
             synchronized.finish()
+            return gradients, [parameter.detach() for parameter in synchronized.module.parameters()]
 
-    run_ranks(1, act)
+    ((gradients, trained),) = run_ranks(1, act)
+    plain = network()
+    assert_same([gradients], gradients_of(plain, batch(0, 0)))
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_same([trained], [parameter.detach() for parameter in plain.parameters()])
 
 
 def test_unused_parameters_with_several_backwards():

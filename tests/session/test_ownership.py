@@ -101,7 +101,13 @@ def test_what_a_killed_run_of_another_machine_left_is_taken_over(tmp_path, monke
         foreign(tmp_path)
     else:
         (tmp_path / OWNER).write_text("" if left == "nothing" else "[" * 4000)
-    take_folder(tmp_path, "mine").release()
+    owner = take_folder(tmp_path, "mine")
+    try:
+        owner.require()
+        assert is_held_by(tmp_path, "mine")
+    finally:
+        owner.release()
+    assert not (tmp_path / OWNER).exists()
 
 
 def test_a_run_whose_folder_was_taken_writes_nothing_more(tmp_path):
