@@ -18,7 +18,5 @@ for _ in range(2):
         totals.append(total.item())
 line = {"place": place.model_dump(), "totals": totals, "args": sys.argv[1:], "pid": identity(place).pid}
 os.write(1, f"greeting {json.dumps(line)}\n".encode())  # in one piece: ranks share the pipe
-if "--fail" in sys.argv and place.rank == place.world_size - 1:
-    sys.exit(3)
-if {"--fail", "--stay"} & set(sys.argv):
+if "--stay" in sys.argv:
     time.sleep(100)

@@ -15,11 +15,11 @@ from tests.ranks import RankError, cluster_of, ragged, run_ranks
 SEEDING = threading.Lock()
 
 
-def join(party, nodes, model, *, every=2, optimizer=None, scaler=None, **exchange):
+def join(party, nodes, model, *, every=2, optimizer=None, scaler=None, count=None, **exchange):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     settings = Exchange(**{"timeout_s": 60.0, **exchange})
     arguments = {"party": party, "cluster": cluster_of(nodes), "period": period_of(every), "scaler": scaler}
-    return join_nodes(model, optimizer, exchange=settings, **arguments), optimizer
+    return join_nodes(model, optimizer, exchange=settings, count=count, **arguments), optimizer
 
 
 def linear(width=4):

@@ -419,8 +419,7 @@ def test_a_borrowed_micro_batch_adds_nothing_to_those_before_it(nodes, paused):
 
     def act(party):
         model = network()
-        synchronized, _ = join(party, nodes, model, every="global")
-        synchronized._count = count
+        synchronized, _ = join(party, nodes, model, every="global", count=count)
         with closing(synchronized):
             pause = synchronized.no_sync if paused else nullcontext
             with pause():
@@ -438,8 +437,7 @@ def test_a_borrowed_micro_batch_adds_nothing_to_those_before_it(nodes, paused):
 def test_fractional_counts_weigh_and_do_not_scale(scale):
     def act(party):
         model = network()
-        synchronized, _ = join(party, ragged(2), model)
-        synchronized._count = lambda x: scale * len(x)
+        synchronized, _ = join(party, ragged(2), model, count=lambda x: scale * len(x))
         with closing(synchronized):
             loss_of(synchronized(batch(party.rank, 0))).backward()
             return [parameter.grad.clone() for parameter in model.parameters()]
@@ -450,8 +448,7 @@ def test_fractional_counts_weigh_and_do_not_scale(scale):
 @pytest.mark.parametrize("count", [1e-30, 1e30])
 def test_counts_that_gradients_cannot_be_multiplied_with_are_refused(count):
     def act(party):
-        synchronized, _ = join(party, ragged(2), network())
-        synchronized._count = lambda x: count
+        synchronized, _ = join(party, ragged(2), network(), count=lambda x: count)
         with closing(synchronized):
             synchronized(batch(party.rank, 0))
 
