@@ -1,10 +1,11 @@
 """The house rules that a machine can check: what is imported, read, printed, and how long things are."""
 
 import ast
+import functools
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0]
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    for path in FILES:
-        yield path, ast.parse(path.read_text())
+@functools.cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in FILES]
 
 
 def spot(path: Path, node: ast.stmt | ast.expr) -> str:
