@@ -51,8 +51,9 @@ log=$(VENV)/install.log; \
 $(PIP) -e '.[dev,docs,plot]' > $$log 2>&1 & pip=$$!; \
 trap 'kill $$pip; exit 130' INT TERM; \
 seconds=0; \
-while sleep $$every; kill -0 $$pip 2> /dev/null; do \
-	seconds=$$((seconds + every)); \
+while sleep 1; kill -0 $$pip 2> /dev/null; do \
+	seconds=$$((seconds + 1)); \
+	[ $$((seconds % every)) = 0 ] || continue; \
 	at=$$(grep -E '^ *(Collecting|Downloading|Using cached|Building|Installing)' $$log | tail -n 1 \
 		| sed -E 's/^ +//; s/https?:[^ ]*\///; s/( from |:| \(from).*//' | cut -c 1-70); \
 	printf "$$begin  %s s: %s$$end" $$seconds "$${at:-starting}"; \

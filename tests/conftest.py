@@ -1,4 +1,7 @@
-"""For every test: leaks fail it, what the machine lacks skips it, examples are few, torch has one thread."""
+"""For every test: leaks fail it, what the machine lacks skips it, and torch has one thread.
+
+Tests marked `alone` or `lab` run last, with no other test beside them. Examples of hypothesis are few.
+"""
 
 import fcntl
 import functools
