@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt
 
 .PHONY: help demo test test-all lint fast bench docs data clean
 
@@ -15,13 +15,11 @@ help: ## Show this list
 demo: $(READY) data ## Train on an emulated uneven cluster twice and print one table (a few minutes)
 	$(BIN)/python scripts/demo.py
 
-test: lint data ## Lint and run the tests (about 11 minutes on 2 cores, with the installation)
-	$(BIN)/python -m pytest -m "not lab and not alone and not slow"
-	$(BIN)/python -m pytest -n 0 -m "(lab or alone) and not slow"
+test: lint data ## Lint and run the tests (about 6 minutes on 2 cores, and the installation)
+	$(BIN)/python -m pytest -m "not slow"
 
 test-all: $(READY) data ## Run what `make test` leaves out: long tests, and the fuzzers with more seeds (about 20 minutes)
-	$(BIN)/python -m pytest -m "slow and not lab and not alone"
-	$(BIN)/python -m pytest -n 0 -m "slow and (lab or alone)"
+	$(BIN)/python -m pytest -m slow
 
 fast: $(READY) ## Only the tests that need neither root nor a lab nor a quiet machine
 	$(BIN)/python -m pytest -m "not lab and not alone and not slow"
@@ -45,11 +43,32 @@ data: ## Fetch Fashion-MNIST as a system package, where this user may
 clean: ## Remove what the commands above made
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
+# pip writes into a log, of which the last package is shown: on a terminal in one line that is renewed every second,
+# elsewhere in a new line every ten seconds. Interrupted, pip ends too, though it runs in the background.
+define INSTALL
+log=$(VENV)/install.log; \
+[ -t 1 ] && { every=1; begin='\r\033[K'; end=''; } || { every=10; begin=''; end='\n'; }; \
+$(PIP) -e '.[dev,docs,plot]' > $$log 2>&1 & pip=$$!; \
+trap 'kill $$pip; exit 130' INT TERM; \
+seconds=0; \
+while sleep 1; kill -0 $$pip 2> /dev/null; do \
+	seconds=$$((seconds + 1)); \
+	[ $$((seconds % every)) = 0 ] || continue; \
+	at=$$(grep -E '^ *(Collecting|Downloading|Using cached|Building|Installing)' $$log | tail -n 1 \
+		| sed -E 's/^ +//; s/https?:[^ ]*\///; s/( from |:| \(from).*//' | cut -c 1-70); \
+	printf "$$begin  %s s: %s$$end" $$seconds "$${at:-starting}"; \
+done; \
+printf "$$begin"; \
+wait $$pip || { grep -v '^Looking in' $$log | tail -n 25; exit 1; }
+endef
+
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "evenly needs Python 3.11 or newer, and $(PYTHON) is older. Give another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@echo "1 of 2: making a virtual environment in $(VENV) (a few seconds)"
 	@$(PYTHON) -m venv --clear $(VENV) || { \
 		echo "$(PYTHON) cannot make a virtual environment. On Debian: apt-get install python3-venv"; exit 1; }
-	@echo "installing into $(VENV) (about two minutes)"
-	@$(PIP) -e '.[dev,docs,plot]'
+	@echo "2 of 2: installing into it what pyproject.toml names, torch first of all (about two minutes)"
+	@$(INSTALL)
 	@touch $(READY)
+	@echo "installed"

@@ -1,11 +1,15 @@
-"""For every test: leaks fail it, what the machine lacks skips it, examples are few, torch has one thread."""
+"""For every test: leaks fail it, what the machine lacks skips it, and torch has one thread.
 
+Tests marked `alone` or `lab` run last, with no other test beside them. Examples of hypothesis are few.
+"""
+
+import fcntl
 import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -28,19 +32,38 @@ SLOW = (  # over ten seconds each on a busy core; `make test-all` runs them
     "shards/test_changes.py::test_changes_are_followed_one_after_another",
 )
 SAMPLED = {  # of tests with many cases `make test` runs these, and `make test-all` the others
-    "graph/test_trace.py::test_tracing_leaves_the_network_as_it_is": ("resnet18", "lstm"),
+    "graph/test_trace.py::test_encoders_whose_layers_torch_would_fuse_in_evaluation": ("0.0-0", "0.1-0"),
+    "graph/test_trace.py::test_tracing_leaves_the_network_as_it_is": ("resnet18",),
     "launch/test_command.py::test_an_interruption_ends_all": ("2-130",),
+    "nodes/test_buffers.py::test_buffers_of_cut_networks": ("2|whole", "left out|2"),
+    "nodes/test_exactness.py::test_every_step_equals_global_data_parallel": ("2x2-momentum", "1+1+2-sgd"),
     "nodes/test_exactness.py::test_parameters_and_buffers_after_every_step": (
         "2x2-sgd-1", "3+1-adam-2", "1+1+2-momentum-1", "3+1-rmsprop-1", "2x2-adamw-5"),
+    "nodes/test_fuzz_exchanges.py::test_a_random_run_of_a_cut_network": ("10",),
+    "nodes/test_loads.py::test_all_ranks_load_the_same": ("plain-4", "overlap-3", "outer-4", "fragments-5"),
+    "nodes/test_overlap.py::test_codes_leave_all_nodes_with_the_same_bits": ("2x2-int4", "3+1-bf16", "1+1+2-int8"),
+    "nodes/test_overlap.py::test_optimizer_state": ("average-2", "reset-0", "policy2-0", "policy3-2"),
+    "nodes/test_overlap.py::test_overlap": ("3+1-1", "2x2-2", "1+1+2-4"),
     "nodes/test_overlap.py::test_fragments": ("3+1-1-3", "2x2-0-2", "3+1-3-2"),
     "nodes/test_shards.py::test_exchanges_of_cut_networks_beside_the_training": (
         "3|2-exchange0", "2+2|3-exchange1", "2|whole-exchange2"),
     "nodes/test_shards.py::test_two_nodes_with_different_splits": ("momentum-2", "adam-5"),
     "nodes/test_shards.py::test_several_replicas_in_a_node": ("2+2-adam-2", "2+2|3-momentum-1"),
     "nodes/test_shards.py::test_codes_of_cut_networks_end_in_the_same_values_everywhere": ("int4",),
+    "session/test_planning.py::test_a_run_with_ranks_left_out_goes_on_from_its_checkpoint": ("False",),
+    "session/test_planning.py::test_units_of_a_cut_network_follow_a_device_that_becomes_slow_and_the_losses_stay": (
+        "1",),
     "session/test_resume.py::test_a_failing_rank_ends_all_at_once": ("raise-2", "kill-0"),
     "session/test_resume.py::test_resumed_with_an_exchange_under_way_bit_for_bit": ("exchange0",),
-    "shards/test_moving.py::test_training_goes_on_as_on_one_device": ("small", "lstm"),
+    "session/test_verifying.py::test_replicas_that_are_cut_differently_are_compared_each_and_train_as_without": (
+        "float64",),
+    "session/test_stops.py::test_a_stopped_host_of_the_store_is_named_and_all_end_in_time": ("step", "save"),
+    "shards/test_fuzz_networks.py::test_a_strange_network_is_exact_or_refused": tuple(map(str, range(6))),
+    "shards/test_moving.py::test_training_goes_on_as_on_one_device": ("lstm",),
+    "shards/test_probe.py::test_elementwise_optimizers_pass": (
+        "SGD-options1", "Adam-options5", "AdamW-options10", "RMSprop-options13", "Adagrad-options15",
+        "Adadelta-options18", "Adamax-options20", "NAdam-options22", "RAdam-options24", "ASGD-options26",
+        "Rprop-options28"),
     "shards/test_properties.py::test_any_layout_gives_the_same_numbers": ("3",),
     "shards/test_properties.py::test_any_network_trains_as_on_one_device": ("2",),
     "shards/test_state.py::test_training_goes_on_in_another_split_and_in_plain_torch": (
@@ -48,7 +71,7 @@ SAMPLED = {  # of tests with many cases `make test` runs these, and `make test-a
     "shards/test_verify.py::test_networks_that_are_cut_are_the_same": ("small-3", "gpt2_separate_tied-2"),
     "shards/test_verify.py::test_a_gather_with_the_wrong_way_back_is_named": ("small", "small32"),
     "shards/test_zoo.py::test_a_network_trains_as_on_one_device": (
-        "resnet18", "mobilenet_v2", "unet", "gpt2", "lstm", "autoencoder1d"),
+        "resnet18", "unet", "gpt2", "lstm"),
     "survey/test_measure.py::test_slow_ranks_measure_with_no_fewer_samples_than_a_network_takes": ("slow",),
 }  # fmt: skip
 PATIENCE_S = 2.0  # for threads that are about to end
@@ -73,13 +96,29 @@ def _fail_what_leaks() -> Iterator[None]:
     assert not leaks, f"the test left behind: {', '.join(leaks)}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what takes long."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what takes long, and puts what runs with no other test beside it to the end."""
+    items.sort(key=_runs_alone)
+    cases: dict[str, set[str]] = {}
     for item in items:
         name, _, case = item.nodeid.removeprefix("tests/").partition("[")
-        kept = SAMPLED.get(name)
-        if name in SLOW or (kept is not None and case.removesuffix("]") not in kept):
+        case, kept = case.removesuffix("]"), SAMPLED.get(name)
+        cases.setdefault(name, set()).add(case)
+        if name in SLOW or (kept is not None and case not in kept):
             item.add_marker(pytest.mark.slow)
+    if not any("::" in word for word in config.args):
+        _require_known(cases)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around the time limit: to wait for one's turn does not count
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Lets tests run side by side in several processes, but those by themselves that need it."""
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if _runs_alone(item) else fcntl.LOCK_SH)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also of processes that the test has forked
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,6 +131,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         lack = lack or _gpu_lacks()
     if lack is not None:
         pytest.skip(lack)
+
+
+def _require_known(cases: dict[str, set[str]]) -> None:
+    """Refuses lists that name what is not there: a test that was renamed would run always, or never."""
+    files = {name.partition("::")[0] for name in cases}
+    for name, kept in (*((name, ()) for name in SLOW), *SAMPLED.items()):
+        file = name.partition("::")[0]
+        is_known = (Path(__file__).parent / file).exists()
+        if not is_known or (file in files and (name not in cases or not set(kept) <= cases[name])):
+            raise pytest.UsageError(f"tests/conftest.py names {name} {kept}, and of those some are not there.")
+
+
+def _runs_alone(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) is not None for name in ("lab", "alone"))
 
 
 @functools.cache

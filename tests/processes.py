@@ -37,6 +37,12 @@ class Rank:
     def code(self) -> int | None:
         return self.process.exitcode
 
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.process.kill()
+        self.process.join()
+        self.folder.cleanup()
+
     def end(self, limit_s: float) -> bool:
         """Waits for the end and reads what the rank left; returns whether it ended by itself."""
         self.process.join(limit_s)

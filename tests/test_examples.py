@@ -1,47 +1,24 @@
 """The examples run as they stand: alone, and on two pretended nodes."""
 
-import os
 import re
-import subprocess
-import sys
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from evenly.spec import Run, RunStarted
+from tests.processes import Rank, collect, run_processes
+from tests.ranks import ragged
 
 pytestmark = pytest.mark.alone  # each starts several processes, and beside others they take minutes
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
-TWICE = """
-import runpy, sys
-script = sys.argv[1]
-for epochs in ("1", "2"):
-    sys.argv = [script, "run", "--epochs", epochs]
-    runpy.run_path(script, run_name="__main__")
-"""
 
 
-def start(*words: str, folder: Path) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def end(process: "subprocess.Popen[str]") -> str:
-    with process:
-        try:
-            out, err = process.communicate(timeout=90)
-        finally:
-            process.kill()
-    assert process.returncode == 0, out + err
-    return out
+def start(name: str, folder: Path, *words: Sequence[str]) -> Rank:
+    """Starts an example alone, once for each of `words`."""
+    arguments = {"script": str(EXAMPLES / name), "words": words or [[]], "folder": str(folder)}
+    return Rank("tests.scripts:run_script", arguments, {})
 
 
 def test_no_example_hides_the_library() -> None:
@@ -50,11 +27,9 @@ def test_no_example_hides_the_library() -> None:
 
 
 def test_each_runs_alone_and_leaves_nothing(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        running = {name: start(str(EXAMPLES / name), folder=tmp_path) for name in NAMES}
-        for process in running.values():
-            stack.callback(process.kill)
-        said = {name: end(process) for name, process in running.items()}
+    ranks = collect([start(name, tmp_path) for name in NAMES], limit_s=90.0)
+    assert all(rank.code == 0 for rank in ranks), [rank.errors[-2000:] for rank in ranks]
+    said = {name: rank.result for name, rank in zip(NAMES, ranks, strict=True)}
     for name in ("evenly_by_hand.py", "plain.py", "session.py"):
         assert float(re.findall(r"([\d.]+) % right", said[name])[0]) > 90, said[name]
     assert "radius" in said["gan.py"]
@@ -63,14 +38,16 @@ def test_each_runs_alone_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_on_two_unequal_nodes_all_ranks_end_with_the_same_model(tmp_path: Path) -> None:
-    words = ("-m", "evenly", "launch", "--nodes", "2,1", str(EXAMPLES / "evenly_by_hand.py"))
-    found = re.findall(r"rank (\d) of 3: ([\d.]+) % right", end(start(*words, folder=tmp_path)))
+    arguments = {"script": str(EXAMPLES / "evenly_by_hand.py"), "words": [[]], "folder": str(tmp_path)}
+    said = run_processes(ragged(2, 1), "tests.scripts:run_script", arguments, limit_s=90.0)
+    found = [re.findall(r"rank (\d) of 3: ([\d.]+) % right", text)[0] for text in said]
     assert sorted(rank for rank, _ in found) == ["0", "1", "2"]
     assert len({right for _, right in found}) == 1
 
 
 def test_a_session_goes_on_where_it_stood(tmp_path: Path) -> None:
-    end(start("-c", TWICE, str(EXAMPLES / "session.py"), folder=tmp_path))
+    (rank,) = collect([start("session.py", tmp_path, ["run", "--epochs", "1"], ["run", "--epochs", "2"])], limit_s=90.0)
+    assert rank.code == 0, rank.errors
     started = Run.read(tmp_path / "run").of(RunStarted)
     assert [event.resumed_step for event in started] == [0, 30]
 

@@ -1,16 +1,15 @@
 """`evenly measure` with real ranks: a profile that plans, kept for the next time; and what is shown of it."""
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 
 from rich.console import Console
 
 from evenly import Cluster, Graph, Plan
 from evenly.cli.measure import progress, show_profile
-from evenly.launch import overlay
 from evenly.spec import Curve, Lane, Profile, Rate
+from tests.processes import run_processes
+from tests.ranks import ragged
 from tests.reports.plans import cluster_of, graph_of, profile_of
 
 NETWORK = "tests/cli/networks.py:Tiny"
@@ -19,15 +18,13 @@ NETWORK = "tests/cli/networks.py:Tiny"
 def test_two_ranks_measure_and_what_they_write_can_be_planned_with(evenly, tmp_path):
     files = {name: tmp_path / f"{name}.json" for name in ("profile", "cluster", "graph")}
     options = [f"--{o}={files[f]}" for o, f in (("out", "profile"), ("cluster-out", "cluster"), ("graph-out", "graph"))]
-    command = [sys.executable, "-m", "evenly", "launch", "--nodes", "1,1", "-m", "evenly"]
-    command += ["measure", NETWORK, "--input", "8x8", "--quick", "--device", "cpu", "--memory", "64MB,32MB", *options]
-    environment = overlay({"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"})
+    words = ["measure", NETWORK, "--input", "8x8", "--quick", "--device", "cpu", "--memory", "64MB,32MB", *options]
+    arguments = {"words": words, "environment": {"HOME": str(tmp_path)}}
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "a training step with" in done.stdout
-    assert "latency ms" in done.stdout
-    assert "measured now, and kept in" in done.stdout
+    said = run_processes(ragged(1, 1), "tests.scripts:run_command", arguments, limit_s=100)
+    assert "a training step with" in said[0]
+    assert "latency ms" in said[0]
+    assert "measured now, and kept in" in said[0]
     (kept,) = (tmp_path / ".cache" / "evenly" / "profiles").iterdir()
     profile, cluster, graph = Profile.load(kept), Cluster.load(files["cluster"]), Graph.load(files["graph"])
     assert profile == Profile.load(files["profile"])

@@ -47,10 +47,12 @@ def test_a_failure_reaches_the_other_ranks_with_its_class_and_text(error, kind, 
             if party.rank == 1:
                 alarm.ring(error)
                 alarm.ring(DataError("only the first failure counts"))
-                time.sleep(0.2)
-                alarm.check()  # who rings is not told what it knows
+                party.store.wait(["learnt/0", "learnt/2"])
+                alarm.hear()  # who rings is not told what it knows
                 return None
-            return learn(alarm)
+            found = learn(alarm)
+            party.store.set(f"learnt/{party.rank}", "1")
+            return found
         finally:
             alarm.close()
 
@@ -68,10 +70,11 @@ def test_a_future_that_will_never_be_done_is_let_go():
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         try:
             if party.rank == 0:
-                time.sleep(0.1)
+                party.store.wait(["held"])
                 alarm.ring(DataError("no data"))
                 return None
             alarm.hold(future, torch.tensor([7.0]))
+            party.store.set("held", "1")
             began = time.monotonic()
             value = future.wait()
             late: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -164,12 +167,23 @@ def test_a_rank_alone_has_nobody_to_tell():
 def test_closing_an_alarm_ends_its_thread_and_twice_does_no_harm(monkeypatch):
     monkeypatch.setattr("evenly.comm.alarm.INTERVAL_S", 0.05)
 
+    both_watch, both_closed = threading.Barrier(2), threading.Barrier(2)
+
+    def watching() -> int:
+        return sum(thread.name == "evenly-alarm" for thread in threading.enumerate())
+
     def act(party: Party):
         alarm = Alarm(party)
+        both_watch.wait(20)
+        before = watching()
+        both_watch.wait(20)
         alarm.close()
         alarm.close()
+        both_closed.wait(20)
+        alarm.check()  # no failure was told
+        return before, watching()
 
-    run_ranks(2, act)
+    assert run_ranks(2, act) == [(2, 0), (2, 0)]
 
 
 def test_the_first_line_of_an_error():
@@ -193,8 +207,10 @@ def test_a_note_that_is_read_late_is_no_fault_once_the_ranks_have_met(passed):
                 if passed:
                     alarm.passed("exchange 1")
                 alarm.begun = 1
-                alarm._poll()
-                party.store.set("read", "1")
+                try:
+                    alarm.hear()
+                finally:
+                    party.store.set("read", "1")
             alarm.check()
             return "fine"
         except EvenlyError as error:

@@ -9,16 +9,20 @@ import torch
 
 from evenly.launch import find_place, identity, open_world
 
-place = find_place()
-totals = []
-for _ in range(2):
-    with open_world(place, timeout_s=60.0):
-        total = torch.tensor([float(place.rank)])
-        torch.distributed.all_reduce(total)
-        totals.append(total.item())
-line = {"place": place.model_dump(), "totals": totals, "args": sys.argv[1:], "pid": identity(place).pid}
-os.write(1, f"greeting {json.dumps(line)}\n".encode())  # in one piece: ranks share the pipe
-if "--fail" in sys.argv and place.rank == place.world_size - 1:
-    sys.exit(3)
-if {"--fail", "--stay"} & set(sys.argv):
-    time.sleep(100)
+
+def main() -> None:
+    place = find_place()
+    totals = []
+    for _ in range(2):
+        with open_world(place, timeout_s=60.0):
+            total = torch.tensor([float(place.rank)])
+            torch.distributed.all_reduce(total)
+            totals.append(total.item())
+    line = {"place": place.model_dump(), "totals": totals, "args": sys.argv[1:], "pid": identity(place).pid}
+    os.write(1, f"greeting {json.dumps(line)}\n".encode())  # in one piece: ranks share the pipe
+    if "--stay" in sys.argv:
+        time.sleep(100)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,7 @@ from evenly.launch.ports import free_port
 from tests.launch.greetings import greetings
 
 SCRIPT = str(Path(__file__).with_name("greet.py"))
+LINGER = str(Path(__file__).with_name("linger.py"))
 START = """
 import typer
 from evenly.cli.launch import CONTEXT_SETTINGS, launch
@@ -73,16 +74,17 @@ def test_the_store_of_a_rehearsal_is_reached_from_this_machine_only() -> None:
         process.communicate(timeout=60)
 
 
-def test_one_failing_rank_ends_all_nodes_and_is_the_exit_code() -> None:
-    process = start("--nodes", "1,1", SCRIPT, "--fail")
+def test_one_failing_rank_ends_all_nodes_and_is_the_exit_code(tmp_path: Path) -> None:
+    process = start("--nodes", "1,1", LINGER, "--fail", str(tmp_path))
     out, err = process.communicate(timeout=90)
     assert process.returncode == 1, err
+    assert len(greetings(out)) == 2
     assert gone(greetings(out))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_ends_all(number: signal.Signals, code: int) -> None:
-    process = start("--nodes", "1", "-m", "tests.launch.greet", "--stay")
+    process = start("--nodes", "1", "-m", "tests.launch.linger")
     assert process.stdout is not None
     line = process.stdout.readline()
     time.sleep(0.2)
@@ -127,9 +129,9 @@ def test_a_second_interruption_does_not_wait_for_what_does_not_listen(tmp_path: 
     assert process.stdout is not None
     worker = int(process.stdout.readline())
     began = time.monotonic()
-    for _ in range(2):
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(2.0)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(2.0)  # the first is being answered
+    os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert time.monotonic() - began < 15  # an agent gives its workers 30 s

@@ -20,6 +20,7 @@ from evenly.launch.meeting import meet
 from evenly.launch.ports import free_port
 from evenly.launch.serving import listen_at
 from tests.launch.greetings import greetings
+from tests.processes import Rank
 
 ALONE = find_place({})
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -152,18 +153,20 @@ def test_keys_of_two_runs_differ() -> None:
 def test_a_stopped_rank_0_is_told_within_the_time_limit() -> None:
     """Its socket still takes connections: the store behind it does not answer."""
     port, began = free_port(), time.monotonic()
-    code = f"from tests.launch.test_world import *\nmeet(place(0, of=3, port={port}), timeout_s=60)"
-    first = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    first = Rank("tests.launch.test_world:wait_for_others", {"port": port}, {})
     try:
         while not answers("127.0.0.1", port) and time.monotonic() < began + 30:
             time.sleep(0.05)
-        first.send_signal(signal.SIGSTOP)
+        os.kill(first.process.pid, signal.SIGSTOP)
         began = time.monotonic()
         assert f"127.0.0.1:{port}" in failure(place(1, of=3, port=port), timeout_s=1.5)
         assert time.monotonic() - began < 6
     finally:
         first.kill()
-        first.wait()
+
+
+def wait_for_others(port: int) -> None:
+    meet(place(0, of=3, port=port), timeout_s=60)
 
 
 def test_a_place_without_a_master_cannot_meet_others() -> None:

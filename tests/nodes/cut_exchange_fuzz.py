@@ -12,7 +12,8 @@ from evenly.shards import join_shards, load_full_state_dict
 from evenly.shards.optim import state_placement
 from tests.nodes import exchange_programs
 from tests.nodes.exchange_fuzz import Trainer, verdict
-from tests.nodes.exchange_programs import Run, make_network, make_optimizer
+from tests.nodes.exchange_programs import Run
+from tests.nodes.random_runs import checkpoint_of, make_network
 from tests.ranks import ragged, run_ranks
 
 SHARES = (  # of each replica of each node; None is a rank with the whole network
@@ -33,8 +34,7 @@ def make(seed: int) -> tuple[Run, list]:
 @cache
 def traced(seed: int):
     """Returns the network followed, of which replicas take copies."""
-    run = Run(0, (1,), None, None, "cut", "sgd")
-    return follow(make_network(run, seed=seed), torch.zeros(4, 2, 4, 4).double())
+    return follow(make_network("cut", seed=seed), torch.zeros(4, 2, 4, 4).double())
 
 
 class CutTrainer(Trainer):
@@ -50,16 +50,14 @@ class CutTrainer(Trainer):
         self.place = next(place for place, ranks in enumerate(replicas) if party.rank in ranks)
         own, self.sharded = flat[self.place], None
         if own is None:
-            self.model = make_network(run, seed=self.place)
+            self.model = make_network(run.network, seed=self.place)
         else:
             network = traced(self.place)
             layout = lay_out(network.graph, [float(share) for share in own])
             among = party.among(replicas[self.place], f"replica{self.place}")
             self.model = self.sharded = join_shards(network, layout, party=among, timeout_s=30)
         self.ranks = [[rank for place in node for rank in replicas[place]] for node in self.nodes]
-        self.optimizer = make_optimizer(run, self.model)
-        self.restarts, self.seen, self.exchange = 0, [], run.exchange
-        self.join()
+        self.begin()
 
     @torch.no_grad()
     def parts(self) -> list[tuple[int, torch.Tensor]]:
@@ -103,21 +101,16 @@ class CutTrainer(Trainer):
             tensor.copy_(weights[name] if placement is None else placement.part(weights[name]))
 
     @torch.no_grad()
-    def restart(self, codec) -> None:
+    def start_again(self) -> None:
         """Goes on in a new object from what a checkpoint holds, with the same cut."""
-        before = self.synchronized
-        before.come_together()
-        progress, exchange_state = before.progress(), before.exchange_state()
-        buffers = {name: buffer.clone() for name, buffer in before.agreed_buffers.items()}
+        checkpoint = checkpoint_of(self.synchronized)
         kept = [(tensor, tensor.detach().clone()) for tensor in self.named().values()]
-        before.close()
+        self.synchronized.close()
         self.restarts += 1
-        if codec is not None:
-            self.exchange = self.exchange.model_copy(update={"codec": codec})
         self.join()
         for tensor, value in kept:
             tensor.copy_(value)
-        self.synchronized.resume(progress, buffers, exchange_state)
+        self.synchronized.resume(*checkpoint)
 
 
 def parts_of(run: Run, shares: list) -> list[list[torch.Tensor]]:

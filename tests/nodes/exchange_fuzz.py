@@ -5,7 +5,6 @@ the last bit the same on all ranks where nodes have just agreed; what cannot be 
 all ranks.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,24 +12,12 @@ import torch
 from evenly._errors import EvenlyError
 from evenly.nodes import join_nodes
 from tests.nodes.exchange_player import Player, RefusedError
-from tests.nodes.exchange_programs import (
-    Run,
-    batch_of,
-    count_of,
-    loss_of,
-    make_network,
-    make_optimizer,
-    nudge,
-    part_of,
-    scale,
-    scale_rate,
-    scale_state,
-    weights_of,
-)
+from tests.nodes.exchange_programs import Run, loss_of, nudge, part_of, scale, scale_state, weights_of
+from tests.nodes.random_runs import RandomTrainer, batch_of, count_of, make_network, make_optimizer, scale_rate
 from tests.ranks import RankError, cluster_of, ragged, run_ranks
 
 
-class Trainer:
+class Trainer(RandomTrainer):
     """One rank that trains with the library."""
 
     state_placement = None  # of networks cut over ranks: how state of the optimizer is cut
@@ -38,9 +25,14 @@ class Trainer:
     def __init__(self, run: Run, party) -> None:
         self.run, self.party, self.place = run, party, party.rank
         self.nodes = self.ranks = ragged(*run.sizes)
-        self.model = make_network(run, seed=self.place)  # all begin with that of rank 0
-        self.optimizer = make_optimizer(run, self.model)
-        self.restarts, self.seen, self.exchange = 0, [], run.exchange
+        self.model = make_network(run.network, seed=self.place)  # all begin with that of rank 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Joins the others with the model."""
+        self.network, self.optimizer_name = self.run.network, self.run.optimizer
+        self.optimizer = make_optimizer(self.optimizer_name, self.model)
+        self.seen, self.exchange = [], self.run.exchange
         self.join()
 
     def join(self) -> None:
@@ -76,14 +68,14 @@ class Trainer:
         return [tensor.detach().clone() for tensor in self.model.state_dict().values()]
 
     def step(self, number, sizes) -> None:
-        loss_of(self.synchronized(batch_of(self.run, number, self.place, sizes[self.place]))).backward()
+        loss_of(self.synchronized(batch_of(self.run.network, number, self.place, sizes[self.place]))).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def look(self, number) -> None:
         """A forward without a step: in training it changes buffers."""
         with torch.no_grad():
-            self.synchronized(batch_of(self.run, number, 60 + self.place, 3))
+            self.synchronized(batch_of(self.run.network, number, 60 + self.place, 3))
 
     def evaluate(self) -> None:
         with self.synchronized.agreed():
@@ -137,22 +129,9 @@ class Trainer:
 
     def restart(self, codec) -> None:
         """Goes on in a new object from what a checkpoint holds, with another codec if it is given."""
-        before = self.synchronized
-        before.come_together()
-        progress, exchange_state = before.progress(), before.exchange_state()
-        buffers = {name: buffer.clone() for name, buffer in before.agreed_buffers.items()}
-        state, own = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
-        before.close()
-        self.restarts += 1
         if codec is not None:
             self.exchange = self.exchange.model_copy(update={"codec": codec})
-        self.model = make_network(self.run)
-        self.optimizer = make_optimizer(self.run, self.model)
-        self.optimizer.load_state_dict(own)  # rates are compared at the start
-        self.join()
-        self.model.load_state_dict(state)
-        self.optimizer.load_state_dict(own)
-        self.synchronized.resume(progress, buffers, exchange_state)
+        self.start_again()
 
 
 class Referee:
@@ -161,7 +140,9 @@ class Referee:
     def __init__(self, run: Run, parts=None) -> None:
         self.run, self.nodes = run, ragged(*run.sizes)
         settings = {"period": run.period, "settings": run.exchange, "rows": run.network != "cut", "parts": parts}
-        self.player = Player(make_network(run), lambda model: make_optimizer(run, model), self.nodes, **settings)
+        self.player = Player(
+            make_network(run.network), lambda model: make_optimizer(run.optimizer, model), self.nodes, **settings
+        )
         self.seen, self.exact = [], []
         self.is_refused = ""
 
@@ -181,13 +162,13 @@ class Referee:
         self.exact.append(exact)
 
     def step(self, number, sizes) -> None:
-        batches = [batch_of(self.run, number, rank, size) for rank, size in enumerate(sizes)]
+        batches = [batch_of(self.run.network, number, rank, size) for rank, size in enumerate(sizes)]
         self.player.step([(x, count_of(x)) for x in batches], loss_of)
 
     @torch.no_grad()
     def look(self, number) -> None:
         for rank, model in enumerate(self.player.models):
-            model(batch_of(self.run, number, 60 + rank, 3))
+            model(batch_of(self.run.network, number, 60 + rank, 3))
 
     def evaluate(self) -> None:
         self.player.evaluate(lambda: self.look_at(exact=True))

@@ -13,6 +13,7 @@ from evenly.nodes.policies import policies_of
 from evenly.nodes.schedule import Schedule
 from evenly.nodes.state import trained_entries
 from evenly.spec import Adaptive, EveryEpoch
+from tests.nodes.random_runs import weights_of_samples
 
 
 class RefusedError(Exception):
@@ -211,7 +212,7 @@ class Player:
         self._require_same_points(fragments)
         overlap = 0 if waits else self.settings.overlap
         samples = [max(self.samples[f][rank] for f in fragments) for rank in range(len(self.models))]
-        nodes, ranks = self._weights(samples)
+        nodes, ranks = weights_of_samples(self.nodes, samples)
         for f in fragments:
             self.counts[f] += 1
         stateful = tuple(f for f in fragments if self.counts[f] % self.settings.state_every == 0)
@@ -347,7 +348,7 @@ class Player:
                     average[own] += left[: len(own)]
 
     def _average_all(self, samples) -> None:
-        nodes, ranks = self._weights(samples)
+        nodes, ranks = weights_of_samples(self.nodes, samples)
         for f in range(len(self.pieces)):
             flats = [self._flat(self.models[ranks_of[0]], f) for ranks_of in self.nodes]
             mean = sum(w * v for w, v in zip(nodes, flats, strict=True))
@@ -367,17 +368,7 @@ class Player:
             first, *others = (self._flat(model, f) for model in self.models)
             if any(not torch.allclose(first, other, rtol=1e-9, atol=1e-9) for other in others):
                 raise RefusedError("nodes differ though no step was made")
-        self._average_buffers(self._weights(samples)[1])
-
-    def _weights(self, samples):
-        of_node = [sum(samples[rank] for rank in ranks) for ranks in self.nodes]
-        total, ranks = sum(of_node), [0.0] * len(samples)
-        nodes = [amount / total if total else 1 / len(of_node) for amount in of_node]
-        for node, members in enumerate(self.nodes):
-            for rank in members:
-                share = samples[rank] / of_node[node] if of_node[node] else 1 / len(members)
-                ranks[rank] = nodes[node] * share
-        return nodes, ranks
+        self._average_buffers(weights_of_samples(self.nodes, samples)[1])
 
     # ---- parameters, state and buffers
 

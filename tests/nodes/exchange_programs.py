@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from evenly.spec import Adaptive, AnyPeriod, EveryEpoch, EverySteps, Exchange
+from tests.nodes.random_runs import BORROWED, batch_of, make_network
 
 KINDS = ("evaluate", "evaluate", "restart", "restart", "finish", "load", "write", "write", "scale", "accept", "swap",
          "rate", "load optimizer", "look", "load part", "load one", "write one", "write one")  # fmt: skip
-BORROWED = 7  # a batch of this size counts no samples
 
 
 @dataclass
@@ -113,83 +113,15 @@ def _batches(run: Run, rng: random.Random) -> tuple[int, ...]:
     return tuple(BORROWED if rng.random() < 0.08 else rng.choice([2, 3, 4]) for _ in range(run.ranks))
 
 
-def to_be_cut() -> nn.Module:
-    """Returns a network that can be cut over ranks."""
-    return nn.Sequential(
-        nn.Conv2d(2, 8, 3, padding=1, bias=False),
-        nn.BatchNorm2d(8),
-        nn.Tanh(),
-        nn.Conv2d(8, 5, 3, padding=1),
-        nn.Flatten(),
-        nn.Linear(5 * 16, 7),
-        nn.Tanh(),
-        nn.Linear(7, 3),
-    )
-
-
-class Counted(nn.Module):
-    """A network with a sum and a counter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-        self.register_buffer("total", torch.zeros(3))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        output = self.body(x)
-        if self.training:
-            self.total += output.detach().sum(0)
-            self.seen += len(x)
-        return output
-
-
-def make_network(run: Run, seed: int = 0) -> nn.Module:
-    """Returns the network of a run, in float64."""
-    generator = torch.Generator().manual_seed(seed + 17)
-    layers = {
-        "cut": to_be_cut,
-        "plain": lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)),
-        "norm": lambda: nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)),
-        "counted": Counted,
-    }
-    model = layers[run.network]().double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
-    return model
-
-
-def make_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    """Returns the optimizer of a run."""
-    makers = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-        "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-        "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    }
-    return makers[run.optimizer](model.parameters())
-
-
-def batch_of(run: Run, number: int, rank: int, size: int) -> torch.Tensor:
-    """Returns the batch of a step on a rank, or of a replica."""
-    shape = (2, 4, 4) if run.network == "cut" else (4,)
-    return torch.randn(size, *shape, generator=torch.Generator().manual_seed(1000 * rank + number)).double()
-
-
 def loss_of(output: torch.Tensor) -> torch.Tensor:
     """Returns the loss of an output."""
     return output.square().mean() + output.mean()
 
 
-def count_of(x: torch.Tensor) -> int:
-    """Returns the samples that a batch counts."""
-    return 0 if len(x) == BORROWED else len(x)
-
-
 def weights_of(run: Run, number: int) -> dict[str, torch.Tensor]:
     """Returns other weights, with the buffers of a network that has trained."""
-    model = make_network(run, seed=500 + number)
-    model(batch_of(run, number, 77, 5))
+    model = make_network(run.network, seed=500 + number)
+    model(batch_of(run.network, number, 77, 5))
     return copy.deepcopy(model.state_dict())
 
 
@@ -212,12 +144,6 @@ def scale(model: nn.Module, factor: float) -> None:
     """Lets weights decay by hand."""
     for parameter in model.parameters():
         parameter.mul_(factor)
-
-
-def scale_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Changes the learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] *= factor
 
 
 def scale_state(optimizer: torch.optim.Optimizer, factor: float) -> None:

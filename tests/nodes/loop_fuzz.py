@@ -15,9 +15,19 @@ from torch import nn
 from evenly._errors import EvenlyError
 from evenly.nodes import join_nodes
 from evenly.spec import Exchange, period_of
+from tests.nodes.random_runs import (
+    BORROWED,
+    Penalized,
+    RandomTrainer,
+    batch_of,
+    count_of,
+    make_network,
+    make_optimizer,
+    scale_rate,
+    weights_of_samples,
+)
 from tests.ranks import RankError, cluster_of, ragged, run_ranks
 
-BORROWED = 7  # a batch of this size counts no samples
 WRONG = ("plain", "layer", "by hand", "one loads", "one rate", "freeze", "add group", "step again")
 
 
@@ -125,52 +135,9 @@ def _batches(program: Program, rng: random.Random) -> tuple[int, ...]:
     return tuple(BORROWED if rng.random() < chance else rng.choice([2, 3, 4]) for _ in range(program.ranks))
 
 
-class Penalized(nn.Module):
-    """A network with a parameter that only the loss uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return {"output": self.body(x)}
-
-
-def make_network(program: Program, seed: int = 0) -> nn.Module:
-    """Returns the network of a program, in float64."""
-    generator = torch.Generator().manual_seed(seed + 17)
-    layers = {
-        "plain": lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
-        "norm": lambda: nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)),
-        "penalty": Penalized,
-    }
-    model = layers[program.network]().double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
-    return model
-
-
 def first_layer(model: nn.Module) -> nn.Module:
     """Returns a layer that can be called by itself."""
     return model.body[0] if isinstance(model, Penalized) else model[0]
-
-
-def make_optimizer(program: Program, model: nn.Module) -> torch.optim.Optimizer:
-    """Returns the optimizer of a program."""
-    makers = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-        "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-        "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    }
-    return makers[program.optimizer](model.parameters())
-
-
-def batch_of(number: int, rank: int, size: int) -> torch.Tensor:
-    """Returns the batch of a forward on a rank."""
-    generator = torch.Generator().manual_seed(1000 * rank + number)
-    return torch.randn(size, 4, generator=generator, dtype=torch.float64)
 
 
 def loss_of(model: nn.Module, output) -> torch.Tensor:
@@ -180,24 +147,20 @@ def loss_of(model: nn.Module, output) -> torch.Tensor:
     return output.square().mean()
 
 
-def count_of(x: torch.Tensor) -> int:
-    """Returns the samples that a batch counts."""
-    return 0 if len(x) == BORROWED else len(x)
-
-
 def run(program: Program) -> list[list[list[torch.Tensor]]]:
     """Returns what each rank saw: its tensors after every step, in every evaluation, and at the end."""
     return run_ranks(program.ranks, lambda party: _Trainer(program, party).play(), limit_s=90.0)
 
 
-class _Trainer:
+class _Trainer(RandomTrainer):
     """One rank that trains with the library."""
 
     def __init__(self, program: Program, party) -> None:
         self.program, self.party, self.rank = program, party, party.rank
-        self.model = make_network(program, seed=self.rank)  # all begin with that of rank 0
-        self.optimizer = make_optimizer(program, self.model)
-        self.restarts, self.seen, self.losses = 0, [], {}
+        self.network, self.optimizer_name = program.network, program.optimizer
+        self.model = make_network(program.network, seed=self.rank)  # all begin with that of rank 0
+        self.optimizer = make_optimizer(program.optimizer, self.model)
+        self.seen, self.losses = [], {}
         self.join()
 
     def join(self) -> None:
@@ -227,7 +190,7 @@ class _Trainer:
         self.seen.append([tensor.detach().clone() for tensor in tensors])
 
     def batch(self, number, batches) -> torch.Tensor:
-        return batch_of(number, self.rank, batches[self.rank])
+        return batch_of(self.network, number, self.rank, batches[self.rank])
 
     def forward(self, number, batches, paused, how) -> None:
         x = self.batch(number, batches)
@@ -271,8 +234,7 @@ class _Trainer:
         self.synchronized.end_epoch()
 
     def rate(self, factor) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] *= factor
+        scale_rate(self.optimizer, factor)
 
     def one_rate(self) -> None:
         if self.rank == 0:
@@ -292,22 +254,9 @@ class _Trainer:
 
     def restart(self) -> None:
         """Goes on in a new object from what a checkpoint holds, with gradients and open losses gone."""
-        before, gradients = self.synchronized, [parameter.grad for parameter in self.model.parameters()]
-        if any(gradient is not None for gradient in gradients):
-            return
-        before.come_together()
-        progress, exchange_state = before.progress(), before.exchange_state()
-        buffers = {name: buffer.clone() for name, buffer in before.agreed_buffers.items()}
-        state, own = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
-        before.close()
-        self.restarts += 1
-        self.model, self.losses = make_network(self.program), {}
-        self.optimizer = make_optimizer(self.program, self.model)
-        self.optimizer.load_state_dict(own)  # rates are compared at the start
-        self.join()
-        self.model.load_state_dict(state)
-        self.optimizer.load_state_dict(own)
-        self.synchronized.resume(progress, buffers, exchange_state)
+        if all(parameter.grad is None for parameter in self.model.parameters()):
+            self.start_again()
+            self.losses = {}
 
 
 class Player:
@@ -318,9 +267,9 @@ class Player:
         self.nodes = ragged(*program.sizes)
         self.is_global = program.every == "global"
         self.groups = [list(range(program.ranks))] if self.is_global else self.nodes
-        model = make_network(program)
+        model = make_network(program.network)
         self.models = [copy.deepcopy(model) for _ in range(program.ranks)]
-        self.optimizers = [make_optimizer(program, m) for m in self.models]
+        self.optimizers = [make_optimizer(program.optimizer, m) for m in self.models]
         self.seen = [[] for _ in self.models]
         self.samples = [0.0] * program.ranks  # since the last exchange
         self.steps = self.since = 0
@@ -351,7 +300,7 @@ class Player:
     def forward(self, number, batches, paused, how) -> None:
         losses = []
         for rank, model in enumerate(self.models):
-            x = batch_of(number, rank, batches[rank])
+            x = batch_of(self.program.network, number, rank, batches[rank])
             losses.append(first_layer(model)(x).square().mean() if how == "layer" else loss_of(model, model(x)))
         self.losses[number] = (losses, [count_of(torch.empty(size, 0)) for size in batches], paused, how)
 
@@ -410,7 +359,7 @@ class Player:
 
     def by_hand(self, number, batches) -> None:
         for rank, model in enumerate(self.models):
-            model(batch_of(number, rank, batches[rank]))
+            model(batch_of(self.program.network, number, rank, batches[rank]))
         self.is_poisoned = True
 
     def look(self, number, batches) -> None:
@@ -476,22 +425,13 @@ class Player:
             for buffer, mean in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(mean)
 
-    def _weights(self) -> tuple[list[float], list[float]]:
-        of_node = [sum(self.samples[rank] for rank in ranks) for ranks in self.nodes]
-        nodes = [w / sum(of_node) if sum(of_node) else 1 / len(of_node) for w in of_node]
-        ranks = [0.0] * len(self.models)
-        for ranks_of_node, weight, total in zip(self.nodes, nodes, of_node, strict=True):
-            for rank in ranks_of_node:
-                ranks[rank] = weight * (self.samples[rank] / total if total else 1 / len(ranks_of_node))
-        return nodes, ranks
-
     def _means(self) -> list[torch.Tensor]:
-        nodes, _ = self._weights()
+        nodes, _ = weights_of_samples(self.nodes, self.samples)
         leaders = [list(self.models[ranks[0]].parameters()) for ranks in self.nodes]
         return [sum(w * p for w, p in zip(nodes, of, strict=True)) for of in zip(*leaders, strict=True)]
 
     def _mean_buffers(self) -> list[torch.Tensor]:
-        _, ranks = self._weights()
+        _, ranks = weights_of_samples(self.nodes, self.samples)
         found = []
         for buffers in zip(*(list(model.buffers()) for model in self.models), strict=True):
             if buffers[0].is_floating_point():
@@ -533,8 +473,7 @@ class Player:
 
     def rate(self, factor) -> None:
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] *= factor
+            scale_rate(optimizer, factor)
 
     def _poison(self) -> None:
         self.is_poisoned = True
@@ -551,8 +490,7 @@ class Player:
 
     def one_rate(self) -> None:
         self.is_poisoned |= not self.is_first_alone
-        for group in self.optimizers[0].param_groups:
-            group["lr"] *= 3.0
+        scale_rate(self.optimizers[0], 3.0)
 
     @torch.no_grad()
     def one_loads(self) -> None:

@@ -15,11 +15,11 @@ from tests.ranks import RankError, cluster_of, ragged, run_ranks
 SEEDING = threading.Lock()
 
 
-def join(party, nodes, model, *, every=2, optimizer=None, scaler=None, **exchange):
+def join(party, nodes, model, *, every=2, optimizer=None, scaler=None, count=None, **exchange):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     settings = Exchange(**{"timeout_s": 60.0, **exchange})
     arguments = {"party": party, "cluster": cluster_of(nodes), "period": period_of(every), "scaler": scaler}
-    return join_nodes(model, optimizer, exchange=settings, **arguments), optimizer
+    return join_nodes(model, optimizer, exchange=settings, count=count, **arguments), optimizer
 
 
 def linear(width=4):
@@ -214,11 +214,16 @@ def test_unequal_steps_are_told_also_when_a_step_takes_long():
 
 
 def test_a_rank_that_fails_before_it_joins_is_named():
+    is_told = threading.Event()
+
     def act(party):
         if party.rank == 1:
-            time.sleep(2)
+            is_told.wait(20)  # alive, but elsewhere
             return
-        join(party, ragged(1, 1), linear(), timeout_s=1.0)
+        try:
+            join(party, ragged(1, 1), linear(), timeout_s=1.0)
+        finally:
+            is_told.set()
 
     first, second = errors_of(2, act)
     assert second is None

@@ -1,5 +1,6 @@
 """Bad input and bad luck: every rank learns what is wrong, which rank it was, and soon."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -26,10 +27,10 @@ def join(party, nodes, model, *, every=2, optimizer=None, **exchange):
     return synchronized, optimizer
 
 
-def steps(synchronized, optimizer, count, *, poison=None, rank=0, width=4):
+def steps(synchronized, optimizer, count, *, poison=None, value=1.0, scale=1.0):
     for step in range(1, count + 1):
         optimizer.zero_grad()
-        loss = synchronized(torch.ones(3, width)).mean()
+        loss = scale * synchronized(torch.full((3, 4), value)).mean()
         if poison == step:
             loss = loss * float("nan")
         loss.backward()
@@ -249,15 +250,14 @@ def test_a_failed_exchange_leaves_the_parameters_untouched():
                 return
             kept["before"] = [p.detach().clone() for p in model.parameters()]
             try:
-                optimizer.zero_grad()
-                synchronized._advance(0.0)  # the third step: its exchange cannot complete
+                steps(synchronized, optimizer, 1, scale=0.0)  # the third step: its exchange cannot complete
             finally:
                 kept["after"] = [p.detach().clone() for p in model.parameters()]
                 is_told.set()
         finally:
             synchronized.close()
 
-    with pytest.raises(RankError):
+    with pytest.raises(RankError, match=r"PeerError: .*ranks \[1\] did not arrive"):
         run_ranks(2, act)
     torch.testing.assert_close(kept["after"], kept["before"], rtol=0, atol=0)
 
@@ -276,26 +276,34 @@ def test_a_failed_exchange_beside_the_training_leaves_the_parameters_untouched()
                 return
             kept["before"] = [p.detach().clone() for p in model.parameters()]
             try:
-                synchronized._advance(0.0)  # the fifth step: the exchange begun after the third cannot be merged
+                steps(synchronized, optimizer, 1, scale=0.0)  # the exchange begun after the third cannot be merged
             finally:
                 kept["after"] = [p.detach().clone() for p in model.parameters()]
                 is_told.set()
         finally:
             synchronized.close()
 
-    with pytest.raises(RankError):
+    with pytest.raises(RankError, match=r"PeerError: .*ranks \[1\] did not arrive"):
         run_ranks(2, act)
     torch.testing.assert_close(kept["after"], kept["before"], rtol=0, atol=0)
 
 
 def test_a_model_closed_with_an_exchange_under_way():
     def act(party):
+        model, merged = nn.Linear(4, 1), []
         settings = {"overlap": 2, "timeout_s": 20.0}
-        synchronized, optimizer = join(party, ragged(1, 1), nn.Linear(4, 1), every=3, **settings)
-        steps(synchronized, optimizer, 3)
+        synchronized, optimizer = join(party, ragged(1, 1), model, every=3, **settings)
+        synchronized.on_exchange.append(merged.append)
+        alone = copy.deepcopy(model)
+        steps(synchronized, optimizer, 3, value=1.0 + party.rank)
         synchronized.close()
+        steps(model, optimizer, 3, value=1.0 + party.rank)
+        steps(alone, torch.optim.SGD(alone.parameters(), lr=0.1), 6, value=1.0 + party.rank)
+        return list(model.parameters()), list(alone.parameters()), merged
 
-    run_ranks(2, act)
+    for trained, alone, merged in run_ranks(2, act):
+        assert merged == []
+        torch.testing.assert_close(trained, alone, rtol=0, atol=0)
 
 
 def test_a_program_that_ends_with_an_exchange_under_way_ends_by_its_own_error():

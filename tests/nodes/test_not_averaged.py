@@ -419,8 +419,7 @@ def test_a_borrowed_micro_batch_adds_nothing_to_those_before_it(nodes, paused):
 
     def act(party):
         model = network()
-        synchronized, _ = join(party, nodes, model, every="global")
-        synchronized._count = count
+        synchronized, _ = join(party, nodes, model, every="global", count=count)
         with closing(synchronized):
             pause = synchronized.no_sync if paused else nullcontext
             with pause():
@@ -438,8 +437,7 @@ def test_a_borrowed_micro_batch_adds_nothing_to_those_before_it(nodes, paused):
 def test_fractional_counts_weigh_and_do_not_scale(scale):
     def act(party):
         model = network()
-        synchronized, _ = join(party, ragged(2), model)
-        synchronized._count = lambda x: scale * len(x)
+        synchronized, _ = join(party, ragged(2), model, count=lambda x: scale * len(x))
         with closing(synchronized):
             loss_of(synchronized(batch(party.rank, 0))).backward()
             return [parameter.grad.clone() for parameter in model.parameters()]
@@ -450,8 +448,7 @@ def test_fractional_counts_weigh_and_do_not_scale(scale):
 @pytest.mark.parametrize("count", [1e-30, 1e30])
 def test_counts_that_gradients_cannot_be_multiplied_with_are_refused(count):
     def act(party):
-        synchronized, _ = join(party, ragged(2), network())
-        synchronized._count = lambda x: count
+        synchronized, _ = join(party, ragged(2), network(), count=lambda x: count)
         with closing(synchronized):
             synchronized(batch(party.rank, 0))
 
@@ -593,10 +590,16 @@ def test_a_rank_alone_in_the_world_has_nobody_to_differ_from(loop):
         synchronized, optimizer = join(party, ragged(1), network())
         with closing(synchronized):
             loop(synchronized, party.rank)
+            gradients = [parameter.grad.clone() for parameter in synchronized.module.parameters()]
             optimizer.step()
             synchronized.finish()
+            return gradients, [parameter.detach() for parameter in synchronized.module.parameters()]
 
-    run_ranks(1, act)
+    ((gradients, trained),) = run_ranks(1, act)
+    plain = network()
+    assert_same([gradients], gradients_of(plain, batch(0, 0)))
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_same([trained], [parameter.detach() for parameter in plain.parameters()])
 
 
 def test_unused_parameters_with_several_backwards():

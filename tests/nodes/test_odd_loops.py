@@ -90,9 +90,8 @@ def test_inside_agreed_nothing_goes_on(call):
 @pytest.mark.parametrize("count", [-1, math.nan, math.inf, None, "many"])
 def test_a_count_that_is_no_number_of_samples_is_refused(count):
     def act(party):
-        synchronized, optimizer = join(party, ragged(2), linear(), timeout_s=20.0)
-        if party.rank == 0:
-            synchronized._count = lambda x: count
+        counts = {"count": lambda x: count} if party.rank == 0 else {}
+        synchronized, optimizer = join(party, ragged(2), linear(), timeout_s=20.0, **counts)
         with closing(synchronized):
             for _ in range(3):
                 synchronized(torch.ones(2, 4)).mean().backward()

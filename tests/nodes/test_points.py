@@ -7,7 +7,7 @@ from evenly._errors import SpecError
 from evenly.comm import open_group
 from evenly.nodes import add_codec
 from evenly.nodes.cargo import Agreed, _add_state
-from evenly.nodes.fragments import split
+from evenly.nodes.fragments import split, within
 from evenly.nodes.membership import Quorum
 from evenly.nodes.points import Part, Points
 from evenly.nodes.state import Entry, Rows
@@ -74,22 +74,43 @@ def test_squares_do_not_fall_below_zero_and_momenta_may(slot):
     assert tensor.tolist() == ([-1.0, 1.0] if slot == "momentum_buffer" else [0.0, 1.0])
 
 
+def entries_of(**shapes):
+    return [Entry(name, name, torch.empty(shape)) for name, shape in shapes.items()]
+
+
+@pytest.mark.parametrize(
+    ("count", "rows", "expected"),
+    [
+        (1, True, [{"a": None, "b": None, "c": None}]),
+        (2, True, [{"a": None, "b": None}, {"c": None}]),
+        (3, True, [{"a": Rows(0, 3)}, {"a": Rows(3, 4), "b": None, "c": Rows(0, 2)}, {"c": Rows(2, 5)}]),
+        (
+            5,
+            True,
+            [{"a": Rows(0, 2)}, {"a": Rows(2, 4)}, {"b": None, "c": Rows(0, 1)}, {"c": Rows(1, 3)}, {"c": Rows(3, 5)}],
+        ),
+        (3, False, [{"a": None}, {"b": None}, {"c": None}]),
+    ],
+)
+def test_fragments_take_the_rows_whose_middle_lies_in_them(count, rows, expected):
+    """Elements 0-39, 40-49 and 50-99: rows of a and c are ten wide, so that their middles are 5, 15, ... 95."""
+    entries = entries_of(a=(4, 10), b=(10,), c=(5, 10))
+    assert split(entries, [40, 10, 50], count, rows=rows) == expected
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-def test_fragments_take_the_rows_whose_middle_lies_in_them(count):
-    shapes = [(3,), (7, 5), (1, 40), (), (30, 2), (0, 4), (2, 1), (11, 3)]
-    entries = [Entry(f"p{place}", f"p{place}", torch.empty(shape)) for place, shape in enumerate(shapes)]
-    sizes = [entry.tensor.numel() for entry in entries]
-    total, begun = sum(sizes), 0
-    found = split(entries, sizes, count, rows=True)
-    for entry, size in zip(entries, sizes, strict=True):
-        places = [place for place in range(count) if entry.home in found[place]]
-        rows = [found[place][entry.home] for place in places]
-        if rows != [None]:
-            height, width = entry.tensor.shape[0], size // entry.tensor.shape[0]
-            owners = [min((begun + row * width + width // 2) * count // total, count - 1) for row in range(height)]
-            wanted = [Rows(owners.index(p), owners.index(p) + owners.count(p)) for p in sorted(set(owners))]
-            assert (places, rows) == (sorted(set(owners)), wanted)
-        begun += size
+def test_fragments_are_about_equal_and_have_every_row_once(count):
+    entries = entries_of(a=(3,), b=(7, 5), c=(1, 40), d=(), e=(30, 2), f=(0, 4), g=(2, 1), h=(11, 3))
+    found = split(entries, [3, 35, 40, 1, 60, 0, 2, 33], count, rows=True)
+    largest = 40  # of what is never cut
+    for fragment in found:
+        assert abs(sum(part.tensor.numel() for part in within(entries, fragment)) - 174 / count) <= largest
+    for entry in entries:
+        pieces = [fragment[entry.home] for fragment in found if entry.home in fragment]
+        if pieces != [None]:
+            assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
+            assert pieces[-1].stop == len(entry.tensor)
+            assert all(piece.start < piece.stop for piece in pieces)
 
 
 def test_a_codec_that_cannot_work_is_refused_when_it_is_made_known():

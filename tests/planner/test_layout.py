@@ -240,7 +240,16 @@ def costs(search: Search, most: int) -> list[float]:
     return [way.cost for way in ways]
 
 
-@pytest.mark.parametrize("rates", [Rates(), Rates(1.0, 1.0), Rates(0.01, 1e5), Rates(0.0, 0.0)], ids=str)
+@pytest.mark.parametrize(
+    "rates",
+    [
+        Rates(),
+        pytest.param(Rates(1.0, 1.0), marks=pytest.mark.slow),
+        pytest.param(Rates(0.01, 1e5), marks=pytest.mark.slow),
+        Rates(0.0, 0.0),
+    ],
+    ids=str,
+)
 def test_no_way_is_cheaper_than_the_one_found(rates: Rates) -> None:
     tried = 0
     for seed in FEW_WAYS:

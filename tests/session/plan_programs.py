@@ -107,6 +107,7 @@ def measured(*, batch: int) -> dict[str, Any]:
         plan = session.plan(network(), torch.randn(batch, 6, dtype=torch.float64), global_batch=batch)
         result = fit(session, plan, epochs=1)
         result["planned"] = [role.samples for role in plan.roles]
+        result["replicas"] = [list(replica.ranks) for replica in plan.replicas]
         result["explained"] = plan.explain()
         result["step_s"] = plan.predicted.step_s if plan.predicted else 0.0
         return result

@@ -1,5 +1,7 @@
 """Checkpoint folders through accidents: replaced, set aside, merged, named alike."""
 
+import hashlib
+
 import pytest
 import torch
 
@@ -31,7 +33,9 @@ def test_a_checkpoint_killed_while_it_was_replaced_is_found_again(tmp_path):
 def test_a_checkpoint_can_be_saved_again_at_the_same_step(tmp_path):
     seal(tmp_path, "step-000000005", 1)
     seal(tmp_path, "step-000000005", 2)
-    files = {path.name: folder._digest(path) for path in (tmp_path / "step-000000005").iterdir()}
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "step-000000005").iterdir()
+    }
     assert folder.read_part(tmp_path / "step-000000005", "rank-0", files) == {"value": 2}
     assert not list(tmp_path.glob(".*"))
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,21 +15,24 @@ from tests.processes import Rank, collect, start_processes
 from tests.ranks import ragged
 
 TRAIN = "tests.session.programs:train"
-HOLD = "import sys, time, pathlib\nfrom evenly.session.ownership import take_folder\n"
-HOLD += "take_folder(pathlib.Path(sys.argv[1]), 'other')\nprint('held', flush=True)\ntime.sleep(60)"
+HOLD = "tests.session.programs:hold"
+
+
+def start_holder(folder, ready, *, forks=False) -> Rank:
+    """Returns a process that has taken the folder."""
+    process = Rank(HOLD, {"folder": str(folder), "ready": str(ready), "forks": forks}, {})
+    until = time.monotonic() + 60
+    while not ready.exists() and process.code is None and time.monotonic() < until:
+        time.sleep(0.01)
+    return process
 
 
 @pytest.fixture
-def holder(tmp_path):
+def holder(tmp_path, tmp_path_factory):
     """A process that holds the folder."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    process = start_holder(tmp_path, tmp_path_factory.mktemp("ready") / "held")
+    yield process
+    process.kill()
 
 
 def foreign(tmp_path, **fields):
@@ -41,14 +42,14 @@ def foreign(tmp_path, **fields):
 
 
 def test_a_held_folder_is_refused_with_its_holder_and_free_once_that_is_killed(tmp_path, holder):
-    with pytest.raises(CheckpointError, match=rf"holds it: process {holder.pid} on \S+, since 20\d\d-"):
+    with pytest.raises(CheckpointError, match=rf"holds it: process {holder.process.pid} on \S+, since 20\d\d-"):
         take_folder(tmp_path, "mine")
     assert is_held_by(tmp_path, "other")
-    holder.send_signal(signal.SIGSTOP)  # a stopped run may go on
+    os.kill(holder.process.pid, signal.SIGSTOP)  # a stopped run may go on
     with pytest.raises(CheckpointError, match="holds it"):
         take_folder(tmp_path, "mine")
-    holder.kill()
-    holder.wait()
+    holder.process.kill()
+    holder.process.join()
     began = time.monotonic()
     take_folder(tmp_path, "mine").release()
     assert time.monotonic() - began < 1.0
@@ -62,21 +63,16 @@ def test_a_second_session_of_the_same_process_is_refused(tmp_path):
         pass
 
 
-def test_workers_that_outlive_a_killed_run_hold_nothing(tmp_path):
-    code = HOLD.replace("print(", "import os\nchild = os.fork()\nchild and print(")
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.readline()
-    children = [int(pid) for pid in _children(process.pid)]
+def test_workers_that_outlive_a_killed_run_hold_nothing(tmp_path, tmp_path_factory):
+    process = start_holder(tmp_path, tmp_path_factory.mktemp("ready") / "held", forks=True)
+    children = [int(pid) for pid in _children(process.process.pid)]
     process.kill()
-    process.wait()
     try:
         assert children
         take_folder(tmp_path, "mine").release()
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
-        process.communicate()
 
 
 def _children(pid: int) -> list[str]:
@@ -101,7 +97,13 @@ def test_what_a_killed_run_of_another_machine_left_is_taken_over(tmp_path, monke
         foreign(tmp_path)
     else:
         (tmp_path / OWNER).write_text("" if left == "nothing" else "[" * 4000)
-    take_folder(tmp_path, "mine").release()
+    owner = take_folder(tmp_path, "mine")
+    try:
+        owner.require()
+        assert is_held_by(tmp_path, "mine")
+    finally:
+        owner.release()
+    assert not (tmp_path / OWNER).exists()
 
 
 def test_a_run_whose_folder_was_taken_writes_nothing_more(tmp_path):
@@ -130,15 +132,9 @@ def test_two_runs_in_one_folder_are_not_mixed(tmp_path):
             assert f"process {first[0].process.pid} on " in rank.errors.strip().splitlines()[-1]
         assert first[0].code is None
     finally:
-        end(first[0])
+        first[0].kill()
     third = collect(start_processes(ragged(1), TRAIN, {**arguments, "epochs": 1}))
     assert third[0].code == 0, third[0].errors
-
-
-def end(rank: Rank) -> None:
-    rank.process.kill()
-    rank.process.join()
-    rank.folder.cleanup()
 
 
 def test_a_copy_of_the_folder_by_the_run_itself_gives_it_to_nobody(tmp_path, monkeypatch):
@@ -149,9 +145,10 @@ def test_a_copy_of_the_folder_by_the_run_itself_gives_it_to_nobody(tmp_path, mon
         handle = os.open(tmp_path / OWNER, os.O_RDONLY)
         while ownership.read_owner(handle)["renewals"] < json.loads(copied)["renewals"] + 2:
             time.sleep(0.01)
-        taking = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True, timeout=60)
+        taking = Rank(HOLD, {"folder": str(tmp_path), "ready": str(tmp_path / "held")}, {})
+        assert taking.end(60)
         os.close(handle)
-        assert f"holds it: process {os.getpid()}" in taking.stderr
+        assert f"holds it: process {os.getpid()}" in taking.errors
         owner.require()
     finally:
         owner.release()

@@ -36,9 +36,7 @@ def watch(ranks: list[Rank], victim: int) -> tuple[list[Rank], int, float]:
         collect(others, limit_s=60.0)
         seconds = time.monotonic() - began
     finally:
-        ranks[victim].process.kill()
-        ranks[victim].process.join()
-        ranks[victim].folder.cleanup()
+        ranks[victim].kill()
     return others, pid, seconds
 
 

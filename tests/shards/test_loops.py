@@ -163,7 +163,10 @@ def told(model: nn.Module, outputs: list[Tensor], whole: Callable[[Any, Tensor],
     return {f"output {i}": output.detach() for i, output in enumerate(outputs)} | grads | buffers
 
 
-@pytest.mark.parametrize("rates", [Rates(), Rates(0.0, 0.0)], ids=["dear", "free"])
+@pytest.mark.parametrize(
+    "rates",
+    [pytest.param(Rates(), id="dear"), pytest.param(Rates(0.0, 0.0), id="free", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_does_the_same(name: str, rates: Rates) -> None:
     torch.manual_seed(0)

@@ -85,7 +85,7 @@ def accumulating(party: Party) -> dict[str, Any]:
         optimizer = sgd(model.parameters())
         for batch in batches[:2]:
             model(*batch).square().mean().backward()
-            reshard(model, optimizer, lay_out(model._program.traced.graph, [10, 30, 60]))
+            reshard(model, optimizer, lay_out(followed("small")[0].graph, [10, 30, 60]))
         optimizer.step()
         return full_state_dict(model, optimizer)
 
@@ -105,7 +105,7 @@ def counting(party: Party) -> tuple[int, int]:
     """Returns the bytes that travelled when one of 12 units changed hands, and those of all parameters."""
     with cut(party, "small", [6, 6]) as (model, _):
         optimizer = SGD(model.parameters(), lr=0.1)
-        graph = model._program.traced.graph
+        graph = followed("small")[0].graph
         reshard(model, optimizer, lay_out(graph, [5, 7]))
         model.traffic.clear()
         reshard(model, optimizer, lay_out(graph, [5, 7]))
@@ -128,7 +128,7 @@ def counts(layout: Layout) -> list[list[int]]:
 
 def keeping_structure(party: Party) -> None:
     with cut(party, "resnet18", [50, 30, 20]) as (model, batches):
-        graph, before = model._program.traced.graph, model.layout
+        graph, before = followed("resnet18")[0].graph, model.layout
         after = relaid(graph, before, [0.25, 1.0, 1.0])
         assert [choice.mode for choice in after.choices] == [choice.mode for choice in before.choices]
         assert after.members == before.members
@@ -149,7 +149,7 @@ def stale(party: Party) -> None:
     with cut(party, "small", [50, 50]) as (model, _):
         optimizer = AdamW(model.parameters())
         kept = list(model.parameters())
-        reshard(model, optimizer, lay_out(model._program.traced.graph, [80, 20]))
+        reshard(model, optimizer, lay_out(followed("small")[0].graph, [80, 20]))
         with pytest.raises(SpecError, match="Ask for them anew"):
             clip_grad_norm_(kept, 1.0)
         clip_grad_norm_(model.parameters(), 1.0)
@@ -161,7 +161,7 @@ def test_parameters_that_were_kept_aside_are_told_apart() -> None:
 
 def other_ranks(party: Party) -> None:
     with cut(party, "small", [50, 50]) as (model, _):
-        reshard(model, sgd(model.parameters()), lay_out(model._program.traced.graph, [1, 0]))
+        reshard(model, sgd(model.parameters()), lay_out(followed("small")[0].graph, [1, 0]))
 
 
 def test_a_layout_for_other_ranks_is_refused() -> None:

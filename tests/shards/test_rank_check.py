@@ -42,15 +42,26 @@ def cut(party: Party) -> Iterator[tuple[nn.Module, Sharded]]:
 
 
 def train(party: Party, disturb: Callable[..., Any], passes: int) -> None:
-    """Trains; `disturb(rank, step, optimizer, model)` may return other labels, or False to leave the step out."""
     with cut(party) as (_, model):
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        for step in range(passes):
-            wish = disturb(party.rank, step, optimizer, model)
-            optimizer.zero_grad()
-            cross_entropy(model(X), wish if isinstance(wish, torch.Tensor) else LABELS).backward()
-            if wish is not False:
-                optimizer.step()
+        take_steps(model, disturb, passes, rank=party.rank)
+
+
+def trained(party: Party, disturb: Callable[..., Any], passes: int) -> dict[str, torch.Tensor]:
+    """Returns the weights of the whole network after training."""
+    with cut(party) as (_, model):
+        take_steps(model, disturb, passes, rank=party.rank)
+        return full_state_dict(model)["model"]
+
+
+def take_steps(model: nn.Module, disturb: Callable[..., Any], passes: int, *, rank: int) -> None:
+    """Trains; `disturb(rank, step, optimizer, model)` may return other labels, or False to leave the step out."""
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for step in range(passes):
+        wish = disturb(rank, step, optimizer, model)
+        optimizer.zero_grad()
+        cross_entropy(model(X), wish if isinstance(wish, torch.Tensor) else LABELS).backward()
+        if wish is not False:
+            optimizer.step()
 
 
 def leave_out_a_step(rank: int, step: int, *_: Any) -> bool:
@@ -116,7 +127,10 @@ def test_ranks_that_do_the_same_are_left_alone() -> None:
     def changed_alike(rank: int, step: int, optimizer: Optimizer, _: nn.Module) -> None:
         optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
 
-    run_ranks(2, train, changed_alike, 2 * EVERY + 1)
+    plain = build()
+    take_steps(plain, changed_alike, 2 * EVERY + 1, rank=0)
+    for weights in run_ranks(2, trained, changed_alike, 2 * EVERY + 1):
+        torch.testing.assert_close(dict(weights), dict(plain.state_dict()))
 
 
 def test_nan_on_all_ranks_is_no_difference() -> None:
@@ -126,7 +140,8 @@ def test_nan_on_all_ranks_is_no_difference() -> None:
                 for parameter in model.parameters():
                     parameter.fill_(float("nan"))
 
-    run_ranks(2, train, spoil, 5)
+    for weights in run_ranks(2, trained, spoil, 5):
+        assert all(bool(value.isnan().all()) for value in weights.values())
 
 
 def test_an_optimizer_of_the_uncut_network_is_refused() -> None:
