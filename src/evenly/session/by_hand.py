@@ -10,11 +10,10 @@ from evenly._errors import SpecError
 from evenly.comm import Alarm, Party, party_of
 from evenly.graph import Example, Traced, follow
 from evenly.launch import find_place, identity, pick_device
-from evenly.nodes import Synchronized, join_nodes
+from evenly.nodes import Synchronized
+from evenly.session.composition import compose_synchronized
 from evenly.session.rehearsal import rehearse
-from evenly.session.sharding import require_scaler
 from evenly.shards import Sharded, example_of, join_shards, shard_model
-from evenly.shards.optim import state_placement
 from evenly.spec import Cluster, Device, Every, Exchange, ExchangeWishes, Node, Plan, Profile, period_of
 from evenly.survey import measure_cluster, survey_cluster
 
@@ -145,12 +144,11 @@ def synchronize(
         model = evenly.synchronize(model, optimizer, every=50, overlap=10, codec="int8")
         ```
     """
-    require_scaler(model, scaler)
     period, settings = period_of(every), Exchange(**exchange, timeout_s=timeout_s)
     party = party_of(group, timeout_s=timeout_s)
     device = next(iter(model.parameters()), torch.empty(0)).device
     cluster = survey_party(party, device, timeout_s=timeout_s)
-    return join_nodes(
+    return compose_synchronized(
         model,
         optimizer,
         party=party,
@@ -160,7 +158,6 @@ def synchronize(
         count=count,
         scaler=scaler,
         find_unused_parameters=find_unused_parameters,
-        state_placement=state_placement,
     )
 
 

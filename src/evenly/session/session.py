@@ -16,9 +16,10 @@ from evenly.batches import feed
 from evenly.comm import Alarm, party_of
 from evenly.graph import Example
 from evenly.launch import Place, find_place, open_world, pick_device
-from evenly.nodes import Synchronized, join_nodes
+from evenly.nodes import Synchronized
 from evenly.session.by_hand import regroup, survey_party
 from evenly.session.checkpoint import apply, restore_random_state
+from evenly.session.composition import compose_synchronized
 from evenly.session.full import Trainee
 from evenly.session.planning import exchange_of, plan_run, require_epochs, require_numbers
 from evenly.session.rebalancing import attach_rebalancer
@@ -178,12 +179,12 @@ class Session:
         if any(trainee.name == name for trainee in self._trainees):
             raise SpecError(f"a model named {name!r} is prepared already. Give each model of a run its own name=.")
         model.to(self.device)
-        part = shard_for(model, optimizer, plan, self._stage, scaler, timeout_s=self._timeout_s, verify=verify)
+        part = shard_for(model, optimizer, plan, self._stage, timeout_s=self._timeout_s, verify=verify)
         batches = None
         if dataset is not None:
             batches = feed(dataset, plan, rank=self.rank, device=self.device, **{"seed": self._seed, **loading})
             batches.between.append(self._between_steps)
-        synchronized = join_nodes(
+        synchronized = compose_synchronized(
             part,
             optimizer,
             party=self._stage.party,
