@@ -95,7 +95,7 @@ def plan_measured(
     plan = planner.plan(stage.cluster, profile, traced.graph, **wishes)
     for doubt in planner.doubts(profile, plan) if stage.party.rank == 0 else ():
         logger.warning("the plan is %s", doubt)
-    return Plan.from_json(stage.assembly.gather(plan.to_json() if stage.party.rank == 0 else None, "the plan")[0])
+    return Plan.from_json(stage.assembly.gather(plan.to_json() if stage.party.rank == 0 else "", "the plan")[0])
 
 
 def require_numbers(*, seed: int, checkpoint_every: int | str | None) -> None:

@@ -131,7 +131,7 @@ class Rebalancer:
         finders = {place: self._groups[place][self._layouts[place].members[0]] for place in due}
         mine = next((place for place, rank in finders.items() if rank == self._rank), None)
         rows = self._assembly.gather(self._relaid(mine, due), "units that change hands")
-        found = {place: Layout.model_validate_json(rows[rank]) for place, rank in finders.items() if rows[rank]}
+        found = {place: Layout.model_validate_json(text) for place, rank in finders.items() if (text := rows[rank])}
         self._put(found)
         return bool(found)
 

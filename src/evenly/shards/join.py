@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from evenly._errors import SpecError
-from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, gather_json, open_group, require_same
+from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, gather_json, open_group, require_same, ring_on_error
 from evenly.graph import Example, Traced, follow
 from evenly.planner import Rates, lay_out
 from evenly.shards.cutting import copy_tree, cut_model
@@ -55,12 +55,8 @@ def join_shards(
     check_shares(layout.shares, ranks=party.size)
     room = party.chapter("shards")
     alarm = Alarm(room, parent=parent)
-    try:
+    with ring_on_error(alarm, closes=True):
         return _join(traced, layout, room, alarm, devices, timeout_s)
-    except BaseException as error:
-        alarm.ring(error)
-        alarm.close()
-        raise
 
 
 def _join(
