@@ -3,12 +3,12 @@
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from evenly.comm import Alarm, Party
 from evenly.graph import Traced
+from evenly.session.calibration import Joint
 from evenly.session.composition import compose_synchronized
 from evenly.spec import Cluster, EverySteps, Exchange
 from evenly.survey import finish, inputs_of, train_step, usual
@@ -39,14 +39,6 @@ class Trial:
         train_step(self._model, self._optimizer, given)
         finish(self._device)
         return time.perf_counter() - began
-
-
-@dataclass(frozen=True)
-class Joint:
-    """A step of some ranks together, and the part of it in which this rank computes."""
-
-    seconds: float
-    computing_s: float
 
 
 class Ensemble:
