@@ -1,5 +1,6 @@
 """Dataset + Plan -> loader of unequal batches."""
 
+from evenly._errors import DataError
 from evenly.batches.loader import Feed, feed
 
-__all__ = ["Feed", "feed"]
+__all__ = ["DataError", "Feed", "feed"]
