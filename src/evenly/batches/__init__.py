@@ -2,5 +2,6 @@
 
 from evenly._errors import DataError
 from evenly.batches.loader import Feed, feed
+from evenly.batches.loading import FeedWishes
 
-__all__ = ["DataError", "Feed", "feed"]
+__all__ = ["DataError", "Feed", "FeedWishes", "feed"]

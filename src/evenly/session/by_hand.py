@@ -1,7 +1,7 @@
 """The verbs for a plain torch loop, in any process group that a script has opened."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,15 @@ def measure(
     )
 
 
+class MeasureLimits(TypedDict):
+    """What measuring devices and measuring joint steps both take."""
+
+    quick: bool
+    timeout_s: float
+    tell: Callable[[str], None]
+    parent: Alarm | None
+
+
 def measure_party(
     party: Party,
     traced: Traced,
@@ -93,12 +102,16 @@ def measure_party(
     parent: Alarm | None = None,
 ) -> Profile:
     """Returns the profile of the ranks of `party`: devices, wires, and steps in which gradients are averaged."""
-    limits: Any = {"timeout_s": timeout_s, "tell": tell or (lambda _: None)}
+    limits: MeasureLimits = {
+        "quick": quick,
+        "timeout_s": timeout_s,
+        "tell": tell or (lambda _: None),
+        "parent": parent,
+    }
     chapter = party.chapter("measure")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # what is drawn later stays the same
-        wishes: Any = {"quick": quick, "parent": parent, **limits}
-        profile = measure_cluster(chapter, traced, cluster, device, memory_bytes=memory_bytes, **wishes)
-        return rehearse(party.chapter("rehearse"), traced, cluster, profile, device, **wishes)
+        profile = measure_cluster(chapter, traced, cluster, device, memory_bytes=memory_bytes, **limits)
+        return rehearse(party.chapter("rehearse"), traced, cluster, profile, device, **limits)
 
 
 def synchronize(

@@ -5,7 +5,6 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -223,8 +222,8 @@ def attach_rebalancer(trainee: Trainee, plan: Plan, stage: Stage) -> None:
     balance = Rebalancer(trainee, plan, stage)
 
     def tell() -> None:
-        told: Any = {"samples": tuple(balance.samples), "shares": tuple(balance.shares)}
-        stage.recorder.tell(Rebalanced, step=trainee.model.schedule.step, **told)
+        samples, shares = tuple(balance.samples), tuple(balance.shares)
+        stage.recorder.tell(Rebalanced, step=trainee.model.schedule.step, samples=samples, shares=shares)
 
     balance.on_change.append(tell)
     trainee.feed.between.append(balance.look)
