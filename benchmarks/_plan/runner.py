@@ -9,7 +9,7 @@ import torch.distributed as dist
 from benchmarks._plan.network import INPUT_SHAPE, NUM_CLASSES, network
 from benchmarks.common import median
 from evenly.comm import Alarm, Party
-from evenly.nodes import join_nodes
+from evenly.session.composition import compose_synchronized
 from evenly.session.sharding import shard_for
 from evenly.session.stage import Stage
 from evenly.spec import Cluster, Plan
@@ -29,7 +29,7 @@ class PlanTrainer:
         active_plan = plan.among_active() if len(plan.active) < len(plan.roles) else plan
         model = network()
         self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        self._model = join_nodes(
+        self._model = compose_synchronized(
             shard_for(model, self._optimizer, active_plan, self._stage, timeout_s=TIMEOUT_S),
             self._optimizer,
             party=own_party,

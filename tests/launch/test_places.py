@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evenly._errors import LaunchError, SpecError
-from evenly.launch import Place, environment, find_place, identity, overlay, torchrun_environment
+from evenly.launch import Place, environment, find_place, identity, overlay
 
 RECORDED = sorted((Path(__file__).parent / "environments").glob("*.json"))
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
@@ -88,24 +88,6 @@ def test_without_an_argument_the_environment_of_this_process_is_read(monkeypatch
     assert overlay({"RANK": "0"}) == {**os.environ, "RANK": "0"}
 
 
-def test_a_child_environment_reads_back_as_torchrun() -> None:
-    environ = torchrun_environment(
-        rank=3,
-        world_size=4,
-        local_rank=0,
-        local_size=1,
-        node=1,
-        master_addr="127.0.0.1",
-        master_port=29500,
-        extra={"OMP_NUM_THREADS": "2"},
-    )
-    assert environ["OMP_NUM_THREADS"] == "2"
-    assert environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
-    assert "PATH" not in environ
-    expected = {"rank": 3, "world_size": 4, "local_rank": 0, "local_size": 1, "node_id": "1", "launcher": "torchrun"}
-    assert find_place(environ) == Place(**expected, master_addr="127.0.0.1", master_port=29500)
-
-
 def test_an_impossible_place_cannot_be_made() -> None:
     for fields in ({"rank": 2}, {"local_rank": 2}, {"local_size": 3}, {"master_addr": "a"}):
         with pytest.raises(SpecError):
@@ -123,7 +105,7 @@ def test_an_identity_tells_where_the_process_runs() -> None:
 
 def test_finding_a_place_does_not_import_torch() -> None:
     code = (
-        "import sys; from evenly.launch import Place, find_place, identity, torchrun_environment, environment\n"
+        "import sys; from evenly.launch import Place, find_place, identity, environment\n"
         "identity(find_place({})); import evenly.cli.launch; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -35,6 +35,11 @@ def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_session_that_is_not_open_says_so():
+    with pytest.raises(SpecError, match=r"it is not open.*with evenly\.Session"):
+        evenly.Session().plan(batch_size=8)
+
+
 def test_the_record_tells_the_run(tmp_path):
     heard = []
     with evenly.Session(tmp_path / "run") as session:

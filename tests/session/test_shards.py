@@ -6,12 +6,14 @@ from torch import nn
 
 from evenly import SpecError
 from evenly.comm import Party
-from evenly.session.sharding import plan_replicas, require_scaler
+from evenly.session.composition import require_scaler
+from evenly.session.sharding import plan_replicas
 from evenly.shards import GradScaler, shard_model
 from tests.processes import collect, run_processes, start_processes
 from tests.ranks import cluster_of, ragged, run_ranks
 
 TRAIN = "tests.session.shard_programs:train"
+TRAIN_FACTORED = "tests.session.shard_programs:train_factored"
 
 
 def parameters(result):
@@ -45,6 +47,14 @@ def test_a_run_that_crashed_resumes_bit_for_bit_and_with_other_shares(alone, tmp
     for result in run_processes(ragged(3), TRAIN, other):
         assert result["first_step"] > 0
         torch.testing.assert_close(parameters(result), alone, rtol=1e-9, atol=1e-11)
+
+
+def test_state_of_a_factored_optimizer_is_averaged_as_by_hand():
+    results = run_processes(ragged(2, 2), TRAIN_FACTORED, {"by_hand": False})
+    assert results[0]["replicated"]
+    for first, second in (results[:2], results[2:]):
+        assert first["replicated"] == second["replicated"]
+    assert results == run_processes(ragged(2, 2), TRAIN_FACTORED, {"by_hand": True})
 
 
 @pytest.mark.parametrize(("ranks", "shares"), [(3, [40, 60]), (2, [70, 25, 5])])

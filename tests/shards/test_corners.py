@@ -178,9 +178,11 @@ def test_tensors_may_be_given_by_keyword():
     torch.manual_seed(0)
     model, ids = ByKeyword().double(), torch.arange(6).view(2, 3)
     truth = model(ids)
+    traced = follow(model, ids)
+    layout = lay_out(traced.graph, [2, 1], rates=Rates(0.0, 0.0))
 
     def act(party: Party) -> Tensor:
-        sharded = shard_model(model, ids, party=party, shares=[2, 1], rates=Rates(0.0, 0.0))
+        sharded = join_shards(traced, layout, party=party)
         out = sharded(ids)
         out.sum().backward()
         sharded.close()

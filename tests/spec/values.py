@@ -18,7 +18,6 @@ from evenly.spec import (
     Forecast,
     Lane,
     LayerCurves,
-    Link,
     Measured,
     Node,
     Plan,
@@ -75,11 +74,7 @@ def rank_lists(draw: st.DrawFn) -> list[list[int]]:
 def clusters(draw: st.DrawFn) -> Cluster:
     lists = draw(rank_lists())
     nodes = [Node(name=draw(texts), ranks=r, devices=[draw(devices) for _ in r]) for r in lists]
-    pairs = [(a, b) for a in range(len(nodes)) for b in range(len(nodes)) if a != b]
-    joined = draw(st.lists(st.sampled_from(pairs), max_size=3)) if pairs else []
-    speeds = st.none() | positive
-    links = [Link(source=a, target=b, latency_s=draw(speeds), bytes_per_s=draw(speeds)) for a, b in joined]
-    return Cluster(nodes=nodes, links=links)
+    return Cluster(nodes=nodes)
 
 
 @st.composite

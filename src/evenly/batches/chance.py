@@ -4,11 +4,14 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
+
+PythonState = tuple[object, ...]
+NumpyState = tuple[str, np.typing.NDArray[np.uint32], int, int, float] | dict[str, object]
+Generators = tuple[torch.Tensor, PythonState, NumpyState]  # of torch, Python and numpy
 
 _ONE_AT_A_TIME = threading.RLock()  # ranks may be threads, and they share the global generators
 
@@ -28,7 +31,7 @@ class Chance:
     """The global generators of torch, Python and numpy as a seed leaves them, and as they are used from there on."""
 
     def __init__(self, seed: int) -> None:
-        self._state: tuple[Any, ...] = (
+        self._state: Generators = (
             torch.Generator().manual_seed(seed).get_state(),
             random.Random(seed).getstate(),  # noqa: S311  # an order, not a secret
             np.random.RandomState(seed % 2**32).get_state(),
@@ -47,7 +50,7 @@ class Chance:
                 _put(outside)
 
 
-def _put(state: tuple[Any, ...]) -> None:
+def _put(state: Generators) -> None:
     torch.set_rng_state(state[0])
     random.setstate(state[1])
     np.random.set_state(state[2])

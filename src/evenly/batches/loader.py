@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.utils.data import Dataset
 
 from evenly._errors import DataError, SpecError
 from evenly.batches.device import to_device
+from evenly.batches.loading import FeedWishes, Loading
 from evenly.batches.parts import Epoch, Rules, check_samples
 from evenly.batches.sources import open_source
 from evenly.comm import party_of
@@ -25,16 +26,16 @@ class Feed:
 
     def __init__(
         self,
-        dataset: Dataset[Any] | Iterable[Any],
+        dataset: Dataset[object] | Iterable[object],
         *,
         rank: int,
         samples: Sequence[int],
         seed: int = 0,
         shuffle: bool | None = None,
-        sampler: Iterable[Any] | None = None,
+        sampler: Iterable[object] | None = None,
         drop_last: bool = False,
         device: torch.device | None = None,
-        **loading: Any,
+        **loading: Unpack[Loading],
     ) -> None:
         self.epoch = 0
         self.offset = 0  # samples of this epoch that all ranks together have taken
@@ -91,7 +92,7 @@ class Feed:
         for tell in self.on_end:
             tell()
 
-    def samples_of(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> float:
+    def samples_of(self, module: torch.nn.Module, *args: object, **kwargs: object) -> float:
         """Returns the samples of the batch handed out last, which `module` is about to be called with.
 
         Raises `SpecError` where none was handed out in this epoch and the module trains. In evaluation it is the
@@ -151,7 +152,14 @@ class Feed:
         return epoch.more()
 
 
-def feed(dataset: Dataset[Any] | Iterable[Any], plan: Plan, *, rank: int | None = None, **loading: Any) -> Feed:
+def feed(
+    dataset: Dataset[object] | Iterable[object],
+    plan: Plan,
+    *,
+    rank: int | None = None,
+    device: torch.device | None = None,
+    **loading: Unpack[FeedWishes],
+) -> Feed:
     """Returns this rank's batches of `dataset`: unequal sizes as the plan says, equal numbers of steps everywhere.
 
     Args:
@@ -159,9 +167,10 @@ def feed(dataset: Dataset[Any] | Iterable[Any], plan: Plan, *, rank: int | None 
             a stream every rank reads all samples, in the same order, and takes its part.
         plan: gives the samples that each rank takes of a global batch.
         rank: this rank; that of the open process group if left out.
-        loading: `seed`, `shuffle` (yes, unless there is a `sampler` or a stream), `sampler`, `drop_last`, `device` (of
-            the batches), and of torch's DataLoader `num_workers`, `collate_fn`, `pin_memory`, `worker_init_fn`,
-            `persistent_workers`, `prefetch_factor`, `timeout`, `multiprocessing_context`.
+        device: where batches are moved to; they stay where they are if left out.
+        loading: `seed`, `shuffle` (yes, unless there is a `sampler` or a stream), `sampler`, `drop_last`, and of
+            torch's DataLoader `num_workers`, `collate_fn`, `pin_memory`, `worker_init_fn`, `persistent_workers`,
+            `prefetch_factor`, `timeout`, `multiprocessing_context`.
     """
     own = party_of().rank if rank is None else rank
     if not 0 <= own < len(plan.roles):
@@ -178,4 +187,4 @@ def feed(dataset: Dataset[Any] | Iterable[Any], plan: Plan, *, rank: int | None 
     place, shares = plan.takers.index(first), plan.batch_shares
     if not all(shares):
         raise DataError("feed was given a plan without samples per rank. Make it with a batch_size, or set them.")
-    return Feed(dataset, rank=place, samples=shares, **loading)
+    return Feed(dataset, rank=place, samples=shares, device=device, **loading)

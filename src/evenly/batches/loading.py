@@ -1,11 +1,37 @@
 """What is passed on to torch's DataLoader."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from multiprocessing.context import BaseContext
+from typing import Any, TypedDict
 
 from torch.utils.data import DataLoader
 
 from evenly._errors import SpecError
+
+Collate = Callable[[Any], object]  # samples, as the dataset has them -> a batch
+
+
+class Loading(TypedDict, total=False):
+    """What torch's DataLoader is given."""
+
+    num_workers: int
+    collate_fn: Collate | None
+    pin_memory: bool
+    worker_init_fn: Callable[[int], None] | None
+    persistent_workers: bool
+    prefetch_factor: int | None
+    timeout: float
+    multiprocessing_context: BaseContext | str | None
+
+
+class FeedWishes(Loading, total=False):
+    """How `feed` orders and loads samples."""
+
+    seed: int
+    shuffle: bool | None
+    sampler: Iterable[object] | None
+    drop_last: bool
+
 
 PASSED_ON = (
     "num_workers",
@@ -24,7 +50,7 @@ INSTEAD = {
 }
 
 
-def check_loading(loading: Mapping[str, Any]) -> None:
+def check_loading(loading: Loading) -> None:
     """Raises `SpecError` for an option that is not passed on, or that a DataLoader does not take."""
     for name in loading:
         if name not in PASSED_ON:

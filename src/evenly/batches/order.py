@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
@@ -10,14 +9,14 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from evenly._errors import DataError, SpecError
 from evenly.batches.chance import Chance, seed_of
 
-Order = torch.Tensor | Sequence[Any]
+Order = torch.Tensor | Sequence[object]
 
 
 class Ordering:
     """The order of the samples of a map-style dataset: its own, shuffled, or a sampler's."""
 
     def __init__(
-        self, dataset: Any, *, ranks: int, seed: int, shuffle: bool | None, sampler: Iterable[Any] | None
+        self, dataset: object, *, ranks: int, seed: int, shuffle: bool | None, sampler: Iterable[object] | None
     ) -> None:
         if sampler is not None:
             check_sampler(sampler, shuffle=shuffle)
@@ -43,7 +42,7 @@ class Ordering:
         return torch.randperm(self.size(), generator=torch.Generator().manual_seed(seed_of(self._seed, epoch)))
 
 
-def drawn(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
+def drawn(sampler: Iterable[object], *, seed: int, epoch: int) -> list[object]:
     """Returns what a sampler draws in an epoch: a matter of the seed and the epoch, whatever was drawn before."""
     set_epoch(sampler, epoch)
     number = seed_of(seed, epoch)
@@ -54,7 +53,7 @@ def drawn(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
     return found
 
 
-def taken_from(order: Order, first: int, last: int) -> list[Any]:
+def taken_from(order: Order, first: int, last: int) -> list[object]:
     """Returns the samples [first, last); where there are none, two borrowed ones, as BatchNorm needs two."""
     found = order[first:last] if first < last else order[-2:]
     return found.tolist() if isinstance(found, torch.Tensor) else list(found)
@@ -66,7 +65,7 @@ def set_epoch(thing: object, epoch: int) -> None:
         tell(epoch)
 
 
-def check_sampler(sampler: Iterable[Any], *, shuffle: bool | None) -> None:
+def check_sampler(sampler: Iterable[object], *, shuffle: bool | None) -> None:
     """Raises `SpecError` if the sampler cannot give one order to all ranks."""
     name = type(sampler).__name__
     if shuffle:

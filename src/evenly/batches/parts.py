@@ -1,14 +1,15 @@
 """A global batch -> the part of one rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Protocol
+from typing import Protocol
 
 from evenly._errors import SpecError
+from evenly.batches.loading import Loading
 from evenly.spec import deal
 
-Step = tuple[int, int, Any]  # samples of the epoch taken after it, samples of this rank, its batch
+Step = tuple[int, int, object]  # samples of the epoch taken after it, samples of this rank, its batch
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Rules:
     ranks: int
     seed: int
     drop_last: bool
-    loading: Mapping[str, Any]  # what is passed on to torch's DataLoader
+    loading: Loading  # what is passed on to torch's DataLoader
 
     @property
     def workers_last(self) -> bool:

@@ -1,7 +1,6 @@
 """Map-style dataset + order -> this rank's steps of an epoch."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -13,17 +12,17 @@ from evenly.batches.parts import Rules, Step, is_step, part_of
 class Picks:
     """A map-style dataset whose samples are picked in one order an epoch."""
 
-    def __init__(self, dataset: Dataset[Any], ordering: Ordering, rules: Rules) -> None:
+    def __init__(self, dataset: Dataset[object], ordering: Ordering, rules: Rules) -> None:
         self.size, self.rules = ordering.size, rules
         self._dataset, self._ordering = dataset, ordering
         self._current = _Current()
-        self._lasting: DataLoader[Any] | None = None  # if workers outlive an epoch, so does their loader
+        self._lasting: DataLoader[object] | None = None  # if workers outlive an epoch, so does their loader
 
     def begin(self, epoch: int) -> "PickedEpoch":
         """Returns an epoch, to be loaded from any offset."""
         return PickedEpoch(self, epoch, self._ordering.of(epoch))
 
-    def batches(self, indices: Iterator[list[Any]], *, epoch: int, offset: int) -> Iterator[Any]:
+    def batches(self, indices: Iterator[list[object]], *, epoch: int, offset: int) -> Iterator[object]:
         """Returns the batches of these indices; the workers' random numbers depend on epoch, offset and rank."""
         rules = self.rules
         own = generator_of(rules.seed, epoch, offset=offset, rank=rules.rank)
@@ -44,7 +43,7 @@ class PickedEpoch:
 
     def load(self, offset: int, shares: tuple[int, ...]) -> None:
         """Goes on after `offset` samples with these shares."""
-        self._batches: Iterator[Any] | None = None  # ends the workers, and with them what they loaded ahead
+        self._batches: Iterator[object] | None = None  # ends the workers, and with them what they loaded ahead
         self._offset, self.shares = offset, shares
         self._spans = self._steps()
         self._next = next(self._spans, None)
@@ -76,7 +75,7 @@ class PickedEpoch:
 class _Current:
     """What a lasting loader iterates over now."""
 
-    indices: Iterator[list[Any]] = iter(())
+    indices: Iterator[list[object]] = iter(())
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[list[object]]:
         return self.indices

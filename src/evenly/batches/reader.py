@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any
 
 from evenly._errors import DataError
 from evenly._torch.dataloader import outside_of_workers
@@ -16,12 +15,12 @@ AT_ONCE = 256  # samples that are read and skipped at a time
 class Reader:
     """A stream that is read in order, some samples ahead, with random numbers that depend on seed and epoch only."""
 
-    def __init__(self, dataset: Iterable[Any], *, seed: int, epoch: int) -> None:
+    def __init__(self, dataset: Iterable[object], *, seed: int, epoch: int) -> None:
         set_epoch(dataset, epoch)
         self.position = 0  # samples taken
-        self.last: list[Any] = []  # the two taken last, to be borrowed
+        self.last: list[object] = []  # the two taken last, to be borrowed
         self._name = type(dataset).__name__
-        self._ahead: deque[Any] = deque()
+        self._ahead: deque[object] = deque()
         self._chance = Chance(seed_of(seed, epoch))
         with self._chance.applied(), outside_of_workers():
             self._samples = iter(dataset)
@@ -33,7 +32,7 @@ class Reader:
                 self._ahead.extend(islice(self._samples, count - len(self._ahead)))
         return min(count, len(self._ahead))
 
-    def take(self, count: int) -> list[Any]:
+    def take(self, count: int) -> list[object]:
         """Returns the next `count` samples, fewer at the end."""
         taken = [self._ahead.popleft() for _ in range(self.fill(count))]
         self.position += len(taken)

@@ -1,9 +1,9 @@
 """Dataset + options -> where steps come from: samples picked by index, or a stream."""
 
 from collections.abc import Iterable, Sized
-from typing import Any
+from typing import TypeGuard
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from evenly._errors import DataError, SpecError
 from evenly.batches.loading import check_loading
@@ -13,15 +13,14 @@ from evenly.batches.picks import Picks
 from evenly.batches.streams import Stream
 
 
-def open_source(dataset: Any, rules: Rules, *, shuffle: bool | None, sampler: Iterable[Any] | None) -> Source:
+def open_source(dataset: object, rules: Rules, *, shuffle: bool | None, sampler: Iterable[object] | None) -> Source:
     """Returns what gives one rank its steps."""
     check_loading(rules.loading)
     _refuse_loader(dataset)
     if _has_indices(dataset, sampler):
         ordering = Ordering(dataset, ranks=rules.ranks, seed=rules.seed, shuffle=shuffle, sampler=sampler)
         return Picks(dataset, ordering, rules)
-    _check_stream(dataset, shuffle=shuffle, sampler=sampler)
-    return Stream(dataset, rules)
+    return Stream(_checked_stream(dataset, shuffle=shuffle, sampler=sampler), rules)
 
 
 def _refuse_loader(dataset: object) -> None:
@@ -33,13 +32,14 @@ def _refuse_loader(dataset: object) -> None:
         )
 
 
-def _has_indices(dataset: object, sampler: object) -> bool:
+def _has_indices(dataset: object, sampler: object) -> TypeGuard[Dataset[object]]:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return False
     return isinstance(dataset, Sized) or (sampler is not None and not isinstance(dataset, Iterable))
 
 
-def _check_stream(dataset: object, *, shuffle: bool | None, sampler: object) -> None:
+def _checked_stream(dataset: object, *, shuffle: bool | None, sampler: object) -> Iterable[object]:
+    """Returns the stream, or raises an error for what cannot be read as one."""
     name = type(dataset).__name__
     if not isinstance(dataset, Iterable):
         raise DataError(
@@ -56,3 +56,4 @@ def _check_stream(dataset: object, *, shuffle: bool | None, sampler: object) -> 
             f"shuffle=True was given for {name}, but a stream comes in its own order. "
             "Leave it out, and let the stream shuffle if it can."
         )
+    return dataset

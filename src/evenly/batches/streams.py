@@ -1,13 +1,13 @@
 """Stream of samples -> this rank's steps of an epoch. Every rank reads the same stream and takes its parts."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from evenly._errors import SpecError
 from evenly.batches.chance import generator_of
+from evenly.batches.loading import Collate, Loading
 from evenly.batches.parts import Rules, Step, is_step, part_of
 from evenly.batches.reader import Reader
 
@@ -15,7 +15,7 @@ from evenly.batches.reader import Reader
 class Stream:
     """A dataset without indices: an IterableDataset, or anything else that can be iterated over."""
 
-    def __init__(self, dataset: Iterable[Any], rules: Rules) -> None:
+    def __init__(self, dataset: Iterable[object], rules: Rules) -> None:
         loading = rules.loading
         self.has_workers = bool(loading.get("num_workers"))
         self._is_read_once = isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset)
@@ -26,9 +26,10 @@ class Stream:
                 "workers."
             )
         self.rules, self._dataset = rules, dataset
-        self._loading = {**loading, "collate_fn": _Collated(loading.get("collate_fn") or default_collate)}
+        collated = _Collated(loading.get("collate_fn") or default_collate)
+        self._loading: Loading = {**loading, "collate_fn": collated}
         self._reader: Reader | None = None
-        self._lasting: tuple[torch.Tensor, DataLoader[Any]] | None = None  # where workers outlive an epoch
+        self._lasting: tuple[torch.Tensor, DataLoader[Step]] | None = None  # where workers outlive an epoch
 
     def size(self) -> int:
         """Returns the samples of an epoch if the dataset has a length, or raises `TypeError`."""
@@ -54,7 +55,7 @@ class Stream:
         self._lasting[0].copy_(orders)
         return iter(self._lasting[1])
 
-    def _open(self, orders: torch.Tensor, reader: Reader | None, own: torch.Generator) -> DataLoader[Any]:
+    def _open(self, orders: torch.Tensor, reader: Reader | None, own: torch.Generator) -> DataLoader[Step]:
         parts = Parts(self._dataset, orders, self.rules, reader)
         return DataLoader(parts, batch_size=None, generator=own, **self._loading)
 
@@ -94,13 +95,13 @@ class StreamedEpoch:
         return self._steps
 
 
-class Parts(IterableDataset[Any]):
+class Parts(IterableDataset[Step]):
     """The steps of one rank, not collated yet; of several workers each reads all and hands on its turns.
 
     `orders` says where to start: epoch, offset, shares. It is a tensor so that lasting workers can see it change.
     """
 
-    def __init__(self, dataset: Iterable[Any], orders: torch.Tensor, rules: Rules, reader: Reader | None) -> None:
+    def __init__(self, dataset: Iterable[object], orders: torch.Tensor, rules: Rules, reader: Reader | None) -> None:
         self._dataset, self._orders, self._rules = dataset, orders, rules
         self._reader = reader  # one that has begun already; workers make their own
 
@@ -126,7 +127,7 @@ class Parts(IterableDataset[Any]):
 class _Collated:
     """Makes a batch of the samples of a step."""
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate_fn: Collate) -> None:
         self._collate_fn = collate_fn
 
     def __call__(self, step: Step) -> Step:

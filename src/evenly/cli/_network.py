@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -132,7 +132,7 @@ def _maker(model: str) -> Callable[[], object]:
         raise SpecError(
             f"there is no network {model!r}. Choose one of: {', '.join(NETWORKS)}. {HOW.replace('Give', 'Or give', 1)}."
         )
-    found: Any = _module(home, model)
+    found: object = _module(home, model)
     for part in name.split("."):
         if not hasattr(found, part):
             raise SpecError(f"the network {model!r} was asked for, but {home} has no {name!r}. {HOW}.")

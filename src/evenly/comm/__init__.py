@@ -2,6 +2,7 @@
 
 from evenly.comm.agreement import require_same
 from evenly.comm.alarm import Alarm
+from evenly.comm.context import GroupContext, open_context, open_for_now, ring_on_error
 from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups, owners_of_slices
 from evenly.comm.moves import (
     Assembly,
@@ -23,6 +24,7 @@ __all__ = [
     "MOVES",
     "Alarm",
     "Assembly",
+    "GroupContext",
     "Groups",
     "Party",
     "Peers",
@@ -45,6 +47,8 @@ __all__ = [
     "is_retired",
     "off_wire",
     "on_wire",
+    "open_context",
+    "open_for_now",
     "open_group",
     "open_groups",
     "owners_of_slices",
@@ -54,5 +58,6 @@ __all__ = [
     "put",
     "require_same",
     "retire",
+    "ring_on_error",
     "take",
 ]

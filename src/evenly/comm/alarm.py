@@ -14,7 +14,6 @@ import time
 import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
@@ -252,9 +251,9 @@ class Alarm:
 
     def _poll(self) -> None:
         for note in self._fresh():
-            self._read(Note(**{**note, "sharing": tuple(note["sharing"])}))
+            self._read(note)
 
-    def _fresh(self) -> list[dict[str, Any]]:
+    def _fresh(self) -> list[Note]:
         store = self.party.store
         if store.error is not None or not self._reading.acquire(timeout=2 * INTERVAL_S):  # the thread may hang in it
             return []
@@ -268,15 +267,15 @@ class Alarm:
         finally:
             self._reading.release()
 
-    def _ask(self) -> list[dict[str, Any]]:
+    def _ask(self) -> list[Note]:
         """Returns the new notes; direct calls of the store, with a sign of life and a look for those of the others."""
         store = self.party.store.raw
         if self._is_root and not self._stop.is_set():
             self._beats.beat()
-        notes: list[dict[str, Any]] = []
+        notes: list[Note] = []
         count = store.add("notes", 0)
         while self._seen < count and store.check([f"note/{self._seen + 1}"]):
-            notes.append(json.loads(store.get(f"note/{self._seen + 1}")))
+            notes.append(_note(store.get(f"note/{self._seen + 1}")))
             self._seen += 1
         if self._is_root:
             self._beats.sample()
@@ -327,6 +326,11 @@ def _watch(alarm: "weakref.ref[Alarm]", stop: threading.Event) -> None:
             return
         watched._tick()
         del watched
+
+
+def _note(text: bytes) -> Note:
+    fields = json.loads(text)
+    return Note(**{**fields, "sharing": tuple(fields["sharing"])})
 
 
 def _settle(future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from evenly._errors import LockstepError, PeerError
 from evenly.comm.alarm import Alarm
 from evenly.comm.heartbeats import AwakeClock
+
+T = TypeVar("T")
 
 QUIET_S = 2.0  # a longer wait for others to come is told to them
 
@@ -162,8 +164,8 @@ def all_to_all(
     return _work(dist.all_to_all_single(received, sent, takes, gives, group=group, async_op=True))
 
 
-def gather_json(value: Any, group: dist.ProcessGroup, waiter: Waiter) -> list[Any]:
-    """Returns every member's `value`, in the members' order; values are what JSON can say."""
+def gather_json(value: T, group: dist.ProcessGroup, waiter: Waiter) -> list[T]:
+    """Returns every member's `value`, in the members' order; values are what JSON can say, and tuples become lists."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes, work = all_gather(torch.tensor([text.numel()]), group)
     waiter.wait([work], meeting=True)
@@ -181,7 +183,7 @@ class Assembly:
         self._alarm, self._group, self._timeout_s = alarm, group, timeout_s
         self._number = 0
 
-    def gather(self, value: Any, what: str, *, where: str = "") -> list[Any]:
+    def gather(self, value: T, what: str, *, where: str = "") -> list[T]:
         """Returns every rank's `value`; `what` says in an error what the ranks met for, and `where` with which files.
 
         Raises:
@@ -189,7 +191,7 @@ class Assembly:
         """
         self._number += 1
         waiter = Waiter(self._alarm, place=f"{what}{where} (meeting {self._number})", timeout_s=self._timeout_s)
-        rows = gather_json([what, value], self._group, waiter)
+        rows = gather_json((what, value), self._group, waiter)
         self._alarm.passed(waiter.place)
         if any(asked != what for asked, _ in rows):
             calls = "; ".join(f"rank {rank}: {asked}" for rank, (asked, _) in enumerate(rows))

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from evenly.launch.children import torchrun_environment
+from evenly._errors import LaunchError
 from evenly.launch.find import find_place
 from evenly.launch.host import Identity, identity
 from evenly.launch.launcher import Launcher
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Identity",
+    "LaunchError",
     "Launcher",
     "Place",
     "World",
@@ -24,7 +25,6 @@ __all__ = [
     "open_world",
     "overlay",
     "pick_device",
-    "torchrun_environment",
 ]
 
 

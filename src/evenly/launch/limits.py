@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from evenly._errors import PeerError
 from evenly._torch.process_groups import FileStore, HashStore, PrefixStore, Store
@@ -33,8 +33,16 @@ def within(limit_s: float, call: Callable[[], Result]) -> Result:
 
     Seconds in which this process was itself stopped do not count: the answer may have come meanwhile.
     """
-    result: Result = _Call(call).wait(limit_s)
-    return result
+    return _Call(call).wait(limit_s)
+
+
+class _Asked(Protocol):
+    """A call of any result."""
+
+    waited_s: float
+
+    def run(self) -> None:
+        """Makes the call."""
 
 
 class _Worker:
@@ -43,7 +51,7 @@ class _Worker:
     idle: ClassVar[deque["_Worker"]] = deque()
 
     def __init__(self) -> None:
-        self.calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="bounded-call", daemon=True).start()
 
     def _run(self) -> None:
@@ -64,12 +72,12 @@ class _Worker:
 os.register_at_fork(after_in_child=_Worker.idle.clear)  # a child has none of these threads
 
 
-class _Call:
+class _Call(Generic[Result]):
     """A call in a thread of its own."""
 
-    def __init__(self, call: Callable[[], Any]) -> None:
+    def __init__(self, call: Callable[[], Result]) -> None:
         self._call, self._done = call, threading.Event()
-        self._result: Any = None
+        self._result: list[Result] = []  # once there is one
         self._error: BaseException | None = None
         self.waited_s = 0.0
         try:
@@ -81,33 +89,33 @@ class _Call:
     def run(self) -> None:
         """Makes the call; what waits for it goes on."""
         try:
-            self._result = self._call()
+            self._result = [self._call()]
         except BaseException as error:
             self._error = error
         self._done.set()
 
-    def wait(self, limit_s: float) -> Any:
+    def wait(self, limit_s: float) -> Result:
         while not self._done.wait(min(SLICE_S, limit_s)):
             self.waited_s += SLICE_S
             if self.waited_s >= limit_s:
                 raise NoAnswerError
         if self._error is not None:
             raise self._error
-        return self._result
+        return self._result[0]
 
 
 class _Connection:
     """What all parts of one store share: who hosts it, which calls wait, and how it failed."""
 
     def __init__(self, store: Store) -> None:
-        root: Any = store
+        root: Any = store  # of a kind with or without an address
         while isinstance(root, PrefixStore):
             root = root.underlying_store
         self.is_remote = root is not None and not isinstance(root, _IN_PROCESS)
         self.address = f"{root.host}:{root.port}" if hasattr(root, "host") else type(root).__name__
         self.of_agent = environment("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.host = "torchrun's agent on the first node" if self.of_agent else "rank 0"
-        self.calls: set[_Call] = set()
+        self.calls: set[_Asked] = set()
         self.error: PeerError | None = None  # the store has failed: nobody asks it again
         self.lost_at_s: float | None = None  # its host has ended, as far as can be seen
 
@@ -163,7 +171,7 @@ class BoundedStore:
         asked = _Call(call)
         connection.calls.add(asked)
         try:
-            result: Result = asked.wait(limit_s)
+            return asked.wait(limit_s)
         except NoAnswerError:
             raise self.fail(self.hung(limit_s)) from None
         except RuntimeError as error:
@@ -171,7 +179,6 @@ class BoundedStore:
             raise self.fail(self.lost(error)) from error
         finally:
             connection.calls.discard(asked)
-        return result
 
     def fail(self, error: PeerError) -> PeerError:
         """Remembers the first error: from now on every call raises it at once. Returns what all will raise."""

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -90,11 +89,11 @@ def _connect(place: Place, *, timeout_s: float) -> TCPStore:
     if not serves:  # a plain connection first: torch's own attempts overrun their limit and fill the log
         socket.create_connection((addr, port), timeout=timeout_s).close()
     is_local = place.local_size == place.world_size
-    ways: Any = {"world_size": place.world_size, "timeout_s": timeout_s}
+    world_size = place.world_size
     try:
         if serves:
-            return serve_store(addr, port, is_local=is_local, **ways)
-        return within(timeout_s, lambda: _join_store(addr, port, **ways))
+            return serve_store(addr, port, is_local=is_local, world_size=world_size, timeout_s=timeout_s)
+        return within(timeout_s, lambda: _join_store(addr, port, world_size=world_size, timeout_s=timeout_s))
     except dist.DistNetworkError as error:
         if not serves:
             raise

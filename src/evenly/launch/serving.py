@@ -9,13 +9,13 @@ import logging
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 from evenly._torch.process_groups import TCPStore
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
+Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]  # of a socket
 
 
 def serve_store(addr: str, port: int, *, world_size: int, timeout_s: float, is_local: bool) -> TCPStore:
@@ -29,10 +29,15 @@ def serve_store(addr: str, port: int, *, world_size: int, timeout_s: float, is_l
         is_local: whether all ranks are on this machine.
     """
     bound = listen_at(addr, port, is_local=is_local)
-    own_socket: dict[str, Any] = {} if bound is None else {"master_listen_fd": bound.detach()}  # the store closes it
-    limit = timedelta(seconds=timeout_s)
     return TCPStore(
-        addr, port, world_size, True, timeout=limit, wait_for_workers=False, multi_tenant=True, **own_socket
+        addr,
+        port,
+        world_size,
+        True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=None if bound is None else bound.detach(),  # the store closes it
     )
 
 
@@ -74,7 +79,7 @@ def _is_loopback(addr: str) -> bool:
         return False
 
 
-def _listen(family: int, address: Any) -> socket.socket:
+def _listen(family: int, address: Address) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -89,7 +94,9 @@ def _listen(family: int, address: Any) -> socket.socket:
 def bound_store(make: Callable[..., TCPStore]) -> Callable[..., TCPStore]:
     """Returns `make`, torch's `TCPStore`, such that one that serves listens at the address it is given."""
 
-    def open_store(addr: str, port: int, world_size: int, is_master: bool, *rest: Any, **options: Any) -> TCPStore:
+    def open_store(
+        addr: str, port: int, world_size: int, is_master: bool, *rest: object, **options: object
+    ) -> TCPStore:
         bound = listen_at(addr, port, is_local=False) if is_master else None
         if bound is not None:
             options["master_listen_fd"] = bound.detach()

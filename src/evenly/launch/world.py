@@ -4,7 +4,7 @@ import logging
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch.distributed as dist
 
@@ -63,8 +63,12 @@ def open_world(place: Place, *, timeout_s: float = 300.0) -> World:
 def _initialize(place: Place, *, store: Store, timeout_s: float) -> None:
     limit = timedelta(seconds=timeout_s)
     try:
-        ways: Any = {"rank": place.rank, "world_size": place.world_size, "timeout": limit}
-        within(timeout_s + 1.0, lambda: dist.init_process_group("gloo", store=store, **ways))
+        within(
+            timeout_s + 1.0,
+            lambda: dist.init_process_group(
+                "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=limit
+            ),
+        )
     except (RuntimeError, NoAnswerError) as error:
         reason = (str(error).splitlines() or [f"no answer within {timeout_s:g} s"])[0]
         raise LaunchError(

@@ -88,7 +88,7 @@ class DivergenceCheck:
         step: int,
         since: int,
     ) -> None:
-        own = {
+        own: dict[str, Any] = {
             "holds": held.by_tensor(),
             "platform": held.read().platform,
             "settings": [_settings(group) for group in self._optimizer.param_groups],

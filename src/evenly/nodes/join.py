@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from evenly._errors import SpecError
-from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, open_group, open_groups
+from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, open_group, open_groups, ring_on_error
 from evenly.nodes.bell import Bell
 from evenly.nodes.checks import require_plain
 from evenly.nodes.codecs import find_codec
@@ -48,16 +48,12 @@ def join_nodes(
     own = cluster.nodes[cluster.node_of(party.rank)].ranks
     wire = _wire(module, party)
     alarm = Alarm(chapter, sharing=tuple(range(party.size)) if joint else own, parent=parent)
-    try:
+    with ring_on_error(alarm, closes=True):
         is_cut = _gather_all(chapter, alarm, is_cut=wire is not None, timeout_s=exchange.timeout_s)
         devices = [cluster.device_of(rank) for rank in range(party.size)]
         ways: Any = {"timeout_s": exchange.timeout_s, "joint_gradients": joint, "beside": exchange.overlap > 0}
         groups = open_groups(chapter, cluster.rank_lists(), devices, **ways)
         bell = _bell(period, chapter, own, timeout_s=exchange.timeout_s)
-    except BaseException as error:
-        alarm.ring(error)
-        alarm.close()
-        raise
     sharing = Sharing(
         groups,
         alarm,

@@ -16,7 +16,7 @@ class RecipeConfig(Value):
     @classmethod
     def build(cls, file: Path | None, changes: Sequence[str]) -> Self:
         """Returns the settings of `file`, changed by texts like `epochs=3`."""
-        values: dict[str, Any] = read_toml(file) if file is not None else {}
+        values = read_toml(file) if file is not None else {}
         for change in changes:
             key, equals, text = change.partition("=")
             if not equals or not key:
@@ -43,7 +43,7 @@ def read_toml(file: Path) -> dict[str, Any]:
     return load_toml(file)
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     if text.lower() in ("none", "null"):
         return None
     try:

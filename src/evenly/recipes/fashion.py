@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -14,6 +14,7 @@ from evenly.recipes.config import RecipeConfig
 from evenly.recipes.fashion_data import load_fashion
 from evenly.recipes.resnet import SmallResNet
 from evenly.session import Session
+from evenly.spec import Event
 from evenly.spec.exchange import StatePolicy
 
 
@@ -49,7 +50,7 @@ def train_fashion(
     folder: Path | None = None,
     data: Path | None = None,
     resume: bool = True,
-    listener: Callable[[Any], None] | None = None,
+    listener: Callable[[Event], None] | None = None,
 ) -> float:
     """Trains on all ranks together and returns the test accuracy of the final model."""
     train, test = load_fashion(data, limit=config.train_limit)

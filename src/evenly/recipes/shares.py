@@ -4,9 +4,9 @@ Reference: Moreno-Álvarez, Haut, Paoletti, Rico-Gallego, Neurocomputing 441, 20
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypedDict
 
 import torch
 from pydantic import Field, field_validator
@@ -20,9 +20,19 @@ from evenly.recipes.mnist_data import load_mnist
 from evenly.recipes.published import PublishedCifarNet, PublishedMnistNet
 from evenly.session import Session
 from evenly.shards import Adafactor
+from evenly.spec import Event
 from evenly.spec.layout import check_shares
 
 CASES = {"cifar": (PublishedCifarNet, load_cifar10), "mnist": (PublishedMnistNet, load_mnist)}
+
+
+class Sizes(TypedDict, total=False):
+    """What a network is made larger or smaller with."""
+
+    filters: Sequence[int]
+    hidden: int
+
+
 FILTERS = (
     "of each convolution, in pairs; none: as published, cifar [60,60,120,120,240,240,480,480], mnist [30,30,60,60]"
 )
@@ -61,7 +71,7 @@ def train_shares(
     folder: Path | None = None,
     data: Path | None = None,
     resume: bool = True,
-    listener: Callable[[Any], None] | None = None,
+    listener: Callable[[Event], None] | None = None,
 ) -> float:
     """Trains on all ranks together and returns the test accuracy of the final network."""
     build, load = CASES[case]
@@ -76,8 +86,12 @@ def train_shares(
     with Session(folder, seed=config.seed, resume=resume, checkpoint_every=config.checkpoint_every) as session:
         if listener is not None:
             session.listen(listener)
-        sizes: dict[str, Any] = {"filters": config.filters, "hidden": config.hidden}
-        model = build(**{key: value for key, value in sizes.items() if value is not None})
+        sizes: Sizes = {}
+        if config.filters is not None:
+            sizes["filters"] = config.filters
+        if config.hidden is not None:
+            sizes["hidden"] = config.hidden
+        model = build(**sizes)
         example = train.tensors[0][: config.batch_size]
         plan = session.plan(
             model,

@@ -1,7 +1,7 @@
 """The verbs for a plain torch loop, in any process group that a script has opened."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -10,11 +10,10 @@ from evenly._errors import SpecError
 from evenly.comm import Alarm, Party, party_of
 from evenly.graph import Example, Traced, follow
 from evenly.launch import find_place, identity, pick_device
-from evenly.nodes import Synchronized, join_nodes
+from evenly.nodes import Synchronized
+from evenly.session.composition import compose_synchronized
 from evenly.session.rehearsal import rehearse
-from evenly.session.sharding import require_scaler
 from evenly.shards import Sharded, example_of, join_shards, shard_model
-from evenly.shards.optim import state_placement
 from evenly.spec import Cluster, Device, Every, Exchange, ExchangeWishes, Node, Plan, Profile, period_of
 from evenly.survey import measure_cluster, survey_cluster
 
@@ -81,6 +80,15 @@ def measure(
     )
 
 
+class MeasureLimits(TypedDict):
+    """What measuring devices and measuring joint steps both take."""
+
+    quick: bool
+    timeout_s: float
+    tell: Callable[[str], None]
+    parent: Alarm | None
+
+
 def measure_party(
     party: Party,
     traced: Traced,
@@ -94,12 +102,16 @@ def measure_party(
     parent: Alarm | None = None,
 ) -> Profile:
     """Returns the profile of the ranks of `party`: devices, wires, and steps in which gradients are averaged."""
-    limits: Any = {"timeout_s": timeout_s, "tell": tell or (lambda _: None)}
+    limits: MeasureLimits = {
+        "quick": quick,
+        "timeout_s": timeout_s,
+        "tell": tell or (lambda _: None),
+        "parent": parent,
+    }
     chapter = party.chapter("measure")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # what is drawn later stays the same
-        wishes: Any = {"quick": quick, "parent": parent, **limits}
-        profile = measure_cluster(chapter, traced, cluster, device, memory_bytes=memory_bytes, **wishes)
-        return rehearse(party.chapter("rehearse"), traced, cluster, profile, device, **wishes)
+        profile = measure_cluster(chapter, traced, cluster, device, memory_bytes=memory_bytes, **limits)
+        return rehearse(party.chapter("rehearse"), traced, cluster, profile, device, **limits)
 
 
 def synchronize(
@@ -145,12 +157,11 @@ def synchronize(
         model = evenly.synchronize(model, optimizer, every=50, overlap=10, codec="int8")
         ```
     """
-    require_scaler(model, scaler)
     period, settings = period_of(every), Exchange(**exchange, timeout_s=timeout_s)
     party = party_of(group, timeout_s=timeout_s)
     device = next(iter(model.parameters()), torch.empty(0)).device
     cluster = survey_party(party, device, timeout_s=timeout_s)
-    return join_nodes(
+    return compose_synchronized(
         model,
         optimizer,
         party=party,
@@ -160,7 +171,6 @@ def synchronize(
         count=count,
         scaler=scaler,
         find_unused_parameters=find_unused_parameters,
-        state_placement=state_placement,
     )
 
 

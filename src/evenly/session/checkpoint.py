@@ -7,8 +7,9 @@ another one it starts from the average that the next exchange would have made.
 import logging
 import random
 import secrets
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,6 +20,18 @@ from evenly.session import folder
 from evenly.session.full import Trainee, full_state, own_exchanges, part_of, put_state
 from evenly.session.merge import merge
 from evenly.session.ownership import FolderOwner
+from evenly.session.states import (
+    FullState,
+    LocalState,
+    Manifest,
+    NodeState,
+    RandomState,
+    RankState,
+    Restored,
+    Stateful,
+)
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +53,9 @@ class Checkpoints:
         self._node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
         self._leads = nodes[self._node][0] == rank
 
-    def save(self, step: int, trainees: list[Trainee], tracked: dict[str, Any], *, epoch: int, keep: int) -> Path:
+    def save(
+        self, step: int, trainees: list[Trainee], tracked: Mapping[str, Stateful], *, epoch: int, keep: int
+    ) -> Path:
         """Writes the run's state as the checkpoint of `step` and returns its folder."""
         token, step = self._together(lambda: self._begin(step), "begin a checkpoint in", self.root)[0]
         name = f"step-{step:09d}"
@@ -49,7 +64,7 @@ class Checkpoints:
         digests = self._together(
             lambda: self._write(partial, trainees, tracked), "write the checkpoint", self.root / name
         )
-        manifest = {
+        manifest: Manifest = {
             "step": step,
             "epoch": epoch,
             "nodes": self.nodes,
@@ -84,17 +99,17 @@ class Checkpoints:
         self._together(lambda: folder.set_aside(self.root) if at_rank_0 else None, "clear", self.root)
         self._together(lambda: folder.set_aside(self.root) if self._leads else None, "clear", self.root)
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Path) -> Restored:
         """Returns the state this rank goes on from, read and checked on every rank."""
-        state: dict[str, Any] = {}
-        self._together(lambda: state.update(self._read(path)), "read the checkpoint", path)
-        return state
+        read: list[Restored] = []
+        self._together(lambda: read.append(self._read(path)), "read the checkpoint", path)
+        return read[0]
 
-    def _begin(self, step: int) -> list[Any]:
+    def _begin(self, step: int) -> tuple[str, int]:
         """Returns a new token and the step; those of rank 0 count, as nodes may have made other numbers of steps."""
         if self._owner is not None:
             self._owner.require()
-        return [secrets.token_hex(4), step]
+        return secrets.token_hex(4), step
 
     def _open(self, partial: Path) -> bool:
         """Makes the folder to write into; returns whether this rank owns it (each file system has one owner)."""
@@ -115,21 +130,20 @@ class Checkpoints:
         self._together(at_rank_0, "make the folder", partial)
         return bool(self._together(elsewhere, "make the folder", partial)[self.rank])
 
-    def _write(self, partial: Path, trainees: list[Trainee], tracked: dict[str, Any]) -> dict[str, str]:
+    def _write(self, partial: Path, trainees: list[Trainee], tracked: Mapping[str, Stateful]) -> dict[str, str]:
         digests: dict[str, str] = {}
         full = {t.name: full_state(t) for t in trainees}  # ranks that hold a network together meet here
         if self._leads:
-            kept = ("parameters", "optimizer", "pending")
-            value = {name: {key: state[key] for key in kept} for name, state in full.items()}
+            value = {name: _node_state(state) for name, state in full.items()}
             digests |= folder.write_part(partial, f"node-{self._node}", value)
-        mine = {
+        mine: RankState = {
             "trainees": {t.name: _local_state(t, full[t.name]) for t in trainees},
             "tracked": {name: thing.state_dict() for name, thing in tracked.items()},
             "random": _random_state(),
         }
         return digests | folder.write_part(partial, f"rank-{self.rank}", mine)
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self, path: Path) -> Restored:
         manifest = folder.read_manifest(path)
         files = manifest["files"]
         if manifest["nodes"] == self.nodes:
@@ -141,22 +155,23 @@ class Checkpoints:
             node, rank = merge(nodes, ranks, manifest["nodes"])
         return {"manifest": manifest, "node": node, "rank": rank}
 
-    def _together(self, act: Any, what: str, path: Path) -> list[Any]:
+    def _together(self, act: Callable[[], T], what: str, path: Path) -> list[T]:
         """Returns every rank's result; if one rank fails, all raise, naming it."""
-        result, error = None, None
+        result: T | None = None
+        error = None
         try:
-            result = act() if callable(act) else act
+            result = act()
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
-        rows = self._assembly.gather({"result": result, "error": error}, what, where=f" {path}")
-        failed = {rank: row["error"] for rank, row in enumerate(rows) if row["error"]}
+        rows = self._assembly.gather((result, error), what, where=f" {path}")
+        failed = {rank: reason for rank, (_, reason) in enumerate(rows) if reason}
         if failed:
             rank, reason = next(iter(failed.items()))
             raise CheckpointError(f"ranks {list(failed)} could not {what} {path}. Rank {rank} says: {reason}")
-        return [row["result"] for row in rows]
+        return [cast("T", theirs) for theirs, _ in rows]  # there is a result where there is no error
 
 
-def apply(state: dict[str, Any], trainee: Trainee) -> None:
+def apply(state: Restored, trainee: Trainee) -> None:
     """Puts a loaded state into the model, its optimizer, its schedule and its batches."""
     saved = state["manifest"]["models"].get(trainee.name)
     _require_same_form(saved, _form(trainee.model.module), trainee.name)
@@ -170,10 +185,10 @@ def apply(state: dict[str, Any], trainee: Trainee) -> None:
         own_exchanges(trainee, node, rank),
     )
     if trainee.feed is not None:
-        trainee.feed.resume(rank["feed"])
+        trainee.feed.resume(rank["feed"] or {})
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
+def restore_random_state(state: Restored) -> None:
     """Sets torch's, Python's and numpy's generators as they were; a rank that is new keeps its own."""
     saved = state["rank"]["random"]
     if saved is None:
@@ -186,7 +201,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
 
 
-def _random_state() -> dict[str, Any]:
+def _random_state() -> RandomState:
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -206,7 +221,11 @@ def _uses_cuda() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch has no annotation here
 
 
-def _local_state(trainee: Trainee, full: dict[str, Any]) -> dict[str, Any]:
+def _node_state(full: FullState) -> NodeState:
+    return {"parameters": full["parameters"], "optimizer": full["optimizer"], "pending": full["pending"]}
+
+
+def _local_state(trainee: Trainee, full: FullState) -> LocalState:
     return {
         "buffers": full["buffers"],
         "agreed": full["agreed"],

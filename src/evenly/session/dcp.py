@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 from torch.optim import Optimizer
@@ -17,6 +17,8 @@ from evenly.shards.sharded import Sharded
 from evenly.shards.state import State, full_state_dict, load_full_state_dict, parameter_names
 
 SECTIONS = ("model", "optimizer", "optimizer_class", "dropout")
+
+Keys = tuple[str | int, ...]  # the way to a value
 
 _lock = threading.Lock()  # filters of warnings belong to the process, and ranks may be threads
 
@@ -69,7 +71,7 @@ def load_dcp(
     load_full_state_dict(model, _read(Path(folder), sections), optimizer, strict=strict)
 
 
-def _by_name(slots: Mapping[str, Any], names: Sequence[str]) -> State:
+def _by_name(slots: State, names: Sequence[str]) -> State:
     if "" in names:
         raise CheckpointError(
             "the optimizer's state was to be saved by parameter names, but it holds parameters that are not the "
@@ -111,19 +113,18 @@ def _read(folder: Path, sections: Sequence[str]) -> State:
             for key in paths
         }
         load(flat, storage_reader=reader, no_dist=True)
-    nested: State = _nest({paths[key]: value for key, value in flat.items()})
-    return nested
+    return cast("State", _nest({paths[key]: value for key, value in flat.items()}))  # paths begin with a name
 
 
-def _nest(flat: Mapping[tuple[Any, ...], Any]) -> Any:
+def _nest(flat: Mapping[Keys, object]) -> object:
     """Returns values by path as dicts in dicts; numbers on the way are places in lists."""
     if () in flat:
         return flat[()]
-    below: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    below: dict[str | int, dict[Keys, object]] = {}
     for (key, *rest), value in flat.items():
         below.setdefault(key, {})[tuple(rest)] = value
     if below and all(isinstance(key, int) for key in below):
-        return [_nest(below[key]) for key in sorted(below)]
+        return [_nest(below[key]) for key in sorted(below, key=int)]
     return {key: _nest(values) for key, values in below.items()}
 
 

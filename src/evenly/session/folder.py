@@ -5,14 +5,16 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from evenly._errors import CheckpointError
+from evenly.session.states import Manifest
 from evenly.session.tree import flatten, restore
 
 MANIFEST = "manifest.json"
@@ -21,7 +23,7 @@ NAME = re.compile(r"step-[0-9]{9,}")
 EARLIER = re.compile(r"earlier-[0-9]{1,18}")
 
 
-def write_part(folder: Path, name: str, value: Any) -> dict[str, str]:
+def write_part(folder: Path, name: str, value: object) -> dict[str, str]:
     """Writes one nested value as `name`.safetensors and `name`.json; returns the SHA-256 of both files."""
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(flatten(value, name, tensors))
@@ -45,7 +47,7 @@ def read_part(folder: Path, name: str, digests: dict[str, str]) -> Any:
         raise _damaged(folder / name, str(error)) from None
 
 
-def seal(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+def seal(partial: Path, final: Path, manifest: Mapping[str, object]) -> None:
     """Makes the folder `partial` the checkpoint `final`: from here on it exists, whole."""
     file = partial / MANIFEST
     text = {"version": VERSION, **manifest}
@@ -68,10 +70,10 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(path for path in root.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir())
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Manifest:
     """Returns the manifest of a checkpoint, after checking it."""
     try:
-        manifest: Any = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(folder / MANIFEST, str(error)) from None
     if not isinstance(manifest, dict):
@@ -84,7 +86,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     said, found = manifest.pop("sha256", None), _digest_of(manifest)
     if said != found:
         raise _damaged(folder / MANIFEST, f"its SHA-256 is {found[:16]}..., it says {str(said)[:16]}...")
-    return manifest
+    return cast("Manifest", manifest)  # as it was sealed
 
 
 def recover(root: Path) -> None:
@@ -129,7 +131,7 @@ def _damaged(file: Path, reason: str) -> CheckpointError:
     )
 
 
-def _digest_of(manifest: dict[str, Any]) -> str:
+def _digest_of(manifest: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from evenly._errors import CheckpointError
 from evenly.batches import Feed
 from evenly.nodes import Synchronized
+from evenly.session.states import FullState, LocalState, NodeState, Saved
 from evenly.shards import Sharded, full_state_dict, load_full_state_dict, placement_of
 
 
@@ -32,18 +32,20 @@ class Trainee:
             self.model.module.close()
 
 
-def full_state(trainee: Trainee) -> dict[str, Any]:
+def full_state(trainee: Trainee) -> FullState:
     """Returns parameters, optimizer state, buffers and the buffers of the last exchange, all in full tensors."""
     module, agreed = trainee.model.module, dict(trainee.model.agreed_buffers)
     exchanges = trainee.model.exchange_state()
     pending = [trip.pop("pieces") for trip in exchanges["trips"]]
     if not isinstance(module, Sharded):
-        state: dict[str, Any] = {
+        return {
             "parameters": dict(module.named_parameters()),
             "optimizer": trainee.optimizer.state_dict(),
+            "buffers": dict(module.named_buffers()),
+            "agreed": agreed,
+            "exchanges": exchanges,
+            "pending": pending,
         }
-        state |= {"buffers": dict(module.named_buffers()), "agreed": agreed}
-        return {**state, "exchanges": exchanges, "pending": pending}
     full = full_state_dict(module, trainee.optimizer, device="cpu")
     if not full:
         raise CheckpointError(
@@ -62,7 +64,7 @@ def full_state(trainee: Trainee) -> dict[str, Any]:
     }
 
 
-def own_exchanges(trainee: Trainee, node: dict[str, Any], rank: dict[str, Any]) -> dict[str, Any] | None:
+def own_exchanges(trainee: Trainee, node: NodeState, rank: LocalState) -> Saved | None:
     """Returns what a checkpoint has of the last exchanges and of those under way, cut as the network is here."""
     saved, module = rank["exchanges"], trainee.model.module
     if saved is None:
@@ -76,14 +78,14 @@ def own_exchanges(trainee: Trainee, node: dict[str, Any], rank: dict[str, Any]) 
 
 
 def _with_buffers(
-    trip: dict[str, Any], act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], owners: dict[str, torch.Tensor]
-) -> dict[str, Any]:
+    trip: Saved, act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], owners: dict[str, torch.Tensor]
+) -> Saved:
     """Returns a saved exchange whose buffers, as they were and as agreed on, are made whole or cut."""
     kinds = ("snapshot", "buffers")
     return {**trip, **{kind: {name: act(owners[name], value) for name, value in trip[kind].items()} for kind in kinds}}
 
 
-def put_state(trainee: Trainee, node: dict[str, Any], rank: dict[str, Any]) -> None:
+def put_state(trainee: Trainee, node: NodeState, rank: LocalState) -> None:
     """Puts a state in full tensors into the network and its optimizer."""
     module, optimizer = trainee.model.module, dict(node["optimizer"])
     dropout, kind = optimizer.pop("dropout", None), optimizer.pop("class", type(trainee.optimizer).__name__)
@@ -114,7 +116,7 @@ def part_of(owner: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     return full if placement is None else placement.part(full)
 
 
-def _whole_piece(module: torch.nn.Module, piece: dict[str, Any]) -> dict[str, Any]:
+def _whole_piece(module: torch.nn.Module, piece: Saved) -> Saved:
     return {**piece, "value": _whole(dict(module.named_parameters())[piece["home"]], piece["value"])}
 
 

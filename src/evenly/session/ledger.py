@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import psutil
 
@@ -82,7 +81,7 @@ class Ledger:
             "gradient_bytes": sum(model.gradient_bytes for model in self._models),
         }
 
-    def tell_totals(self, rows: list[dict[str, Any]], nodes: list[list[int]]) -> None:
+    def tell_totals(self, rows: list[dict[str, float]], nodes: list[list[int]]) -> None:
         """Tells the end of the run, given the sums of every rank."""
         seconds = time.monotonic() - self._began
         samples = int(sum(row["samples"] for row in rows))
@@ -101,7 +100,7 @@ class Ledger:
 
 
 def phases_of(
-    rows: list[dict[str, Any]], nodes: list[list[int]], seconds: float, *, joint: bool = False
+    rows: list[dict[str, float]], nodes: list[list[int]], seconds: float, *, joint: bool = False
 ) -> tuple[Phases, ...]:
     """Returns where the seconds of each rank went; if gradients are `joint`, all ranks are as one node in that.
 

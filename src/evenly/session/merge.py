@@ -1,29 +1,29 @@
 """The state of a run for another cluster: what the next exchange of the old one would have made."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from evenly._errors import CheckpointError
 from evenly.nodes import SQUARES, add_change, extreme, fractions, is_torn, same
+from evenly.session.states import LocalState, NodeState, RankState, Saved, Tensors
 from evenly.spec import BufferPolicy
 
-Tensors = dict[str, torch.Tensor]
 
-
-def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[Any, Any]:
+def merge(
+    nodes: list[dict[str, NodeState]], ranks: list[RankState], layout: list[list[int]]
+) -> tuple[dict[str, NodeState], RankState]:
     """Returns one node's and one rank's state that stands for all of a saved run, for every rank of a new one."""
     node, rank = nodes[0], ranks[0]
-    trainees = {}
+    trainees: dict[str, LocalState] = {}
     for name, local in rank["trainees"].items():
         own = [max(r["trainees"][name]["progress"]["samples"]) for r in ranks]
         weights = fractions([sum(own[r] for r in members) for members in layout])
         policies, of_ranks = _policies(local), _of_ranks(weights, own, layout)
         for saved in nodes:
             _land(saved[name])
-        for saved in ranks:
-            _land_buffers(saved["trainees"][name], policies)
+        for of_rank in ranks:
+            _land_buffers(of_rank["trainees"][name], policies)
         state = node[name]
         state["parameters"] = _average([n[name]["parameters"] for n in nodes], weights)
         slots = state["optimizer"]["state"]
@@ -41,7 +41,7 @@ def merge(nodes: list[Any], ranks: list[Any], layout: list[list[int]]) -> tuple[
     return node, {"trainees": trainees, "tracked": rank["tracked"], "random": None}
 
 
-def _land(state: dict[str, Any]) -> None:
+def _land(state: NodeState) -> None:
     """Merges what was under way into a node's parameters and its optimizer's state."""
     for piece in (piece for trip in state["pending"] for piece in trip):
         target = state["parameters"].get(piece["home"])
@@ -56,17 +56,17 @@ def _land(state: dict[str, Any]) -> None:
                 (torch.view_as_real(rows) if rows.is_complex() else rows).clamp_(min=0)
 
 
-def _policies(local: dict[str, Any]) -> dict[str, BufferPolicy]:
+def _policies(local: LocalState) -> dict[str, BufferPolicy]:
     """Returns what exchanges make of each buffer; those that they leave alone are kept."""
-    saved: dict[str, BufferPolicy] | None = local["exchanges"].get("policies")
+    saved: dict[str, BufferPolicy] | None = (local["exchanges"] or {}).get("policies")
     if saved is None:
         return {name: "average" if _is_number(value) else "max" for name, value in local["buffers"].items()}
     return {name: saved.get(name, "keep") for name in local["buffers"]}
 
 
-def _land_buffers(state: dict[str, Any], policies: dict[str, BufferPolicy]) -> None:
+def _land_buffers(state: LocalState, policies: dict[str, BufferPolicy]) -> None:
     """Merges what was under way into a rank's buffers."""
-    for trip in state["exchanges"]["trips"]:
+    for trip in (state["exchanges"] or {"trips": ()})["trips"]:
         for name, agreed in trip["buffers"].items():
             add_change(state["buffers"][name], agreed, trip["snapshot"][name], policies[name])
 
@@ -99,7 +99,7 @@ def _of_ranks(weights: Sequence[float], samples: Sequence[float], layout: list[l
     return found
 
 
-def _at_an_exchange(progress: dict[str, Any]) -> dict[str, Any]:
+def _at_an_exchange(progress: Saved) -> Saved:
     fragments = len(progress["since"])
     return {**progress, "since": [0] * fragments, "samples": [0.0] * fragments}
 
@@ -118,7 +118,7 @@ def _mean(values: list[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     return sum(terms, torch.zeros_like(first, dtype=wide)).to(first.dtype)
 
 
-def _averaged_slots(slots: dict[str, Any]) -> Tensors:
+def _averaged_slots(slots: Saved) -> Tensors:
     """Returns the state of one parameter that is averaged: not its counters, which have no dim.
 
     If nothing has one, the parameter itself has none.

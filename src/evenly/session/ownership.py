@@ -16,7 +16,6 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from evenly._errors import CheckpointError
 from evenly.comm import Assembly
@@ -159,7 +158,7 @@ def is_held_by(folder: Path, token: str) -> bool:
         os.close(handle)
 
 
-def read_owner(handle: int) -> dict[str, Any]:
+def read_owner(handle: int) -> dict[str, object]:
     """Returns what an open file says about its owner; nothing if it says nothing that can be read."""
     try:
         entry = json.loads(os.pread(handle, _SIZE, 0))
@@ -202,7 +201,7 @@ def _try_lock(folder: Path, handle: int) -> bool:
     return True
 
 
-def _is_renewed(handle: int, folder: Path, entry: dict[str, Any]) -> bool:
+def _is_renewed(handle: int, folder: Path, entry: dict[str, object]) -> bool:
     """Whether somebody on another machine still renews the file; it takes a while to say no."""
     logger.warning("%s: %s had it last; waiting %g s for a sign of life", folder, _describe(entry), LEASE_S)
     until = time.monotonic() + LEASE_S
@@ -213,9 +212,9 @@ def _is_renewed(handle: int, folder: Path, entry: dict[str, Any]) -> bool:
     return False
 
 
-def _runs(entry: dict[str, Any]) -> bool:
+def _runs(entry: dict[str, object]) -> bool:
     try:
-        os.kill(int(entry["pid"]), 0)
+        os.kill(int(str(entry["pid"])), 0)
     except (KeyError, TypeError, ValueError, OverflowError, ProcessLookupError):
         return False
     except PermissionError:
@@ -230,7 +229,7 @@ def _same_file(handle: int, path: Path) -> bool:
         return False
 
 
-def _describe(entry: dict[str, Any]) -> str:
+def _describe(entry: dict[str, object]) -> str:
     if not entry:
         return "a run that has just begun"
     return f"process {entry.get('pid')} on {entry.get('host')}, since {entry.get('since')}"

@@ -1,8 +1,8 @@
 """Plans inside a session: equal batches, shares that were given, or what a measurement says."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 
@@ -55,11 +55,20 @@ def plan_run(
             f"{'cut_batch' if shares is None else 'shares'} and global_batch were given, but a plan from measurements "
             "finds shares and cuts itself. Give batch_size instead, or leave it out."
         )
-    wishes: Any = {"batch_size": global_batch, "every": every, "exchange": exchange}
-    return plan_measured(stage, device, model, example, profile=profile, tell=tell, **wishes)
+    return plan_measured(
+        stage,
+        device,
+        model,
+        example,
+        profile=profile,
+        tell=tell,
+        batch_size=global_batch,
+        every=every,
+        exchange=exchange,
+    )
 
 
-def exchange_of(wishes: Mapping[str, Any], *, timeout_s: float) -> Exchange:
+def exchange_of(wishes: ExchangeWishes, *, timeout_s: float) -> Exchange:
     """Returns how nodes exchange; refuses what `Session.plan` does not know."""
     known = ExchangeWishes.__annotations__
     if unknown := sorted(wishes.keys() - known.keys()):
@@ -78,7 +87,9 @@ def plan_measured(
     *,
     profile: Profile | Literal["quick", "thorough"],
     tell: Callable[[str], None],
-    **wishes: Any,
+    batch_size: int | None,
+    every: Every | None,
+    exchange: Exchange,
 ) -> Plan:
     """Returns the plan for which a step takes the least time, by a profile that is given or measured now."""
     if not isinstance(profile, Profile) and profile not in ("quick", "thorough"):
@@ -88,14 +99,22 @@ def plan_measured(
         )
     traced = follow(model.to(device), example)
     if not isinstance(profile, Profile):
-        limits: Any = {"timeout_s": TIMEOUT_S, "tell": tell, "parent": stage.alarm}
         if stage.party.rank == 0:
             logger.info("measuring %s on %d ranks for a plan", type(model).__name__, stage.party.size)
-        profile = measure_party(stage.party, traced, stage.cluster, device, quick=profile == "quick", **limits)
-    plan = planner.plan(stage.cluster, profile, traced.graph, **wishes)
+        profile = measure_party(
+            stage.party,
+            traced,
+            stage.cluster,
+            device,
+            quick=profile == "quick",
+            tell=tell,
+            timeout_s=TIMEOUT_S,
+            parent=stage.alarm,
+        )
+    plan = planner.plan(stage.cluster, profile, traced.graph, batch_size=batch_size, every=every, exchange=exchange)
     for doubt in planner.doubts(profile, plan) if stage.party.rank == 0 else ():
         logger.warning("the plan is %s", doubt)
-    return Plan.from_json(stage.assembly.gather(plan.to_json() if stage.party.rank == 0 else None, "the plan")[0])
+    return Plan.from_json(stage.assembly.gather(plan.to_json() if stage.party.rank == 0 else "", "the plan")[0])
 
 
 def require_numbers(*, seed: int, checkpoint_every: int | str | None) -> None:

@@ -5,7 +5,6 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -131,7 +130,7 @@ class Rebalancer:
         finders = {place: self._groups[place][self._layouts[place].members[0]] for place in due}
         mine = next((place for place, rank in finders.items() if rank == self._rank), None)
         rows = self._assembly.gather(self._relaid(mine, due), "units that change hands")
-        found = {place: Layout.model_validate_json(rows[rank]) for place, rank in finders.items() if rows[rank]}
+        found = {place: Layout.model_validate_json(text) for place, rank in finders.items() if (text := rows[rank])}
         self._put(found)
         return bool(found)
 
@@ -223,8 +222,8 @@ def attach_rebalancer(trainee: Trainee, plan: Plan, stage: Stage) -> None:
     balance = Rebalancer(trainee, plan, stage)
 
     def tell() -> None:
-        told: Any = {"samples": tuple(balance.samples), "shares": tuple(balance.shares)}
-        stage.recorder.tell(Rebalanced, step=trainee.model.schedule.step, **told)
+        samples, shares = tuple(balance.samples), tuple(balance.shares)
+        stage.recorder.tell(Rebalanced, step=trainee.model.schedule.step, samples=samples, shares=shares)
 
     balance.on_change.append(tell)
     trainee.feed.between.append(balance.look)

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from evenly._errors import CheckpointError
 from evenly.spec import Event, RunFailed
@@ -31,7 +30,7 @@ class Recorder:
                     "Give a folder that can be written."
                 ) from None
 
-    def tell(self, kind: type[Any], **fields: Any) -> None:
+    def tell(self, kind: Callable[..., Event], **fields: object) -> None:
         """Makes an event of `kind`, now; only rank 0 tells."""
         if self._rank:
             return

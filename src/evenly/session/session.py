@@ -1,7 +1,7 @@
 """The one object with a life: opens the world, prepares what trains, keeps checkpoints, records, closes."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,19 +12,23 @@ import torch
 from torch.utils.data import Dataset
 
 from evenly._errors import SpecError
-from evenly.batches import feed
+from evenly.batches import FeedWishes, feed
 from evenly.comm import Alarm, party_of
 from evenly.graph import Example
 from evenly.launch import Place, find_place, open_world, pick_device
-from evenly.nodes import Synchronized, join_nodes
+from evenly.nodes import Synchronized
 from evenly.session.by_hand import regroup, survey_party
 from evenly.session.checkpoint import apply, restore_random_state
+from evenly.session.composition import compose_synchronized
 from evenly.session.full import Trainee
 from evenly.session.planning import exchange_of, plan_run, require_epochs, require_numbers
 from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.sharding import shard_for
 from evenly.session.stage import LINGER_S, LeftOut, Stage
-from evenly.spec import CheckpointSaved, EpochDone, Every, ExchangeWishes, Measured, Plan, Profile, RunStarted
+from evenly.session.states import Stateful
+from evenly.spec import CheckpointSaved, EpochDone, Event, Every, ExchangeWishes, Measured, Plan, Profile, RunStarted
+
+Setting = str | int | float | bool | None
 
 
 class Session:
@@ -61,10 +65,10 @@ class Session:
         require_numbers(seed=seed, checkpoint_every=checkpoint_every)
         self._checkpoint_every, self._place, self._resume, self._timeout_s = checkpoint_every, place, resume, timeout_s
         self._alarm: Alarm | None = None
-        self._stage: Any = None  # entered with the session
+        self._entered: Stage | None = None
         self._trainees: list[Trainee] = []
         self._epoch = self._saved_step = 0
-        self._tracked, self._settings = dict[str, Any](), dict[str, Any]()
+        self._tracked, self._settings = dict[str, Stateful](), dict[str, Setting]()
 
     def __enter__(self) -> Self:
         self._closing = ExitStack()
@@ -87,13 +91,32 @@ class Session:
             torch.cuda.set_device(self.device)
         cluster = survey_party(party, self.device, timeout_s=self._timeout_s, parent=self._alarm)
         cluster = cluster if self._nodes_wish is None else regroup(cluster, self._nodes_wish)
-        wishes: Any = {"resume": self._resume, "timeout_s": self._timeout_s, "holding": self._closing}
-        self._enter(Stage(party, cluster, self._alarm, folder=self._folder, **wishes))
+        self._enter(
+            Stage(
+                party,
+                cluster,
+                self._alarm,
+                folder=self._folder,
+                resume=self._resume,
+                timeout_s=self._timeout_s,
+                holding=self._closing,
+            )
+        )
+
+    @property
+    def _stage(self) -> Stage:
+        """The ranks that take part now."""
+        if self._entered is None:
+            raise SpecError(
+                "a session was asked to plan or prepare, but it is not open. Use it inside its block: "
+                "with evenly.Session() as session."
+            )
+        return self._entered
 
     def _enter(self, stage: Stage) -> None:
         """Goes on with the ranks of `stage`."""
-        if stage is not self._stage:
-            self._stage, self.cluster = stage, stage.cluster
+        if stage is not self._entered:
+            self._entered, self.cluster = stage, stage.cluster
             self.rank, self.world_size = stage.party.rank, stage.party.size
             self._assembly, self._recorder, self._ledger = stage.assembly, stage.recorder, stage.ledger
             self._closing.callback(stage.close)
@@ -140,15 +163,26 @@ class Session:
         out. `every` is an epoch if left out; with `global_batch` as many steps as let exchanges take little time.
         `exchange` says how nodes exchange (overlap, codec, ...), as in `evenly.synchronize`.
         """
-        given: Any = {"batch_size": batch_size, "global_batch": global_batch, "shares": shares, "cut_batch": cut_batch}
         settings = exchange_of(exchange, timeout_s=self._timeout_s)
-        return plan_run(self._stage, self.device, model, example, every, profile, settings, **given)
+        return plan_run(
+            self._stage,
+            self.device,
+            model,
+            example,
+            every,
+            profile,
+            settings,
+            batch_size=batch_size,
+            global_batch=global_batch,
+            shares=shares,
+            cut_batch=cut_batch,
+        )
 
     def prepare(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        dataset: Dataset[Any] | None = None,
+        dataset: Dataset[object] | Iterable[object] | None = None,
         *,
         plan: Plan,
         name: str = "model",
@@ -156,7 +190,7 @@ class Session:
         scaler: torch.amp.GradScaler | None = None,
         find_unused_parameters: bool = False,
         verify: bool = True,
-        **loading: Any,
+        **loading: Unpack[FeedWishes],
     ) -> tuple[Synchronized, torch.optim.Optimizer, Any]:
         """Returns the module to call, the optimizer and this rank's batches, resumed from the newest checkpoint if any.
 
@@ -178,12 +212,13 @@ class Session:
         if any(trainee.name == name for trainee in self._trainees):
             raise SpecError(f"a model named {name!r} is prepared already. Give each model of a run its own name=.")
         model.to(self.device)
-        part = shard_for(model, optimizer, plan, self._stage, scaler, timeout_s=self._timeout_s, verify=verify)
+        part = shard_for(model, optimizer, plan, self._stage, timeout_s=self._timeout_s, verify=verify)
         batches = None
         if dataset is not None:
-            batches = feed(dataset, plan, rank=self.rank, device=self.device, **{"seed": self._seed, **loading})
+            wishes: FeedWishes = {"seed": self._seed, **loading}
+            batches = feed(dataset, plan, rank=self.rank, device=self.device, **wishes)
             batches.between.append(self._between_steps)
-        synchronized = join_nodes(
+        synchronized = compose_synchronized(
             part,
             optimizer,
             party=self._stage.party,
@@ -201,7 +236,7 @@ class Session:
         self._enrol(trainee, plan)
         return synchronized, optimizer, batches
 
-    def track(self, **things: Any) -> None:
+    def track(self, **things: Stateful) -> None:
         """Keeps things with `state_dict` and `load_state_dict` (schedulers, a GradScaler) in the checkpoints."""
         self._tracked.update(things)
         restored = self._stage.restored()
@@ -246,7 +281,7 @@ class Session:
             trainee.model.come_together()
         step = self._saved_step = self._ledger.step
         save = self._stage.checkpoints.save
-        path: Path = save(step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep)
+        path = save(step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep)
         self._recorder.tell(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
         return path
 
@@ -254,11 +289,11 @@ class Session:
         """Records numbers such as losses and accuracies; those of rank 0 are written."""
         self._recorder.tell(Measured, step=self._ledger.step, values=values)
 
-    def describe(self, **settings: str | int | float | bool | None) -> None:
+    def describe(self, **settings: Setting) -> None:
         """Notes settings of the program that the record of the run should show."""
         self._settings.update(settings)
 
-    def listen(self, listener: Callable[[Any], None]) -> None:
+    def listen(self, listener: Callable[[Event], None]) -> None:
         """Calls `listener` with every event, on rank 0."""
         self._recorder.listeners.append(listener)
 

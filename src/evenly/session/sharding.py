@@ -9,7 +9,7 @@ from evenly.graph import Example, follow, trace
 from evenly.planner import lay_out
 from evenly.session.stage import Stage
 from evenly.session.verifying import verify_on_first_batch
-from evenly.shards import GradScaler, Sharded, example_of, join_shards
+from evenly.shards import Sharded, example_of, join_shards
 from evenly.spec import Cluster, Plan, Replica
 
 
@@ -45,7 +45,6 @@ def shard_for(
     optimizer: torch.optim.Optimizer,
     plan: Plan,
     stage: Stage,
-    scaler: torch.amp.GradScaler | None = None,
     *,
     timeout_s: float,
     verify: bool = False,
@@ -63,20 +62,10 @@ def shard_for(
         timeout_s=timeout_s,
         parent=stage.alarm,
     )
-    require_scaler(sharded, scaler)
     lead_over(optimizer, model, sharded)
     if verify:
         verify_on_first_batch(model, sharded, next((role for role in plan.roles if role.rank == party.rank), None))
     return sharded
-
-
-def require_scaler(model: torch.nn.Module, scaler: torch.amp.GradScaler | None) -> None:
-    """Raises `SpecError` if one rank alone would decide to skip a step of a network that is cut over ranks."""
-    if isinstance(model, Sharded) and scaler is not None and not isinstance(scaler, GradScaler):
-        raise SpecError(
-            "torch's GradScaler was given for a network that is cut over ranks; it looks at one rank's part of the "
-            "gradients and would skip steps on that rank alone. Use evenly.shards.GradScaler, with the same arguments."
-        )
 
 
 def lead_over(optimizer: torch.optim.Optimizer, model: torch.nn.Module, sharded: Sharded) -> None:

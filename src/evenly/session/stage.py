@@ -4,7 +4,6 @@ import logging
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from evenly._errors import PeerError, SpecError
 from evenly.comm import Alarm, Assembly, Party, Waiter, close_groups, open_group
@@ -12,6 +11,7 @@ from evenly.session.checkpoint import Checkpoints
 from evenly.session.ledger import Ledger
 from evenly.session.ownership import FolderOwner, hold_together
 from evenly.session.recorder import Recorder
+from evenly.session.states import Restored
 from evenly.spec import Cluster, Plan
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ class Stage:
         self.party, self.cluster, self.alarm = party, cluster, alarm
         self._active: list[int] = []  # ranks of a larger stage that this one was made of
         self._left_out: dict[int, str] = {}  # the others of them, and why
-        self._wishes: dict[str, Any] = {"folder": folder, "resume": resume, "timeout_s": timeout_s}
+        self._folder, self._resume, self._timeout_s = folder, resume, timeout_s
         self.checkpoints: Checkpoints | None = None
         self.owner = owner
-        self._restored: list[dict[str, Any] | None] = []  # what was found, once it was looked for
+        self._restored: list[Restored | None] = []  # what was found, once it was looked for
         self._room = party.chapter("room")  # for those that are left out
         with ExitStack() as opened:  # closed again if something goes wrong before the end
             self._open(opened, folder, resume, timeout_s, holding)
@@ -71,23 +71,24 @@ class Stage:
         opened.callback(self.recorder.close)
         self.ledger = Ledger(self.recorder)
         if folder is not None:
-            ways: Any = {"rank": party.rank, "nodes": nodes, "owner": self.owner}
-            self.checkpoints = Checkpoints(folder / "checkpoints", self.assembly, **ways)
+            self.checkpoints = Checkpoints(
+                folder / "checkpoints", self.assembly, rank=party.rank, nodes=nodes, owner=self.owner
+            )
             if not resume:
                 self.checkpoints.set_aside()
 
     @property
-    def attendance(self) -> dict[str, Any]:
+    def attendance(self) -> dict[str, object]:
         """Who takes part, for the record of a run."""
         return {"cluster": self.cluster, "ranks": tuple(self._active), "left_out": self._left_out}
 
-    def restored(self) -> dict[str, Any] | None:
+    def restored(self) -> Restored | None:
         """Returns the newest checkpoint, if the run is to go on from one; all ranks of the stage call it together.
 
         It is looked for only when it is known who takes part: those that were left out have none.
         """
         if not self._restored:
-            latest = self.checkpoints.latest() if self.checkpoints is not None and self._wishes["resume"] else None
+            latest = self.checkpoints.latest() if self.checkpoints is not None and self._resume else None
             found = self.checkpoints.load(latest) if self.checkpoints is not None and latest is not None else None
             self._restored = [found]
         return self._restored[0]
@@ -124,9 +125,15 @@ class Stage:
         party = self.party.among(plan.active, f"active {plan.active}")
         alarm = Alarm(party.chapter("alarm"), parent=self.alarm)
         stage = Stage(
-            party, self.cluster.among(plan.active), alarm, owner=self.owner, **{**self._wishes, "resume": True}
+            party,
+            self.cluster.among(plan.active),
+            alarm,
+            folder=self._folder,
+            resume=True,  # what was there before is set aside already
+            timeout_s=self._timeout_s,
+            owner=self.owner,
         )
-        stage._wishes["resume"] = self._wishes["resume"]  # what was there before is set aside already
+        stage._resume = self._resume
         stage.recorder.listeners, stage._active, stage._left_out = listeners, plan.active, left_out
         stage._closing.callback(alarm.close)
         stage._closing.callback(_release, self._room, list(left_out))

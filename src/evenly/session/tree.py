@@ -6,10 +6,12 @@ import torch
 
 from evenly._errors import CheckpointError
 
+Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def flatten(value: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> Any:
+def flatten(value: object, prefix: str, tensors: dict[str, torch.Tensor]) -> Json:
     """Returns `value` as JSON can say it; its tensors are put into `tensors` under names that start with `prefix`."""
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
         name = f"{prefix}#{len(tensors)}"  # the number keeps keys with dots apart
@@ -22,7 +24,7 @@ def flatten(value: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = [flatten(item, f"{prefix}.{number}", tensors) for number, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
-        pairs = [
+        pairs: list[Json] = [
             [flatten(key, f"{prefix}.key", tensors), flatten(item, f"{prefix}.{key}", tensors)]
             for key, item in value.items()
         ]
@@ -50,7 +52,7 @@ def restore(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     return {restore(key, tensors): restore(item, tensors) for key, item in value["$dict"]}
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__qualname__
     return f"tensor that is {'quantized' if value.is_quantized else str(value.layout).removeprefix('torch.')}"

@@ -3,13 +3,13 @@
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from evenly.comm import Alarm, Party
 from evenly.graph import Traced
-from evenly.nodes import join_nodes
+from evenly.session.calibration import Joint
+from evenly.session.composition import compose_synchronized
 from evenly.spec import Cluster, EverySteps, Exchange
 from evenly.survey import finish, inputs_of, train_step, usual
 
@@ -41,14 +41,6 @@ class Trial:
         return time.perf_counter() - began
 
 
-@dataclass(frozen=True)
-class Joint:
-    """A step of some ranks together, and the part of it in which this rank computes."""
-
-    seconds: float
-    computing_s: float
-
-
 class Ensemble:
     """Ranks that make steps together, averaging gradients, or each by itself."""
 
@@ -70,7 +62,7 @@ class Ensemble:
             parameter.requires_grad_(parameter.requires_grad and name in used)  # DDP would wait for the others
         optimizer = still_optimizer(model)
         exchange, period = Exchange(timeout_s=timeout_s), EverySteps(10**9)
-        self._joined = join_nodes(
+        self._joined = compose_synchronized(
             model, optimizer, party=own, cluster=cluster.among(ranks), period=period, exchange=exchange, parent=parent
         )
         self._joined.clock.is_wanted = True

@@ -4,7 +4,6 @@ import copy
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import psutil
 import torch
@@ -38,7 +37,7 @@ def verify_on_first_batch(model: nn.Module, sharded: Sharded, role: Role | None)
         sharded.on_first_batch = lambda arguments: _verify(model, sharded, role, arguments)
 
 
-def _verify(model: nn.Module, sharded: Sharded, role: Role | None, arguments: Mapping[str, Any]) -> None:
+def _verify(model: nn.Module, sharded: Sharded, role: Role | None, arguments: Mapping[str, object]) -> None:
     began = time.monotonic()
     hindrance = _hindrance(model, sharded, role, arguments)
     plain = None
@@ -68,7 +67,7 @@ def _verify(model: nn.Module, sharded: Sharded, role: Role | None, arguments: Ma
     )
 
 
-def _hindrance(model: nn.Module, sharded: Sharded, role: Role | None, arguments: Mapping[str, Any]) -> str:
+def _hindrance(model: nn.Module, sharded: Sharded, role: Role | None, arguments: Mapping[str, object]) -> str:
     """Returns why this rank cannot compare the networks; nothing if it can."""
     if sharded._program is None:
         return ""
@@ -79,7 +78,7 @@ def _hindrance(model: nn.Module, sharded: Sharded, role: Role | None, arguments:
     return f"that takes about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are left" if needed > free else ""
 
 
-def _report(plain: nn.Module, sharded: Sharded, arguments: dict[str, Any]) -> Report:
+def _report(plain: nn.Module, sharded: Sharded, arguments: dict[str, object]) -> Report:
     """Returns what was found; `plain` is changed."""
     if sharded._program is not None:
         take_weights(plain, sharded)
@@ -91,7 +90,7 @@ def _report(plain: nn.Module, sharded: Sharded, arguments: dict[str, Any]) -> Re
         return verify(plain.double(), sharded, longer)
 
 
-def needed_bytes(model: nn.Module, sharded: Sharded, arguments: Mapping[str, Any]) -> int:
+def needed_bytes(model: nn.Module, sharded: Sharded, arguments: Mapping[str, object]) -> int:
     """Returns about how much memory the comparison takes on this rank."""
     if sharded._program is None:
         return 0
@@ -124,7 +123,7 @@ def _is_any(sharded: Sharded, flag: bool) -> bool:
     return bool(stage.sum(torch.tensor([float(flag)]), name="verify", largest=True).wait().item())
 
 
-def _own(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _own(model: nn.Module, arguments: Mapping[str, object]) -> dict[str, object]:
     """Returns the arguments apart from the run's; mixed precision may give shorter numbers than the network has."""
     kinds = [p.dtype for p in model.parameters() if p.is_floating_point()]
 
@@ -132,7 +131,7 @@ def _own(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any]:
         shorter = bool(kinds) and x.is_floating_point() and x.dtype.itemsize < kinds[0].itemsize
         return x.detach().to(kinds[0]) if shorter else x.detach()
 
-    moved: dict[str, Any] = pytree.tree_map_only(torch.Tensor, own, dict(arguments))
+    moved: dict[str, object] = pytree.tree_map_only(torch.Tensor, own, dict(arguments))
     return moved
 
 

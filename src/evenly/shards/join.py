@@ -8,9 +8,9 @@ from torch import nn
 
 from evenly._errors import SpecError
 from evenly._torch.tracing import is_constant
-from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, gather_json, open_group, require_same
+from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, gather_json, open_group, require_same, ring_on_error
 from evenly.graph import Example, Traced, follow
-from evenly.planner import Rates, lay_out
+from evenly.planner import lay_out
 from evenly.shards.cutting import copy_tree, cut_model
 from evenly.shards.placement import Placement
 from evenly.shards.rank_check import mark_uncut, tally_of
@@ -27,14 +27,13 @@ def shard_model(
     shares: Sequence[float],
     layer_shares: Mapping[str, Sequence[float]] | None = None,
     cut_batch: bool = False,
-    rates: Rates | None = None,
     devices: Sequence[Device] | None = None,
     timeout_s: float = 600.0,
 ) -> Sharded:
     """Returns the module of this rank; all ranks of the party call it with the same network and shares."""
     numbers = check_shares(shares, ranks=party.size)
     traced = follow(model, example)
-    layout = lay_out(traced.graph, numbers, layer_shares=layer_shares, rates=rates, cut_batch=cut_batch)
+    layout = lay_out(traced.graph, numbers, layer_shares=layer_shares, cut_batch=cut_batch)
     return join_shards(traced, layout, party=party, devices=devices, timeout_s=timeout_s)
 
 
@@ -55,12 +54,8 @@ def join_shards(
     check_shares(layout.shares, ranks=party.size)
     room = party.chapter("shards")
     alarm = Alarm(room, parent=parent)
-    try:
+    with ring_on_error(alarm, closes=True):
         return _join(traced, layout, room, alarm, devices, timeout_s)
-    except BaseException as error:
-        alarm.ring(error)
-        alarm.close()
-        raise
 
 
 def _join(

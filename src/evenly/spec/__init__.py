@@ -1,6 +1,6 @@
 """The nouns. No torch, no clock, no files but JSON text."""
 
-from evenly.spec.cluster import Cluster, Device, Link, Node
+from evenly.spec.cluster import Cluster, Device, Node
 from evenly.spec.exchange import BufferPolicy, Exchange, ExchangeWishes, Outer, misfit
 from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph, Layer, Tensor
@@ -61,7 +61,6 @@ __all__ = [
     "Layer",
     "LayerCurves",
     "Layout",
-    "Link",
     "Measured",
     "Meeting",
     "Node",

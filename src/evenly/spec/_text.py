@@ -60,7 +60,7 @@ def load_toml(file: str | Path, text: str | None = None) -> dict[str, Any]:
     return values
 
 
-def _whole_numbers(value: Any) -> Iterator[int]:
+def _whole_numbers(value: object) -> Iterator[int]:
     if isinstance(value, Mapping):
         for item in value.values():
             yield from _whole_numbers(item)

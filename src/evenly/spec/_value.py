@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from evenly._errors import SpecError
 from evenly._torch.pydantic import ModelMetaclass
@@ -77,7 +78,7 @@ class Document(Value):
             raise SpecError(f"{path}: {error}") from None
 
 
-def _field_path(loc: tuple[int | str, ...], given: Any) -> str:
+def _field_path(loc: tuple[int | str, ...], given: object) -> str:
     """Returns where in the value `given` an error lies; pydantic's `loc` also names the chosen member of a union."""
     parts: list[str] = []
     chosen = False
@@ -96,7 +97,7 @@ def _field_path(loc: tuple[int | str, ...], given: Any) -> str:
     return ".".join(parts) or "(whole value)"
 
 
-def _spec_error(name: str, error: ValidationError, fields: Any) -> SpecError:
+def _spec_error(name: str, error: ValidationError, fields: object) -> SpecError:
     lines = []
     for item in error.errors():
         path = _field_path(item["loc"], fields)
@@ -105,7 +106,7 @@ def _spec_error(name: str, error: ValidationError, fields: Any) -> SpecError:
     return SpecError(f"{name} is not valid: " + "; ".join(lines) + ". Correct the field and try again.")
 
 
-def _plain(item: Any) -> str:
+def _plain(item: ErrorDetails) -> str:
     if item["type"] == "extra_forbidden":
         return "unknown field"
     return str(item["msg"]).removeprefix("Value error, ")

@@ -1,7 +1,7 @@
-"""What the machines are: nodes, the devices their ranks use, and the links between nodes."""
+"""What the machines are: nodes, and the devices their ranks use."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -36,30 +36,25 @@ class Node(Value):
         return self
 
 
-class Link(Value):
-    """The wire from node `source` to node `target`; None stands for not measured."""
-
-    source: Count
-    target: Count
-    latency_s: Annotated[float, Field(ge=0)] | None = None
-    bytes_per_s: Annotated[float, Field(gt=0)] | None = None
-
-
 class Cluster(Document):
-    """Nodes, devices and links. Nodes may have any, unequal, number of ranks."""
+    """Nodes and devices. Nodes may have any, unequal, number of ranks."""
 
     version: Literal[1] = 1
     nodes: tuple[Node, ...] = Field(min_length=1)
-    links: tuple[Link, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_links(cls, given: object) -> object:
+        """Leaves out the list of links that files of earlier versions have; it was always empty."""
+        if isinstance(given, Mapping) and given.get("links") == []:
+            return {name: value for name, value in given.items() if name != "links"}
+        return given
 
     @model_validator(mode="after")
     def _ranks_are_a_partition(self) -> Self:
         ranks = sorted(rank for node in self.nodes for rank in node.ranks)
         if ranks != list(range(len(ranks))):
             raise ValueError(f"the nodes' ranks must be 0..{len(ranks) - 1}, each once; they are {ranks}")
-        for link in self.links:
-            if max(link.source, link.target) >= len(self.nodes) or link.source == link.target:
-                raise ValueError(f"link {link.source}->{link.target} does not join two of the {len(self.nodes)} nodes")
         return self
 
     @property
@@ -85,18 +80,12 @@ class Cluster(Document):
     def among(self, ranks: Sequence[int]) -> Self:
         """Returns the cluster of some of the ranks, in this order counted from 0, on the nodes that have any."""
         places = {rank: place for place, rank in enumerate(ranks)}
-        kept = [index for index, node in enumerate(self.nodes) if places.keys() & set(node.ranks)]
         nodes = []
-        for index in kept:
-            own = [rank for rank in self.nodes[index].ranks if rank in places]
-            devices = tuple(self.device_of(rank) for rank in own)
-            nodes.append(Node(name=self.nodes[index].name, ranks=tuple(places[rank] for rank in own), devices=devices))
-        links = [
-            link.model_copy(update={"source": kept.index(link.source), "target": kept.index(link.target)})
-            for link in self.links
-            if link.source in kept and link.target in kept
-        ]
-        return type(self)(nodes=tuple(nodes), links=tuple(links))
+        for node in self.nodes:
+            if own := [rank for rank in node.ranks if rank in places]:
+                devices = tuple(self.device_of(rank) for rank in own)
+                nodes.append(Node(name=node.name, ranks=tuple(places[rank] for rank in own), devices=devices))
+        return type(self)(nodes=tuple(nodes))
 
     def rank_lists(self) -> list[list[int]]:
         """Returns the ranks of each node."""

@@ -2,7 +2,7 @@
 
 from fnmatch import fnmatchcase
 from math import ceil
-from typing import Annotated, Any, Literal, Self, TypedDict
+from typing import Annotated, Literal, Self, TypedDict
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -34,7 +34,7 @@ class Outer(Value):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_nesterov(cls, fields: Any) -> Any:
+    def _is_nesterov(cls, fields: object) -> object:
         return {"settings": NESTEROV} if fields == {} else fields
 
     @model_validator(mode="after")
@@ -44,7 +44,7 @@ class Outer(Value):
         return self
 
 
-def _outer(wish: Any) -> Any:
+def _outer(wish: object) -> object:
     if isinstance(wish, str | type) and wish != "nesterov":
         raise ValueError("it is 'nesterov', or such as {'name': 'Adam', 'settings': {'lr': 0.001}}, or None")
     return Outer() if wish == "nesterov" else wish
@@ -188,7 +188,7 @@ class ExchangeWishes(TypedDict, total=False):
     overlap: int
     fragments: int
     codec: str
-    outer: Outer | Literal["nesterov"] | dict[str, Any] | None
+    outer: Outer | Literal["nesterov"] | dict[str, object] | None
     optimizer_state: StatePolicy | dict[str, StatePolicy]
     state_every: int
     buffers: BufferPolicy | dict[str, BufferPolicy]

@@ -2,7 +2,7 @@
 
 import re
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -81,7 +81,7 @@ class Adaptive(Value):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_a_wish(cls, fields: dict[str, Any]) -> dict[str, Any]:
+    def _has_a_wish(cls, fields: dict[str, object]) -> dict[str, object]:
         has_wish = fields.get("exchange_budget") is not None or fields.get("drift") is not None
         return fields if has_wish else {**fields, "exchange_budget": BUDGET}
 

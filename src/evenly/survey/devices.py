@@ -3,7 +3,7 @@
 import copy
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import mean
 from typing import Any, TypeGuard
@@ -224,7 +224,7 @@ class Probe:
     """One convolution or linear layer by itself, of any width."""
 
     def __init__(
-        self, node: fx.Node, layer: Layer, tensors: dict[str, Any], samples: int, device: torch.device
+        self, node: fx.Node, layer: Layer, tensors: Mapping[str, Tensor], samples: int, device: torch.device
     ) -> None:
         self._node, self._layer, self._device = node, layer, device
         given, weight = (tensors[name] for name in layer.inputs[:2])

@@ -5,7 +5,7 @@ import os
 import psutil
 import torch
 
-from evenly.comm import Alarm, Party, Waiter, gather_json, open_group
+from evenly.comm import Alarm, Party, open_context
 from evenly.launch import Identity
 from evenly.spec import Cluster, Device, Node
 
@@ -17,17 +17,11 @@ def survey_cluster(
 
     Ranks are on one node if hostname, boot id, network namespace and the launcher's node id are all the same.
     """
-    alarm = Alarm(party, parent=parent)
-    try:
-        waiter = Waiter(alarm, place="the survey of the cluster", timeout_s=timeout_s)
-        waiter.roll_call()
-        group = open_group(party, "survey", range(party.size), backend="gloo", timeout_s=timeout_s)
-        mine = {"identity": identity.model_dump(), "device": describe_device(device).model_dump()}
-        return _build(
-            [(Identity(**row["identity"]), Device(**row["device"])) for row in gather_json(mine, group, waiter)]
-        )
-    finally:
-        alarm.close()
+    with open_context(
+        party, "survey", place="the survey of the cluster", timeout_s=timeout_s, parent=parent
+    ) as context:
+        rows = context.gather({"identity": identity.model_dump(), "device": describe_device(device).model_dump()})
+    return _build([(Identity(**row["identity"]), Device(**row["device"])) for row in rows])
 
 
 def describe_device(device: torch.device) -> Device:

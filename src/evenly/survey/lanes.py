@@ -7,7 +7,7 @@ from math import ceil
 import torch
 import torch.distributed as dist
 
-from evenly.comm import Party, Waiter, all_to_all, close_groups, open_group
+from evenly.comm import GroupContext, Waiter, all_to_all, open_for_now
 from evenly.spec import Lane, Rate
 from evenly.survey.stopwatch import finish
 
@@ -17,8 +17,7 @@ STREAMS = (1 << 14, 1 << 18, 1 << 20)  # float32 numbers in larger messages: 64 
 
 
 def measure_lanes(
-    party: Party,
-    waiter: Waiter,
+    context: GroupContext,
     device: torch.device,
     pairs: Sequence[tuple[int, int]],
     *,
@@ -31,16 +30,17 @@ def measure_lanes(
     All ranks of the pairs call it with the same list. A rank waits in its next pair until its partner comes.
     """
     found: list[Lane] = []
+    party, alarm, waiter = context.party, context.alarm, context.waiter
     for pair in pairs:
         if party.rank not in pair:
             continue
         tell(f"the way between ranks {pair[0]} and {pair[1]}")
-        group = open_group(party, f"pair {pair}", pair, backend=backend, timeout_s=waiter.timeout_s)
-        for source, target in ((0, 1), (1, 0)):
-            rate = _Direction(group, waiter, device, source, enough_s=enough_s).rate()
-            if party.rank == pair[0]:
-                found.append(Lane(source=pair[source], target=pair[target], rate=rate))
-        close_groups([group])
+        name, timeout_s = f"pair {pair}", waiter.timeout_s
+        with open_for_now(party, name, pair, alarm=alarm, backend=backend, timeout_s=timeout_s) as group:
+            for source, target in ((0, 1), (1, 0)):
+                rate = _Direction(group, waiter, device, source, enough_s=enough_s).rate()
+                if party.rank == pair[0]:
+                    found.append(Lane(source=pair[source], target=pair[target], rate=rate))
     return found
 
 

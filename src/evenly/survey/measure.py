@@ -3,12 +3,11 @@
 import platform
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from typing import Any
 
 import torch
 
 from evenly._errors import SpecError
-from evenly.comm import Alarm, Party, Waiter, backend_for, gather_json, open_group
+from evenly.comm import Alarm, GroupContext, Party, backend_for, open_context
 from evenly.graph import Traced
 from evenly.spec import Cluster, Curve, DeviceProfile, Lane, Meeting, Profile
 from evenly.survey.devices import DeviceSurvey, require_training
@@ -35,18 +34,16 @@ def measure_cluster(
     parent: Alarm | None = None,
 ) -> Profile:
     """Returns the profile of a cluster for one network and batch; all ranks call it together."""
-    alarm = Alarm(party, parent=parent)
-    try:
-        waiter = Waiter(alarm, place="the measurement of devices", timeout_s=timeout_s)
-        waiter.roll_call()
-        everybody = open_group(party, "measure", range(party.size), backend="gloo", timeout_s=timeout_s)
-        budget_s = QUICK_S if quick else THOROUGH_S
+    budget_s = QUICK_S if quick else THOROUGH_S
+    with open_context(
+        party, "measure", place="the measurement of devices", timeout_s=timeout_s, parent=parent
+    ) as context:
         node = cluster.nodes[cluster.node_of(party.rank)]
         require_training(traced)
         survey = DeviceSurvey(traced, device, budget_s=budget_s, tell=tell)
         ranks_here = sum(_shares_device(cluster, party.rank, other) for other in node.ranks)
         free_bytes = _usable(survey.free_bytes(ranks_here), memory_bytes)
-        gather_json(None, everybody, waiter)  # so that all work at the same time
+        context.meet()  # so that all work at the same time
         step = survey.step()
         mine = DeviceProfile(
             rank=party.rank,
@@ -56,30 +53,25 @@ def measure_cluster(
             unit=_unit(device, traced),
             spread=survey.spread,
         )
-        lanes = _lanes(party, cluster, device, waiter, budget_s, tell)
-        rows = gather_json(
-            [mine.model_dump(), [lane.model_dump() for lane in lanes], survey.sample_bytes()], everybody, waiter
-        )
+        lanes = _lanes(context, cluster, device, budget_s, tell)
+        known = context.gather(mine.model_dump())
+        lanes_of_ranks = context.gather([lane.model_dump() for lane in lanes])
+        sample_bytes = max(context.gather(survey.sample_bytes()))
         batch = max(1, traced.graph.batch_size)
-        devices = _completed(pooled([DeviceProfile(**row[0]) for row in rows], cluster, batch), batch)
+        devices = _completed(pooled([DeviceProfile(**row) for row in known], cluster, batch), batch)
         steps = [device_profile.step for device_profile in devices]
-        seen = _meetings(party, alarm, cluster, steps, batch, device, budget_s, timeout_s, tell)
-        told = gather_json([meeting.model_dump() for meeting in seen], everybody, waiter)
-        return Profile(
-            cluster=cluster.fingerprint,
-            graph=traced.graph.fingerprint,
-            batch_size=batch,
-            devices=tuple(devices),
-            meetings=tuple(Meeting(**meeting) for row in told for meeting in row),
-            lanes=tuple(Lane(**lane) for row in rows for lane in row[1]),
-            sample_bytes=max(row[2] for row in rows),
-            versions=versions(),
-        )
-    except BaseException as error:
-        alarm.ring(error)
-        raise
-    finally:
-        alarm.close()
+        meetings = _meetings(context, cluster, steps, batch, device, budget_s, tell)
+        meetings_of_ranks = context.gather([meeting.model_dump() for meeting in meetings])
+    return Profile(
+        cluster=cluster.fingerprint,
+        graph=traced.graph.fingerprint,
+        batch_size=batch,
+        devices=tuple(devices),
+        meetings=tuple(Meeting(**meeting) for row in meetings_of_ranks for meeting in row),
+        lanes=tuple(Lane(**lane) for row in lanes_of_ranks for lane in row),
+        sample_bytes=sample_bytes,
+        versions=versions(),
+    )
 
 
 def _usable(free_bytes: int, wish: int | None) -> int:
@@ -117,26 +109,21 @@ def versions() -> str:
 
 
 def _lanes(
-    party: Party,
-    cluster: Cluster,
-    device: torch.device,
-    waiter: Waiter,
-    budget_s: float,
-    tell: Callable[[str], None],
+    context: GroupContext, cluster: Cluster, device: torch.device, budget_s: float, tell: Callable[[str], None]
 ) -> list[Lane]:
     """Returns the ways that this rank is the first end of: inside its node, and from its node to others."""
     found: list[Lane] = []
     leaders = [node.ranks[0] for node in cluster.nodes]
     rooms = [*(list(node.ranks) for node in cluster.nodes), leaders]
     for ranks in rooms:
-        if party.rank not in ranks or len(ranks) < 2:
+        if context.party.rank not in ranks or len(ranks) < 2:
             continue
         backend = backend_for([cluster.device_of(rank) for rank in ranks])
         pairs = list(combinations(ranks, 2))
         if len(pairs) > MOST_PAIRS:
             pairs = [(rank, ranks[(place + 1) % len(ranks)]) for place, rank in enumerate(ranks)]
         enough_s = budget_s / 4 / len(pairs) / 8
-        found += measure_lanes(party, waiter, device, pairs, backend=backend, enough_s=enough_s, tell=tell)
+        found += measure_lanes(context, device, pairs, backend=backend, enough_s=enough_s, tell=tell)
     return found
 
 
@@ -148,24 +135,22 @@ def fastest_groups(ranks: Sequence[int], steps: Sequence[Curve], batch: int) -> 
 
 
 def _meetings(
-    party: Party,
-    alarm: Alarm,
+    context: GroupContext,
     cluster: Cluster,
     steps: Sequence[Curve],
     batch: int,
     device: torch.device,
     budget_s: float,
-    timeout_s: float,
     tell: Callable[[str], None],
 ) -> list[Meeting]:
     """Returns how the fastest ranks of this rank's node meet, and all of its node."""
-    ranks = cluster.nodes[cluster.node_of(party.rank)].ranks
+    ranks = cluster.nodes[cluster.node_of(context.party.rank)].ranks
     if len(ranks) < 2 or len(ranks) > MOST_MEETING:
         return []
     groups = fastest_groups(ranks, steps, batch)
     backend = backend_for([cluster.device_of(rank) for rank in ranks])
-    limits: Any = {"timeout_s": timeout_s, "row_s": min(ROW_S, budget_s / 100)}
-    return measure_meetings(party, alarm, groups, device=device, backend=backend, tell=tell, **limits)
+    row_s = min(ROW_S, budget_s / 100)
+    return measure_meetings(context, groups, device=device, backend=backend, row_s=row_s, tell=tell)
 
 
 def _unit(device: torch.device, traced: Traced) -> int:

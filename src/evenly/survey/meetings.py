@@ -6,7 +6,7 @@ from math import ceil
 
 import torch
 
-from evenly.comm import Alarm, Party, Wire, close_groups, open_group
+from evenly.comm import GroupContext, Wire, open_for_now
 from evenly.spec import Curve, Meeting
 from evenly.survey.stopwatch import finish
 
@@ -14,11 +14,9 @@ SIZES = (1 << 12, 1 << 18, 1 << 21)  # bytes: 4 KiB, 256 KiB, 2 MiB
 
 
 def measure_meetings(
-    party: Party,
-    alarm: Alarm,
+    context: GroupContext,
     groups: Sequence[Sequence[int]],
     *,
-    timeout_s: float,
     device: torch.device,
     backend: str,
     row_s: float,
@@ -29,15 +27,16 @@ def measure_meetings(
     Messages are sent in rows of about `row_s`: see `Stopwatch`.
     """
     found = []
+    party, alarm, timeout_s = context.party, context.alarm, context.waiter.timeout_s
     for ranks in groups:
         if party.rank not in ranks:
             continue
         tell(f"ranks {list(ranks)} summing and gathering")
-        group = open_group(party, f"meeting {list(ranks)}", ranks, backend=backend, timeout_s=timeout_s)
-        meeting = _Room(Wire(group, alarm, timeout_s=timeout_s), device, row_s).meeting(ranks)
+        name = f"meeting {list(ranks)}"
+        with open_for_now(party, name, ranks, alarm=alarm, backend=backend, timeout_s=timeout_s) as group:
+            meeting = _Room(Wire(group, alarm, timeout_s=timeout_s), device, row_s).meeting(ranks)
         if party.rank == ranks[0]:
             found.append(meeting)
-        close_groups([group])
     return found
 
 

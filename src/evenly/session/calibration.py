@@ -1,0 +1,237 @@
+"""How measured joint steps correct a Profile: what ranks tell of them, how long to measure, and the arithmetic."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from evenly.spec import Cluster, Curve, DeviceProfile, Layout, Profile, deal
+
+LEAST, MOST = 2, 40  # steps of a kind
+LEAST_FACTOR, MOST_FACTOR = 0.5, 3.0  # what steps in step take over those that run freely; beyond that it is chance
+ENOUGH = 8  # samples of a rank: less tells little of many
+TELLING = 2.0  # a large step must be so many times a small one to say how fast ranks are in step
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A step of some ranks together, and the part of it in which this rank computes."""
+
+    seconds: float
+    computing_s: float
+
+
+@dataclass(frozen=True)
+class SmallStep:
+    """A step of `ranks` together in which all have few samples; the slowest of them tells it."""
+
+    ranks: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LargeStep:
+    """A step of `ranks` together with batches by their speed, as one of them sees it."""
+
+    ranks: tuple[int, ...]
+    samples: int  # of this rank
+    seconds: float
+    computing_s: float  # of this rank
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """What one rank tells of its joint steps."""
+
+    small: tuple[SmallStep, ...] = ()
+    factor: float = 1.0  # what own steps take in step with others, over those that run freely
+    alone: float = 1.0  # of that, what they take while the others of the node rest
+    large: LargeStep | None = None
+    lean_s: float | None = None  # a large step of the fastest rank in which the others have few samples
+
+
+@dataclass(frozen=True)
+class CutTrial:
+    """A network cut over ranks that is to be tried, and what its layers and messages take one by one."""
+
+    ranks: tuple[int, ...]
+    layout: Layout
+    parts_s: float
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What the profile lets one rank expect of steps, and so how many of them to make, with how many samples."""
+
+    rank: int
+    cluster: Cluster
+    profile: Profile
+    enough_s: float  # for the steps of a kind
+
+    @property
+    def node(self) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        return self.cluster.nodes[self.cluster.node_of(self.rank)].ranks
+
+    @property
+    def steps(self) -> list[Curve]:
+        """The seconds of a step by samples, of every rank."""
+        return [device.step for device in self.profile.devices]
+
+    @property
+    def few(self) -> list[int]:
+        """The samples of every rank with which it has little to compute."""
+        return [step.sizes[0] for step in self.steps]
+
+    @property
+    def fastest(self) -> int:
+        """The fastest rank of this node: it plans for all."""
+        return min(self.node, key=self.pace)
+
+    def pace(self, rank: int) -> tuple[float, int]:
+        """Returns what ranks are ordered by, the fastest first."""
+        return self.steps[rank].at(self.profile.batch_size), rank
+
+    def own_s(self, ranks: Sequence[int], rank: int, samples: int) -> float:
+        """Returns what a rank needs for a step by itself, while these ranks work."""
+        return self.profile.ease(rank, ranks, self.node) * self.steps[rank].at(samples)
+
+    def samples_by_speed(self, ranks: Sequence[int]) -> list[int]:
+        """Returns batches with which these ranks should finish together, and all nodes too if they share the batch of
+        the example by speed; not longer than there is time for, and not too short to tell anything."""
+        batch = self.profile.batch_size
+        pace = [1 / step.at(batch) for step in self.steps]
+        part = sum(pace[rank] for rank in self.node) / sum(pace)
+        samples = max(batch * part, min(batch, ENOUGH * len(ranks)))
+        speeds = [pace[rank] for rank in ranks]
+        expected_s = samples / batch / sum(speeds)
+        samples *= min(1.0, self.enough_s / LEAST / expected_s)
+        counts = deal(max(len(ranks), round(samples)), speeds)
+        most = [max(self.steps[rank].sizes) for rank in ranks]  # so many were seen to fit into its memory
+        return [min(top, max(self.few[rank], count)) for rank, top, count in zip(ranks, most, counts, strict=True)]
+
+    def leader(self, ranks: Sequence[int], sizes: Sequence[int]) -> int | None:
+        """Returns the fastest rank, if it is faster than all others and would be the last to finish if they had little
+        to do."""
+        order = sorted(ranks, key=self.pace)
+        if len(order) < 2 or self.steps[order[0]] == self.steps[order[1]]:
+            return None
+        own_s = self.own_s(ranks, order[0], sizes[list(ranks).index(order[0])])
+        others_s = max(self.own_s(ranks, rank, self.few[rank]) for rank in order[1:])
+        return order[0] if own_s > TELLING * others_s else None
+
+
+def steps_to_make(expected_s: float, enough_s: float) -> int:
+    """Returns how many steps to make in a time; of those that are longer than there is time for, one."""
+    return min(MOST, max(LEAST if expected_s <= enough_s else 1, round(enough_s / expected_s)))
+
+
+def small_factor(small: Joint, *, own_s: float) -> float:
+    """Returns how much longer than expected a rank computes in a joint step with few samples; never less than 1."""
+    return _bounded(max(1.0, small.computing_s / own_s))
+
+
+def large_factor(large: Joint, small: Joint, *, own_s: float, own_small_s: float, alone_s: float, ranks: int) -> float:
+    """Returns how much longer than expected a rank computes in a joint step with many samples.
+
+    What is fixed in a step, such as a quota that recovers while the rank averages, is in the small step too: where the
+    large one is expected to be several times as long, the difference of the two counts. A rank is never faster in step
+    with others than by itself.
+
+    Args:
+        large: the step with many samples.
+        small: the one with few.
+        own_s: what the rank was expected to need for the large step by itself.
+        own_small_s: and for the small one.
+        alone_s: what it needed for the large one while the others rested.
+        ranks: how many made the step; of a rank alone nothing of it is averaging or waiting.
+    """
+    if ranks == 1:
+        return _bounded(large.seconds / own_s)
+    factor = large.computing_s / own_s
+    if own_s > TELLING * own_small_s:
+        factor = (large.computing_s - small.computing_s) / (own_s - own_small_s)
+    return _bounded(max(factor, alone_s / own_s))
+
+
+def alone_factor(alone_s: float, *, factor: float, own_s: float, ranks_of_node: int) -> float:
+    """Returns the time of a step while the others of the node rest, over that in step with them; 1 at most."""
+    return 1.0 if ranks_of_node == 1 else min(1.0, alone_s / (factor * own_s))
+
+
+def correct_profile(profile: Profile, cluster: Cluster, rows: Sequence[RankSteps]) -> Profile:
+    """Returns the profile with what was seen: first how fast ranks are in step, then what averaging adds to that.
+
+    Ranks of a node whose steps are equally long count as one device and get the mean of what they tell.
+
+    Args:
+        profile: of devices that run freely.
+        cluster: the nodes.
+        rows: what each rank tells.
+    """
+    scaled = profile.model_copy(update={"devices": tuple(_in_step(profile, cluster, rows))})
+    devices = list(scaled.devices)
+    for node in cluster.nodes:
+        for rank, averaging_s in _averaging(profile, node.ranks, added_by_averaging(scaled, node.ranks, rows)).items():
+            devices[rank] = devices[rank].model_copy(update={"averaging_s": averaging_s})
+    return scaled.model_copy(update={"devices": tuple(devices)})
+
+
+def added_by_averaging(profile: Profile, node: Sequence[int], rows: Sequence[RankSteps]) -> dict[int, float]:
+    """Returns, where it was seen, what averaging adds to the steps of a rank of a node.
+
+    Of a small step it is what the slowest rank does not need by itself. Of a large one, with batches as they will be,
+    it is what is neither the rank's own step nor waiting for a slower one. Where the fastest rank also made steps in
+    which the others had few samples, the mean of both counts: the others will have less to do than by speed, but not
+    next to nothing.
+    """
+    added: dict[int, float] = {}
+    for rank in node:
+        for small in rows[rank].small:
+            own_s = profile.ease(rank, small.ranks, node) * profile.devices[rank].step.seconds[0]
+            added[rank] = max(0.0, small.seconds - own_s)
+    large_steps = {rank: large for rank in node if (large := rows[rank].large) is not None}
+    longest_s = max((large.computing_s for large in large_steps.values()), default=0.0)
+    for rank, large in large_steps.items():
+        if len(large.ranks) == 1:
+            continue
+        own_s = profile.ease(rank, large.ranks, node) * profile.devices[rank].step.at(large.samples)
+        added[rank] = max(0.0, large.seconds - own_s - (longest_s - large.computing_s))
+        lean_s = rows[rank].lean_s
+        if lean_s is not None:
+            added[rank] = (added[rank] + min(added[rank], max(0.0, lean_s - own_s))) / 2
+    return added
+
+
+def _in_step(profile: Profile, cluster: Cluster, rows: Sequence[RankSteps]) -> list[DeviceProfile]:
+    """Returns the devices as fast as they are in step with others."""
+    devices = list(profile.devices)
+    for node in cluster.nodes:
+        for rank in node.ranks:
+            alike = [rows[peer] for peer in _alike(profile, node.ranks, rank)]
+            factor, alone = mean(row.factor for row in alike), mean(row.alone for row in alike)
+            devices[rank] = devices[rank].scaled(factor).model_copy(update={"alone": alone})
+    return devices
+
+
+def _averaging(profile: Profile, node: Sequence[int], added: Mapping[int, float]) -> dict[int, float]:
+    """Returns what averaging adds to the steps of every rank of a node; nothing for a node of one rank.
+
+    A rank for which it was not seen takes that of the next slower one, or else of the slowest, by their speeds.
+    """
+    batch, steps = profile.batch_size, [device.step for device in profile.devices]
+    order = sorted(node, key=lambda rank: (steps[rank].at(batch), rank))
+    found: dict[int, float] = {}
+    for place, rank in enumerate(order if len(order) > 1 else ()):
+        alike = [added[peer] for peer in _alike(profile, node, rank) if peer in added]
+        other = next(peer for peer in (*order[place:], *order[::-1]) if peer in added)
+        found[rank] = mean(alike) if alike else added[other] * (steps[rank].at(batch) / steps[other].at(batch))
+    return found
+
+
+def _alike(profile: Profile, node: Sequence[int], rank: int) -> list[int]:
+    """Returns the ranks of a node whose steps are as long as those of `rank`."""
+    return [peer for peer in node if profile.devices[peer].step == profile.devices[rank].step]
+
+
+def _bounded(factor: float) -> float:
+    return min(MOST_FACTOR, max(LEAST_FACTOR, factor))

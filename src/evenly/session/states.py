@@ -1,0 +1,79 @@
+"""What a checkpoint holds: the state of a run, of its nodes and of its ranks, in full tensors."""
+
+from typing import Any, Protocol, TypedDict
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+Saved = dict[str, Any]  # what a state_dict() returned, or what an exchange needs to go on
+
+
+class Stateful(Protocol):
+    """What can be kept in a checkpoint: schedulers, a GradScaler."""
+
+    def state_dict(self) -> Saved:
+        """Returns the state."""
+
+    def load_state_dict(self, state_dict: Saved, /) -> object:
+        """Goes on from a state."""
+
+
+class Manifest(TypedDict):
+    """What a checkpoint is of, and the SHA-256 of its files."""
+
+    step: int
+    epoch: int
+    nodes: list[list[int]]
+    models: dict[str, dict[str, str]]  # the dtype and shape of each tensor
+    files: dict[str, str]
+
+
+class NodeState(TypedDict):
+    """One model as the ranks of a node hold it together."""
+
+    parameters: Tensors
+    optimizer: Saved
+    pending: list[list[Saved]]  # what exchanges under way carry
+
+
+class FullState(NodeState):
+    """One model with what each rank has of its own."""
+
+    buffers: Tensors
+    agreed: Tensors  # the buffers of the last exchange
+    exchanges: Saved
+
+
+class LocalState(TypedDict):
+    """One model, what one rank has of its own."""
+
+    buffers: Tensors
+    agreed: Tensors | None
+    progress: Saved
+    exchanges: Saved | None
+    feed: dict[str, int] | None
+
+
+class RandomState(TypedDict):
+    """The generators of a process."""
+
+    torch: torch.Tensor
+    cuda: torch.Tensor | None
+    python: tuple[Any, ...]
+    numpy: list[Any]  # name, keys, position, has_gauss, gauss
+
+
+class RankState(TypedDict):
+    """One rank, with all its models."""
+
+    trainees: dict[str, LocalState]
+    tracked: dict[str, Saved]
+    random: RandomState | None
+
+
+class Restored(TypedDict):
+    """What one rank goes on from."""
+
+    manifest: Manifest
+    node: dict[str, NodeState]
+    rank: RankState
