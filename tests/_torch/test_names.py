@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import evenly._torch
-from evenly._torch import autograd, clipping, modules, operators, optimizers, pytree, tracing
+from evenly._torch import autograd, clipping, modules, operators, optimizers, process_groups, pytree, tracing
 
 
 def test_the_room_itself_imports_nothing() -> None:
@@ -169,3 +169,8 @@ def test_exported_graphs() -> None:
     traced = torch.fx.symbolic_trace(Pair())
     constants = [name for name in vars(traced) if tracing.is_constant(name)]
     assert constants in ([], [tracing.constant_name(0)]) or "_tensor_constant0" in dict(traced.named_buffers())
+
+
+def test_the_flight_recorder_can_be_made() -> None:
+    process_groups.make_recorder()
+    assert hasattr(process_groups.ProcessGroupGloo, "_Options")

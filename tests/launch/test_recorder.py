@@ -15,7 +15,7 @@ def sizes_when_made(monkeypatch, version, environ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(recorder.torch, "__version__", version)
     made = lambda: seen.append([os.environ.get(size) for size in recorder.SIZES])  # noqa: E731
-    monkeypatch.setattr(recorder.c10d, "_dump_fr_trace_json", made)
+    monkeypatch.setattr(recorder, "make_recorder", made)
     before = dict(os.environ)
     recorder.spare_recorder.__wrapped__()
     assert dict(os.environ) == before
