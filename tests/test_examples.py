@@ -1,6 +1,8 @@
 """The examples run as they stand: alone, and on two pretended nodes."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +43,16 @@ def test_on_two_unequal_nodes_all_ranks_end_with_the_same_model(tmp_path: Path) 
     arguments = {"script": str(EXAMPLES / "evenly_by_hand.py"), "words": [[]], "folder": str(tmp_path)}
     said = run_processes(ragged(2, 1), "tests.scripts:run_script", arguments, limit_s=90.0)
     found = [re.findall(r"rank (\d) of 3: ([\d.]+) % right", text)[0] for text in said]
+    assert sorted(rank for rank, _ in found) == ["0", "1", "2"]
+    assert len({right for _, right in found}) == 1
+
+
+@pytest.mark.slow
+def test_the_launcher_runs_an_example_on_two_unequal_nodes(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "evenly", "launch", "--nodes", "2,1", str(EXAMPLES / "evenly_by_hand.py")]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"rank (\d) of 3: ([\d.]+) % right", done.stdout)
     assert sorted(rank for rank, _ in found) == ["0", "1", "2"]
     assert len({right for _, right in found}) == 1
 

@@ -1,12 +1,16 @@
 """`evenly measure` with real ranks: a profile that plans, kept for the next time; and what is shown of it."""
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from evenly import Cluster, Graph, Plan
 from evenly.cli.measure import progress, show_profile
+from evenly.launch import overlay
 from evenly.spec import Curve, Lane, Profile, Rate
 from tests.processes import run_processes
 from tests.ranks import ragged
@@ -36,6 +40,18 @@ def test_two_ranks_measure_and_what_they_write_can_be_planned_with(evenly, tmp_p
     made = Plan.from_json(evenly("plan", *known, "--batch-size", "64", "--json"))
     assert made.predicted is not None
     assert made.predicted.is_measured
+
+
+@pytest.mark.slow
+def test_ranks_that_the_launcher_starts_measure(tmp_path):
+    command = [sys.executable, "-m", "evenly", "launch", "--nodes", "1,1", "-m", "evenly", "measure", NETWORK]
+    command += ["--input", "8x8", "--quick", "--device", "cpu", "--memory", "64MB,32MB"]
+    environment = overlay({"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "a training step with" in done.stdout
+    (kept,) = (tmp_path / ".cache" / "evenly" / "profiles").iterdir()
+    assert [device.free_bytes for device in Profile.load(kept).devices] == [64_000_000, 32_000_000]
 
 
 def test_a_profile_is_kept_for_the_next_time(evenly, tmp_path, monkeypatch):
