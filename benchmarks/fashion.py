@@ -60,10 +60,10 @@ def run_methods(settings: dict[str, object], seeds: int, *, rate: float | None) 
 def report(runs: dict[str, list[Run]], settings: dict[str, object], *, rate: float | None, save: bool) -> None:
     """Prints rows and claims as a table and as JSON; with `save` writes them to `results/fashion.json`."""
     pairs = list(zip(runs["node-based"], runs["global"], strict=True))
-    gaps = [100 * (final_accuracy(ours) - final_accuracy(everywhere)) for ours, everywhere in pairs]
+    differences = [100 * (final_accuracy(ours) - final_accuracy(everywhere)) for ours, everywhere in pairs]
     speedups = [totals(everywhere).seconds / totals(ours).seconds for ours, everywhere in pairs]
     claims = [
-        Claim("accuracy_points_minus_global", sum(gaps) / len(gaps), -0.5, "higher"),
+        Claim("accuracy_points_minus_global", sum(differences) / len(differences), -0.5, "higher"),
         Claim("speedup_over_global", median(speedups), 2.5, "higher"),
     ]
     parameters = runs["global"][0].of(RunStarted)[0].settings["parameters"]

@@ -16,7 +16,7 @@ def open_group() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def ring(count: int, generator: torch.Generator) -> torch.Tensor:
+def report(count: int, generator: torch.Generator) -> torch.Tensor:
     angle = 2 * torch.pi * torch.rand(count, generator=generator)
     return torch.stack([angle.cos(), angle.sin()], dim=1)  # [count, 2]
 
@@ -35,7 +35,7 @@ def main() -> None:
     blame = nn.functional.binary_cross_entropy_with_logits
 
     for _ in range(300):
-        real, noise = ring(64, own), torch.randn(64, 4, generator=own)
+        real, noise = report(64, own), torch.randn(64, 4, generator=own)
         with torch.no_grad():
             fake = maker(noise)
         verdict = judge(torch.cat([real, fake]))  # one forward, so that one averaging covers both

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from evenly.comm import Party
+from evenly.comm import RankGroup
 from evenly.spec import Cluster, Device, Node
 
 
@@ -26,7 +26,7 @@ def run_ranks(count: int, act: Callable[..., Any], *args: Any, limit_s: float = 
 
     def run(rank: int) -> None:
         try:
-            results[rank] = act(Party(rank, count, store), *args)
+            results[rank] = act(RankGroup(rank, count, store), *args)
         except BaseException as error:
             errors[rank] = error
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from benchmarks._exchange.lab import busy_batch_size
 from benchmarks._exchange.method import PERIOD
-from benchmarks._exchange.parts import PARTS, Part
+from benchmarks._exchange.parts import PARTS, Slice
 from benchmarks._exchange.saved import report_parts, saved_parts
 from benchmarks._exchange.throughput import hivemind_part, throughput_part
 from benchmarks._exchange.training import accuracy_part, adaptive_part, sweep_part
@@ -25,7 +25,7 @@ def run_full(only: str | None, *, seeds: int, quick: bool, save: bool) -> None:
         report_parts(rows, claims, save=save)
 
 
-def _measures(*, seeds: int, quick: bool) -> dict[str, Callable[[], Part]]:
+def _measures(*, seeds: int, quick: bool) -> dict[str, Callable[[], Slice]]:
     """Returns the function that measures each part, by name."""
     rounds, steps = (1, 2 * PERIOD) if quick else (4, 4 * PERIOD)
     return {

@@ -23,4 +23,4 @@ CLAIMS_OF_PARTS = {
     "sweep": (),
 }
 PARTS = tuple(CLAIMS_OF_PARTS)
-Part = tuple[list[Row], list[Claim]]  # what a part measured
+Slice = tuple[list[Row], list[Claim]]  # what a part measured

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from benchmarks._exchange.lab import STEP_S
 from benchmarks._exchange.method import PERIOD
 from benchmarks._exchange.networks import MAX_BATCH_SIZE
-from benchmarks._exchange.parts import CLAIMS_OF_PARTS, PARTS, Part
+from benchmarks._exchange.parts import CLAIMS_OF_PARTS, PARTS, Slice
 from benchmarks.common import RESULTS_DIR, Claim, Row, print_table, write_result
 
 NOTE = (
@@ -20,7 +20,7 @@ NOTE = (
 )
 
 
-def saved_parts(parts: Sequence[str]) -> Part:
+def saved_parts(parts: Sequence[str]) -> Slice:
     """Returns the rows and claims of these parts from the saved result; none where there is no such file."""
     file = RESULTS_DIR / "exchange_full.json"
     if not file.exists():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from benchmarks._exchange.lab import PEERS_PYTHON, Figures, run_methods
 from benchmarks._exchange.method import PERIOD
 from benchmarks._exchange.methods import SLOW
-from benchmarks._exchange.parts import Part
+from benchmarks._exchange.parts import Slice
 from benchmarks.common import Claim, Row, median, spread
 from evenly import EvenlyError
 
@@ -14,7 +14,7 @@ CASES = (((2, 2), 200.0), ((2, 2), 50.0), ((3, 1), 200.0), ((3, 1), 50.0))  # ra
 LIMIT = "no exchange"
 
 
-def throughput_part(rounds: int, steps: int, batch_size: int) -> Part:
+def throughput_part(rounds: int, steps: int, batch_size: int) -> Slice:
     """Returns the rows of all methods on all links and nodes, and the claims about them."""
     rows: list[Row] = []
     for node_ranks, rate in CASES:
@@ -23,7 +23,7 @@ def throughput_part(rounds: int, steps: int, batch_size: int) -> Part:
     return rows, throughput_claims(rows)
 
 
-def hivemind_part(rounds: int, steps: int, batch_size: int) -> Part:
+def hivemind_part(rounds: int, steps: int, batch_size: int) -> Slice:
     """Returns the rows of hivemind, its limit and one of our forms, and how much faster ours is.
 
     Hivemind goes on in the turns of others, so here methods run one after another. A case in which it is not installed

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks._exchange.parts import Part
+from benchmarks._exchange.parts import Slice
 from benchmarks.common import RESULTS_DIR, Claim, Row, median
 from benchmarks.recipe_runs import final_accuracy, summary, totals, train, two_node_cluster
 from evenly.lab import Lab
@@ -39,7 +39,7 @@ ADAPTIVE: Settings = {"every": "20%", "overlap": 2, "codec": "int8"}
 PERIODS = ("1", "2", "5", "10", "20", "50", "epoch")
 
 
-def accuracy_part(seeds: int, *, quick: bool) -> Part:
+def accuracy_part(seeds: int, *, quick: bool) -> Slice:
     """Returns the accuracy of each form of the exchange after equal epochs; links are not shaped."""
     methods = {name: {"every": 8, **form} for name, form in FORMS.items()}
     runs = _runs(methods, seeds, rate=None, quick=quick)
@@ -54,7 +54,7 @@ def accuracy_part(seeds: int, *, quick: bool) -> Part:
     ]
 
 
-def adaptive_part(seeds: int, *, quick: bool) -> Part:
+def adaptive_part(seeds: int, *, quick: bool) -> Slice:
     """Returns time and accuracy of adaptive periods beside gradients averaged over all ranks, at 50 Mbit/s."""
     methods = {"global": LINK_BOUND | {"every": "global"}, "adaptive": LINK_BOUND | ADAPTIVE}
     runs = _runs(methods, seeds, rate=50.0, quick=quick)
@@ -63,14 +63,14 @@ def adaptive_part(seeds: int, *, quick: bool) -> Part:
         totals(everywhere).seconds / totals(adaptive).seconds
         for everywhere, adaptive in zip(runs["global"], runs["adaptive"], strict=True)
     ]
-    gap = rows[1]["accuracy_percent"] - rows[0]["accuracy_percent"]
+    difference = rows[1]["accuracy_percent"] - rows[0]["accuracy_percent"]
     return rows, [
         Claim("adaptive_speedup_to_ddp_accuracy_50mbit", median(speedups), 3.0, "higher"),
-        Claim("accuracy_points_adaptive_minus_ddp", gap, -0.3, "higher"),
+        Claim("accuracy_points_adaptive_minus_ddp", difference, -0.3, "higher"),
     ]
 
 
-def sweep_part(seeds: int, *, quick: bool) -> Part:
+def sweep_part(seeds: int, *, quick: bool) -> Slice:
     """Returns accuracy, time and bytes for each period, at 200 Mbit/s, and draws them."""
     methods = {f"K' = {period}": LINK_BOUND | {"every": period} for period in PERIODS}
     runs = _runs(methods, seeds, rate=200.0, quick=quick)

@@ -13,7 +13,7 @@ from benchmarks._exchange.method import PERIOD, Method, Nodes
 from benchmarks._exchange.methods import SLOW, MethodSet, methods_of, package_versions
 from benchmarks._exchange.networks import busy_network, network
 from evenly.recipes.fashion_data import load_fashion
-from evenly.session.ledger import interface_bytes
+from evenly.session.counters import interface_bytes
 
 NUM_TESTED = 2000  # images
 SETTLE_S = 0.05  # for the link's counter to catch up

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks._plan.clusters import BATCH_SIZE, BATCHES_BY_SPEED, EQUAL_BATCHES
-from evenly.planner import lay_out
-from evenly.planner.costs import Works
+from evenly.layouts import lay_out
+from evenly.planner.costs import GraphCosts
 from evenly.planner.memory import cut_needs
 from evenly.spec import Cluster, Graph, Plan, Profile, Replica, Role, deal
 
@@ -138,7 +138,7 @@ def _cut_replicas(inputs: PlanningInputs) -> dict[str, Replica]:
     ):
         layout = lay_out(inputs.graph, shares, cut_batch=cut_batch)
         if inputs.memory is not None:
-            needs = cut_needs(Works(inputs.graph), layout, inputs.profile.sample_bytes)
+            needs = cut_needs(GraphCosts(inputs.graph), layout, inputs.profile.sample_bytes)
             sizes = inputs.memory.size_bytes
             if any(need.samples_in(size) < BATCH_SIZE for need, size in zip(needs, sizes, strict=True)):
                 continue

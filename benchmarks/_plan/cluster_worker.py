@@ -21,7 +21,7 @@ from benchmarks._plan.lab import QuotaRequests
 from benchmarks._plan.network import INPUT_SHAPE, network
 from benchmarks._plan.runner import PlanRunner
 from benchmarks._plan.turns import STEPS_PER_ROUND, run_in_turns
-from evenly.comm import party_of
+from evenly.comm import rank_group_of
 from evenly.graph import Traced, follow
 from evenly.planner import plan as make_plan
 from evenly.planner import simulate
@@ -51,14 +51,16 @@ def run_cluster_rank(name: str, rounds: int, folder: str) -> None:
         """Returns the profile of all ranks as they are now."""
         memory_bytes = memory.size_bytes[rank] if memory else None
         quick = rounds < 2
-        return measure_party(party_of(), traced, cluster, CPU, quick=quick, memory_bytes=memory_bytes, timeout_s=600.0)
+        return measure_party(
+            rank_group_of(), traced, cluster, CPU, quick=quick, memory_bytes=memory_bytes, timeout_s=600.0
+        )
 
     quota_requests.request(rank)  # quotas of the cluster
     profiles = [measure()]
     quota_requests.request(rank)  # no limits while plans are made, or a slow device would take minutes
     inputs = PlanningInputs(cluster, profiles[0], traced.graph, memory)
     plans = _same_on_all_ranks(_make_plans(inputs))
-    runners = {key: PlanRunner(plan, cluster, party_of(), number=i) for i, (key, plan) in enumerate(plans.items())}
+    runners = {key: PlanRunner(plan, cluster, rank_group_of(), number=i) for i, (key, plan) in enumerate(plans.items())}
     for runner in runners.values():
         runner.run(WARM_UP_STEPS, 1.0)
     quota_requests.request(rank)  # quotas of the cluster

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from benchmarks._plan.network import INPUT_SHAPE, NUM_CLASSES, network
 from benchmarks.common import median
-from evenly.comm import Alarm, Party
-from evenly.session.composition import compose_synchronized
+from evenly.comm import FailureMonitor, RankGroup
+from evenly.nodes.composition import compose_synchronized
+from evenly.session.active_ranks import ActiveRanks
 from evenly.session.sharding import shard_for
-from evenly.session.stage import Stage
 from evenly.spec import Cluster, Plan
 
 TIMEOUT_S = 300.0
@@ -20,23 +20,25 @@ TIMEOUT_S = 300.0
 class PlanTrainer:
     """Trains the network as a plan says, on one of the ranks that take part."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, party: Party, label: str) -> None:
+    def __init__(self, plan: Plan, cluster: Cluster, rank_group: RankGroup, label: str) -> None:
         self.exchange_seconds: list[float] = []  # of each exchange, divided by the steps of a period
-        own_party = party.among(plan.active, label)
-        self._alarm = Alarm(own_party.chapter("alarm"))
+        own_party = rank_group.among(plan.active, label)
+        self._monitor = FailureMonitor(own_party.scoped("alarm"))
         active_cluster = cluster.among(plan.active)
-        self._stage = Stage(own_party, active_cluster, self._alarm, folder=None, resume=False, timeout_s=TIMEOUT_S)
+        self._stage = ActiveRanks(
+            own_party, active_cluster, self._monitor, folder=None, resume=False, timeout_s=TIMEOUT_S
+        )
         active_plan = plan.among_active() if len(plan.active) < len(plan.roles) else plan
         model = network()
         self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         self._model = compose_synchronized(
             shard_for(model, self._optimizer, active_plan, self._stage, timeout_s=TIMEOUT_S),
             self._optimizer,
-            party=own_party,
+            rank_group=own_party,
             cluster=self._stage.cluster,
             period=active_plan.period,
             exchange=active_plan.exchange,
-            parent=self._alarm,
+            parent=self._monitor,
         )
         period_steps = getattr(active_plan.period, "steps", 1)
         self._model.on_exchange.append(lambda done: self.exchange_seconds.append(done.seconds / period_steps))
@@ -55,20 +57,20 @@ class PlanTrainer:
         """Closes the connections to the other ranks."""
         self._model.close()
         self._stage.close()
-        self._alarm.close()
+        self._monitor.close()
 
 
 class PlanRunner:
     """One plan on this rank, with the figures of each round; a rank that the plan leaves out only waits."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, party: Party, *, number: int) -> None:
+    def __init__(self, plan: Plan, cluster: Cluster, rank_group: RankGroup, *, number: int) -> None:
         self.step_seconds: list[float] = []  # the median of each round
         self.cpu_use: list[float] = []  # CPU time of each round, as a fraction of what the quota allows
         self.exchange_seconds: list[float] = []
-        self.takes_part = party.rank in plan.active
+        self.takes_part = rank_group.rank in plan.active
         self._trainer: PlanTrainer | None = None
         if self.takes_part:
-            self._trainer = PlanTrainer(plan, cluster, party, f"plan{number}")
+            self._trainer = PlanTrainer(plan, cluster, rank_group, f"plan{number}")
             self.exchange_seconds = self._trainer.exchange_seconds
 
     def run(self, steps: int, quota: float) -> None:

@@ -15,7 +15,7 @@ from benchmarks._plan.clusters import BATCH_SIZE
 from benchmarks._plan.lab import QuotaRequests
 from benchmarks._plan.network import INPUT_SHAPE, NUM_CLASSES, network
 from benchmarks.common import median
-from evenly.planner import relaid
+from evenly.layouts import relaid
 from evenly.shards import reshard
 from evenly.spec import Plan, Role
 

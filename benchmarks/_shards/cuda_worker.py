@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks._shards.networks import labels_for, network_and_batch
-from evenly.comm import party_of
+from evenly.comm import rank_group_of
 from evenly.graph import follow
-from evenly.planner import lay_out
+from evenly.layouts import lay_out
 from evenly.shards import Sharded, join_shards
 
 ALONE = "largest alone"
@@ -61,7 +61,7 @@ def _cut_network(model: nn.Module, example: torch.Tensor, shares_by_name: dict[s
     """Returns the network cut by each list of shares; "ours" may cut the batch too."""
     traced = follow(model, example)
     return {
-        name: join_shards(traced, lay_out(traced.graph, shares, cut_batch=name == "ours"), party=party_of())
+        name: join_shards(traced, lay_out(traced.graph, shares, cut_batch=name == "ours"), rank_group=rank_group_of())
         for name, shares in shares_by_name.items()
     }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from evenly.planner import lay_out
+from evenly.layouts import lay_out
 from evenly.spec import Graph, Layer, Layout
 
 FOLLOWING_OPS = ("bias", "batch_norm", "unary", "spatial", "view")  # each follows the layer that feeds it

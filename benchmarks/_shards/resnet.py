@@ -9,9 +9,9 @@ from tests.zoo import Bottleneck, ResNet
 from torch import nn
 
 from benchmarks._shards.layouts import Modes, alternating_modes
-from evenly.comm import party_of
+from evenly.comm import rank_group_of
 from evenly.graph import Traced, follow
-from evenly.planner import lay_out
+from evenly.layouts import lay_out
 from evenly.shards import join_shards
 
 SHARES = (70, 25, 5)
@@ -51,7 +51,7 @@ def _networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
 def _count_bytes(traced: Traced, x: torch.Tensor, modes: Modes) -> list[int]:
     """Returns the bytes of one forward and backward pass, as counted and as the layout predicts."""
     layout = lay_out(traced.graph, SHARES, modes=modes)
-    sharded = join_shards(traced, layout, party=party_of())
+    sharded = join_shards(traced, layout, rank_group=rank_group_of())
     sharded(x).sum().backward()
     byte_counts = [sharded.traffic.sent_bytes, layout.traffic_bytes]
     dist.barrier()

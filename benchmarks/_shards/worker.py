@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks._shards.layouts import compared_layouts
 from benchmarks._shards.networks import labels_for, network_and_batch
-from evenly.comm import party_of
+from evenly.comm import rank_group_of
 from evenly.graph import follow
 from evenly.shards import Sharded, join_shards
 
@@ -89,7 +89,7 @@ def _cut_network(
     layouts = compared_layouts(traced.graph, shares)
     if dist.get_rank() == 0:
         print(layouts["ours"].explain(), file=sys.stderr, flush=True)
-    return {name: join_shards(traced, layouts[name], party=party_of()) for name in names}
+    return {name: join_shards(traced, layouts[name], rank_group=rank_group_of()) for name in names}
 
 
 def _wait_for_quotas(folder: Path) -> None:

@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evenly._errors import (
+    from evenly.batches import feed
+    from evenly.errors import (
         CheckpointError,
         EvenlyError,
         MismatchError,
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
         PeerError,
         SpecError,
     )
-    from evenly.batches import feed
     from evenly.graph import trace
     from evenly.planner import plan
     from evenly.reports import report
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ROOMS = {
-    "evenly._errors": [
+    "evenly.errors": [
         "CheckpointError",
         "EvenlyError",
         "MismatchError",

@@ -12,19 +12,19 @@ from torch.nn.utils import clip_grad
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker
 
-from evenly._errors import EvenlyError, SpecError
 from evenly._torch.autograd import TENSOR_HOOKS, without_hooks
 from evenly._torch.dataloader import outside_of_workers
 from evenly._torch.modules import LOAD_HOOKS, add_load_hook, remove_load_hook
 from evenly._torch.optimizers import step_hooks_of_all
 from evenly._torch.scaler import watch_scaler
-from evenly.comm import Party
+from evenly.comm import RankGroup
+from evenly.errors import EvenlyError, SpecError
 from evenly.graph import trace
 from evenly.graph.reads import reading
 from evenly.graph.while_tracing import keeping_functions
 from evenly.nodes import join_nodes
 from evenly.shards import shard_model
-from evenly.shards.probe import watch_optimizers
+from evenly.shards.optim.probe import watch_optimizers
 from evenly.spec import Exchange, period_of
 from tests.ranks import cluster_of, run_ranks
 
@@ -52,13 +52,13 @@ def plain() -> Iterator[list[Any]]:
     assert ours() == []
 
 
-def cut(party: Party) -> nn.Module:
-    return shard_model(nn.Linear(6, 4), torch.ones(2, 6), party=party, shares=[1] * party.size)
+def cut(rank_group: RankGroup) -> nn.Module:
+    return shard_model(nn.Linear(6, 4), torch.ones(2, 6), rank_group=rank_group, shares=[1] * rank_group.size)
 
 
 def test_the_last_cut_network_that_is_closed_takes_the_hooks_of_all_optimizers_out(plain: list[Any]) -> None:
-    def act(party: Party) -> None:
-        first, second = cut(party), cut(party)
+    def act(rank_group: RankGroup) -> None:
+        first, second = cut(rank_group), cut(rank_group)
         assert len(ours()) == 2
         assert not set(clipping()) & set(plain)
         first.close()
@@ -78,9 +78,9 @@ def test_the_last_cut_network_that_is_closed_takes_the_hooks_of_all_optimizers_o
 
 
 def test_a_network_that_fails_to_be_cut_leaves_nothing(plain: list[Any]) -> None:
-    def act(party: Party) -> None:
+    def act(rank_group: RankGroup) -> None:
         with pytest.raises(EvenlyError):
-            shard_model(nn.Linear(6, 4 + party.rank), torch.ones(2, 6), party=party, shares=[1, 1])
+            shard_model(nn.Linear(6, 4 + rank_group.rank), torch.ones(2, 6), rank_group=rank_group, shares=[1, 1])
 
     run_ranks(2, act)
 
@@ -189,13 +189,13 @@ def test_a_step_that_somebody_else_has_put_there_stays() -> None:
 
 
 def test_closing_a_synchronized_network_lets_go_of_everything() -> None:
-    def act(party: Party) -> None:
+    def act(rank_group: RankGroup) -> None:
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu")
         counts = _hooks(model)
         settings = {"period": period_of(2), "exchange": Exchange(), "scaler": scaler}
-        synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of([[0, 1]]), **settings)
+        synchronized = join_nodes(model, optimizer, rank_group=rank_group, cluster=cluster_of([[0, 1]]), **settings)
         scaler.scale(synchronized(torch.ones(4, 3)).sum()).backward()
         assert "step" in vars(scaler)
         assert _hooks(model) != counts
@@ -206,7 +206,7 @@ def test_closing_a_synchronized_network_lets_go_of_everything() -> None:
         assert "step" not in vars(scaler)
         assert _hooks(model) == counts
         optimizer.zero_grad()
-        model(torch.full((4, 3), float(party.rank))).sum().backward()  # nobody waits for the other rank
+        model(torch.full((4, 3), float(rank_group.rank))).sum().backward()  # nobody waits for the other rank
 
     run_ranks(2, act)
 

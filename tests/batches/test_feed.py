@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import TensorDataset
 
 from evenly import feed
-from evenly._errors import DataError, EvenlyError, LaunchError
 from evenly.batches import Feed
+from evenly.errors import DataError, EvenlyError, LaunchError
 from evenly.spec import Plan, Role, deal
 from tests.batches.samples import Numbers, cases, epoch_of, feeds, taken
 

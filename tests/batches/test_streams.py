@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
 from evenly import feed
-from evenly._errors import DataError
 from evenly.batches import Feed
+from evenly.errors import DataError
 from evenly.spec import Plan, Role
 from tests.batches.samples import Stream, cases, epoch_of, feeds, taken
 
 
-class Dice(IterableDataset):
+class DropoutStream(IterableDataset):
     """Samples drawn as they come, and the epoch."""
 
     epoch = -1
@@ -79,10 +79,10 @@ def test_the_length_is_that_of_the_dataset_if_it_has_one():
 
 
 def test_random_numbers_of_a_stream_are_the_same_on_all_ranks_and_after_a_resume():
-    left, right, resumed = (Feed(Dice(), rank=rank, samples=[2, 2], seed=4) for rank in (0, 1, 1))
+    left, right, resumed = (Feed(DropoutStream(), rank=rank, samples=[2, 2], seed=4) for rank in (0, 1, 1))
     torch.rand(3), random.random(), np.random.rand()  # the program draws otherwise on each rank
     first, second = list(left), list(right)
-    alone = list(Feed(Dice(), rank=0, samples=[4], seed=4))
+    alone = list(Feed(DropoutStream(), rank=0, samples=[4], seed=4))
     assert all(torch.equal(torch.cat(step), whole) for *step, whole in zip(first, second, alone, strict=True))
     resumed.resume({"epoch": 0, "offset": 8})
     assert torch.equal(next(iter(resumed)), second[2])
@@ -93,7 +93,7 @@ def test_random_numbers_of_a_stream_are_the_same_on_all_ranks_and_after_a_resume
 def test_reading_leaves_the_global_generators_alone():
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     for rank in (0, 1):
-        list(Feed(Dice(), rank=rank, samples=[2, 1]))
+        list(Feed(DropoutStream(), rank=rank, samples=[2, 1]))
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
 

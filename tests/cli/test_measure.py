@@ -11,7 +11,7 @@ from rich.console import Console
 from evenly import Cluster, Graph, Plan
 from evenly.cli.measure import progress, show_profile
 from evenly.launch import overlay
-from evenly.spec import Curve, Lane, Profile, Rate
+from evenly.spec import Curve, Link, Profile, Rate
 from tests.processes import run_processes
 from tests.ranks import ragged
 from tests.reports.plans import cluster_of, graph_of, profile_of
@@ -114,7 +114,7 @@ def test_a_profile_is_shown_with_steps_and_the_slowest_ways():
     profile = profile_of(cluster, [60.0] * 6 + [10.0], graph)
     pairs = [(a, b) for a in range(7) for b in range(7) if a != b]
     rates = [Rate(latency_s=1e-4, bytes_per_s=1e6 * (1 + number)) for number in range(len(pairs))]
-    lanes = tuple(Lane(source=a, target=b, rate=rate) for (a, b), rate in zip(pairs, rates, strict=True))
+    lanes = tuple(Link(source=a, target=b, rate=rate) for (a, b), rate in zip(pairs, rates, strict=True))
     text = shown(profile.model_copy(update={"lanes": lanes}), cluster)
     assert "a training step with 100 samples" in text
     assert "333.3" in text  # samples/s of the fast ones: 3 GFlop at 10 GFlop/s for 100 samples

@@ -7,8 +7,8 @@ import random
 import pytest
 from typer.testing import CliRunner
 
-from evenly._errors import EvenlyError
 from evenly.cli import app
+from evenly.errors import EvenlyError
 from evenly.lab import load_cluster
 from tests.reports.runs import epoch, failed, finished, measured, started, steps
 

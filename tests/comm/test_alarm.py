@@ -7,19 +7,19 @@ import pytest
 import torch
 
 from evenly import EvenlyError, PeerError
-from evenly._errors import DataError
-from evenly.comm import Alarm, Party, Waiter, all_reduce, first_line, open_group
+from evenly.comm import CollectiveWaiter, FailureMonitor, RankGroup, all_reduce, first_line, open_group
+from evenly.errors import DataError
 from tests.ranks import RankError, run_ranks
 
 SOON_S = 2.0
 
 
-def learn(alarm: Alarm) -> tuple[EvenlyError, float]:
+def learn(monitor: FailureMonitor) -> tuple[EvenlyError, float]:
     """Returns the error that the alarm brings, and after how many seconds."""
     began = time.monotonic()
     while time.monotonic() - began < 10:
         try:
-            alarm.check()
+            monitor.check()
         except EvenlyError as error:
             return error, time.monotonic() - began
         time.sleep(0.01)
@@ -41,20 +41,20 @@ def errors_of(count: int, act, *args) -> list[BaseException | None]:
     ],
 )
 def test_a_failure_reaches_the_other_ranks_with_its_class_and_text(error, kind, text):
-    def act(party: Party):
-        alarm = Alarm(party)
+    def act(rank_group: RankGroup):
+        monitor = FailureMonitor(rank_group)
         try:
-            if party.rank == 1:
-                alarm.ring(error)
-                alarm.ring(DataError("only the first failure counts"))
-                party.store.wait(["learnt/0", "learnt/2"])
-                alarm.hear()  # who rings is not told what it knows
+            if rank_group.rank == 1:
+                monitor.report(error)
+                monitor.report(DataError("only the first failure counts"))
+                rank_group.store.wait(["learnt/0", "learnt/2"])
+                monitor.hear()  # who rings is not told what it knows
                 return None
-            found = learn(alarm)
-            party.store.set(f"learnt/{party.rank}", "1")
+            found = learn(monitor)
+            rank_group.store.set(f"learnt/{rank_group.rank}", "1")
             return found
         finally:
-            alarm.close()
+            monitor.close()
 
     first, _, last = run_ranks(3, act)
     for learnt, seconds in (first, last):
@@ -65,23 +65,23 @@ def test_a_failure_reaches_the_other_ranks_with_its_class_and_text(error, kind, 
 
 
 def test_a_future_that_will_never_be_done_is_let_go():
-    def act(party: Party):
-        alarm = Alarm(party)
+    def act(rank_group: RankGroup):
+        monitor = FailureMonitor(rank_group)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         try:
-            if party.rank == 0:
-                party.store.wait(["held"])
-                alarm.ring(DataError("no data"))
+            if rank_group.rank == 0:
+                rank_group.store.wait(["held"])
+                monitor.report(DataError("no data"))
                 return None
-            alarm.hold(future, torch.tensor([7.0]))
-            party.store.set("held", "1")
+            monitor.hold(future, torch.tensor([7.0]))
+            rank_group.store.set("held", "1")
             began = time.monotonic()
             value = future.wait()
             late: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            alarm.hold(late, torch.tensor([8.0]))  # after the alarm: at once
+            monitor.hold(late, torch.tensor([8.0]))  # after the alarm: at once
             return value.item(), late.wait().item(), time.monotonic() - began
         finally:
-            alarm.close()
+            monitor.close()
 
     _, (value, late, seconds) = run_ranks(2, act)
     assert (value, late) == (7.0, 8.0)
@@ -89,34 +89,34 @@ def test_a_future_that_will_never_be_done_is_let_go():
 
 
 def test_a_future_that_is_done_is_not_touched_by_a_later_alarm():
-    alarm = Alarm(Party(0, 1, None))
+    monitor = FailureMonitor(RankGroup(0, 1, None))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    alarm.hold(future, torch.zeros(1))
-    alarm.release(future, torch.ones(1))
-    alarm.fail(PeerError("late"))
+    monitor.hold(future, torch.zeros(1))
+    monitor.release(future, torch.ones(1))
+    monitor.fail(PeerError("late"))
     assert future.wait().item() == 1.0
 
 
-def wait_at(party: Party, timeout_s: float, freed: threading.Barrier, stay_away) -> None:
+def wait_at(rank_group: RankGroup, timeout_s: float, freed: threading.Barrier, stay_away) -> None:
     """Joins a sum over all ranks; the last rank first does something else."""
-    alarm = Alarm(party)
-    group = open_group(party, "sum", range(party.size), backend="gloo", timeout_s=20.0)
-    waiter = Waiter(alarm, place="the exchange", step=12, timeout_s=timeout_s)
+    monitor = FailureMonitor(rank_group)
+    group = open_group(rank_group, "sum", range(rank_group.size), backend="gloo", timeout_s=20.0)
+    waiter = CollectiveWaiter(monitor, place="the exchange", step=12, timeout_s=timeout_s)
     try:
-        if party.rank == party.size - 1:
-            stay_away(alarm, freed)
-        waiter.wait([all_reduce(torch.ones(1), group)], meeting=True)
+        if rank_group.rank == rank_group.size - 1:
+            stay_away(monitor, freed)
+        waiter.wait([all_reduce(torch.ones(1), group)], waits_for_ranks=True)
     finally:
-        if party.rank < party.size - 1:
+        if rank_group.rank < rank_group.size - 1:
             freed.wait(20)
-        alarm.close()
+        monitor.close()
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_time_limit(monkeypatch):
-    monkeypatch.setattr("evenly.comm.moves.QUIET_S", 0.05)
-    monkeypatch.setattr("evenly.comm.alarm.INTERVAL_S", 0.05)
+    monkeypatch.setattr("evenly.comm.collectives.QUIET_S", 0.05)
+    monkeypatch.setattr("evenly.comm.failure_monitor.INTERVAL_S", 0.05)
     began = time.monotonic()
-    *waiting, absent = errors_of(3, wait_at, 1.0, threading.Barrier(3), lambda alarm, freed: freed.wait(20))
+    *waiting, absent = errors_of(3, wait_at, 1.0, threading.Barrier(3), lambda monitor, freed: freed.wait(20))
     assert time.monotonic() - began < 5
     for error in waiting:
         assert type(error) is PeerError
@@ -126,8 +126,8 @@ def test_a_rank_that_does_not_come_is_named_at_the_time_limit(monkeypatch):
 
 
 def test_who_waits_in_a_collective_hears_the_alarm_long_before_the_time_limit():
-    def stay_away(alarm, freed):
-        alarm.ring(DataError("rank 2 has no data"))
+    def stay_away(monitor, freed):
+        monitor.report(DataError("rank 2 has no data"))
         freed.wait(20)
 
     began = time.monotonic()
@@ -139,16 +139,18 @@ def test_who_waits_in_a_collective_hears_the_alarm_long_before_the_time_limit():
 
 
 def test_a_rank_that_leaves_without_a_word_is_noticed(monkeypatch):
-    monkeypatch.setattr("evenly.comm.alarm.INTERVAL_S", 0.05)
+    monkeypatch.setattr("evenly.comm.failure_monitor.INTERVAL_S", 0.05)
 
-    def act(party: Party):
-        alarm = Alarm(party)
-        group = open_group(party, "sum", range(2), backend="gloo", timeout_s=20.0)
+    def act(rank_group: RankGroup):
+        monitor = FailureMonitor(rank_group)
+        group = open_group(rank_group, "sum", range(2), backend="gloo", timeout_s=20.0)
         try:
-            if party.rank == 0:
-                Waiter(alarm, place="the exchange", step=3).wait([all_reduce(torch.ones(1), group)], meeting=True)
+            if rank_group.rank == 0:
+                CollectiveWaiter(monitor, place="the exchange", step=3).wait(
+                    [all_reduce(torch.ones(1), group)], waits_for_ranks=True
+                )
         finally:
-            alarm.close()
+            monitor.close()
 
     error, _ = errors_of(2, act)
     assert type(error) is PeerError
@@ -156,31 +158,31 @@ def test_a_rank_that_leaves_without_a_word_is_noticed(monkeypatch):
 
 
 def test_a_rank_alone_has_nobody_to_tell():
-    alarm = Alarm(Party(0, 1, None))
-    alarm.ring(ValueError("x"))
-    alarm.waiting("a place", 3)
-    alarm.check()
-    alarm.close()
+    monitor = FailureMonitor(RankGroup(0, 1, None))
+    monitor.report(ValueError("x"))
+    monitor.waiting("a place", 3)
+    monitor.check()
+    monitor.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "evenly-alarm"]
 
 
 def test_closing_an_alarm_ends_its_thread_and_twice_does_no_harm(monkeypatch):
-    monkeypatch.setattr("evenly.comm.alarm.INTERVAL_S", 0.05)
+    monkeypatch.setattr("evenly.comm.failure_monitor.INTERVAL_S", 0.05)
 
     both_watch, both_closed = threading.Barrier(2), threading.Barrier(2)
 
     def watching() -> int:
         return sum(thread.name == "evenly-alarm" for thread in threading.enumerate())
 
-    def act(party: Party):
-        alarm = Alarm(party)
+    def act(rank_group: RankGroup):
+        monitor = FailureMonitor(rank_group)
         both_watch.wait(20)
         before = watching()
         both_watch.wait(20)
-        alarm.close()
-        alarm.close()
+        monitor.close()
+        monitor.close()
         both_closed.wait(20)
-        alarm.check()  # no failure was told
+        monitor.check()  # no failure was told
         return before, watching()
 
     assert run_ranks(2, act) == [(2, 0), (2, 0)]
@@ -195,27 +197,27 @@ def test_the_first_line_of_an_error():
 def test_a_note_that_is_read_late_is_no_fault_once_the_ranks_have_met(passed):
     """A rank that waited a while and was then joined must not be taken for one that fell behind."""
 
-    def act(party: Party) -> str:
-        alarm = Alarm(party, sharing=(0, 1))
+    def act(rank_group: RankGroup) -> str:
+        monitor = FailureMonitor(rank_group, averages_with=(0, 1))
         try:
-            if party.rank == 0:
-                alarm.waiting("exchange 1", step=2)
-                party.store.set("noted", "1")
-                party.store.wait(["read"])
+            if rank_group.rank == 0:
+                monitor.waiting("exchange 1", step=2)
+                rank_group.store.set("noted", "1")
+                rank_group.store.wait(["read"])
             else:
-                party.store.wait(["noted"])
+                rank_group.store.wait(["noted"])
                 if passed:
-                    alarm.passed("exchange 1")
-                alarm.begun = 1
+                    monitor.passed("exchange 1")
+                monitor.begun = 1
                 try:
-                    alarm.hear()
+                    monitor.hear()
                 finally:
-                    party.store.set("read", "1")
-            alarm.check()
+                    rank_group.store.set("read", "1")
+            monitor.check()
             return "fine"
         except EvenlyError as error:
             return type(error).__name__
         finally:
-            alarm.close()
+            monitor.close()
 
     assert run_ranks(2, act)[1] == ("fine" if passed else "LockstepError")

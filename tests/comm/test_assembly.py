@@ -2,21 +2,21 @@
 
 import pytest
 
-from evenly._errors import LockstepError
-from evenly.comm import Alarm, Assembly, Party, close_groups, open_group
+from evenly.comm import FailureMonitor, ObjectGatherer, RankGroup, close_groups, open_group
+from evenly.errors import LockstepError
 from tests.ranks import RankError, run_ranks
 
 
-def gather(party: Party, calls: list[tuple[str, str]]) -> list[object]:
-    alarm = Alarm(party.chapter("assembly"))
-    group = open_group(party, "world", range(party.size), backend="gloo", timeout_s=10)
-    assembly = Assembly(alarm, group, timeout_s=10)
+def gather(rank_group: RankGroup, calls: list[tuple[str, str]]) -> list[object]:
+    monitor = FailureMonitor(rank_group.scoped("assembly"))
+    group = open_group(rank_group, "world", range(rank_group.size), backend="gloo", timeout_s=10)
+    gatherer = ObjectGatherer(monitor, group, timeout_s=10)
     try:
-        what, where = calls[party.rank]
-        return assembly.gather([party.rank, "x" * party.rank], what, where=where)
+        what, where = calls[rank_group.rank]
+        return gatherer.gather([rank_group.rank, "x" * rank_group.rank], what, where=where)
     finally:
         close_groups([group])
-        alarm.close()
+        monitor.close()
 
 
 def test_values_come_in_the_order_of_ranks() -> None:

@@ -5,34 +5,34 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from evenly._errors import PeerError, SpecError
-from evenly.comm import Alarm, Party, open_context, open_for_now, ring_on_error
+from evenly.comm import FailureMonitor, RankGroup, open_context, open_temporarily, report_on_error
+from evenly.errors import PeerError, SpecError
 from tests.ranks import RankError, run_ranks
 
 LIMITS = {"place": "the test", "timeout_s": 20.0}
 
 
 def test_ranks_gather_values_one_after_another_and_in_contexts_one_after_another():
-    def act(party: Party) -> list[list[int]]:
+    def act(rank_group: RankGroup) -> list[list[int]]:
         found = []
         for number in range(2):
-            with open_context(party.chapter(f"context {number}"), "all", **LIMITS) as context:
+            with open_context(rank_group.scoped(f"context {number}"), "all", **LIMITS) as context:
                 context.meet()
-                found.append(context.gather(10 * number + context.party.rank))
+                found.append(context.gather(10 * number + context.rank_group.rank))
         return found
 
     assert run_ranks(3, act) == [[[0, 1, 2], [10, 11, 12]]] * 3
 
 
 def test_a_rank_alone_needs_nobody():
-    with open_context(Party(0, 1, HashStore()), "all", **LIMITS) as context:
+    with open_context(RankGroup(0, 1, HashStore()), "all", **LIMITS) as context:
         assert context.gather("me") == ["me"]
 
 
 def test_an_error_of_one_rank_reaches_those_that_wait_long_before_the_time_limit():
-    def act(party: Party) -> None:
-        with open_context(party, "all", **LIMITS) as context:
-            if party.rank == 1:
+    def act(rank_group: RankGroup) -> None:
+        with open_context(rank_group, "all", **LIMITS) as context:
+            if rank_group.rank == 1:
                 raise SpecError("this rank was given something else.")
             context.meet()
 
@@ -46,13 +46,13 @@ def test_an_error_of_one_rank_reaches_those_that_wait_long_before_the_time_limit
 
 
 def test_an_error_inside_a_group_of_some_ranks_reaches_all():
-    def act(party: Party) -> None:
-        with open_context(party, "all", **LIMITS) as context:
-            if party.rank < 2:
-                limits = {"alarm": context.alarm, "backend": "gloo", "timeout_s": 20.0}
-                with open_for_now(party, "some", [0, 1], **limits) as group:
+    def act(rank_group: RankGroup) -> None:
+        with open_context(rank_group, "all", **LIMITS) as context:
+            if rank_group.rank < 2:
+                limits = {"alarm": context.monitor, "backend": "gloo", "timeout_s": 20.0}
+                with open_temporarily(rank_group, "some", [0, 1], **limits) as group:
                     assert group.size() == 2
-                    if party.rank == 0:
+                    if rank_group.rank == 0:
                         raise ValueError("no such way")
             context.meet()
 
@@ -63,9 +63,9 @@ def test_an_error_inside_a_group_of_some_ranks_reaches_all():
 
 
 def test_a_rank_that_does_not_come_is_named():
-    def act(party: Party) -> None:
-        if party.rank != 1:
-            with open_context(party, "all", place="the test", timeout_s=0.5):
+    def act(rank_group: RankGroup) -> None:
+        if rank_group.rank != 1:
+            with open_context(rank_group, "all", place="the test", timeout_s=0.5):
                 pytest.fail("the body began before all ranks had come")
 
     with pytest.raises(RankError) as caught:
@@ -76,12 +76,12 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 def test_what_rings_the_parent_ends_the_context():
-    def act(party: Party) -> None:
-        parent = Alarm(party.chapter("parent"))
+    def act(rank_group: RankGroup) -> None:
+        parent = FailureMonitor(rank_group.scoped("parent"))
         try:
-            with open_context(party.chapter("own"), "all", parent=parent, **LIMITS) as context:
-                if party.rank == 0:
-                    parent.ring(SpecError("the session has ended."))
+            with open_context(rank_group.scoped("own"), "all", parent=parent, **LIMITS) as context:
+                if rank_group.rank == 0:
+                    parent.report(SpecError("the session has ended."))
                     return
                 context.meet()
                 context.meet()
@@ -95,13 +95,13 @@ def test_what_rings_the_parent_ends_the_context():
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_an_alarm_rings_for_an_error_and_is_closed_where_asked(closes: bool):
-    def act(party: Party) -> tuple[bool, bool]:
-        alarm = Alarm(party)
-        if party.rank == 0:
-            with pytest.raises(ValueError, match="wrong"), ring_on_error(alarm, closes=closes):
+    def act(rank_group: RankGroup) -> tuple[bool, bool]:
+        monitor = FailureMonitor(rank_group)
+        if rank_group.rank == 0:
+            with pytest.raises(ValueError, match="wrong"), report_on_error(monitor, closes=closes):
                 raise ValueError("wrong")
-        is_watching = alarm._thread.is_alive()
-        alarm.close()
-        return alarm.has_rung, is_watching
+        is_watching = monitor._thread.is_alive()
+        monitor.close()
+        return monitor.has_failed, is_watching
 
     assert run_ranks(2, act)[0] == (True, not closes)

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenly._errors import LaunchError
 from evenly.comm import (
-    Alarm,
-    Party,
-    Waiter,
+    CollectiveWaiter,
+    FailureMonitor,
+    RankGroup,
     all_gather,
     all_reduce,
     backend_for,
@@ -20,8 +19,9 @@ from evenly.comm import (
     gather_json,
     open_group,
     open_groups,
-    party_of,
+    rank_group_of,
 )
+from evenly.errors import LaunchError
 from evenly.spec import Device
 from tests.ranks import ragged, run_ranks
 
@@ -32,32 +32,32 @@ def cuda(identity: str = "") -> Device:
     return Device(kind="cuda", identity=identity)
 
 
-def members(group: dist.ProcessGroup, rank: int, waiter: Waiter) -> list[int]:
+def members(group: dist.ProcessGroup, rank: int, waiter: CollectiveWaiter) -> list[int]:
     """Returns the ranks that take part in a collective of `group`."""
     rows, work = all_gather(torch.tensor([rank]), group)
     waiter.wait([work])
     return rows[:, 0].tolist()
 
 
-def look_around(party: Party, nodes: list[list[int]], joint: bool) -> dict[str, object]:
-    alarm = Alarm(party)
-    waiter = Waiter(alarm, place="a test", timeout_s=20.0)
-    groups = open_groups(party, nodes, [CPU] * party.size, timeout_s=20.0, joint_gradients=joint)
-    total, first = torch.tensor([2.0**party.rank]), torch.tensor([party.rank])
+def look_around(rank_group: RankGroup, nodes: list[list[int]], joint: bool) -> dict[str, object]:
+    monitor = FailureMonitor(rank_group)
+    waiter = CollectiveWaiter(monitor, place="a test", timeout_s=20.0)
+    groups = open_groups(rank_group, nodes, [CPU] * rank_group.size, timeout_s=20.0, joint_gradients=joint)
+    total, first = torch.tensor([2.0**rank_group.rank]), torch.tensor([rank_group.rank])
     waiter.wait([all_reduce(total, groups.node), broadcast(first, groups.node, source=0)])
-    highest = torch.tensor([party.rank])
+    highest = torch.tensor([rank_group.rank])
     waiter.wait([all_reduce(highest, groups.world, largest=True)])
     seen = {
-        "world": members(groups.world, party.rank, waiter),
-        "node": members(groups.node, party.rank, waiter),
-        "gradients": members(groups.gradients, party.rank, waiter),
-        "peers": {peers.owners: members(peers.group, party.rank, waiter) for peers in groups.peers},
+        "world": members(groups.world, rank_group.rank, waiter),
+        "node": members(groups.node, rank_group.rank, waiter),
+        "gradients": members(groups.gradients, rank_group.rank, waiter),
+        "peers": {peers.owners: members(peers.group, rank_group.rank, waiter) for peers in groups.peers},
         "seat": (groups.index, groups.local_rank, groups.ranks),
         "total": total.item(),
         "first": first.item(),
         "highest": highest.item(),
     }
-    alarm.close()
+    monitor.close()
     return seen
 
 
@@ -77,12 +77,16 @@ def test_every_rank_meets_its_node_its_peers_and_everybody(nodes, joint):
         assert seen["highest"] == size - 1
 
 
-def tell(party: Party) -> list[object]:
-    alarm = Alarm(party)
-    group = open_group(party, "talk", range(party.size), backend="gloo", timeout_s=20.0)
-    value = {"rank": party.rank, "text": "ü" * 999 * party.rank, "more": [None, 1.5, {"a": True}][party.rank :]}
-    told = gather_json(value, group, Waiter(alarm, place="a test", timeout_s=20.0))
-    alarm.close()
+def tell(rank_group: RankGroup) -> list[object]:
+    monitor = FailureMonitor(rank_group)
+    group = open_group(rank_group, "talk", range(rank_group.size), backend="gloo", timeout_s=20.0)
+    value = {
+        "rank": rank_group.rank,
+        "text": "ü" * 999 * rank_group.rank,
+        "more": [None, 1.5, {"a": True}][rank_group.rank :],
+    }
+    told = gather_json(value, group, CollectiveWaiter(monitor, place="a test", timeout_s=20.0))
+    monitor.close()
     return told
 
 
@@ -115,7 +119,7 @@ def test_nccl_serves_distinct_gpus_and_gloo_everything_else(monkeypatch, devices
 
 def test_without_an_open_group_there_is_no_party():
     with pytest.raises(LaunchError, match=r"no group is open.*init_process_group"):
-        party_of()
+        rank_group_of()
 
 
 @pytest.fixture
@@ -127,22 +131,22 @@ def default_group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("default_group")
 def test_the_party_of_the_default_group():
-    party = party_of()
-    assert (party.rank, party.size) == (0, 1)
-    assert party_of(dist.group.WORLD).size == 1
+    rank_group = rank_group_of()
+    assert (rank_group.rank, rank_group.size) == (0, 1)
+    assert rank_group_of(dist.group.WORLD).size == 1
 
 
 @pytest.mark.usefixtures("default_group")
 def test_a_rank_that_is_not_in_the_group_is_told_so():
     with pytest.raises(LaunchError):
-        party_of(dist.GroupMember.NON_GROUP_MEMBER)
+        rank_group_of(dist.GroupMember.NON_GROUP_MEMBER)
 
 
-def read_chapters(party: Party) -> list[bytes]:
-    chapters = [party.chapter("a"), party.chapter("a"), party.chapter("b")]
-    for number, chapter in enumerate(chapters):
-        chapter.store.set(f"{party.rank}", str(number))
-    return [chapter.store.get(str(1 - party.rank)) for chapter in chapters]
+def read_chapters(rank_group: RankGroup) -> list[bytes]:
+    chapters = [rank_group.scoped("a"), rank_group.scoped("a"), rank_group.scoped("b")]
+    for number, scoped in enumerate(chapters):
+        scoped.store.set(f"{rank_group.rank}", str(number))
+    return [scoped.store.get(str(1 - rank_group.rank)) for scoped in chapters]
 
 
 def test_chapters_are_shared_by_the_ranks_and_apart_from_each_other():
@@ -150,24 +154,24 @@ def test_chapters_are_shared_by_the_ranks_and_apart_from_each_other():
 
 
 def test_groups_of_a_process_share_the_thread_that_receives() -> None:
-    party, groups, counts = Party(0, 1, dist.HashStore()), [], []
+    rank_group, groups, counts = RankGroup(0, 1, dist.HashStore()), [], []
     for number in range(6):
-        groups.append(open_group(party, f"group{number}", [0], backend="gloo", timeout_s=20.0))
+        groups.append(open_group(rank_group, f"group{number}", [0], backend="gloo", timeout_s=20.0))
         counts.append(psutil.Process().num_threads())
     assert counts[-1] <= counts[0] + 2 * 5  # those that work: two for each group
 
 
-def close_one_of_two(party: Party) -> float:
+def close_one_of_two(rank_group: RankGroup) -> float:
     """Returns a sum that a group makes after another one of the same ranks was closed."""
-    alarm = Alarm(party)
-    waiter = Waiter(alarm, place="a test", timeout_s=20.0)
-    first, second = (open_group(party, n, range(party.size), backend="gloo", timeout_s=20.0) for n in "ab")
+    monitor = FailureMonitor(rank_group)
+    waiter = CollectiveWaiter(monitor, place="a test", timeout_s=20.0)
+    first, second = (open_group(rank_group, n, range(rank_group.size), backend="gloo", timeout_s=20.0) for n in "ab")
     total = torch.ones(1000)
     waiter.wait([all_reduce(total, first)])
     close_groups([first])
     del first
     waiter.wait([all_reduce(total, second)])
-    alarm.close()
+    monitor.close()
     return total[-1].item()
 
 

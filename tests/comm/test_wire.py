@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenly.comm import MOVES, Alarm, Party, Shift, Wire, count_of, open_group, put, take
+from evenly.comm import MOVES, FailureMonitor, RankGroup, Redistribute, ShardGroup, count_of, open_group, put, take
 from tests.ranks import run_ranks
 
 Cut = tuple[tuple[tuple[int, int], ...], ...]
@@ -31,24 +31,28 @@ STATES = {  # of a tensor before and after each move
 
 
 @contextmanager
-def wired(party: Party) -> Iterator[Wire]:
-    wire = Wire(open_group(party, "w", range(party.size), backend="gloo", timeout_s=20), Alarm(party), timeout_s=20)
+def wired(rank_group: RankGroup) -> Iterator[ShardGroup]:
+    shard_group = ShardGroup(
+        open_group(rank_group, "w", range(rank_group.size), backend="gloo", timeout_s=20),
+        FailureMonitor(rank_group),
+        timeout_s=20,
+    )
     try:
-        yield wire
-        wire.sum(torch.zeros(1)).wait()  # whoever is still connecting needs the others
+        yield shard_group
+        shard_group.sum(torch.zeros(1)).wait()  # whoever is still connecting needs the others
     except BaseException as error:
-        wire.alarm.ring(error)
+        shard_group.monitor.report(error)
         raise
     finally:
-        wire.close()
+        shard_group.close()
 
 
-def over(cut: Cut, act: Callable[[Wire], Any]) -> list[Any]:
+def over(cut: Cut, act: Callable[[ShardGroup], Any]) -> list[Any]:
     """Returns what every rank of a wire with as many ranks as the cut gives."""
 
-    def run(party: Party) -> Any:
-        with wired(party) as wire:
-            return act(wire)
+    def run(rank_group: RankGroup) -> Any:
+        with wired(rank_group) as shard_group:
+            return act(shard_group)
 
     return run_ranks(len(cut), run)
 
@@ -99,7 +103,9 @@ def test_gather_gives_everyone_the_whole(cut: Cut, dim: int, dtype: torch.dtype)
     shape = [2, 1, 3]
     shape[dim] = sum(map(count_of, cut))
     full = drawn(0, *shape, dtype=dtype)
-    for found in over(cut, lambda wire: wire.gather(take(full, dim, cut[wire.rank]), dim, cut).wait()):
+    for found in over(
+        cut, lambda shard_group: shard_group.gather(take(full, dim, cut[shard_group.rank]), dim, cut).wait()
+    ):
         assert torch.equal(found, full)
 
 
@@ -109,7 +115,9 @@ def test_a_scattered_sum_gives_each_rank_its_part_of_the_sum(cut: Cut, dim: int,
     shape = [2, 1, 3]
     shape[dim] = sum(map(count_of, cut))
     total = sum(drawn(rank, *shape, dtype=dtype) for rank in range(len(cut)))
-    found = over(cut, lambda wire: wire.scatter_sum(drawn(wire.rank, *shape, dtype=dtype), dim, cut).wait())
+    found = over(
+        cut, lambda shard_group: shard_group.scatter_sum(drawn(shard_group.rank, *shape, dtype=dtype), dim, cut).wait()
+    )
     for ranges, part in zip(cut, found, strict=True):
         assert part.dtype is dtype
         assert torch.equal(part, dense(total, dim, ranges))
@@ -120,15 +128,15 @@ def test_a_scattered_sum_gives_each_rank_its_part_of_the_sum(cut: Cut, dim: int,
 def test_a_sum_is_the_sum(ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     total = sum(drawn(rank, *shape, dtype=dtype) for rank in range(ranks))
     given = [drawn(rank, *shape, dtype=dtype) for rank in range(ranks)]
-    for found in over(((),) * ranks, lambda wire: wire.sum(given[wire.rank]).wait()):
+    for found in over(((),) * ranks, lambda shard_group: shard_group.sum(given[shard_group.rank]).wait()):
         assert found.dtype is dtype
         assert torch.equal(found, total)
     assert all(torch.equal(x, drawn(rank, *shape, dtype=dtype)) for rank, x in enumerate(given))  # stay as they were
 
 
 def test_the_largest_of_the_ranks() -> None:
-    def act(wire: Wire) -> Tensor:
-        return wire.sum(drawn(wire.rank, 4), largest=True).wait()
+    def act(shard_group: ShardGroup) -> Tensor:
+        return shard_group.sum(drawn(shard_group.rank, 4), largest=True).wait()
 
     truth = torch.stack([drawn(rank, 4) for rank in range(3)]).amax(0)
     assert all(torch.equal(found, truth) for found in over(RAGGED, act))
@@ -138,9 +146,9 @@ def test_the_largest_of_the_ranks() -> None:
 def test_sixteen_bits_are_summed_in_thirty_two(dtype: torch.dtype) -> None:
     big = 1 / torch.finfo(dtype).eps * 2  # big + 1 is big in 16 bits; big + 1 + 1 is not
 
-    def act(wire: Wire) -> tuple[Tensor, Tensor]:
-        x = torch.full((6, 2), big if wire.rank == 0 else 1.0, dtype=dtype)
-        return wire.sum(x).wait(), wire.scatter_sum(x, 0, RAGGED).wait()
+    def act(shard_group: ShardGroup) -> tuple[Tensor, Tensor]:
+        x = torch.full((6, 2), big if shard_group.rank == 0 else 1.0, dtype=dtype)
+        return shard_group.sum(x).wait(), shard_group.scatter_sum(x, 0, RAGGED).wait()
 
     for total, part in over(RAGGED, act):
         assert total.dtype is part.dtype is dtype
@@ -151,11 +159,16 @@ def test_sixteen_bits_are_summed_in_thirty_two(dtype: torch.dtype) -> None:
 def test_tensors_that_are_not_contiguous_travel_as_they_look() -> None:
     full = drawn(0, 5, 6, 3)
 
-    def act(wire: Wire) -> list[Tensor]:
-        x = (full + wire.rank).transpose(0, 2)  # [3, 6, 5]
-        part = take(full, 1, SCATTERED[wire.rank]).transpose(0, 2)
+    def act(shard_group: ShardGroup) -> list[Tensor]:
+        x = (full + shard_group.rank).transpose(0, 2)  # [3, 6, 5]
+        part = take(full, 1, SCATTERED[shard_group.rank]).transpose(0, 2)
         slices = full.transpose(0, 2)[:, ::2]
-        done = [wire.sum(x), wire.gather(part, 1, SCATTERED), wire.scatter_sum(x, 1, SCATTERED), wire.sum(slices)]
+        done = [
+            shard_group.sum(x),
+            shard_group.gather(part, 1, SCATTERED),
+            shard_group.scatter_sum(x, 1, SCATTERED),
+            shard_group.sum(slices),
+        ]
         return [pending.wait() for pending in done]
 
     turned = full.transpose(0, 2)
@@ -167,8 +180,8 @@ def test_tensors_that_are_not_contiguous_travel_as_they_look() -> None:
 
 
 def test_what_is_under_way_may_be_waited_for_in_any_order() -> None:
-    def act(wire: Wire) -> list[Tensor]:
-        started = [wire.sum(drawn(wire.rank + 10 * i, 3)) for i in range(4)]
+    def act(shard_group: ShardGroup) -> list[Tensor]:
+        started = [shard_group.sum(drawn(shard_group.rank + 10 * i, 3)) for i in range(4)]
         return [pending.wait() for pending in reversed(started)]
 
     truth = [sum(drawn(rank + 10 * i, 3) for rank in range(3)) for i in reversed(range(4))]
@@ -199,12 +212,12 @@ def test_the_backward_of_a_move_is_its_adjoint(name: str, cut: Cut) -> None:
     before, after = STATES[name]
     x, y = space(before, cut, 1), space(after, cut, 50)
 
-    def act(wire: Wire) -> tuple[Tensor, Tensor, Tensor]:
-        move, own = Shift(wire, name, 1, cut), x[wire.rank].requires_grad_()
+    def act(shard_group: ShardGroup) -> tuple[Tensor, Tensor, Tensor]:
+        move, own = Redistribute(shard_group, name, 1, cut), x[shard_group.rank].requires_grad_()
         moved = move(own)
-        moved.backward(y[wire.rank])
+        moved.backward(y[shard_group.rank])
         assert own.grad is not None
-        return moved.detach(), own.grad, move.backward(y[wire.rank]).wait()
+        return moved.detach(), own.grad, move.backward(y[shard_group.rank]).wait()
 
     moved, gradients, again = (list(part) for part in zip(*over(cut, act), strict=True))
     x = [tensor.detach() for tensor in x]
@@ -223,7 +236,7 @@ def test_a_move_keeps_the_value(name: str, cut: Cut) -> None:
     """The whole tensor that the parts stand for is the same before and after."""
     before, after = STATES[name]
     x = space(before, cut, 7)
-    moved = over(cut, lambda wire: Shift(wire, name, 1, cut).forward(x[wire.rank]).wait())
+    moved = over(cut, lambda shard_group: Redistribute(shard_group, name, 1, cut).forward(x[shard_group.rank]).wait())
     for tensor in worth(after, moved, cut):
         assert torch.equal(tensor, worth(before, x, cut)[0])
 
@@ -241,20 +254,20 @@ def worth(state: str, tensors: list[Tensor], cut: Cut) -> list[Tensor]:
 
 
 def test_every_byte_is_counted_once() -> None:
-    def act(wire: Wire) -> list[tuple[int, int]]:
-        x, part = drawn(0, 6, 5), drawn(0, count_of(RAGGED[wire.rank]), 5)
+    def act(shard_group: ShardGroup) -> list[tuple[int, int]]:
+        x, part = drawn(0, 6, 5), drawn(0, count_of(RAGGED[shard_group.rank]), 5)
         counted = []
         for start in (
-            lambda: wire.sum(x),
-            lambda: wire.gather(part, 0, RAGGED),
-            lambda: wire.scatter_sum(x, 0, RAGGED),
-            lambda: wire.sum(x[:0]),
-            lambda: Shift(wire, "slice", 0, RAGGED).forward(x),
-            lambda: Shift(wire, "copy").forward(x),
+            lambda: shard_group.sum(x),
+            lambda: shard_group.gather(part, 0, RAGGED),
+            lambda: shard_group.scatter_sum(x, 0, RAGGED),
+            lambda: shard_group.sum(x[:0]),
+            lambda: Redistribute(shard_group, "slice", 0, RAGGED).forward(x),
+            lambda: Redistribute(shard_group, "copy").forward(x),
         ):
-            wire.traffic.clear()
+            shard_group.traffic.clear()
             start().wait()
-            counted.append((wire.traffic.messages, wire.traffic.sent_bytes))
+            counted.append((shard_group.traffic.messages, shard_group.traffic.sent_bytes))
         return counted
 
     once = 2 * 6 * 5 * 8  # bytes of the whole tensor, to two other ranks
@@ -262,22 +275,24 @@ def test_every_byte_is_counted_once() -> None:
 
 
 def test_a_rank_on_its_own_sends_nothing() -> None:
-    def act(wire: Wire) -> int:
+    def act(shard_group: ShardGroup) -> int:
         for name in MOVES:
             x = drawn(0, 2, 6, 3).requires_grad_()
-            moved = Shift(wire, name, 1, WHOLE)(x)
+            moved = Redistribute(shard_group, name, 1, WHOLE)(x)
             moved.sum().backward()
             assert torch.equal(moved, x)
             assert x.grad is not None
             assert torch.equal(x.grad, torch.ones_like(x))
-        return wire.traffic.messages
+        return shard_group.traffic.messages
 
     assert over(WHOLE, act) == [0]
 
 
 def test_a_rank_hears_what_another_has() -> None:
-    def act(wire: Wire) -> tuple[Tensor, Any]:
-        return wire.broadcast(drawn(wire.rank, 3), source=1), wire.tell({"rank": wire.rank}, source=2)
+    def act(shard_group: ShardGroup) -> tuple[Tensor, Any]:
+        return shard_group.broadcast(drawn(shard_group.rank, 3), source=1), shard_group.tell(
+            {"rank": shard_group.rank}, source=2
+        )
 
     for tensor, said in over(RAGGED, act):
         assert torch.equal(tensor, drawn(1, 3))

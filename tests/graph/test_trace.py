@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.graph import follow, trace
 from evenly.spec.graph import Graph, Layer
 from tests.shards.compare import compare

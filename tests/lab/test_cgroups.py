@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from evenly._errors import LabError
+from evenly.errors import LabError
 from evenly.lab import _cgroups
 from evenly.lab._names import new_name, parse_name
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenly._errors import LabError, SpecError
+from evenly.errors import LabError, SpecError
 from evenly.lab import LabCluster, LabNode, load_cluster
 from evenly.lab._fit import check_fit
 from evenly.lab.cluster import shipped_clusters

@@ -11,7 +11,7 @@ import uuid
 import psutil
 import pytest
 
-from evenly._errors import LabError
+from evenly.errors import LabError
 from evenly.lab import Lab, LabCluster, LabNode, clean
 from tests.lab.traces import has_text, processes, traces, wait_until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evenly._errors import LabError, SpecError
+from evenly.errors import LabError, SpecError
 from evenly.lab import Lab, LabCluster, LabNode, LabResult
 
 pytestmark = pytest.mark.lab

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenly._errors import LabError
+from evenly.errors import LabError
 from evenly.lab import Lab, LabCluster, LabNode, clean, missing
 
 ONE = LabCluster(nodes=[LabNode()])

@@ -9,30 +9,30 @@ from typer.testing import CliRunner
 from evenly.cli.lab import app
 from evenly.lab import LabResult
 from evenly.lab._output import Captured, Prefixed, RankZero
-from evenly.lab._ranks import Seat
+from evenly.lab._ranks import RankSlot
 
 SEATS = (
-    Seat(rank=0, node=0, local_rank=0, label="node0:rank0"),
-    Seat(rank=1, node=1, local_rank=0, label="node1:rank1"),
+    RankSlot(rank=0, node=0, local_rank=0, label="node0:rank0"),
+    RankSlot(rank=1, node=1, local_rank=0, label="node1:rank1"),
 )
 
 
 def test_prefixed_lines_come_whole(capsys):
     outlet = Prefixed()
-    outlet.take("hel", seat=SEATS[0], stream="stdout")
-    outlet.take("one\ntwo\n", seat=SEATS[1], stream="stdout")
-    outlet.take("lo\nend", seat=SEATS[0], stream="stdout")
-    outlet.take("", seat=SEATS[0], stream="stdout")
+    outlet.take("hel", slot=SEATS[0], stream="stdout")
+    outlet.take("one\ntwo\n", slot=SEATS[1], stream="stdout")
+    outlet.take("lo\nend", slot=SEATS[0], stream="stdout")
+    outlet.take("", slot=SEATS[0], stream="stdout")
     lines = ["[node1:rank1] one", "[node1:rank1] two", "[node0:rank0] hello", "[node0:rank0] end"]
     assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_rank_zero_is_shown_as_it_is_and_others_only_when_they_fail(capsys):
     outlet = RankZero()
-    outlet.take("50%\r", seat=SEATS[0], stream="stdout")
-    outlet.take("careful\n", seat=SEATS[0], stream="stderr")
-    outlet.take("not shown\n", seat=SEATS[1], stream="stdout")
-    outlet.take("".join(f"line {number}\n" for number in range(30)), seat=SEATS[1], stream="stderr")
+    outlet.take("50%\r", slot=SEATS[0], stream="stdout")
+    outlet.take("careful\n", slot=SEATS[0], stream="stderr")
+    outlet.take("not shown\n", slot=SEATS[1], stream="stdout")
+    outlet.take("".join(f"line {number}\n" for number in range(30)), slot=SEATS[1], stream="stderr")
     assert capsys.readouterr() == ("50%\r", "careful\n")
     outlet.finish([SEATS[1]])
     shown = capsys.readouterr().err.splitlines()
@@ -41,8 +41,8 @@ def test_rank_zero_is_shown_as_it_is_and_others_only_when_they_fail(capsys):
 
 def test_captured_text_is_kept_by_rank():
     outlet = Captured(SEATS)
-    outlet.take("a", seat=SEATS[1], stream="stdout")
-    outlet.take("b", seat=SEATS[1], stream="stdout")
+    outlet.take("a", slot=SEATS[1], stream="stdout")
+    outlet.take("b", slot=SEATS[1], stream="stdout")
     assert outlet.texts("stdout") == ("", "ab")
     assert outlet.texts("stderr") == ("", "")
 

@@ -51,11 +51,11 @@ def test_two_ranks_and_one_run_as_two_nodes() -> None:
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     said = greetings(out)
-    seats = [
+    slots = [
         (each["place"]["rank"], each["place"]["node_id"], each["place"]["local_rank"], each["place"]["local_size"])
         for each in said
     ]
-    assert seats == [(0, "0", 0, 2), (1, "0", 1, 2), (2, "1", 0, 1)]
+    assert slots == [(0, "0", 0, 2), (1, "0", 1, 2), (2, "1", 0, 1)]
     assert all(each["totals"] == [3, 3] for each in said)
     assert all(each["args"] == ["--nodes", "of the script", "--help"] for each in said)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evenly._errors import LaunchError, SpecError
+from evenly.errors import LaunchError, SpecError
 from evenly.launch import Place, environment, find_place, identity, overlay
 
 RECORDED = sorted((Path(__file__).parent / "environments").glob("*.json"))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenly._errors import LaunchError
+from evenly.errors import LaunchError
 from evenly.launch.slurm_lists import expand_counts, expand_hosts
 
 counts = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 9)), min_size=1, max_size=6)

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenly._errors import LaunchError
+from evenly.errors import LaunchError
 from evenly.launch import Place, find_place, open_world, pick_device
-from evenly.launch.meeting import meet
 from evenly.launch.ports import free_port
+from evenly.launch.rendezvous import meet
 from evenly.launch.serving import listen_at
 from tests.launch.greetings import greetings
 from tests.processes import Rank

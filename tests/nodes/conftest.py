@@ -2,10 +2,10 @@
 
 import pytest
 
-from evenly.comm import alarm, moves
+from evenly.comm import collectives, failure_monitor
 
 
 @pytest.fixture(autouse=True)
 def _quick_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alarm, "INTERVAL_S", 0.05)
-    monkeypatch.setattr(moves, "QUIET_S", 0.2)
+    monkeypatch.setattr(failure_monitor, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(collectives, "QUIET_S", 0.2)

@@ -5,14 +5,14 @@ from functools import cache
 
 import torch
 
-from evenly.comm import placement_of
+from evenly.comm import local_shard_of
 from evenly.graph import follow
-from evenly.planner import lay_out
+from evenly.layouts import lay_out
 from evenly.shards import join_shards, load_full_state_dict
-from evenly.shards.optim import state_placement
+from evenly.shards.optim.optimizers import state_placement
 from tests.nodes import exchange_programs
 from tests.nodes.exchange_fuzz import Trainer, verdict
-from tests.nodes.exchange_programs import Run
+from tests.nodes.exchange_programs import IndexRange
 from tests.nodes.random_runs import checkpoint_of, make_network
 from tests.ranks import ragged, run_ranks
 
@@ -24,7 +24,7 @@ SHARES = (  # of each replica of each node; None is a rank with the whole networ
 )
 
 
-def make(seed: int) -> tuple[Run, list]:
+def make(seed: int) -> tuple[IndexRange, list]:
     """Returns the run of a seed, and the shares of its replicas."""
     shares = random.Random(seed).choice(SHARES)
     sizes = tuple(len(node) for node in shares)
@@ -42,20 +42,20 @@ class CutTrainer(Trainer):
 
     state_placement = staticmethod(state_placement)
 
-    def __init__(self, run: Run, party, shares) -> None:
+    def __init__(self, run: IndexRange, rank_group, shares) -> None:
         flat = [replica for node in shares for replica in node]
         counts = [len(replica or [1]) for replica in flat]
         replicas, self.shares = ragged(*counts), shares
-        self.run, self.party, self.nodes = run, party, ragged(*run.sizes)
-        self.place = next(place for place, ranks in enumerate(replicas) if party.rank in ranks)
+        self.run, self.rank_group, self.nodes = run, rank_group, ragged(*run.sizes)
+        self.place = next(place for place, ranks in enumerate(replicas) if rank_group.rank in ranks)
         own, self.sharded = flat[self.place], None
         if own is None:
             self.model = make_network(run.network, seed=self.place)
         else:
             network = traced(self.place)
             layout = lay_out(network.graph, [float(share) for share in own])
-            among = party.among(replicas[self.place], f"replica{self.place}")
-            self.model = self.sharded = join_shards(network, layout, party=among, timeout_s=30)
+            among = rank_group.among(replicas[self.place], f"replica{self.place}")
+            self.model = self.sharded = join_shards(network, layout, rank_group=among, timeout_s=30)
         self.ranks = [[rank for place in node for rank in replicas[place]] for node in self.nodes]
         self.begin()
 
@@ -66,10 +66,10 @@ class CutTrainer(Trainer):
         for name, full in traced(0).model.named_parameters():
             numbers = torch.arange(begin, begin + full.numel()).view(full.shape).double()
             tensor, begin = self.named()[name], begin + full.numel()
-            placement = placement_of(tensor)
+            placement = local_shard_of(tensor)
             tensor.copy_(numbers if placement is None else placement.part(numbers))
-        cargo = self.synchronized._exchanger._contents.load(range(self.exchange.fragments))
-        found = [(int(part.key.split("/")[0]), part.values.long()) for part in cargo.parts]
+        payload = self.synchronized._exchanger._payload_builder.load(range(self.exchange.fragments))
+        found = [(int(part.key.split("/")[0]), part.values.long()) for part in payload.parts]
         self.close()
         return found
 
@@ -77,7 +77,7 @@ class CutTrainer(Trainer):
         self.synchronized.close()
         if self.sharded is not None:
             self.sharded.close()
-            self.sharded.wire.group = self.sharded._stage.group = None  # now: a rank may wait there for another
+            self.sharded.shard_group.group = self.sharded._stage.group = None  # now: a rank may wait there for another
 
     def named(self) -> dict[str, torch.Tensor]:
         """Returns this rank's tensors by the names they have in the whole network."""
@@ -85,7 +85,7 @@ class CutTrainer(Trainer):
         return {name: found[name] for name in traced(0).model.state_dict()}
 
     def tensors(self) -> list[torch.Tensor]:
-        found = [(tensor.detach(), placement_of(tensor)) for tensor in self.named().values()]
+        found = [(tensor.detach(), local_shard_of(tensor)) for tensor in self.named().values()]
         return [tensor.clone() if placement is None else placement.full(tensor).clone() for tensor, placement in found]
 
     def put(self, state) -> None:
@@ -97,7 +97,7 @@ class CutTrainer(Trainer):
     @torch.no_grad()
     def copy_by_hand(self, weights) -> None:
         for name, tensor in self.named().items():
-            placement = placement_of(tensor)
+            placement = local_shard_of(tensor)
             tensor.copy_(weights[name] if placement is None else placement.part(weights[name]))
 
     @torch.no_grad()
@@ -113,7 +113,7 @@ class CutTrainer(Trainer):
         self.synchronized.resume(*checkpoint)
 
 
-def parts_of(run: Run, shares: list) -> list[list[torch.Tensor]]:
+def parts_of(run: IndexRange, shares: list) -> list[list[torch.Tensor]]:
     """Returns for each fragment the elements that travel together, as places in the vector of the fragment."""
     found = run_ranks(sum(len(r or [1]) for node in shares for r in node), lambda p: CutTrainer(run, p, shares).parts())
     first = found[: sum(len(replica or [1]) for replica in shares[0])]  # of node 0: each element has one owner there
@@ -125,7 +125,7 @@ def parts_of(run: Run, shares: list) -> list[list[torch.Tensor]]:
     return fragments
 
 
-def judge(run: Run, shares: list) -> str:
+def judge(run: IndexRange, shares: list) -> str:
     """Returns how a run ended: 'equal', 'refused', or what is wrong."""
     replicas = [replica for node in shares for replica in node]
     places = [place for place, replica in enumerate(replicas) for _ in replica or [1]]
@@ -133,6 +133,6 @@ def judge(run: Run, shares: list) -> str:
         traced(place)  # here: threads would trace at once
 
     def train() -> list:
-        return run_ranks(len(places), lambda party: CutTrainer(run, party, shares).play(), limit_s=90.0)
+        return run_ranks(len(places), lambda rank_group: CutTrainer(run, rank_group, shares).play(), limit_s=90.0)
 
     return verdict(run, train, places=places, parts=parts_of(run, shares))

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import torch
 
-from evenly.nodes.adapting import Seen, choose
-from evenly.nodes.codecs import find_codec
-from evenly.nodes.fragments import split
-from evenly.nodes.policies import policies_of
-from evenly.nodes.schedule import Schedule
-from evenly.nodes.state import trained_entries
+from evenly.exchange.codecs import find_codec
+from evenly.exchange.tensors.buffer_policies import policies_of
+from evenly.exchange.tensors.fragments import split
+from evenly.exchange.tensors.optimizer_state import trained_entries
+from evenly.schedule.adaptive import ExchangeCosts, choose
+from evenly.schedule.step_counter import Schedule
 from evenly.spec import Adaptive, EveryEpoch
 from tests.nodes.random_runs import weights_of_samples
 
@@ -31,7 +31,7 @@ class Point:
 
 
 @dataclass
-class Pending:
+class PendingTensor:
     """An exchange that is merged later."""
 
     due: int
@@ -43,7 +43,7 @@ class Pending:
     states: list  # slot, rank, name, rows, change
     buffers: dict  # agreed
     snapshot: list  # buffers of each rank
-    measured: Seen
+    measured: ExchangeCosts
     seen: list  # drift and steps of each node
     loaded: list = field(default_factory=list)  # names, of each rank
     is_state_loaded: bool = False
@@ -67,7 +67,7 @@ class Player:
         self.policies = policies_of(model, settings)
         self.samples = [[0.0] * count for _ in self.pieces]
         self.counts = [0] * len(self.pieces)
-        self.pending: list[Pending] = []
+        self.pending: list[PendingTensor] = []
         self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self.parts = parts
         self._follow_settings()
@@ -75,7 +75,7 @@ class Player:
         self.points = self._begin()
         self.loaded = [set() for _ in self.models]
         self.is_state_loaded = self.differs = False
-        self.seen = [Seen() for _ in nodes]
+        self.seen = [ExchangeCosts() for _ in nodes]
 
     # ---- training
 
@@ -98,8 +98,10 @@ class Player:
             optimizer.zero_grad()
         self.samples = [[a + b for a, b in zip(row, counts, strict=True)] for row in self.samples]
         due = self.schedule.advance()
-        for trip in [trip for trip in self.pending if trip.due <= self.schedule.step]:
-            self.merge(trip)
+        for pending_exchange in [
+            pending_exchange for pending_exchange in self.pending if pending_exchange.due <= self.schedule.step
+        ]:
+            self.merge(pending_exchange)
         if due:
             self.exchange(due, waits=self.schedule.warms_up)
 
@@ -109,8 +111,8 @@ class Player:
 
     def finish(self) -> None:
         self.take_loaded()
-        for trip in list(self.pending):
-            self.merge(trip)
+        for pending_exchange in list(self.pending):
+            self.merge(pending_exchange)
         if self.schedule.since:
             self.exchange(range(len(self.pieces)), waits=True, exact=True)
         else:
@@ -163,9 +165,9 @@ class Player:
 
     def take_loaded(self) -> None:
         """Goes on from loaded weights as agreed ones."""
-        for trip in self.pending:
-            trip.is_state_loaded |= self.is_state_loaded
-            for names, loaded in zip(trip.loaded, self.loaded, strict=True):
+        for pending_exchange in self.pending:
+            pending_exchange.is_state_loaded |= self.is_state_loaded
+            for names, loaded in zip(pending_exchange.loaded, self.loaded, strict=True):
                 names |= loaded
         for rank, names in enumerate(self.loaded):
             found = names & self.trained
@@ -187,9 +189,9 @@ class Player:
         kept = [copy.deepcopy(model.state_dict()) for model in self.models]
         own = copy.deepcopy((self.buffers, self.differs))
         self.differs |= any(names & self.trained for names in self.loaded)
-        for trip in self.pending:
-            self._put_parameters(trip, but=self.loaded)
-            self._put_buffers(trip, but=self.loaded)
+        for pending_exchange in self.pending:
+            self._put_parameters(pending_exchange, but=self.loaded)
+            self._put_buffers(pending_exchange, but=self.loaded)
         if self.schedule.since or self.pending:
             whole = [names & self.trained == self.trained for names in self.loaded]
             self._average_all(
@@ -207,8 +209,8 @@ class Player:
     @torch.no_grad()
     def exchange(self, fragments, *, waits=False, exact=False) -> None:
         self.take_loaded()
-        for trip in [t for t in self.pending if waits or set(t.fragments) & set(fragments)]:
-            self.merge(trip)
+        for pending_exchange in [t for t in self.pending if waits or set(t.fragments) & set(fragments)]:
+            self.merge(pending_exchange)
         self._require_same_points(fragments)
         overlap = 0 if waits else self.settings.overlap
         samples = [max(self.samples[f][rank] for f in fragments) for rank in range(len(self.models))]
@@ -220,39 +222,41 @@ class Player:
         for f in fragments:
             agreed[f] = self._agree(f, nodes, drifts, exact=exact)
         steps, step = self.schedule.since_of(fragments), self.schedule.step
-        trip = Pending(
+        pending_exchange = PendingTensor(
             step + overlap, tuple(fragments), stateful, steps, step,
             {(f, rank): agreed[f] - self._flat(m, f) for f in fragments for rank, m in enumerate(self.models)},
             self._average_states(stateful, nodes),
             self._agree_on_buffers(ranks) if len(self.pieces) - 1 in fragments else {},
             [{name: b.clone() for name, b in m.named_buffers()} for m in self.models],
-            Seen(0.0, 0.0, max(s.drift for s in self.seen), max(s.steps for s in self.seen)),
-            [Seen(0.0, 0.0, (d / length) ** 0.5 if length else 0.0, steps) for d, length in drifts],
+            ExchangeCosts(0.0, 0.0, max(s.drift for s in self.seen), max(s.steps for s in self.seen)),
+            [ExchangeCosts(0.0, 0.0, (d / length) ** 0.5 if length else 0.0, steps) for d, length in drifts],
             [set() for _ in self.models],
         )  # fmt: skip
         self.schedule.exchanged(fragments)
         for f in fragments:
             self.samples[f] = [0.0] * len(self.models)
-        self.pending.append(trip)
+        self.pending.append(pending_exchange)
         if not overlap:
-            self.merge(trip, copied=agreed)
+            self.merge(pending_exchange, copied=agreed)
 
     @torch.no_grad()
-    def merge(self, trip, *, copied=None) -> None:
-        self.pending.remove(trip)
-        self._put_parameters(trip, copied=copied)
-        self._put_buffers(trip, copied=copied)
-        if not trip.is_state_loaded:
-            for rank, name, slot, rows, change in trip.states:
+    def merge(self, pending_exchange, *, copied=None) -> None:
+        self.pending.remove(pending_exchange)
+        self._put_parameters(pending_exchange, copied=copied)
+        self._put_buffers(pending_exchange, copied=copied)
+        if not pending_exchange.is_state_loaded:
+            for rank, name, slot, rows, change in pending_exchange.states:
                 value = _part(self._state(rank, name)[slot], rows)
                 value.add_(change)
                 if slot == "exp_avg_sq":
                     value.clamp_(min=0.0)
-            self._reset_states(trip.stateful)
+            self._reset_states(pending_exchange.stateful)
         self.differs = copied is None
-        if isinstance(self.period, Adaptive) and trip.begun > self.period.warmup:
-            self.seen = trip.seen
-            self.schedule.next_length, _ = choose(self.period, self.settings, self.schedule.next_length, trip.measured)
+        if isinstance(self.period, Adaptive) and pending_exchange.begun > self.period.warmup:
+            self.seen = pending_exchange.seen
+            self.schedule.next_length, _ = choose(
+                self.period, self.settings, self.schedule.next_length, pending_exchange.measured
+            )
 
     def _require_same_points(self, fragments) -> None:
         if not self.keeps_points:
@@ -385,9 +389,9 @@ class Player:
             if name not in but:
                 target.copy_(target + value if adds else value)
 
-    def _put_parameters(self, trip, *, copied=None, but=None) -> None:
-        for (f, rank), change in trip.changes.items():
-            dropped = trip.loaded[rank] | (but[rank] if but else set())
+    def _put_parameters(self, pending_exchange, *, copied=None, but=None) -> None:
+        for (f, rank), change in pending_exchange.changes.items():
+            dropped = pending_exchange.loaded[rank] | (but[rank] if but else set())
             value = change if copied is None else copied[f]
             self._put(self.models[rank], f, value, but=dropped, adds=copied is None)
 
@@ -437,11 +441,11 @@ class Player:
                 found[name] = stacked.amax(0) if policy == "max" else stacked.amin(0)
         return found
 
-    def _put_buffers(self, trip, *, copied=None, but=None) -> None:
+    def _put_buffers(self, pending_exchange, *, copied=None, but=None) -> None:
         for rank, model in enumerate(self.models):
-            for name, agreed in trip.buffers.items():
-                buffer, snapshot = dict(model.named_buffers())[name], trip.snapshot[rank][name]
-                if name in trip.loaded[rank] or (but and name in but[rank]):
+            for name, agreed in pending_exchange.buffers.items():
+                buffer, snapshot = dict(model.named_buffers())[name], pending_exchange.snapshot[rank][name]
+                if name in pending_exchange.loaded[rank] or (but and name in but[rank]):
                     continue
                 if copied is not None:
                     buffer.copy_(agreed)
@@ -452,7 +456,7 @@ class Player:
                     buffer.copy_(extreme(buffer, agreed))
                 else:
                     buffer.add_(agreed - snapshot)
-        self.buffers.update({name: agreed.clone() for name, agreed in trip.buffers.items()})
+        self.buffers.update({name: agreed.clone() for name, agreed in pending_exchange.buffers.items()})
 
     def _average_buffers(self, weights) -> None:
         for name, agreed in self._agree_on_buffers(weights).items():

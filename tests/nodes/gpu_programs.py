@@ -60,7 +60,7 @@ def poison() -> str:
                 (loss * (float("nan") if session.rank == 1 and step == 3 else 1.0)).backward()
                 made.step()
                 made.zero_grad()
-        except evenly.NonFiniteError as error:
+        except evenly.errors.NonFiniteError as error:
             return str(error)
         finally:
             synchronized.close()

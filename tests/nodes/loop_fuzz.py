@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from evenly._errors import EvenlyError
+from evenly.errors import EvenlyError
 from evenly.nodes import join_nodes
 from evenly.spec import Exchange, period_of
 from tests.nodes.random_runs import (
@@ -149,14 +149,14 @@ def loss_of(model: nn.Module, output) -> torch.Tensor:
 
 def run(program: Program) -> list[list[list[torch.Tensor]]]:
     """Returns what each rank saw: its tensors after every step, in every evaluation, and at the end."""
-    return run_ranks(program.ranks, lambda party: _Trainer(program, party).play(), limit_s=90.0)
+    return run_ranks(program.ranks, lambda rank_group: _Trainer(program, rank_group).play(), limit_s=90.0)
 
 
 class _Trainer(RandomTrainer):
     """One rank that trains with the library."""
 
-    def __init__(self, program: Program, party) -> None:
-        self.program, self.party, self.rank = program, party, party.rank
+    def __init__(self, program: Program, rank_group) -> None:
+        self.program, self.rank_group, self.rank = program, rank_group, rank_group.rank
         self.network, self.optimizer_name = program.network, program.optimizer
         self.model = make_network(program.network, seed=self.rank)  # all begin with that of rank 0
         self.optimizer = make_optimizer(program.optimizer, self.model)
@@ -168,7 +168,7 @@ class _Trainer(RandomTrainer):
         self.synchronized = join_nodes(
             self.model,
             self.optimizer,
-            party=self.party.chapter(f"run{self.restarts}"),
+            rank_group=self.rank_group.scoped(f"run{self.restarts}"),
             cluster=cluster_of(ragged(*program.sizes)),
             period=period_of(program.every),
             exchange=Exchange(overlap=program.overlap, timeout_s=30.0),

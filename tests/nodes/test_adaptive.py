@@ -6,38 +6,40 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.nodes import join_nodes
-from evenly.nodes.adapting import Pace, Seen, choose
-from evenly.nodes.schedule import Schedule
+from evenly.schedule.adaptive import ExchangeCosts, StepPace, choose
+from evenly.schedule.step_counter import Schedule
 from evenly.spec import Adaptive, EverySteps, Exchange, period_of
 from tests.ranks import cluster_of, ragged, run_ranks
 
 
 def test_a_budget_decides_by_the_time_of_an_exchange():
     wish = Adaptive(exchange_budget=0.02)
-    slow, fast = Seen(step_s=0.1, transfer_s=1.0), Seen(step_s=0.1, transfer_s=0.01)
+    slow, fast = ExchangeCosts(step_s=0.1, transfer_s=1.0), ExchangeCosts(step_s=0.1, transfer_s=0.01)
     assert choose(wish, Exchange(), 4, slow)[0] == 490  # 490 steps of 0.1 s and 1 s: 2 %
     assert choose(wish, Exchange(), 4, fast)[0] == 5
     assert choose(Adaptive(exchange_budget=0.02, most=100), Exchange(), 4, slow)[0] == 100
-    assert choose(wish, Exchange(), 4, Seen())[0] == 4
+    assert choose(wish, Exchange(), 4, ExchangeCosts())[0] == 4
 
 
 def test_what_overlaps_costs_what_it_slows_steps_by_and_the_wire_must_be_free():
     wish = Adaptive(exchange_budget=0.02)
-    assert choose(wish, Exchange(overlap=12), 4, Seen(step_s=0.1, transfer_s=1.0))[0] == 24  # half beside no exchange
-    assert choose(wish, Exchange(overlap=12, fragments=3), 4, Seen(step_s=0.1, transfer_s=1.0))[0] == 30
-    assert choose(wish, Exchange(overlap=12), 4, Seen(step_s=0.1, transfer_s=1.0, slowed_s=0.1))[0] == 49
-    assert choose(wish, Exchange(overlap=5), 4, Seen(step_s=0.1, transfer_s=0.6))[0] == 49  # 0.1 s too late
-    assert choose(wish, Exchange(overlap=5), 4, Seen(step_s=0.1, transfer_s=0.6, slowed_s=0.05))[0] == 49
+    assert (
+        choose(wish, Exchange(overlap=12), 4, ExchangeCosts(step_s=0.1, transfer_s=1.0))[0] == 24
+    )  # half beside no exchange
+    assert choose(wish, Exchange(overlap=12, fragments=3), 4, ExchangeCosts(step_s=0.1, transfer_s=1.0))[0] == 30
+    assert choose(wish, Exchange(overlap=12), 4, ExchangeCosts(step_s=0.1, transfer_s=1.0, slowed_s=0.1))[0] == 49
+    assert choose(wish, Exchange(overlap=5), 4, ExchangeCosts(step_s=0.1, transfer_s=0.6))[0] == 49  # 0.1 s too late
+    assert choose(wish, Exchange(overlap=5), 4, ExchangeCosts(step_s=0.1, transfer_s=0.6, slowed_s=0.05))[0] == 49
 
 
 def test_drift_changes_the_period_in_which_it_grew():
     wish = Adaptive(drift=0.1)
-    assert choose(wish, Exchange(), 50, Seen(drift=0.2, steps=8))[0] == 4
-    assert choose(wish, Exchange(), 50, Seen(drift=0.01, steps=8))[0] == 16
-    assert choose(wish, Exchange(), 50, Seen(drift=0.08, steps=8))[0] == 10
-    assert choose(wish, Exchange(overlap=6), 50, Seen(drift=0.2, steps=8))[0] == 12
+    assert choose(wish, Exchange(), 50, ExchangeCosts(drift=0.2, steps=8))[0] == 4
+    assert choose(wish, Exchange(), 50, ExchangeCosts(drift=0.01, steps=8))[0] == 16
+    assert choose(wish, Exchange(), 50, ExchangeCosts(drift=0.08, steps=8))[0] == 10
+    assert choose(wish, Exchange(overlap=6), 50, ExchangeCosts(drift=0.2, steps=8))[0] == 12
 
 
 @pytest.mark.parametrize("lag", [1, 2, 5])
@@ -45,7 +47,7 @@ def test_drift_settles_though_it_is_told_late(lag):
     wish, lengths = Adaptive(drift=0.8), [4] * (lag + 1)
     for _ in range(30):
         told = lengths[-1 - lag]  # drift grows in proportion to steps: 8 are right
-        lengths.append(choose(wish, Exchange(), lengths[-1], Seen(drift=told / 10, steps=told))[0])
+        lengths.append(choose(wish, Exchange(), lengths[-1], ExchangeCosts(drift=told / 10, steps=told))[0])
     assert lengths[-10:] == [8] * 10
 
 
@@ -93,20 +95,20 @@ def test_a_run_resumed_with_a_shorter_period_goes_on_exchanging():
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("wish", [{"exchange_budget": 0.1}, {"drift": 1e-3}, {"drift": 1e3}])
 def test_all_ranks_choose_the_same(wish, overlap):
-    def act(party):
+    def act(rank_group):
         model = nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         settings = {"period": Adaptive(start=2, most=64, **wish), "exchange": Exchange(overlap=overlap)}
-        synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of(ragged(2, 1)), **settings)
+        synchronized = join_nodes(model, optimizer, rank_group=rank_group, cluster=cluster_of(ragged(2, 1)), **settings)
         chosen, told = [], []
         synchronized.on_period.append(lambda step, steps, why: chosen.append((step, steps, why)))
         synchronized.on_exchange.append(lambda done: told.append(done.step))
-        generator = torch.Generator().manual_seed(party.rank)
+        generator = torch.Generator().manual_seed(rank_group.rank)
         for _ in range(40):
             synchronized(torch.randn(4, 8, generator=generator)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            time.sleep(0.002 * (party.rank + 1))
+            time.sleep(0.002 * (rank_group.rank + 1))
         synchronized.finish()
         synchronized.close()
         return chosen, told, model.weight.detach().clone()
@@ -124,8 +126,8 @@ def test_all_ranks_choose_the_same(wish, overlap):
 
 def test_what_an_exchange_adds_to_the_steps_beside_it(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("evenly.nodes.adapting.time.monotonic", lambda: now[0])
-    pace, seen = Pace(), []
+    monkeypatch.setattr("evenly.schedule.adaptive.time.monotonic", lambda: now[0])
+    pace, seen = StepPace(), []
     for number in range(30):
         beside = number > 4 and number % 5 in (1, 2)
         pace.begin(beside=beside)
@@ -142,8 +144,8 @@ def test_what_an_exchange_adds_to_the_steps_beside_it(monkeypatch):
 
 def test_steps_that_are_all_beside_exchanges_are_measured_as_they_are(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("evenly.nodes.adapting.time.monotonic", lambda: now[0])
-    pace = Pace()
+    monkeypatch.setattr("evenly.schedule.adaptive.time.monotonic", lambda: now[0])
+    pace = StepPace()
     pace.begin(beside=False)
     now[0] += 9.0  # the first step of a run takes long
     pace.end()
@@ -156,11 +158,11 @@ def test_steps_that_are_all_beside_exchanges_are_measured_as_they_are(monkeypatc
 
 
 def test_fragments_that_leave_no_step_alone_still_find_their_period():
-    def act(party):
+    def act(rank_group):
         model = nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         settings = {"period": Adaptive(exchange_budget=0.01), "exchange": Exchange(overlap=3, fragments=4)}
-        synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of(ragged(1, 1)), **settings)
+        synchronized = join_nodes(model, optimizer, rank_group=rank_group, cluster=cluster_of(ragged(1, 1)), **settings)
         whys = []  # the first period has 4 steps, those that are chosen 6 or more
         synchronized.on_period.append(lambda step, steps, why: whys.append(why))
         for _ in range(40):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.ao.quantization.observer import HistogramObserver, MinMaxObserver, MovingAverageMinMaxObserver
 
-from evenly._errors import NonFiniteError, PeerError, SpecError
-from evenly.comm import placement_of
-from evenly.nodes.policies import policies_of
+from evenly.comm import local_shard_of
+from evenly.errors import NonFiniteError, PeerError, SpecError
+from evenly.exchange.tensors.buffer_policies import policies_of
 from evenly.spec import Exchange
 from tests.nodes import test_shards
 from tests.nodes.test_corners import errors_of, join, linear
@@ -24,13 +24,13 @@ INF = float("inf")
 def buffers_after(shape, build, change, *, steps=2, overlap=0, **exchange):
     """Returns the buffers of each rank after steps in which `change(model, rank, step)` changed them."""
 
-    def act(party):
+    def act(rank_group):
         model = build()
-        synchronized, optimizer = join(party, ragged(*shape), model, every=2, overlap=overlap, **exchange)
+        synchronized, optimizer = join(rank_group, ragged(*shape), model, every=2, overlap=overlap, **exchange)
         with closing(synchronized):
             for step in range(steps):
-                change(model, party.rank, step)
-                train(synchronized, optimizer, 1, party.rank)
+                change(model, rank_group.rank, step)
+                train(synchronized, optimizer, 1, rank_group.rank)
             if overlap:
                 synchronized.finish()
             return {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -97,12 +97,12 @@ def test_what_was_infinite_everywhere_is_averaged_once_it_is_finite(overlap):
 
 
 def test_what_is_infinite_on_some_ranks_only_is_named():
-    def act(party):
+    def act(rank_group):
         model = unknown()
-        synchronized, optimizer = join(party, ragged(2, 1), model)
+        synchronized, optimizer = join(rank_group, ragged(2, 1), model)
         with closing(synchronized):
-            model.lowest[0] = 1.0 if party.rank == 2 else INF
-            train(synchronized, optimizer, 9, party.rank)
+            model.lowest[0] = 1.0 if rank_group.rank == 2 else INF
+            train(synchronized, optimizer, 9, rank_group.rank)
 
     errors = errors_of(3, act)
     assert all(isinstance(error, NonFiniteError | PeerError) for error in errors)
@@ -223,13 +223,13 @@ class Overlapping(nn.Module):
 @pytest.mark.parametrize("outer", [None, "nesterov"])
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_buffers_that_share_memory_are_changed_once(overlap, outer):
-    def act(party, build):
+    def act(rank_group, build):
         model = build()
-        synchronized, optimizer = join(party, ragged(2, 1), model, every=2, overlap=overlap, outer=outer)
+        synchronized, optimizer = join(rank_group, ragged(2, 1), model, every=2, overlap=overlap, outer=outer)
         with closing(synchronized):
             for _ in range(4):
-                model.get_buffer("whole").add_(party.rank)
-                train(synchronized, optimizer, 1, party.rank)
+                model.get_buffer("whole").add_(rank_group.rank)
+                train(synchronized, optimizer, 1, rank_group.rank)
             synchronized.finish()
         return model.whole.clone(), model.layer.weight.detach().clone()
 
@@ -244,14 +244,14 @@ def test_buffers_that_share_memory_are_changed_once(overlap, outer):
 
 
 def test_parameters_that_are_views_of_each_other_are_changed_once():
-    def act(party):
+    def act(rank_group):
         model = nn.ModuleDict({"a": nn.Linear(4, 3, bias=False), "b": nn.Linear(4, 1, bias=False)})
         model["b"].weight.data = model["a"].weight.data[1:2]
         model.forward = lambda x: model["a"](x).sum(1) + model["b"](x)[:, 0]
-        synchronized, optimizer = join(party, ragged(1, 1), model, every=2, overlap=1)
+        synchronized, optimizer = join(rank_group, ragged(1, 1), model, every=2, overlap=1)
         began = model["a"].weight.detach().clone()
         with closing(synchronized):
-            train(synchronized, optimizer, 3, party.rank)
+            train(synchronized, optimizer, 3, rank_group.rank)
         return began - model["a"].weight.detach()
 
     for rank, moved in enumerate(run_ranks(2, act)):
@@ -261,11 +261,11 @@ def test_parameters_that_are_views_of_each_other_are_changed_once():
 
 
 def test_memory_that_is_shared_in_part_is_refused():
-    def act(party):
+    def act(rank_group):
         model, memory = linear(), torch.zeros(6)
         model.register_buffer("low", memory[:4])
         model.register_buffer("high", memory[2:])
-        join(party, ragged(1, 1), model)
+        join(rank_group, ragged(1, 1), model)
 
     for error in errors_of(2, act):
         assert isinstance(error, SpecError)
@@ -286,9 +286,9 @@ def look(model, rank):
 @pytest.mark.parametrize("every", [2, "30s", "global", "epoch"])
 @pytest.mark.parametrize("how", ["finish", "agreed"])
 def test_statistics_changed_after_the_last_exchange_are_averaged(how, every):
-    def act(party):
+    def act(rank_group):
         model = normalised()
-        synchronized, optimizer = join(party, ragged(2, 1), model, every=every)
+        synchronized, optimizer = join(rank_group, ragged(2, 1), model, every=every)
         with closing(synchronized):
             for _ in range(2):
                 synchronized(torch.ones(2, 4).double()).mean().backward()
@@ -297,7 +297,7 @@ def test_statistics_changed_after_the_last_exchange_are_averaged(how, every):
             synchronized.end_epoch()
             synchronized.finish()
             weights = model[1].weight.detach().clone()
-            look(synchronized.module, party.rank)
+            look(synchronized.module, rank_group.rank)
             own = model[0].running_mean.clone()
             if how == "finish":
                 synchronized.finish()
@@ -324,19 +324,19 @@ def test_buffers_of_cut_networks(shape):
     world = test_shards.World(test_shards.MODELS[shape])
     data = batches(len(world.flat), 3)
 
-    def act(party):
-        number = world.replica_of(party.rank)
+    def act(rank_group):
+        number = world.replica_of(rank_group.rank)
         shares = world.flat[number]
-        has_share = not shares or shares[world.replicas[number].index(party.rank)] > 0
+        has_share = not shares or shares[world.replicas[number].index(rank_group.rank)] > 0
 
         def full(module):
             named = list(module.named_buffers())
             if not has_share:
                 return None
-            return {n: b.clone() if (p := placement_of(b)) is None else p.full(b).clone() for n, b in named}
+            return {n: b.clone() if (p := local_shard_of(b)) is None else p.full(b).clone() for n, b in named}
 
         found = []
-        with world.joined(party, test_shards.sgd, 2, buffers=CUT_POLICIES) as (synchronized, optimizer):
+        with world.joined(rank_group, test_shards.sgd, 2, buffers=CUT_POLICIES) as (synchronized, optimizer):
             for row in data[:2]:
                 test_shards.step(synchronized, optimizer, *row[number])
             found.append(full(synchronized.module))

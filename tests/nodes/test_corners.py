@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import LockstepError, MismatchError, NonFiniteError, SpecError
+from evenly.errors import LockstepError, MismatchError, NonFiniteError, SpecError
 from evenly.nodes import join_nodes
 from evenly.spec import Exchange, period_of
 from tests.ranks import RankError, cluster_of, ragged, run_ranks
@@ -15,10 +15,10 @@ from tests.ranks import RankError, cluster_of, ragged, run_ranks
 SEEDING = threading.Lock()
 
 
-def join(party, nodes, model, *, every=2, optimizer=None, scaler=None, count=None, **exchange):
+def join(rank_group, nodes, model, *, every=2, optimizer=None, scaler=None, count=None, **exchange):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     settings = Exchange(**{"timeout_s": 60.0, **exchange})
-    arguments = {"party": party, "cluster": cluster_of(nodes), "period": period_of(every), "scaler": scaler}
+    arguments = {"party": rank_group, "cluster": cluster_of(nodes), "period": period_of(every), "scaler": scaler}
     return join_nodes(model, optimizer, exchange=settings, count=count, **arguments), optimizer
 
 
@@ -49,10 +49,10 @@ class Masked(nn.Module):
 
 
 def test_constant_buffers_stay_and_do_not_travel():
-    def act(party):
+    def act(rank_group):
         model = Masked()
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        synchronized, optimizer = join(party, ragged(2, 1), model)
+        synchronized, optimizer = join(rank_group, ragged(2, 1), model)
         sent = []
         synchronized.on_exchange.append(lambda done: sent.append(done.sent_bytes))
         for _ in range(4):
@@ -74,11 +74,11 @@ def test_constant_buffers_stay_and_do_not_travel():
 def test_a_scaler_that_skips_under_accumulation_without_no_sync(known, clearing):
     """Never averages different iterations: it counts right, or says that the scaler must be passed."""
 
-    def act(party):
+    def act(rank_group):
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        synchronized, _ = join(party, ragged(1, 1), model, optimizer=optimizer, scaler=scaler if known else None)
+        synchronized, _ = join(rank_group, ragged(1, 1), model, optimizer=optimizer, scaler=scaler if known else None)
         met = []
         synchronized.on_exchange.append(lambda done: met.append((done.step, iteration)))
         try:
@@ -87,7 +87,7 @@ def test_a_scaler_that_skips_under_accumulation_without_no_sync(known, clearing)
                     loss = synchronized(torch.ones(2, 4)).mean() / 2
                     if clearing == "before backward" and part == 0:
                         optimizer.zero_grad()
-                    bad = party.rank == 1 and iteration == 3 and part == 0
+                    bad = rank_group.rank == 1 and iteration == 3 and part == 0
                     scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
                 scaler.step(optimizer)
                 scaler.update()
@@ -110,18 +110,18 @@ def test_a_scaler_that_skips_under_accumulation_without_no_sync(known, clearing)
 
 
 def test_an_overflow_in_the_generators_step_does_not_shift_the_discriminator():
-    def act(party):
+    def act(rank_group):
         maker, judge = linear(2), linear(1)
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (maker, judge)]
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        made, _ = join(party, ragged(1, 1), maker, optimizer=optimizers[0], scaler=scaler)
-        judged, _ = join(party, ragged(1, 1), judge, optimizer=optimizers[1], scaler=scaler)
+        made, _ = join(rank_group, ragged(1, 1), maker, optimizer=optimizers[0], scaler=scaler)
+        judged, _ = join(rank_group, ragged(1, 1), judge, optimizer=optimizers[1], scaler=scaler)
         for step in range(6):
             optimizers[1].zero_grad()
             scaler.scale(judged(made(torch.ones(3, 2)).detach()).mean()).backward()
             scaler.step(optimizers[1])
             optimizers[0].zero_grad()
-            bad = party.rank == 1 and step == 2
+            bad = rank_group.rank == 1 and step == 2
             scaler.scale(-judged(made(torch.ones(3, 2))).mean() * (float("inf") if bad else 1.0)).backward()
             scaler.step(optimizers[0])
             scaler.update()
@@ -136,9 +136,9 @@ def test_an_overflow_in_the_generators_step_does_not_shift_the_discriminator():
 
 
 def test_a_closure_with_nan_stops_and_cannot_be_skipped():
-    def act(party, nonfinite):
+    def act(rank_group, nonfinite):
         model = linear()
-        synchronized, optimizer = join(party, ragged(1), model, nonfinite=nonfinite)
+        synchronized, optimizer = join(rank_group, ragged(1), model, nonfinite=nonfinite)
 
         def closure():
             optimizer.zero_grad()
@@ -160,9 +160,9 @@ def test_a_closure_with_nan_stops_and_cannot_be_skipped():
 
 
 def test_large_batches_do_not_overflow_half_precision_gradients():
-    def act(party):
+    def act(rank_group):
         model = nn.Linear(1, 1, bias=False).half()
-        synchronized, _ = join(party, ragged(2), model)
+        synchronized, _ = join(rank_group, ragged(2), model)
         (synchronized(torch.ones(512, 1, dtype=torch.float16)) * 200.0).mean().backward()
         gradient = model.weight.grad.clone()
         synchronized.close()
@@ -173,9 +173,9 @@ def test_large_batches_do_not_overflow_half_precision_gradients():
 
 
 def test_other_settings_of_the_optimizer_are_noticed():
-    def act(party):
+    def act(rank_group):
         model = linear()
-        join(party, ragged(2), model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1 + party.rank))
+        join(rank_group, ragged(2), model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1 + rank_group.rank))
 
     for error in errors_of(2, act):
         assert isinstance(error, MismatchError)
@@ -183,9 +183,9 @@ def test_other_settings_of_the_optimizer_are_noticed():
 
 
 def test_parameters_that_no_optimizer_holds_are_named():
-    def act(party):
+    def act(rank_group):
         model = linear()
-        join(party, ragged(1), model, optimizer=torch.optim.SGD([model.weight], lr=0.1))
+        join(rank_group, ragged(1), model, optimizer=torch.optim.SGD([model.weight], lr=0.1))
 
     (error,) = errors_of(1, act)
     assert isinstance(error, SpecError)
@@ -193,10 +193,10 @@ def test_parameters_that_no_optimizer_holds_are_named():
 
 
 def test_unequal_steps_are_told_also_when_a_step_takes_long():
-    def act(party):
-        synchronized, optimizer = join(party, ragged(2), linear(), every=100)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(2), linear(), every=100)
         try:
-            for step in range(4 if party.rank else 3):
+            for step in range(4 if rank_group.rank else 3):
                 x = torch.ones(2, 4)
                 if step == 3:
                     time.sleep(1.5)  # the other waits and has said so before this backward begins
@@ -216,12 +216,12 @@ def test_unequal_steps_are_told_also_when_a_step_takes_long():
 def test_a_rank_that_fails_before_it_joins_is_named():
     is_told = threading.Event()
 
-    def act(party):
-        if party.rank == 1:
+    def act(rank_group):
+        if rank_group.rank == 1:
             is_told.wait(20)  # alive, but elsewhere
             return
         try:
-            join(party, ragged(1, 1), linear(), timeout_s=1.0)
+            join(rank_group, ragged(1, 1), linear(), timeout_s=1.0)
         finally:
             is_told.set()
 

@@ -62,15 +62,15 @@ def state_of(model: nn.Module) -> list[torch.Tensor]:
     return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
 
 
-def train(party, nodes, make_optimizer, every, data, exchange=None, clip=None):
-    model = network(seed=party.rank)  # unequal on purpose: rank 0's weights must win
+def train(rank_group, nodes, make_optimizer, every, data, exchange=None, clip=None):
+    model = network(seed=rank_group.rank)  # unequal on purpose: rank 0's weights must win
     optimizer = make_optimizer(model)
     synchronized = join_nodes(
-        model, optimizer, party=party, cluster=cluster_of(nodes), period=period_of(every), exchange=exchange
+        model, optimizer, rank_group=rank_group, cluster=cluster_of(nodes), period=period_of(every), exchange=exchange
     )
     trace = [state_of(model)]
     for row in data:
-        x, y = row[party.rank]
+        x, y = row[rank_group.rank]
         optimizer.zero_grad()
         nn.functional.cross_entropy(synchronized(x), y).backward()
         if clip:
@@ -151,12 +151,14 @@ def test_global_mode_is_the_one_device_gradient_of_the_whole_batch():
     nodes, make = CLUSTERS["3+1"], OPTIMIZERS["sgd"]
     plain = nn.Sequential(nn.Flatten(), nn.Linear(32, 3)).double()
 
-    def act(party):
+    def act(rank_group):
         model = copy.deepcopy(plain)
         optimizer = make(model)
-        synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of(nodes), period=period_of("global"))
+        synchronized = join_nodes(
+            model, optimizer, rank_group=rank_group, cluster=cluster_of(nodes), period=period_of("global")
+        )
         for row in data:
-            x, y = row[party.rank]
+            x, y = row[rank_group.rank]
             optimizer.zero_grad()
             nn.functional.cross_entropy(synchronized(x), y).backward()
             optimizer.step()

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import LockstepError, MismatchError, NonFiniteError, PeerError, SpecError
+from evenly.errors import LockstepError, MismatchError, NonFiniteError, PeerError, SpecError
 from evenly.launch.ports import free_port
 from evenly.nodes import join_nodes
 from evenly.spec import Exchange, period_of
 from tests.ranks import RankError, cluster_of, ragged, run_ranks
 
 
-def join(party, nodes, model, *, every=2, optimizer=None, **exchange):
+def join(rank_group, nodes, model, *, every=2, optimizer=None, **exchange):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     settings = Exchange(**{"timeout_s": 60.0, **exchange})
     synchronized = join_nodes(
-        model, optimizer, party=party, cluster=cluster_of(nodes), period=period_of(every), exchange=settings
+        model, optimizer, rank_group=rank_group, cluster=cluster_of(nodes), period=period_of(every), exchange=settings
     )
     return synchronized, optimizer
 
@@ -49,9 +49,9 @@ def failing(count, act, *args):
 
 
 def test_different_models_are_named_before_the_first_step():
-    def act(party):
-        width = 5 if party.rank == 2 else 4
-        join(party, ragged(2, 1), nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1)))
+    def act(rank_group):
+        width = 5 if rank_group.rank == 2 else 4
+        join(rank_group, ragged(2, 1), nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1)))
 
     for error in failing(3, act):
         assert isinstance(error, MismatchError)
@@ -67,15 +67,15 @@ def test_swapped_layers_of_the_same_shape_are_noticed():
             self.add_module(first, nn.Linear(4, 4))
             self.add_module(second, nn.Linear(4, 4))
 
-    def act(party):
-        join(party, ragged(1, 1), Swapped("a", "b") if party.rank else Swapped("b", "a"))
+    def act(rank_group):
+        join(rank_group, ragged(1, 1), Swapped("a", "b") if rank_group.rank else Swapped("b", "a"))
 
     assert all(isinstance(error, MismatchError) for error in failing(2, act))
 
 
 def test_different_periods_are_noticed():
-    def act(party):
-        join(party, ragged(1, 1), nn.Linear(4, 1), every=3 + party.rank)
+    def act(rank_group):
+        join(rank_group, ragged(1, 1), nn.Linear(4, 1), every=3 + rank_group.rank)
 
     for error in failing(2, act):
         assert isinstance(error, MismatchError)
@@ -83,19 +83,19 @@ def test_different_periods_are_noticed():
 
 
 def test_an_optimizer_of_other_tensors_is_refused():
-    def act(party):
-        join(party, ragged(1), nn.Linear(4, 1), optimizer=torch.optim.SGD([nn.Parameter(torch.ones(7))], lr=0.1))
+    def act(rank_group):
+        join(rank_group, ragged(1), nn.Linear(4, 1), optimizer=torch.optim.SGD([nn.Parameter(torch.ones(7))], lr=0.1))
 
     with pytest.raises(RankError, match=r"\[7\]"):
         run_ranks(1, act)
 
 
 def test_a_model_that_does_not_train_is_refused():
-    def act(party):
+    def act(rank_group):
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model.requires_grad_(False)
-        join(party, ragged(1), model, optimizer=optimizer)
+        join(rank_group, ragged(1), model, optimizer=optimizer)
 
     with pytest.raises(RankError, match="trainable") as caught:
         run_ranks(1, act)
@@ -104,15 +104,15 @@ def test_a_model_that_does_not_train_is_refused():
 
 @pytest.mark.parametrize("nodes", [ragged(2, 1), ragged(3), ragged(1, 1, 1)], ids=str)
 def test_nan_on_one_rank_stops_all_and_names_rank_and_step(nodes):
-    def act(party):
-        synchronized, optimizer = join(party, nodes, nn.Linear(4, 1), every=100)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, nodes, nn.Linear(4, 1), every=100)
         try:
             for _ in range(200):  # the other nodes go on until they hear of it
                 steps(
                     synchronized,
                     optimizer,
                     1,
-                    poison=1 if party.rank == 1 and synchronized.schedule.step == 4 else None,
+                    poison=1 if rank_group.rank == 1 and synchronized.schedule.step == 4 else None,
                 )
                 time.sleep(0.02)
         finally:
@@ -125,10 +125,10 @@ def test_nan_on_one_rank_stops_all_and_names_rank_and_step(nodes):
 
 
 def test_nan_in_global_mode_names_the_rank():
-    def act(party):
-        synchronized, optimizer = join(party, ragged(2, 1), nn.Linear(4, 1), every="global")
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(2, 1), nn.Linear(4, 1), every="global")
         try:
-            steps(synchronized, optimizer, 6, poison=3 if party.rank == 2 else None)
+            steps(synchronized, optimizer, 6, poison=3 if rank_group.rank == 2 else None)
         finally:
             synchronized.close()
 
@@ -139,11 +139,11 @@ def test_nan_in_global_mode_names_the_rank():
 
 
 def test_nan_steps_are_skipped_when_asked():
-    def act(party):
+    def act(rank_group):
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
-        synchronized, optimizer = join(party, ragged(2, 1), model, nonfinite="skip", every=2)
-        steps(synchronized, optimizer, 5, poison=3 if party.rank == 0 else None)
+        synchronized, optimizer = join(rank_group, ragged(2, 1), model, nonfinite="skip", every=2)
+        steps(synchronized, optimizer, 5, poison=3 if rank_group.rank == 0 else None)
         synchronized.finish()
         synchronized.close()
         return model.weight.detach(), synchronized.schedule.step
@@ -160,10 +160,10 @@ def test_nan_steps_are_skipped_when_asked():
 def test_unequal_numbers_of_steps_are_told(nodes, every, overlap):
     ranks = sum(map(len, nodes))
 
-    def act(party):
-        synchronized, optimizer = join(party, nodes, nn.Linear(4, 1), every=every, overlap=overlap)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, nodes, nn.Linear(4, 1), every=every, overlap=overlap)
         try:
-            steps(synchronized, optimizer, 9 if party.rank else 10)
+            steps(synchronized, optimizer, 9 if rank_group.rank else 10)
             synchronized.finish()
         finally:
             synchronized.close()
@@ -175,10 +175,10 @@ def test_unequal_numbers_of_steps_are_told(nodes, every, overlap):
 
 @pytest.mark.parametrize("nodes", [ragged(1, 1), ragged(2)], ids=str)
 def test_an_empty_data_shard_is_told(nodes):
-    def act(party):
-        synchronized, optimizer = join(party, nodes, nn.Linear(4, 1))
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, nodes, nn.Linear(4, 1))
         try:
-            steps(synchronized, optimizer, 5 if party.rank else 0)
+            steps(synchronized, optimizer, 5 if rank_group.rank else 0)
             synchronized.finish()
         finally:
             synchronized.close()
@@ -191,16 +191,16 @@ def test_an_empty_data_shard_is_told(nodes):
 def test_a_rank_that_never_arrives_is_named_at_the_time_limit(overlap):
     is_told = threading.Event()
 
-    def act(party):
+    def act(rank_group):
         settings = {"timeout_s": 4.0, "overlap": overlap}  # long enough to start on a busy machine
-        synchronized, optimizer = join(party, ragged(1, 1, 1), nn.Linear(4, 1), every=2, **settings)
+        synchronized, optimizer = join(rank_group, ragged(1, 1, 1), nn.Linear(4, 1), every=2, **settings)
         try:
-            if party.rank == 2:
+            if rank_group.rank == 2:
                 is_told.wait(20)  # alive, but elsewhere
                 return
             steps(synchronized, optimizer, 2 + overlap)
         finally:
-            if party.rank != 2:
+            if rank_group.rank != 2:
                 is_told.set()
             synchronized.close()
 
@@ -215,16 +215,16 @@ def test_a_rank_that_never_arrives_is_named_at_the_time_limit(overlap):
 
 @pytest.mark.parametrize(("every", "overlap"), [(50, 0), (2, 2)])
 def test_an_error_in_the_loop_of_one_rank_reaches_the_others(every, overlap):
-    def act(party):
-        synchronized, optimizer = join(party, ragged(2, 1), nn.Linear(4, 1), every=every, overlap=overlap)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(2, 1), nn.Linear(4, 1), every=every, overlap=overlap)
         try:
             for _ in range(300):
                 steps(synchronized, optimizer, 1)
-                if party.rank == 1 and synchronized.schedule.step == 3:
+                if rank_group.rank == 1 and synchronized.schedule.step == 3:
                     raise KeyError("a broken sample")
                 time.sleep(0.02)
         except Exception as error:
-            synchronized.ring(error)
+            synchronized.report(error)
             raise
         finally:
             synchronized.close()
@@ -240,12 +240,12 @@ def test_an_error_in_the_loop_of_one_rank_reaches_the_others(every, overlap):
 def test_a_failed_exchange_leaves_the_parameters_untouched():
     kept, is_told = {}, threading.Event()
 
-    def act(party):
+    def act(rank_group):
         model = nn.Linear(4, 1)
-        synchronized, optimizer = join(party, ragged(1, 1), model, every=3, timeout_s=3.0)
+        synchronized, optimizer = join(rank_group, ragged(1, 1), model, every=3, timeout_s=3.0)
         try:
             steps(synchronized, optimizer, 2)
-            if party.rank == 1:
+            if rank_group.rank == 1:
                 is_told.wait(20)
                 return
             kept["before"] = [p.detach().clone() for p in model.parameters()]
@@ -265,13 +265,13 @@ def test_a_failed_exchange_leaves_the_parameters_untouched():
 def test_a_failed_exchange_beside_the_training_leaves_the_parameters_untouched():
     kept, is_told = {}, threading.Event()
 
-    def act(party):
+    def act(rank_group):
         model = nn.Linear(4, 1)
         settings = {"timeout_s": 3.0, "overlap": 2, "codec": "int8"}
-        synchronized, optimizer = join(party, ragged(1, 1), model, every=3, **settings)
+        synchronized, optimizer = join(rank_group, ragged(1, 1), model, every=3, **settings)
         try:
-            steps(synchronized, optimizer, 2 if party.rank else 4)
-            if party.rank == 1:
+            steps(synchronized, optimizer, 2 if rank_group.rank else 4)
+            if rank_group.rank == 1:
                 is_told.wait(20)
                 return
             kept["before"] = [p.detach().clone() for p in model.parameters()]
@@ -289,16 +289,16 @@ def test_a_failed_exchange_beside_the_training_leaves_the_parameters_untouched()
 
 
 def test_a_model_closed_with_an_exchange_under_way():
-    def act(party):
+    def act(rank_group):
         model, merged = nn.Linear(4, 1), []
         settings = {"overlap": 2, "timeout_s": 20.0}
-        synchronized, optimizer = join(party, ragged(1, 1), model, every=3, **settings)
+        synchronized, optimizer = join(rank_group, ragged(1, 1), model, every=3, **settings)
         synchronized.on_exchange.append(merged.append)
         alone = copy.deepcopy(model)
-        steps(synchronized, optimizer, 3, value=1.0 + party.rank)
+        steps(synchronized, optimizer, 3, value=1.0 + rank_group.rank)
         synchronized.close()
-        steps(model, optimizer, 3, value=1.0 + party.rank)
-        steps(alone, torch.optim.SGD(alone.parameters(), lr=0.1), 6, value=1.0 + party.rank)
+        steps(model, optimizer, 3, value=1.0 + rank_group.rank)
+        steps(alone, torch.optim.SGD(alone.parameters(), lr=0.1), 6, value=1.0 + rank_group.rank)
         return list(model.parameters()), list(alone.parameters()), merged
 
     for trained, alone, merged in run_ranks(2, act):
@@ -328,8 +328,8 @@ def test_a_program_that_ends_with_an_exchange_under_way_ends_by_its_own_error():
 
 
 def test_forward_without_a_tensor_asks_for_count():
-    def act(party):
-        synchronized, _ = join(party, ragged(1), nn.Linear(4, 1))
+    def act(rank_group):
+        synchronized, _ = join(rank_group, ragged(1), nn.Linear(4, 1))
         try:
             synchronized("text")
         finally:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from evenly.nodes.fingerprint import UNLIKE, Held, apart, are_apart, fingerprint
+from evenly.exchange.tensors.fingerprint import UNLIKE, FingerprintValues, apart, are_apart, fingerprint
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -109,4 +109,4 @@ def test_the_first_tensor_that_differs_is_found():
 
 def test_what_is_held_travels_as_a_row():
     row = held(tensors(torch.float32))
-    assert Held.from_row(row.row) == row
+    assert FingerprintValues.from_row(row.row) == row

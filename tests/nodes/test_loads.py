@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import LockstepError, MismatchError, PeerError, SpecError
+from evenly.errors import LockstepError, MismatchError, PeerError, SpecError
+from evenly.exchange.loaded_weights import LoadedWeights
 from evenly.nodes import join_nodes
-from evenly.nodes.loads import Loads
 from evenly.shards import load_full_state_dict
 from evenly.spec import Exchange, Outer, period_of
 from tests.nodes import test_shards
@@ -34,21 +34,21 @@ def other_weights():
     return network(seed=99).state_dict()
 
 
-def run_with_load(party, nodes, make, exchange, data, place, act):
+def run_with_load(rank_group, nodes, make, exchange, data, place, act):
     """Trains, and calls `act(synchronized, optimizer, rank)` after the step `place`."""
-    model = network(seed=party.rank)
+    model = network(seed=rank_group.rank)
     optimizer = make(model)
     settings = {"period": period_of(3), "exchange": exchange}
-    synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of(nodes), **settings)
+    synchronized = join_nodes(model, optimizer, rank_group=rank_group, cluster=cluster_of(nodes), **settings)
     trace = []
     with closing(synchronized):
         for number, row in enumerate(data, start=1):
-            x, y = row[party.rank]
+            x, y = row[rank_group.rank]
             optimizer.zero_grad()
             nn.functional.cross_entropy(synchronized(x), y).backward()
             optimizer.step()
             if number == place:
-                act(synchronized, optimizer, party.rank)
+                act(synchronized, optimizer, rank_group.rank)
             trace.append(state_of(model))
         synchronized.finish()
         trace.append(state_of(model))
@@ -147,7 +147,7 @@ def test_a_part_that_is_loaded_keeps_its_values_while_the_rest_is_merged():
     check(SETTINGS["overlap"], 4, act, play)
     nodes, data = CLUSTERS["3+1"], batches(4, 6)
     arguments = (nodes, OPTIMIZERS["sgd"], Exchange(outer=Outer(), timeout_s=30.0), data, 4, act)
-    for error in errors_of(4, lambda party: run_with_load(party, *arguments)):
+    for error in errors_of(4, lambda rank_group: run_with_load(rank_group, *arguments)):
         assert isinstance(error, SpecError)
         assert "'0.weight'" in str(error)
 
@@ -176,32 +176,34 @@ def test_state_of_the_optimizer_that_was_loaded_is_not_changed_by_an_exchange_un
 
 @pytest.mark.parametrize("settings", [{"outer": "nesterov"}, {"codec": "bf16"}, {"codec": "bf16", "overlap": 1}])
 def test_nodes_that_load_different_weights_or_only_some_of_them_are_told(settings):
-    def act(party, chosen):
+    def act(rank_group, chosen):
         model = linear()
-        synchronized, optimizer = join(party, ragged(2, 1), model, every=2, **settings)
+        synchronized, optimizer = join(rank_group, ragged(2, 1), model, every=2, **settings)
         with closing(synchronized):
-            train(synchronized, optimizer, 3, party.rank)
-            if party.rank in chosen:
-                model.load_state_dict({"weight": torch.full((1, 4), float(chosen[party.rank])), "bias": torch.ones(1)})
-            train(synchronized, optimizer, 5, party.rank)
+            train(synchronized, optimizer, 3, rank_group.rank)
+            if rank_group.rank in chosen:
+                model.load_state_dict(
+                    {"weight": torch.full((1, 4), float(chosen[rank_group.rank])), "bias": torch.ones(1)}
+                )
+            train(synchronized, optimizer, 5, rank_group.rank)
 
-    different = errors_of(3, lambda party: act(party, {0: 1, 1: 1, 2: 2}))
+    different = errors_of(3, lambda rank_group: act(rank_group, {0: 1, 1: 1, 2: 2}))
     assert all(isinstance(error, MismatchError | PeerError) for error in different)
     assert any(isinstance(error, MismatchError) and "nodes [1]" in str(error) for error in different)
-    some = errors_of(3, lambda party: act(party, {2: 2}))
+    some = errors_of(3, lambda rank_group: act(rank_group, {2: 2}))
     assert all(isinstance(error, PeerError) for error in some)
     assert any(isinstance(error, LockstepError) and "loaded weights" in str(error) for error in some)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
 def test_a_run_with_codes_goes_on_as_a_new_one_would(codec):
-    def act(party, first):
+    def act(rank_group, first):
         model = linear()
-        synchronized, optimizer = join(party, ragged(2, 1), model, every=2, codec=codec)
+        synchronized, optimizer = join(rank_group, ragged(2, 1), model, every=2, codec=codec)
         with closing(synchronized):
-            train(synchronized, optimizer, first, party.rank)
+            train(synchronized, optimizer, first, rank_group.rank)
             model.load_state_dict({"weight": torch.arange(4.0)[None], "bias": torch.ones(1)})
-            train(synchronized, optimizer, 4, party.rank)
+            train(synchronized, optimizer, 4, rank_group.rank)
         return torch.cat([model.weight.detach()[0], model.bias.detach()])
 
     for used, new in zip(run_ranks(3, act, 4), run_ranks(3, act, 0), strict=True):
@@ -210,13 +212,13 @@ def test_a_run_with_codes_goes_on_as_a_new_one_would(codec):
 
 @pytest.mark.parametrize("every", [2, "30s"])
 def test_a_load_on_one_node_after_the_last_step_is_averaged_by_finish(every):
-    def act(party):
+    def act(rank_group):
         model = linear()
-        synchronized, optimizer = join(party, ragged(1, 1), model, every=every)
+        synchronized, optimizer = join(rank_group, ragged(1, 1), model, every=every)
         with closing(synchronized):
-            train(synchronized, optimizer, 2, party.rank)
+            train(synchronized, optimizer, 2, rank_group.rank)
             synchronized.finish()
-            if party.rank:
+            if rank_group.rank:
                 model.load_state_dict({"weight": torch.ones(1, 4), "bias": torch.ones(1)})
             own = model.weight.detach().clone()
             with synchronized.agreed():
@@ -233,23 +235,23 @@ def test_a_load_on_one_node_after_the_last_step_is_averaged_by_finish(every):
 
 
 def test_parameters_that_are_replaced_are_told():
-    def act(party):
+    def act(rank_group):
         model = linear()
-        synchronized, optimizer = join(party, ragged(1, 1), model, every=2)
+        synchronized, optimizer = join(rank_group, ragged(1, 1), model, every=2)
         with closing(synchronized):
             model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-            train(synchronized, optimizer, 1, party.rank)
+            train(synchronized, optimizer, 1, rank_group.rank)
 
     for error in errors_of(2, act):
         assert isinstance(error, SpecError)
 
 
 def test_copies_and_pickles_of_the_network_know_nothing_of_the_run():
-    def act(party):
+    def act(rank_group):
         model = nn.Sequential(linear(), nn.BatchNorm1d(1))
-        synchronized, optimizer = join(party, ragged(1, 1), model, every=2, outer="nesterov")
+        synchronized, optimizer = join(rank_group, ragged(1, 1), model, every=2, outer="nesterov")
         with closing(synchronized):
-            train(synchronized, optimizer, 1, party.rank)
+            train(synchronized, optimizer, 1, rank_group.rank)
             text = pickle.dumps(model)
             buffer = io.BytesIO()
             torch.save(model, buffer)
@@ -259,7 +261,7 @@ def test_copies_and_pickles_of_the_network_know_nothing_of_the_run():
                 other[0].load_state_dict(model[0].state_dict())
                 copy.deepcopy(other)
             assert b"evenly" not in text
-            assert not synchronized._exchanger._loads.any
+            assert not synchronized._exchanger._loaded_weights.any
         assert not any(part._load_state_dict_pre_hooks for part in model.modules())
         assert not any(part._load_state_dict_post_hooks for part in model.modules())
 
@@ -271,9 +273,9 @@ def test_cut_networks_load_too():
     data, exchange = batches(len(world.flat), 6), {"outer": Outer(), "overlap": 2}
     weights = test_shards.network(seed=99).state_dict()
 
-    def act(party):
-        number, trace = world.replica_of(party.rank), []
-        with world.joined(party, OPTIMIZERS["momentum"], 3, **exchange) as (synchronized, optimizer):
+    def act(rank_group):
+        number, trace = world.replica_of(rank_group.rank), []
+        with world.joined(rank_group, OPTIMIZERS["momentum"], 3, **exchange) as (synchronized, optimizer):
             for place, row in enumerate(data, start=1):
                 test_shards.step(synchronized, optimizer, *row[number])
                 if place == 4:
@@ -304,7 +306,7 @@ def test_cut_networks_load_too():
 @pytest.mark.parametrize("form", [torch.jit.script, torch.fx.symbolic_trace, nn.ModuleList])
 def test_loads_of_any_kind_of_module_are_noticed(form):
     model = form(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))) if form != nn.ModuleList else form([linear()])
-    loads = Loads(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loads = LoadedWeights(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
     assert loads.changed() == set(model.state_dict())
     loads.close()

@@ -25,9 +25,9 @@ def batch(rank, step, size=4, width=6):
     return torch.randn(size, width, generator=g, dtype=torch.float64), torch.randint(3, (size,), generator=g)
 
 
-def join(party, nodes, model, optimizer, every=2, **more):
+def join(rank_group, nodes, model, optimizer, every=2, **more):
     period = every if not isinstance(every, int | str) else period_of(every)
-    return join_nodes(model, optimizer, party=party, cluster=cluster_of(nodes), period=period, **more)
+    return join_nodes(model, optimizer, rank_group=rank_group, cluster=cluster_of(nodes), period=period, **more)
 
 
 def loss_of(model, data):
@@ -45,12 +45,12 @@ def same(a, b):
 def test_accumulation_equals_one_large_batch():
     nodes = ragged(2, 1)
 
-    def act(party, accumulate):
+    def act(rank_group, accumulate):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-        synchronized = join(party, nodes, model, optimizer)
+        synchronized = join(rank_group, nodes, model, optimizer)
         for step in range(5):
-            x, y = batch(party.rank, step, size=6 + 2 * party.rank)
+            x, y = batch(rank_group.rank, step, size=6 + 2 * rank_group.rank)
             if accumulate:
                 half = len(x) // 2
                 with synchronized.no_sync():
@@ -68,10 +68,10 @@ def test_accumulation_equals_one_large_batch():
 
 
 def test_bf16_autocast_keeps_ranks_equal_and_trains():
-    def act(party):
+    def act(rank_group):
         model = network().float()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        synchronized = join(party, ragged(2, 1), model, optimizer, every=3)
+        synchronized = join(rank_group, ragged(2, 1), model, optimizer, every=3)
         for _ in range(6):
             x, y = batch(0, 7)
             with torch.autocast("cpu", torch.bfloat16):
@@ -92,17 +92,17 @@ def test_bf16_autocast_keeps_ranks_equal_and_trains():
 def test_a_grad_scaler_that_skips_on_one_node_does_not_shift_the_schedule():
     """The classic bug: the node that skipped a step averages another iteration than the others, then hangs."""
 
-    def act(party):
+    def act(rank_group):
         model = network().float()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        synchronized = join(party, ragged(2, 1), model, optimizer, every=2)
+        synchronized = join(rank_group, ragged(2, 1), model, optimizer, every=2)
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
         exchanged = []
         synchronized.on_exchange.append(lambda done: exchanged.append(done.step))
         for step in range(1, 8):
-            x, y = batch(party.rank, step)
+            x, y = batch(rank_group.rank, step)
             loss = loss_of(synchronized, (x.float(), y))
-            if party.rank == 2 and step == 3:
+            if rank_group.rank == 2 and step == 3:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
@@ -125,16 +125,16 @@ def test_a_grad_scaler_that_skips_on_one_node_does_not_shift_the_schedule():
 def test_two_models_with_two_optimizers():
     """A GAN: the discriminator also runs inside the generator's step, which must not count as a step of its own."""
 
-    def act(party):
+    def act(rank_group):
         with SEEDING:
             torch.manual_seed(3)
             generator, critic = nn.Linear(2, 5).double(), nn.Linear(5, 1).double()
         g_optimizer = torch.optim.Adam(generator.parameters(), lr=0.01)
         c_optimizer = torch.optim.Adam(critic.parameters(), lr=0.01)
-        g_model = join(party, ragged(2, 1), generator, g_optimizer, every=3)
-        c_model = join(party, ragged(2, 1), critic, c_optimizer, every=2)
+        g_model = join(rank_group, ragged(2, 1), generator, g_optimizer, every=3)
+        c_model = join(rank_group, ragged(2, 1), critic, c_optimizer, every=2)
         for step in range(7):
-            noise, real = batch(party.rank, step, width=2)[0], batch(party.rank, 50 + step, width=5)[0]
+            noise, real = batch(rank_group.rank, step, width=2)[0], batch(rank_group.rank, 50 + step, width=5)[0]
             c_optimizer.zero_grad()
             (c_model(g_model(noise).detach()).mean() - c_model(real).mean()).backward()
             c_optimizer.step()
@@ -156,13 +156,13 @@ def test_two_models_with_two_optimizers():
 def test_invariants_equal_in_a_node_after_each_step_and_everywhere_after_an_exchange():
     nodes = ragged(2, 1)
 
-    def act(party):
+    def act(rank_group):
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        synchronized = join(party, nodes, model, optimizer, every=EverySteps(4, warmup=2))
+        synchronized = join(rank_group, nodes, model, optimizer, every=EverySteps(4, warmup=2))
         trace = [parameters(model)]
         for step in range(1, 11):
-            loss_of(synchronized, batch(party.rank, step)).backward()
+            loss_of(synchronized, batch(rank_group.rank, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
             trace.append(parameters(model))
@@ -179,14 +179,14 @@ def test_invariants_equal_in_a_node_after_each_step_and_everywhere_after_an_exch
 
 
 def test_the_period_of_an_epoch_waits_for_its_end():
-    def act(party):
+    def act(rank_group):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        synchronized = join(party, ragged(1, 1), model, optimizer, every=EveryEpoch())
+        synchronized = join(rank_group, ragged(1, 1), model, optimizer, every=EveryEpoch())
         counts = []
         for epoch in range(2):
             for step in range(3):
-                loss_of(synchronized, batch(party.rank, 10 * epoch + step)).backward()
+                loss_of(synchronized, batch(rank_group.rank, 10 * epoch + step)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 counts.append(synchronized.schedule.exchanges)
@@ -218,15 +218,15 @@ def test_frozen_tied_and_channels_last_parameters_stay_what_they_are():
             y = self.frozen(self.conv(x).mean((2, 3))) * self.mask * self.scale
             return self.decode(self.encode(y))
 
-    def act(party):
+    def act(rank_group):
         with SEEDING:
-            torch.manual_seed(party.rank)
+            torch.manual_seed(rank_group.rank)
             model = Tied()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         places = [p.data_ptr() for p in model.parameters()]
-        synchronized = join(party, ragged(2, 1, 1), model, optimizer, every=2)
+        synchronized = join(rank_group, ragged(2, 1, 1), model, optimizer, every=2)
         frozen = model.frozen.weight.clone()
-        g = torch.Generator().manual_seed(party.rank)
+        g = torch.Generator().manual_seed(rank_group.rank)
         for _ in range(5):
             synchronized(torch.randn(2, 3, 5, 5, generator=g)).square().mean().backward()
             optimizer.step()
@@ -253,14 +253,14 @@ def test_unused_parameters_and_bf16_parameters():
         def forward(self, x):
             return self.used(x)
 
-    def act(party):
+    def act(rank_group):
         with SEEDING:
             torch.manual_seed(0)
             model = Partly().bfloat16()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        synchronized = join(party, ragged(2, 1), model, optimizer, find_unused_parameters=True)
+        synchronized = join(rank_group, ragged(2, 1), model, optimizer, find_unused_parameters=True)
         for step in range(3):
-            synchronized(batch(party.rank, step)[0].bfloat16()).float().square().mean().backward()
+            synchronized(batch(rank_group.rank, step)[0].bfloat16()).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         synchronized.finish()
@@ -272,16 +272,16 @@ def test_unused_parameters_and_bf16_parameters():
 
 
 def test_a_closure_and_hooks_of_the_optimizer_still_work():
-    def act(party):
+    def act(rank_group):
         model = network()
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
         seen = []
         optimizer.register_step_post_hook(lambda *_: seen.append(1))
-        synchronized = join(party, ragged(1, 1), model, optimizer, every=2)
+        synchronized = join(rank_group, ragged(1, 1), model, optimizer, every=2)
 
         def closure():
             optimizer.zero_grad()
-            loss = loss_of(synchronized, batch(party.rank, 0))
+            loss = loss_of(synchronized, batch(rank_group.rank, 0))
             loss.backward()
             return loss
 
@@ -299,14 +299,14 @@ def test_a_closure_and_hooks_of_the_optimizer_still_work():
 def test_evaluation_with_an_exchange_under_way_changes_nothing():
     """The average of the nodes is seen, and training goes on as if nobody had looked."""
 
-    def act(party, looks):
+    def act(rank_group, looks):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         settings = {"exchange": Exchange(overlap=2, codec="int8", fragments=2)}
-        synchronized = join(party, ragged(1, 1), model, optimizer, every=4, **settings)
+        synchronized = join(rank_group, ragged(1, 1), model, optimizer, every=4, **settings)
         seen = []
         for step in range(11):
-            loss_of(synchronized, batch(party.rank, step)).backward()
+            loss_of(synchronized, batch(rank_group.rank, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
             if looks:
@@ -324,17 +324,17 @@ def test_evaluation_with_an_exchange_under_way_changes_nothing():
 
 
 def test_agreed_weighs_nodes_by_their_samples_also_with_an_exchange_under_way():
-    def act(party):
+    def act(rank_group):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        synchronized = join(party, ragged(1, 1), model, optimizer, every=2, exchange=Exchange(overlap=2))
+        synchronized = join(rank_group, ragged(1, 1), model, optimizer, every=2, exchange=Exchange(overlap=2))
         for step in range(2):
-            x, y = batch(party.rank, step)
-            few = slice(None) if party.rank else slice(0, 1)
+            x, y = batch(rank_group.rank, step)
+            few = slice(None) if rank_group.rank else slice(0, 1)
             loss_of(synchronized, (x[few], y[few])).backward()
             optimizer.step()
             optimizer.zero_grad()
-        own, count = parameters(model), 1 if party.rank == 0 else len(x)
+        own, count = parameters(model), 1 if rank_group.rank == 0 else len(x)
         with synchronized.agreed():
             average = parameters(model)
         assert same(own, parameters(model))
@@ -351,11 +351,11 @@ def test_agreed_weighs_nodes_by_their_samples_also_with_an_exchange_under_way():
 
 
 def test_agreed_shows_the_average_and_gives_the_state_back():
-    def act(party):
+    def act(rank_group):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        synchronized = join(party, ragged(1, 1), model, optimizer, every=100)
-        loss_of(synchronized, batch(party.rank, 0)).backward()
+        synchronized = join(rank_group, ragged(1, 1), model, optimizer, every=100)
+        loss_of(synchronized, batch(rank_group.rank, 0)).backward()
         optimizer.step()
         own = parameters(model)
         with synchronized.agreed():
@@ -373,14 +373,14 @@ def test_agreed_shows_the_average_and_gives_the_state_back():
 
 
 def test_a_rank_without_samples_adds_nothing():
-    def act(party):
+    def act(rank_group):
         model = copy.deepcopy(shared)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        count = (lambda x: 0.0) if party.rank == 1 else None
-        synchronized = join(party, ragged(2), model, optimizer, count=count)
+        count = (lambda x: 0.0) if rank_group.rank == 1 else None
+        synchronized = join(rank_group, ragged(2), model, optimizer, count=count)
         data = (
             batch(0, 0)
-            if party.rank == 0
+            if rank_group.rank == 0
             else (torch.full((1, 6), float("nan"), dtype=torch.float64), batch(0, 0)[1][:1])
         )
         loss_of(synchronized, data).backward()

@@ -3,35 +3,35 @@
 import pytest
 import torch
 
-from evenly.comm import Alarm, Waiter, open_group, owners_of_slices
-from evenly.nodes.meeting import Meeting
-from evenly.nodes.replicas import FLAT, Form, Replica, whole_replicas
+from evenly.comm import CollectiveWaiter, FailureMonitor, open_group, owners_of_slices
+from evenly.comm.blocks.reducer import BlockReducer
+from evenly.comm.blocks.replicas import FLAT, Replica, TensorCut, whole_replicas
 from tests.ranks import run_ranks
 
 SHAPES = {"rows": (7, 4), "mixed": (5, 6, 3), "whole": (4, 9), "number": (), "thin": (1, 5), "empty": (0, 3)}
 FIRST = Replica(
     (0, 1, 2),
     {
-        "rows": Form(0, (((5, 7), (0, 1)), (), ((1, 5),))),
-        "mixed": Form(1, (((0, 2),), ((2, 3), (4, 6)), ((3, 4),))),
-        "whole": Form(),
-        "number": Form(),
-        "thin": Form(0, ((), ((0, 1),), ())),
-        "empty": Form(0, ((), (), ())),
+        "rows": TensorCut(0, (((5, 7), (0, 1)), (), ((1, 5),))),
+        "mixed": TensorCut(1, (((0, 2),), ((2, 3), (4, 6)), ((3, 4),))),
+        "whole": TensorCut(),
+        "number": TensorCut(),
+        "thin": TensorCut(0, ((), ((0, 1),), ())),
+        "empty": TensorCut(0, ((), (), ())),
     },
 )
 SECOND = Replica(
     (3, 4),
     {
-        "rows": Form(1, (((0, 3),), ((3, 4),))),
-        "mixed": Form(0, (((3, 5),), ((0, 3),))),
-        "whole": Form(1, (((0, 4), (8, 9)), ((4, 8),))),
-        "number": Form(),
-        "thin": Form(),
-        "empty": Form(),
+        "rows": TensorCut(1, (((0, 3),), ((3, 4),))),
+        "mixed": TensorCut(0, (((3, 5),), ((0, 3),))),
+        "whole": TensorCut(1, (((0, 4), (8, 9)), ((4, 8),))),
+        "number": TensorCut(),
+        "thin": TensorCut(),
+        "empty": TensorCut(),
     },
 )
-THIRD = Replica((5,), dict.fromkeys(SHAPES, Form()))
+THIRD = Replica((5,), dict.fromkeys(SHAPES, TensorCut()))
 MEETINGS = {
     "two replicas": [[FIRST], [SECOND]],
     "three replicas": [[SECOND], [FIRST], [THIRD]],
@@ -63,24 +63,24 @@ def test_every_rank_ends_with_its_part_of_the_result(name, kind):
     weights[-1 if kind == "copy" else 0] = 1.0
     dtypes = [torch.int64] if kind == "max" else [torch.float64, torch.float32]
 
-    def act(party):
-        rank, alarm = ranks[party.rank], Alarm(party)
+    def act(rank_group):
+        rank, monitor = ranks[rank_group.rank], FailureMonitor(rank_group)
         own = next(k for k, side in enumerate(sides) if any(rank in replica.ranks for replica in side))
         replica = next(replica for replica in sides[own] if rank in replica.ranks)
         opened = lambda key, circle: open_group(  # noqa: E731
-            party, key, [ranks.index(r) for r in circle], backend="gloo", timeout_s=20
+            rank_group, key, [ranks.index(r) for r in circle], backend="gloo", timeout_s=20
         )
-        meeting = Meeting("m", sides, SHAPES, rank=rank, open_group=opened)
+        reducer = BlockReducer("m", sides, SHAPES, rank=rank, open_group=opened)
         items = [
             (name, part(full, replica.forms[name], replica.ranks.index(rank)))
             for dtype in dtypes
             for name, full in values(own, dtype).items()
         ]
-        waiter = Waiter(alarm, place="here", timeout_s=20)
-        sent = meeting.reduce(items, waiter, weight=weights[own], kind=kind)
-        meeting.spread(items, waiter)
-        meeting.close()
-        alarm.close()
+        waiter = CollectiveWaiter(monitor, place="here", timeout_s=20)
+        sent = reducer.reduce(items, waiter, weight=weights[own], kind=kind)
+        reducer.spread(items, waiter)
+        reducer.close()
+        monitor.close()
         return own, replica, replica.ranks.index(rank), items, sent
 
     results = run_ranks(len(ranks), act)
@@ -108,30 +108,30 @@ def test_every_rank_ends_with_its_part_of_the_result(name, kind):
 def test_whole_networks_travel_as_vectors_of_which_nothing_is_copied():
     nodes, total = [[4, 1, 0], [3, 2]], 11
 
-    def act(party):
-        alarm, rank = Alarm(party), party.rank
+    def act(rank_group):
+        monitor, rank = FailureMonitor(rank_group), rank_group.rank
         node = next(place for place, ranks in enumerate(nodes) if rank in ranks)
         owners = [ranks for ranks in owners_of_slices(nodes) if rank in ranks]
         groups = {
-            ranks: open_group(party, str(ranks), ranks, backend="gloo", timeout_s=20)
+            ranks: open_group(rank_group, str(ranks), ranks, backend="gloo", timeout_s=20)
             for ranks in (tuple(nodes[node]), *owners)
         }
         labels = {ranks: f"{number}" for number, ranks in enumerate(owners)}
-        meeting = Meeting("m", whole_replicas(nodes), {}, rank=rank, open_group=None, groups=groups, labels=labels)
+        reducer = BlockReducer("m", whole_replicas(nodes), {}, rank=rank, open_group=None, groups=groups, labels=labels)
         vectors = [torch.full((total,), torch.nan, dtype=dtype) for dtype in (torch.float32, torch.float64)]
         for vector in vectors:
-            for start, stop in meeting.spoken_for(total):  # what others speak for arrives
+            for start, stop in reducer.spoken_for(total):  # what others speak for arrives
                 vector[start:stop] = torch.arange(start, stop) + 100 * node
-        items, waiter = [(FLAT, vector) for vector in vectors], Waiter(alarm, place="here", timeout_s=20)
-        bundles = meeting.bundles(items, key="0")
+        items, waiter = [(FLAT, vector) for vector in vectors], CollectiveWaiter(monitor, place="here", timeout_s=20)
+        bundles = reducer.bundles(items, key="0")
         memory = {vector.untyped_storage().data_ptr() for vector in vectors}
         assert {bundle.part.values.untyped_storage().data_ptr() for bundle in bundles} == memory
-        meeting.reduce(items, waiter, weight=0.5)
-        meeting.spread(items, waiter)
-        alarm.close()
+        reducer.reduce(items, waiter, weight=0.5)
+        reducer.spread(items, waiter)
+        monitor.close()
         for group in groups.values():
             group.shutdown()
-        return vectors, [bundle.part.key for bundle in bundles], meeting.spoken_for(total)
+        return vectors, [bundle.part.key for bundle in bundles], reducer.spoken_for(total)
 
     results = run_ranks(5, act)
     for vectors, _, _ in results:

@@ -9,9 +9,9 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from evenly._errors import MismatchError, PeerError, SpecError
+from evenly.errors import MismatchError, PeerError, SpecError
+from evenly.exchange.tensors.fingerprint import fingerprint
 from evenly.nodes import join_nodes
-from evenly.nodes.fingerprint import fingerprint
 from evenly.spec import period_of
 from tests.nodes.test_corners import SEEDING, errors_of, join
 from tests.ranks import cluster_of, ragged, run_ranks
@@ -61,12 +61,12 @@ def loss_of(output):
 def run_steps(loop, *, nodes=None, every=50, steps=1, **settings):
     """Returns the gradients that each rank steps with, after `loop` has filled them."""
 
-    def act(party):
+    def act(rank_group):
         model = network()
-        synchronized, optimizer = join(party, nodes or ragged(2), model, every=every, **settings)
+        synchronized, optimizer = join(rank_group, nodes or ragged(2), model, every=every, **settings)
         with closing(synchronized):
             for _ in range(steps):
-                loop(synchronized, optimizer, party.rank)
+                loop(synchronized, optimizer, rank_group.rank)
                 found = [parameter.grad.clone() for parameter in model.parameters()]
                 optimizer.step()
                 optimizer.zero_grad()
@@ -122,11 +122,11 @@ def test_forwards_that_train_different_layers_share_one_backward():
         def forward(self, x, head):
             return getattr(self, head)(x)
 
-    def act(party):
+    def act(rank_group):
         model = TwoHeads()
-        synchronized, _ = join(party, ragged(2), model, every=50)
+        synchronized, _ = join(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
-            small, large = batch(party.rank, 0, 2), batch(party.rank, 1, 2 + 4 * party.rank)
+            small, large = batch(rank_group.rank, 0, 2), batch(rank_group.rank, 1, 2 + 4 * rank_group.rank)
             (loss_of(synchronized(small, "first")) + loss_of(synchronized(large, "second"))).backward()
             return [parameter.grad.clone() for parameter in model.parameters()]
 
@@ -199,11 +199,11 @@ def test_a_parameter_that_only_the_loss_uses():
         def forward(self, x):
             return self.body(x)
 
-    def act(party):
+    def act(rank_group):
         model = Scaled()
-        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        synchronized, optimizer = join(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
-            loss = loss_of(synchronized(batch(party.rank, 0))) * model.scale
+            loss = loss_of(synchronized(batch(rank_group.rank, 0))) * model.scale
             loss.backward(retain_graph=True)
             loss.backward()
             optimizer.step()
@@ -256,11 +256,11 @@ def of_one_layer(model, rank):
 )
 @pytest.mark.parametrize("every", [50, "global"])
 def test_a_step_with_gradients_that_were_not_averaged_is_refused(fill, every):
-    def act(party):
-        synchronized, optimizer = join(party, ragged(2, 1), network(), every=every)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(2, 1), network(), every=every)
         before = [parameter.detach().clone() for parameter in synchronized.parameters()]
         with closing(synchronized):
-            fill(synchronized, party.rank)
+            fill(synchronized, rank_group.rank)
             try:
                 optimizer.step()
             finally:
@@ -278,10 +278,10 @@ def test_a_step_with_gradients_that_were_not_averaged_is_refused(fill, every):
 @pytest.mark.parametrize("change", ["unfrozen", "added", "outside"])
 @pytest.mark.parametrize("nodes", [ragged(2), ragged(1, 1)])
 def test_parameters_that_came_later_are_refused_at_the_step(change, every, nodes):
-    def act(party):
+    def act(rank_group):
         model = network()
         model[0].bias.requires_grad_(change != "unfrozen")
-        synchronized, optimizer = join(party, nodes, model, every=every)
+        synchronized, optimizer = join(rank_group, nodes, model, every=every)
         with closing(synchronized):
             if change == "unfrozen":
                 model[0].bias.requires_grad_()
@@ -290,7 +290,7 @@ def test_parameters_that_came_later_are_refused_at_the_step(change, every, nodes
                 if change == "added":
                     model.append(extra)
                 optimizer.add_param_group({"params": list(extra.parameters())})
-            output = synchronized(batch(party.rank, 0))
+            output = synchronized(batch(rank_group.rank, 0))
             loss_of(extra(output) if change == "outside" else output).backward()
             optimizer.step()
 
@@ -317,15 +317,15 @@ def values_differ(model, optimizer, rank):
 @pytest.mark.parametrize("nodes", [ragged(2), ragged(2, 1)])
 def test_ranks_of_a_node_that_hold_different_parameters_are_named(change, every, overlap, nodes):
 
-    def act(party):
+    def act(rank_group):
         model = network()
         own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        synchronized, optimizer = join(party, nodes, model, every=every, optimizer=own, overlap=overlap)
+        synchronized, optimizer = join(rank_group, nodes, model, every=every, optimizer=own, overlap=overlap)
         with closing(synchronized):
             for step in range(7):
                 if step == 1:
-                    change(synchronized, optimizer, party.rank)
-                loss_of(synchronized(batch(party.rank, step))).backward()
+                    change(synchronized, optimizer, rank_group.rank)
+                loss_of(synchronized(batch(rank_group.rank, step))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             synchronized.finish()
@@ -343,10 +343,10 @@ def test_ranks_of_a_node_that_hold_different_parameters_are_named(change, every,
 
 
 def test_parameters_trained_without_the_optimizer_are_noticed_at_the_end():
-    def act(party):
-        synchronized, _ = join(party, ragged(1, 1), network())
+    def act(rank_group):
+        synchronized, _ = join(rank_group, ragged(1, 1), network())
         with closing(synchronized):
-            loss_of(synchronized(batch(party.rank, 0))).backward()
+            loss_of(synchronized(batch(rank_group.rank, 0))).backward()
             with torch.no_grad():
                 for parameter in synchronized.parameters():
                     parameter -= 0.1 * parameter.grad
@@ -359,16 +359,16 @@ def test_parameters_trained_without_the_optimizer_are_noticed_at_the_end():
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 def test_lbfgs_takes_the_same_way_on_all_ranks_of_a_node(search):
-    def act(party):
+    def act(rank_group):
         model = network()
         own = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn=search)
-        synchronized, optimizer = join(party, ragged(2), model, every=2, optimizer=own)
+        synchronized, optimizer = join(rank_group, ragged(2), model, every=2, optimizer=own)
         with closing(synchronized):
             for number in range(3):
 
                 def closure(number=number):
                     optimizer.zero_grad()
-                    loss = loss_of(synchronized(batch(party.rank, number)))
+                    loss = loss_of(synchronized(batch(rank_group.rank, number)))
                     loss.backward()
                     return loss
 
@@ -399,9 +399,9 @@ def test_an_optimizer_that_communicates_by_itself_is_refused():
 
     ZeroRedundancyOptimizer.__module__ = "torch.distributed.optim.zero_redundancy_optimizer"
 
-    def act(party):
+    def act(rank_group):
         model = network()
-        join(party, ragged(2), model, optimizer=ZeroRedundancyOptimizer(model.parameters(), lr=0.1))
+        join(rank_group, ragged(2), model, optimizer=ZeroRedundancyOptimizer(model.parameters(), lr=0.1))
 
     for error in errors_of(2, act):
         assert "ZeroRedundancyOptimizer" in str(error)
@@ -417,15 +417,15 @@ def test_a_borrowed_micro_batch_adds_nothing_to_those_before_it(nodes, paused):
 
     ranks = sum(map(len, nodes))
 
-    def act(party):
+    def act(rank_group):
         model = network()
-        synchronized, _ = join(party, nodes, model, every="global", count=count)
+        synchronized, _ = join(rank_group, nodes, model, every="global", count=count)
         with closing(synchronized):
             pause = synchronized.no_sync if paused else nullcontext
             with pause():
-                loss_of(synchronized(batch(party.rank, 0))).backward()
-                loss_of(synchronized(batch(party.rank, 1, 7))).backward()
-            loss_of(synchronized(batch(party.rank, 2, 7))).backward()
+                loss_of(synchronized(batch(rank_group.rank, 0))).backward()
+                loss_of(synchronized(batch(rank_group.rank, 1, 7))).backward()
+            loss_of(synchronized(batch(rank_group.rank, 2, 7))).backward()
             return [parameter.grad.clone() for parameter in model.parameters()]
 
     found = run_ranks(ranks, act)
@@ -435,11 +435,11 @@ def test_a_borrowed_micro_batch_adds_nothing_to_those_before_it(nodes, paused):
 
 @pytest.mark.parametrize("scale", [1e-3, 0.25, 1e5])
 def test_fractional_counts_weigh_and_do_not_scale(scale):
-    def act(party):
+    def act(rank_group):
         model = network()
-        synchronized, _ = join(party, ragged(2), model, count=lambda x: scale * len(x))
+        synchronized, _ = join(rank_group, ragged(2), model, count=lambda x: scale * len(x))
         with closing(synchronized):
-            loss_of(synchronized(batch(party.rank, 0))).backward()
+            loss_of(synchronized(batch(rank_group.rank, 0))).backward()
             return [parameter.grad.clone() for parameter in model.parameters()]
 
     assert_same(run_ranks(2, act), expected_gradients([[2, 3]]))
@@ -447,10 +447,10 @@ def test_fractional_counts_weigh_and_do_not_scale(scale):
 
 @pytest.mark.parametrize("count", [1e-30, 1e30])
 def test_counts_that_gradients_cannot_be_multiplied_with_are_refused(count):
-    def act(party):
-        synchronized, _ = join(party, ragged(2), network(), count=lambda x: count)
+    def act(rank_group):
+        synchronized, _ = join(rank_group, ragged(2), network(), count=lambda x: count)
         with closing(synchronized):
-            synchronized(batch(party.rank, 0))
+            synchronized(batch(rank_group.rank, 0))
 
     for error in errors_of(2, act):
         assert "count=" in str(error)
@@ -467,12 +467,12 @@ class TwoBranches(nn.Module):
 
 
 def test_backwards_that_train_different_layers_complete_each_other():
-    def act(party):
+    def act(rank_group):
         model = TwoBranches()
         model.trunk.requires_grad_(False)
-        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        synchronized, optimizer = join(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
-            left, right, _ = synchronized(batch(party.rank, 0))
+            left, right, _ = synchronized(batch(rank_group.rank, 0))
             loss_of(left).backward()
             loss_of(right).backward()
             optimizer.step()
@@ -483,10 +483,10 @@ def test_backwards_that_train_different_layers_complete_each_other():
 
 
 def test_backwards_that_share_layers_and_leave_others_out_are_refused():
-    def act(party):
-        synchronized, optimizer = join(party, ragged(2), TwoBranches(), every=50)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(2), TwoBranches(), every=50)
         with closing(synchronized):
-            left, right, shared = synchronized(batch(party.rank, 0))
+            left, right, shared = synchronized(batch(rank_group.rank, 0))
             (loss_of(left) + loss_of(shared)).backward(retain_graph=True)
             (loss_of(right) + loss_of(shared)).backward()
             optimizer.step()
@@ -497,17 +497,17 @@ def test_backwards_that_share_layers_and_leave_others_out_are_refused():
 
 
 def test_in_no_sync_a_loss_may_use_some_layers_only():
-    def act(party):
+    def act(rank_group):
         model = TwoBranches()
         model.trunk.requires_grad_(False)
-        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        synchronized, optimizer = join(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
             with synchronized.no_sync():
-                first, second = synchronized(batch(party.rank, 1)), synchronized(batch(party.rank, 2))
+                first, second = synchronized(batch(rank_group.rank, 1)), synchronized(batch(rank_group.rank, 2))
                 loss_of(first[0]).backward(retain_graph=True)
                 loss_of(second[0]).backward()
                 loss_of(first[1]).backward()
-            left, right, _ = synchronized(batch(party.rank, 0))
+            left, right, _ = synchronized(batch(rank_group.rank, 0))
             (loss_of(left) + loss_of(right)).backward()
             optimizer.step()
             return [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -535,11 +535,11 @@ def test_activation_checkpoints(reentrant):
         for _ in range(2):
             loss_of(model(batch(rank, 0).requires_grad_())).backward()
 
-    def act(party):
+    def act(rank_group):
         model = Checkpointed()
-        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        synchronized, optimizer = join(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
-            loop(synchronized, optimizer, party.rank)
+            loop(synchronized, optimizer, rank_group.rank)
             optimizer.step()
             return [parameter.grad.clone() for parameter in model.parameters()]
 
@@ -556,18 +556,18 @@ def test_outputs_of_any_kind(kind):
         def forward(self, x):
             output = self.body(x)
             return {"tuple": (1, [output]), "mapping": {"y": output}, "dataclass": Output(output)}.get(
-                kind, Box(output)
+                kind, IndexBlock(output)
             )
 
     def opened(output):
         return {"tuple": lambda: output[1][0], "mapping": lambda: output["y"]}.get(kind, lambda: output.y)()
 
-    def act(party):
+    def act(rank_group):
         model = Wrapped()
-        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        synchronized, optimizer = join(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
             for number in range(2):
-                loss_of(opened(synchronized(batch(party.rank, number)))).backward()
+                loss_of(opened(synchronized(batch(rank_group.rank, number)))).backward()
             optimizer.step()
             return [parameter.grad.clone() for parameter in model.parameters()]
 
@@ -579,17 +579,17 @@ class Output:
     y: torch.Tensor
 
 
-class Box:
+class IndexBlock:
     def __init__(self, y):
         self.y = y
 
 
 @pytest.mark.parametrize("loop", [by_plain_module, in_no_sync, by_autograd_grad])
 def test_a_rank_alone_in_the_world_has_nobody_to_differ_from(loop):
-    def act(party):
-        synchronized, optimizer = join(party, ragged(1), network())
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(1), network())
         with closing(synchronized):
-            loop(synchronized, party.rank)
+            loop(synchronized, rank_group.rank)
             gradients = [parameter.grad.clone() for parameter in synchronized.module.parameters()]
             optimizer.step()
             synchronized.finish()
@@ -603,14 +603,14 @@ def test_a_rank_alone_in_the_world_has_nobody_to_differ_from(loop):
 
 
 def test_unused_parameters_with_several_backwards():
-    def act(party):
+    def act(rank_group):
         model = TwoBranches()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        settings = {"party": party, "cluster": cluster_of(ragged(2)), "period": period_of(50)}
+        settings = {"party": rank_group, "cluster": cluster_of(ragged(2)), "period": period_of(50)}
         synchronized = join_nodes(model, optimizer, find_unused_parameters=True, **settings)
         with closing(synchronized):
             for number in range(2):
-                left, right, _ = synchronized(batch(party.rank, number))
+                left, right, _ = synchronized(batch(rank_group.rank, number))
                 loss_of(left if number else right).backward()
             optimizer.step()
             assert all(parameter.grad is None for parameter in model.trunk.parameters())
@@ -643,12 +643,12 @@ def test_fingerprints_do_not_depend_on_autocast():
 
 @pytest.mark.parametrize("differ", [True, False])
 def test_nodes_with_different_learning_rates_are_told_of(differ, caplog):
-    def act(party):
-        synchronized, optimizer = join(party, ragged(1, 1), network(), every=2)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(1, 1), network(), every=2)
         with closing(synchronized):
             for step in range(4):
-                optimizer.param_groups[0]["lr"] = 0.1 / (1 + step * (1 + differ * party.rank))
-                loss_of(synchronized(batch(party.rank, step))).backward()
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + step * (1 + differ * rank_group.rank))
+                loss_of(synchronized(batch(rank_group.rank, step))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             synchronized.finish()
@@ -662,11 +662,11 @@ def test_nodes_with_different_learning_rates_are_told_of(differ, caplog):
 
 @pytest.mark.parametrize("finishes", [True, False])
 def test_closing_without_finish_says_that_nodes_differ(finishes, caplog):
-    def act(party):
-        synchronized, optimizer = join(party, ragged(1, 1), network(), every=2)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(1, 1), network(), every=2)
         with closing(synchronized):
             for step in range(3):
-                loss_of(synchronized(batch(party.rank, step))).backward()
+                loss_of(synchronized(batch(rank_group.rank, step))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             if finishes:

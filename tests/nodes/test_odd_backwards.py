@@ -8,7 +8,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from evenly._errors import EvenlyError, MismatchError, PeerError, SpecError
+from evenly.errors import EvenlyError, MismatchError, PeerError, SpecError
 from tests.nodes.test_corners import SEEDING, errors_of, join
 from tests.nodes.test_not_averaged import assert_same, batch, loss_of, mean_gradients, network
 from tests.nodes.test_unused import join_unused
@@ -24,14 +24,14 @@ def x_of(rank, number=0):
 def both_ways(fill, make=network, *, steps=1, unused=False):
     """Compares the gradients that `fill` gives on two ranks of a node with the mean of those of plain networks."""
 
-    def act(party):
+    def act(rank_group):
         model = make()
         start = join_unused if unused else join
-        synchronized, optimizer = start(party, ragged(2), model, every=50)
+        synchronized, optimizer = start(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
             for _ in range(steps):
                 optimizer.zero_grad()
-                fill(synchronized, model, party.rank)
+                fill(synchronized, model, rank_group.rank)
             found = [parameter.grad.clone() for parameter in model.parameters()]
             optimizer.step()
         return found
@@ -190,11 +190,11 @@ class Switched(nn.Module):
 
 @pytest.mark.parametrize("sizes", [(3, 3), (2, 6)])
 def test_backwards_of_two_forwards_complete_each_other_if_they_weigh_the_same(sizes):
-    def act(party):
-        synchronized, optimizer = join(party, ragged(2), Switched(), every=50)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(2), Switched(), every=50)
         with closing(synchronized):
             losses = [
-                loss_of(synchronized(batch(party.rank, number, size if party.rank else 4), side))
+                loss_of(synchronized(batch(rank_group.rank, number, size if rank_group.rank else 4), side))
                 for number, (side, size) in enumerate(zip(("left", "right"), sizes, strict=True))
             ]
             for loss in losses:
@@ -256,11 +256,11 @@ def added_by_hand(model, module, rank):
     "fill", [by_functional_call, by_functional_gradients, with_some_inputs, failed_in_the_middle, added_by_hand]
 )
 def test_backwards_that_are_refused(fill):
-    def act(party):
+    def act(rank_group):
         model = network()
-        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        synchronized, optimizer = join(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
-            fill(synchronized, model, party.rank)
+            fill(synchronized, model, rank_group.rank)
             optimizer.step()
 
     errors = errors_of(2, act)
@@ -271,15 +271,15 @@ def test_backwards_that_are_refused(fill):
 
 
 def test_optimizers_that_step_inside_backward_are_noticed():
-    def act(party):
+    def act(rank_group):
         model = network()
-        synchronized, optimizer = join(party, ragged(2), model, every=2)
+        synchronized, optimizer = join(rank_group, ragged(2), model, every=2)
         for parameter in model.parameters():
             own = torch.optim.SGD([parameter], lr=0.1)
             parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
         with closing(synchronized):
             for number in range(4):
-                loss_of(synchronized(x_of(party.rank, number))).backward()
+                loss_of(synchronized(x_of(rank_group.rank, number))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             synchronized.finish()
@@ -296,10 +296,10 @@ def test_sparse_gradients_of_any_layer_are_refused():
         def forward(self, x):
             return nn.functional.embedding(x.long().abs().clamp(max=4), self.table, sparse=True)
 
-    def act(party):
-        synchronized, optimizer = join(party, ragged(2), Lookup(), every=50)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(2), Lookup(), every=50)
         with closing(synchronized):
-            synchronized(x_of(party.rank)).square().mean().backward()
+            synchronized(x_of(rank_group.rank)).square().mean().backward()
             optimizer.step()
 
     for error in errors_of(2, act):

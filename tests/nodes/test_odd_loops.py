@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import NonFiniteError, SpecError
-from evenly.nodes import add_codec
-from evenly.nodes.codecs import Codec
+from evenly.errors import NonFiniteError, SpecError
+from evenly.exchange import add_codec
+from evenly.exchange.codecs import Codec
 from evenly.spec import Exchange, Outer
 from tests.nodes.test_corners import errors_of, join, linear
 from tests.ranks import ragged, run_ranks
@@ -19,13 +19,13 @@ from tests.ranks import ragged, run_ranks
 @pytest.mark.parametrize("exchange", [{"overlap": 1}, {"overlap": 2, "fragments": 2, "codec": "int8"}])
 @pytest.mark.parametrize("optimizer_state", ["keep", "average"])
 def test_tensors_that_are_replaced_during_an_exchange_get_what_was_agreed(exchange, optimizer_state):
-    def act(party, *, replaces):
+    def act(rank_group, *, replaces):
         model = linear()
         own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         settings = {**exchange, "optimizer_state": optimizer_state}
-        synchronized, optimizer = join(party, ragged(1, 1), model, every=3, optimizer=own, **settings)
+        synchronized, optimizer = join(rank_group, ragged(1, 1), model, every=3, optimizer=own, **settings)
         for step in range(8):
-            synchronized(torch.full((2, 4), step + party.rank + 1.0)).mean().backward()
+            synchronized(torch.full((2, 4), step + rank_group.rank + 1.0)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             for parameter in model.parameters() if replaces else ():
@@ -36,18 +36,18 @@ def test_tensors_that_are_replaced_during_an_exchange_get_what_was_agreed(exchan
         synchronized.close()
         return [parameter.tolist() for parameter in model.parameters()]
 
-    still = run_ranks(2, lambda party: act(party, replaces=False))
-    assert run_ranks(2, lambda party: act(party, replaces=True)) == still
+    still = run_ranks(2, lambda rank_group: act(rank_group, replaces=False))
+    assert run_ranks(2, lambda rank_group: act(rank_group, replaces=True)) == still
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_parameters_that_share_memory_are_merged_once(overlap):
-    def act(party):
+    def act(rank_group):
         model = nn.ModuleList([linear(), linear()])
         model[1].weight.data = model[0].weight.data
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        synchronized, _ = join(party, ragged(1, 1), Sum(model), every=2, optimizer=optimizer, overlap=overlap)
-        model[0].weight.data.fill_(float(party.rank))
+        synchronized, _ = join(rank_group, ragged(1, 1), Sum(model), every=2, optimizer=optimizer, overlap=overlap)
+        model[0].weight.data.fill_(float(rank_group.rank))
         for _ in range(3):
             synchronized(torch.ones(2, 4)).mean().backward()
             optimizer.step()
@@ -68,10 +68,10 @@ class Sum(nn.Module):
 
 @pytest.mark.parametrize("call", ["finish", "end_epoch", "come_together", "step"])
 def test_inside_agreed_nothing_goes_on(call):
-    def act(party):
-        synchronized, optimizer = join(party, ragged(1, 1), linear(), every=3, overlap=2)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(1, 1), linear(), every=3, overlap=2)
         for _ in range(4):
-            synchronized(torch.full((2, 4), party.rank + 1.0)).mean().backward()
+            synchronized(torch.full((2, 4), rank_group.rank + 1.0)).mean().backward()
             optimizer.step()
         with synchronized.agreed():
             outside = synchronized.module.weight.tolist()
@@ -89,9 +89,9 @@ def test_inside_agreed_nothing_goes_on(call):
 
 @pytest.mark.parametrize("count", [-1, math.nan, math.inf, None, "many"])
 def test_a_count_that_is_no_number_of_samples_is_refused(count):
-    def act(party):
-        counts = {"count": lambda x: count} if party.rank == 0 else {}
-        synchronized, optimizer = join(party, ragged(2), linear(), timeout_s=20.0, **counts)
+    def act(rank_group):
+        counts = {"count": lambda x: count} if rank_group.rank == 0 else {}
+        synchronized, optimizer = join(rank_group, ragged(2), linear(), timeout_s=20.0, **counts)
         with closing(synchronized):
             for _ in range(3):
                 synchronized(torch.ones(2, 4)).mean().backward()
@@ -105,10 +105,10 @@ def test_a_count_that_is_no_number_of_samples_is_refused(count):
 
 @pytest.mark.parametrize("freed", [False, True])
 def test_parameters_that_are_frozen_or_freed_later_are_named(freed):
-    def act(party):
+    def act(rank_group):
         model = linear()
         model.bias.requires_grad_(not freed)
-        synchronized, optimizer = join(party, ragged(1, 1), model, every=1)
+        synchronized, optimizer = join(rank_group, ragged(1, 1), model, every=1)
         model.bias.requires_grad_(freed)
         with closing(synchronized):
             synchronized(torch.ones(2, 4)).mean().backward()
@@ -123,16 +123,16 @@ def test_parameters_that_are_frozen_or_freed_later_are_named(freed):
 def test_a_parameter_that_became_nan_is_not_merged(exchange, value):
     ends = {}
 
-    def act(party):
+    def act(rank_group):
         model = linear(300)
-        synchronized, optimizer = join(party, ragged(1, 1), model, every=3, **exchange)
+        synchronized, optimizer = join(rank_group, ragged(1, 1), model, every=3, **exchange)
         with closing(synchronized):
             for step in range(5):
                 synchronized(torch.ones(2, 300)).mean().backward()
                 optimizer.step()
-                if step == 1 and party.rank == 0:
+                if step == 1 and rank_group.rank == 0:
                     model.weight.data[0, 7] = value
-                ends[party.rank] = model.weight.detach().clone()
+                ends[rank_group.rank] = model.weight.detach().clone()
 
     errors = errors_of(2, act)
     assert any(isinstance(error, NonFiniteError) for error in errors)
@@ -141,10 +141,10 @@ def test_a_parameter_that_became_nan_is_not_merged(exchange, value):
 
 
 def test_a_slot_that_the_optimizer_has_not_is_named():
-    def act(party):
+    def act(rank_group):
         model = linear()
         adam = torch.optim.Adam(model.parameters())
-        synchronized, _ = join(party, ragged(1, 1), model, optimizer=adam, optimizer_state={"exp_agv": "average"})
+        synchronized, _ = join(rank_group, ragged(1, 1), model, optimizer=adam, optimizer_state={"exp_agv": "average"})
         with closing(synchronized):
             for _ in range(2):
                 synchronized(torch.ones(2, 4)).mean().backward()
@@ -159,10 +159,10 @@ def test_a_slot_that_the_optimizer_has_not_is_named():
     [("Rprop", {}, "step_size"), ("NAdam", {}, "mu_product"), ("Adagrad", {"initial_accumulator_value": 0.1}, "sum")],
 )
 def test_state_that_does_not_begin_at_zero_is_not_reset(kind, settings, slot):
-    def act(party, policy):
+    def act(rank_group, policy):
         model = linear()
         own = getattr(torch.optim, kind)(model.parameters(), **settings)
-        join(party, ragged(1), model, optimizer=own, optimizer_state=policy)
+        join(rank_group, ragged(1), model, optimizer=own, optimizer_state=policy)
 
     for policy in ("reset", {slot: "reset"}):
         (error,) = errors_of(1, partial(act, policy=policy))

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evenly._errors import LockstepError, PeerError, SpecError
+from evenly.errors import LockstepError, PeerError, SpecError
+from evenly.exchange.anchors import Anchors
+from evenly.exchange.tensors.buffer_policies import policies_of
 from evenly.nodes import join_nodes
 from evenly.nodes.checks import require_dense, require_plain
-from evenly.nodes.points import Points
-from evenly.nodes.policies import policies_of
 from evenly.session.by_hand import survey_party
 from evenly.spec import Adaptive, EverySeconds, Exchange, Outer, period_of
 from tests.nodes.test_corners import join, linear
@@ -35,20 +35,20 @@ def train(synchronized, optimizer, steps, rank):
 @pytest.mark.parametrize(
     "meet",
     [
-        lambda party: join(party, ragged(1, 1), linear(), timeout_s=1.0),
-        lambda party: survey_party(party, torch.device("cpu"), timeout_s=1.0),
+        lambda rank_group: join(rank_group, ragged(1, 1), linear(), timeout_s=1.0),
+        lambda rank_group: survey_party(rank_group, torch.device("cpu"), timeout_s=1.0),
     ],
     ids=["synchronize", "discover"],
 )
 def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(meet):
     gave_up, waited = threading.Event(), []
 
-    def act(party):
-        if party.rank == 1:
+    def act(rank_group):
+        if rank_group.rank == 1:
             gave_up.wait(20)
         began = time.monotonic()
         try:
-            meet(party)
+            meet(rank_group)
         finally:
             waited.append(time.monotonic() - began)
             gave_up.set()
@@ -61,11 +61,11 @@ def test_a_rank_that_comes_after_the_others_gave_up_learns_it_at_once(meet):
 
 
 def test_agreed_on_one_rank_and_finish_on_another_are_told():
-    def act(party):
-        synchronized, optimizer = join(party, ragged(1, 1), linear(), every=4, codec="int8")
-        train(synchronized, optimizer, 2, party.rank)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(1, 1), linear(), every=4, codec="int8")
+        train(synchronized, optimizer, 2, rank_group.rank)
         with closing(synchronized):
-            if party.rank:
+            if rank_group.rank:
                 synchronized.finish()
             with synchronized.agreed():
                 pass
@@ -84,20 +84,20 @@ def test_averaged_state_that_a_node_has_not_is_told():
         def forward(self, x):
             return sum(self.layers[i](x) for i in self.chosen)
 
-    def act(party):
-        model = Choosing([0] if party.rank else [0, 1])
+    def act(rank_group):
+        model = Choosing([0] if rank_group.rank else [0, 1])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         synchronized = join_nodes(
             model,
             optimizer,
-            party=party,
+            rank_group=rank_group,
             cluster=cluster_of(ragged(1, 1)),
             period=period_of(2),
             exchange=Exchange(optimizer_state="average"),
             find_unused_parameters=True,
         )
         with closing(synchronized):
-            train(synchronized, optimizer, 2, party.rank)
+            train(synchronized, optimizer, 2, rank_group.rank)
 
     for error in failing(2, act):
         assert "have not used a parameter yet" in str(error)
@@ -106,12 +106,12 @@ def test_averaged_state_that_a_node_has_not_is_told():
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.int8, torch.int64, torch.bool])
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_counters_of_any_type_become_the_largest(dtype, overlap):
-    def act(party):
+    def act(rank_group):
         model = linear()
         model.register_buffer("seen", torch.zeros(3).to(dtype))
-        synchronized, optimizer = join(party, ragged(2, 1), model, every=2, overlap=overlap)
-        model.seen.copy_(torch.tensor([0, party.rank, 7 * (party.rank == 1)]))
-        train(synchronized, optimizer, 3, party.rank)
+        synchronized, optimizer = join(rank_group, ragged(2, 1), model, every=2, overlap=overlap)
+        model.seen.copy_(torch.tensor([0, rank_group.rank, 7 * (rank_group.rank == 1)]))
+        train(synchronized, optimizer, 3, rank_group.rank)
         synchronized.finish()
         synchronized.close()
         return model.seen.long().tolist()
@@ -122,14 +122,14 @@ def test_counters_of_any_type_become_the_largest(dtype, overlap):
 
 @pytest.mark.parametrize("grows", [False, True])
 def test_buffers_that_come_later_are_named(grows):
-    def act(party):
+    def act(rank_group):
         model = linear()
         if grows:
             model.register_buffer("queue", torch.zeros(2))
-        synchronized, optimizer = join(party, ragged(1, 1), model, every=2)
+        synchronized, optimizer = join(rank_group, ragged(1, 1), model, every=2)
         model.register_buffer("queue", torch.zeros(3))
         with closing(synchronized):
-            train(synchronized, optimizer, 2, party.rank)
+            train(synchronized, optimizer, 2, rank_group.rank)
 
     for error in failing(2, act):
         assert isinstance(error, SpecError)
@@ -149,8 +149,8 @@ def test_sparse_gradients_and_buffers_of_eight_bits_are_refused():
 
 
 def test_a_synchronized_model_is_neither_synchronized_again_nor_copied():
-    def act(party):
-        synchronized, _ = join(party, ragged(1), linear())
+    def act(rank_group):
+        synchronized, _ = join(rank_group, ragged(1), linear())
         with pytest.raises(SpecError, match=r"its \.module"):
             require_plain(synchronized)
         with pytest.raises(SpecError, match="holds connections"):
@@ -168,9 +168,9 @@ def test_a_synchronized_model_is_neither_synchronized_again_nor_copied():
 
 
 def test_a_closed_model_that_is_let_go_takes_its_groups_along():
-    def act(party):
-        synchronized, optimizer = join(party, ragged(1, 1), linear())
-        train(synchronized, optimizer, 2, party.rank)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(1, 1), linear())
+        train(synchronized, optimizer, 2, rank_group.rank)
         synchronized.finish()
         synchronized.close()
         return weakref.ref(synchronized._gradients._ddp)
@@ -195,7 +195,7 @@ def test_a_closed_model_that_is_let_go_takes_its_groups_along():
 )
 def test_settings_of_the_outer_optimizer_are_tried_at_once(outer):
     with pytest.raises(SpecError, match=f"the outer optimizer {outer.name}"):
-        Points(Exchange(outer=outer))
+        Anchors(Exchange(outer=outer))
 
 
 def test_times_and_budgets_that_no_clock_knows_are_refused():

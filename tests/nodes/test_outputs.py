@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import PeerError, SpecError
-from evenly.nodes.outputs import Outputs
+from evenly.errors import PeerError, SpecError
+from evenly.gradients.outputs import Outputs
 from tests.nodes.test_corners import errors_of, join
 from tests.nodes.test_not_averaged import assert_same, batch, expected_gradients, loss_of, network
 from tests.ranks import ragged, run_ranks
@@ -93,12 +93,12 @@ KINDS = [Named, Slots, Plain, ModelOutput, Graph]
 def test_forwards_are_weighted_in_whatever_their_output_is_wrapped(kind):
     """Two forwards of unequal sizes, of which the first one's backward comes last."""
 
-    def act(party):
+    def act(rank_group):
         model = Wrapped(kind)
-        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        synchronized, optimizer = join(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
-            sizes = (2 + party.rank, 5 - party.rank)
-            losses = [loss_of(synchronized(batch(party.rank, n, size)).y) for n, size in enumerate(sizes)]
+            sizes = (2 + rank_group.rank, 5 - rank_group.rank)
+            losses = [loss_of(synchronized(batch(rank_group.rank, n, size)).y) for n, size in enumerate(sizes)]
             for loss in reversed(losses):
                 loss.backward()
             optimizer.step()
@@ -138,10 +138,10 @@ def by_function(model, rank):
     ],
 )
 def test_outputs_that_cannot_be_looked_into_are_refused_by_name(wrap, fill, name):
-    def act(party):
-        synchronized, optimizer = join(party, ragged(2), Wrapped(wrap), every=50)
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(2), Wrapped(wrap), every=50)
         with closing(synchronized):
-            fill(synchronized, party.rank)
+            fill(synchronized, rank_group.rank)
             optimizer.step()
 
     errors = errors_of(2, act)
@@ -205,14 +205,14 @@ def auxiliary_of_the_first_of_two(model, module, rank):
     [outputs_and_auxiliary, auxiliary_alone, auxiliary_of_another_forward, auxiliary_of_the_first_of_two],
 )
 def test_losses_that_the_module_keeps_are_weighted_by_their_batch(fill):
-    def act(party):
+    def act(rank_group):
         model = Auxiliary()
-        synchronized, optimizer = join(party, ragged(2), model, every=50)
+        synchronized, optimizer = join(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
             for _ in range(3):
                 optimizer.zero_grad()
                 model.kept.clear()
-                fill(synchronized, model, party.rank)
+                fill(synchronized, model, rank_group.rank)
             found = [parameter.grad.clone() for parameter in model.parameters()]
             optimizer.step()
         return found
@@ -232,11 +232,11 @@ def test_copies_of_gradients_are_freed_at_the_end_of_backward():
             for tensor in gc.get_objects()
         )
 
-    def act(party):
+    def act(rank_group):
         model = nn.Linear(1000, 3, bias=False).bfloat16()
-        synchronized, _ = join(party, ragged(2), model, every=50)
+        synchronized, _ = join(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
-            synchronized(torch.ones(2 + party.rank, 1000, dtype=torch.bfloat16)).float().mean().backward()
+            synchronized(torch.ones(2 + rank_group.rank, 1000, dtype=torch.bfloat16)).float().mean().backward()
             both_done.wait(timeout=30)  # objects of all threads are looked at
             until = time.monotonic() + 10.0  # a thread of gloo may hold what it has just sent
             while (is_any := has_copies()) and time.monotonic() < until:
@@ -248,9 +248,9 @@ def test_copies_of_gradients_are_freed_at_the_end_of_backward():
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_scalers_are_what_they_were_after_close(order):
-    def act(party):
+    def act(rank_group):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        both = [join(party, ragged(1), network(), scaler=scaler) for _ in range(2)]
+        both = [join(rank_group, ragged(1), network(), scaler=scaler) for _ in range(2)]
         for number in order:
             for synchronized, optimizer in both:
                 if not synchronized._closed:
@@ -267,14 +267,14 @@ def test_scalers_are_what_they_were_after_close(order):
 
 
 def test_the_plain_network_trains_on_after_close():
-    def act(party):
+    def act(rank_group):
         model = network()
-        synchronized, _ = join(party, ragged(2), model)
-        loss_of(synchronized(batch(party.rank, 0))).backward()
+        synchronized, _ = join(rank_group, ragged(2), model)
+        loss_of(synchronized(batch(rank_group.rank, 0))).backward()
         synchronized.close()
         model.zero_grad()
         for _ in range(2):  # with a part of it
-            model[0](batch(party.rank, 1)).sum().backward()
+            model[0](batch(rank_group.rank, 1)).sum().backward()
         synchronized.close()
         return [parameter.grad for parameter in model.parameters()]
 

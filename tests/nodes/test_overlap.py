@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.nodes import join_nodes
 from evenly.spec import EveryEpoch, EverySteps, Exchange, Outer, period_of
 from tests.nodes.overlapped import Overlapped
@@ -15,16 +15,16 @@ from tests.nodes.test_exactness import CLUSTERS, OPTIMIZERS, batches, compare, n
 from tests.ranks import RankError, cluster_of, ragged, run_ranks
 
 
-def trained(party, nodes, make_optimizer, period, exchange, data):
-    model = network(seed=party.rank)
+def trained(rank_group, nodes, make_optimizer, period, exchange, data):
+    model = network(seed=rank_group.rank)
     optimizer = make_optimizer(model)
     settings = {"period": period, "exchange": exchange}
-    synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of(nodes), **settings)
+    synchronized = join_nodes(model, optimizer, rank_group=rank_group, cluster=cluster_of(nodes), **settings)
     told = []
     synchronized.on_exchange.append(told.append)
     trace = [state_of(model)]
     for row in data:
-        x, y = row[party.rank]
+        x, y = row[rank_group.rank]
         optimizer.zero_grad()
         nn.functional.cross_entropy(synchronized(x), y).backward()
         optimizer.step()
@@ -133,14 +133,14 @@ def test_what_a_code_loses_is_sent_later():
     """With a node that stands still and one that has moved once, the agreed point gets to the true average."""
     nodes = ragged(1, 1)
 
-    def act(party):
+    def act(rank_group):
         torch.manual_seed(0)
         model = nn.Linear(40, 30, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         settings = {"period": EverySteps(1), "exchange": Exchange(codec="int4")}
-        synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of(nodes), **settings)
+        synchronized = join_nodes(model, optimizer, rank_group=rank_group, cluster=cluster_of(nodes), **settings)
         start = model.weight.detach().clone()
-        move = torch.randn(30, 40, generator=torch.Generator().manual_seed(party.rank))
+        move = torch.randn(30, 40, generator=torch.Generator().manual_seed(rank_group.rank))
         distances = []
         for step in range(12):
             synchronized(torch.ones(2, 40)).sum().backward()
@@ -174,11 +174,11 @@ def test_what_a_code_loses_is_sent_later():
     ],
 )
 def test_bad_settings_are_refused(period, exchange, words):
-    def join(party):
+    def join(rank_group):
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         settings = {"period": period, "exchange": Exchange(**exchange)}
-        return join_nodes(model, optimizer, party=party, cluster=cluster_of(ragged(1)), **settings)
+        return join_nodes(model, optimizer, rank_group=rank_group, cluster=cluster_of(ragged(1)), **settings)
 
     with pytest.raises(AssertionError, match=words) as caught:
         run_ranks(1, join)
@@ -194,16 +194,16 @@ def test_bad_numbers_are_refused():
 def test_an_exchange_under_way_ends_with_the_rank_that_failed():
     """The others hear of it before they come to the exchange, so that nobody would ever answer the one under way."""
 
-    def act(party):
+    def act(rank_group):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         settings = {"period": EverySteps(1), "exchange": Exchange(overlap=1, timeout_s=30.0)}
-        synchronized = join_nodes(model, optimizer, party=party, cluster=cluster_of(ragged(1, 1)), **settings)
-        x, y = batches(2, 1)[0][party.rank]
+        synchronized = join_nodes(model, optimizer, rank_group=rank_group, cluster=cluster_of(ragged(1, 1)), **settings)
+        x, y = batches(2, 1)[0][rank_group.rank]
         try:
             for _ in range(2):
-                if party.rank == 1:
-                    wait_for(lambda: synchronized._alarm.has_failed)
+                if rank_group.rank == 1:
+                    wait_for(lambda: synchronized._monitor.has_error)
                 nn.functional.cross_entropy(synchronized(x), y).backward()
                 optimizer.step()
                 optimizer.step()  # refused: these gradients were used

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import evenly.nodes.meeting as meeting
-import evenly.nodes.points as points
+import evenly.comm.blocks.reducer as waits_for_ranks
+import evenly.exchange.anchors as points
 from evenly.nodes import join_nodes
 from evenly.spec import EverySteps, Exchange
 from tests.ranks import cluster_of, ragged, run_ranks
@@ -33,10 +33,10 @@ def step(model, optimizer, seed, width=6):
     optimizer.zero_grad()
 
 
-def joined(party, model, optimizer, every=4, nodes=None, **exchange):
+def joined(rank_group, model, optimizer, every=4, nodes=None, **exchange):
     cluster = cluster_of(nodes or ragged(1, 1))
     settings = {"period": EverySteps(every), "exchange": Exchange(**exchange)}
-    return join_nodes(model, optimizer, party=party, cluster=cluster, **settings)
+    return join_nodes(model, optimizer, rank_group=rank_group, cluster=cluster, **settings)
 
 
 def network():
@@ -52,13 +52,13 @@ def network():
 def test_a_learning_rate_of_0_changes_nothing(form):
     """Slow momentum by the learning rate divides by 0 in a warm-up."""
 
-    def act(party):
+    def act(rank_group):
         model = network()
         before = copy.deepcopy(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-        synchronized = joined(party, model, optimizer, **FORMS[form])
+        synchronized = joined(rank_group, model, optimizer, **FORMS[form])
         for number in range(9):
-            step(synchronized, optimizer, 10 * number + party.rank)
+            step(synchronized, optimizer, 10 * number + rank_group.rank)
         synchronized.finish()
         synchronized.close()
         pairs = zip(model.parameters(), before.parameters(), strict=True)
@@ -72,14 +72,14 @@ def test_a_learning_rate_of_0_changes_nothing(form):
 def test_parameters_stay_where_they_are(form):
     """Rebinding to a flat buffer loses channels_last, pointers and views, and a saved bias writes the whole buffer."""
 
-    def act(party):
+    def act(rank_group):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 2)).to(memory_format=torch.channels_last)
         view = model[0].weight.detach()[2:4]
         kept = [(p.data_ptr(), p.stride(), p.untyped_storage().nbytes()) for p in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        synchronized = joined(party, model, optimizer, **FORMS[form])
+        synchronized = joined(rank_group, model, optimizer, **FORMS[form])
         for number in range(9):
-            x = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(number * 2 + party.rank))
+            x = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(number * 2 + rank_group.rank))
             synchronized(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -97,14 +97,14 @@ def test_parameters_stay_where_they_are(form):
 def test_codes_are_of_differences_and_the_model_keeps_its_precision(codec):
     """Casting parameters to 16 bits makes the final model one of 16 bits."""
 
-    def act(party):
+    def act(rank_group):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        synchronized = joined(party, model, optimizer, codec=codec)
+        synchronized = joined(rank_group, model, optimizer, codec=codec)
         sizes = []
         synchronized.on_exchange.append(lambda done: sizes.append(done.sent_bytes))
         for number in range(8):
-            step(synchronized, optimizer, 10 * number + party.rank)
+            step(synchronized, optimizer, 10 * number + rank_group.rank)
         weight = model[2].weight.detach().clone()
         synchronized.close()
         return weight, sizes
@@ -126,12 +126,12 @@ def test_an_exchange_takes_few_messages(monkeypatch):
 
     plain = points.all_reduce
     monkeypatch.setattr(points, "all_reduce", count)
-    monkeypatch.setattr(meeting, "all_reduce", count)
+    monkeypatch.setattr(waits_for_ranks, "all_reduce", count)
 
-    def act(party):
+    def act(rank_group):
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(20)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        synchronized = joined(party, model, optimizer)
+        synchronized = joined(rank_group, model, optimizer)
         for number in range(4):
             step(synchronized, optimizer, number)
         synchronized.close()
@@ -144,11 +144,11 @@ def test_an_exchange_takes_few_messages(monkeypatch):
 def test_the_optimizer_stays_a_plain_one(form):
     """Wrappers of optimizers break copies, state dicts and schedulers."""
 
-    def act(party):
+    def act(rank_group):
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-        synchronized = joined(party, model, optimizer, **FORMS[form])
+        synchronized = joined(rank_group, model, optimizer, **FORMS[form])
         for number in range(6):
             step(synchronized, optimizer, number)
             schedule.step()
@@ -166,10 +166,10 @@ def test_the_optimizer_stays_a_plain_one(form):
 def test_pretrained_weights_survive():
     """A wrapper that makes its modules anew starts from chance."""
 
-    def act(party):
+    def act(rank_group):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        synchronized = joined(party, model, optimizer, codec="int8", outer="nesterov", overlap=1)
+        synchronized = joined(rank_group, model, optimizer, codec="int8", outer="nesterov", overlap=1)
         found = [p.detach().clone() for p in model.parameters()]
         synchronized.close()
         return found

@@ -3,42 +3,42 @@
 import pytest
 import torch
 
-from evenly._errors import SpecError
 from evenly.comm import open_group
-from evenly.nodes import add_codec
-from evenly.nodes.cargo import Agreed, _add_state
-from evenly.nodes.fragments import split, within
-from evenly.nodes.membership import Quorum
-from evenly.nodes.points import Part, Points
-from evenly.nodes.state import Entry, Rows
+from evenly.errors import SpecError
+from evenly.exchange import add_codec
+from evenly.exchange.anchors import Anchors, Slice
+from evenly.exchange.membership import Quorum
+from evenly.exchange.payload import Agreed, _add_state
+from evenly.exchange.tensors.fragments import split, within
+from evenly.exchange.tensors.optimizer_state import Rows, StateEntry
 from evenly.spec import Exchange
 from tests.ranks import run_ranks
 
 
 class _Patient:
-    def wait(self, works, meeting=False):
-        for work in works:
+    def wait(self, graph_costs, waits_for_ranks=False):
+        for work in graph_costs:
             work.wait()
 
 
 def _agree(points, values, group, weights, node, *, exact=False):
-    part = Part(values.clone(), group, "0/x/0")
+    part = Slice(values.clone(), group, "0/x/0")
     quorum = Quorum(weights, node, (1.0,))
     points.agree([part], quorum, _Patient(), exact=exact)
     return part.values
 
 
 def test_a_node_without_samples_keeps_what_its_code_lost():
-    def act(party):
-        group = open_group(party, "pair", [0, 1], backend="gloo", timeout_s=20.0)
-        points, start = Points(Exchange(codec="int4")), torch.zeros(100, dtype=torch.float64)
-        points.begin([Part(start, group, "0/x/0")])
-        values = torch.randn(100, generator=torch.Generator().manual_seed(party.rank), dtype=torch.float64)
-        first = _agree(points, values, group, (0.5, 0.5), party.rank)
+    def act(rank_group):
+        group = open_group(rank_group, "pair", [0, 1], backend="gloo", timeout_s=20.0)
+        points, start = Anchors(Exchange(codec="int4")), torch.zeros(100, dtype=torch.float64)
+        points.begin([Slice(start, group, "0/x/0")])
+        values = torch.randn(100, generator=torch.Generator().manual_seed(rank_group.rank), dtype=torch.float64)
+        first = _agree(points, values, group, (0.5, 0.5), rank_group.rank)
         before = points.state()["0/x/0"]["lost"].clone()
-        second = _agree(points, first, group, (1.0, 0.0), party.rank)
+        second = _agree(points, first, group, (1.0, 0.0), rank_group.rank)
         after = points.state()["0/x/0"]["lost"]
-        third = _agree(points, second, group, (0.5, 0.5), party.rank, exact=True)
+        third = _agree(points, second, group, (0.5, 0.5), rank_group.rank, exact=True)
         group.shutdown()
         return values, before, after, third
 
@@ -51,13 +51,13 @@ def test_a_node_without_samples_keeps_what_its_code_lost():
 def test_an_exact_exchange_brings_all_that_was_lost():
     """Both stand still after the first exchange: the exact one must end at the true average."""
 
-    def act(party):
-        group = open_group(party, "pair", [0, 1], backend="gloo", timeout_s=20.0)
-        points = Points(Exchange(codec="int4"))
-        points.begin([Part(torch.zeros(101, dtype=torch.float64), group, "0/x/0")])
-        values = torch.randn(101, generator=torch.Generator().manual_seed(party.rank), dtype=torch.float64)
-        coded = _agree(points, values, group, (0.25, 0.75), party.rank)
-        exact = _agree(points, coded, group, (0.25, 0.75), party.rank, exact=True)
+    def act(rank_group):
+        group = open_group(rank_group, "pair", [0, 1], backend="gloo", timeout_s=20.0)
+        points = Anchors(Exchange(codec="int4"))
+        points.begin([Slice(torch.zeros(101, dtype=torch.float64), group, "0/x/0")])
+        values = torch.randn(101, generator=torch.Generator().manual_seed(rank_group.rank), dtype=torch.float64)
+        coded = _agree(points, values, group, (0.25, 0.75), rank_group.rank)
+        exact = _agree(points, coded, group, (0.25, 0.75), rank_group.rank, exact=True)
         group.shutdown()
         return values, coded, exact
 
@@ -70,12 +70,12 @@ def test_an_exact_exchange_brings_all_that_was_lost():
 @pytest.mark.parametrize("slot", ["momentum_buffer", "exp_avg_sq", "mine"])
 def test_squares_do_not_fall_below_zero_and_momenta_may(slot):
     tensor, change = torch.tensor([0.0, 2.0]), torch.tensor([-1.0, -1.0])
-    _add_state(slot, [Agreed(Entry("w", f"0.{slot}", tensor, slot), tensor, change)])
+    _add_state(slot, [Agreed(StateEntry("w", f"0.{slot}", tensor, slot), tensor, change)])
     assert tensor.tolist() == ([-1.0, 1.0] if slot == "momentum_buffer" else [0.0, 1.0])
 
 
 def entries_of(**shapes):
-    return [Entry(name, name, torch.empty(shape)) for name, shape in shapes.items()]
+    return [StateEntry(name, name, torch.empty(shape)) for name, shape in shapes.items()]
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import LockstepError, MismatchError, NonFiniteError, PeerError, SpecError
-from evenly.comm import placement_of
+from evenly.comm import local_shard_of
+from evenly.errors import LockstepError, MismatchError, NonFiniteError, PeerError, SpecError
 from evenly.graph import follow
+from evenly.layouts import lay_out
 from evenly.nodes import join_nodes
-from evenly.planner import lay_out
 from evenly.shards import Adafactor, join_shards
-from evenly.shards.optim import state_placement
+from evenly.shards.optim.optimizers import state_placement
 from evenly.spec import Exchange, Outer, period_of
 from tests.nodes.overlapped import Overlapped
 from tests.nodes.test_exactness import OPTIMIZERS, SEEDING, batches
@@ -87,30 +87,32 @@ class World:
         return next(k for k, ranks in enumerate(self.replicas) if rank in ranks)
 
     @contextmanager
-    def module(self, party):
-        number = self.replica_of(party.rank)
+    def module(self, rank_group):
+        number = self.replica_of(rank_group.rank)
         traced, shares = self.traced[number], self.flat[number]
         if shares is None:
             yield copy.deepcopy(traced.model)
             return
         layout = lay_out(traced.graph, [float(share) for share in shares])
         sharded = join_shards(
-            traced, layout, party=party.among(self.replicas[number], f"replica{number}"), timeout_s=30
+            traced, layout, rank_group=rank_group.among(self.replicas[number], f"replica{number}"), timeout_s=30
         )
         try:
             yield sharded
         finally:
             sharded.close()
-            sharded.wire.group = sharded._stage.group = None  # now, in this thread: a rank may wait there for another
+            sharded.shard_group.group = sharded._stage.group = (
+                None  # now, in this thread: a rank may wait there for another
+            )
 
     @contextmanager
-    def joined(self, party, make_optimizer, every=2, **settings):
-        with self.module(party) as module:
+    def joined(self, rank_group, make_optimizer, every=2, **settings):
+        with self.module(rank_group) as module:
             optimizer = make_optimizer(module)
             synchronized = join_nodes(
                 module,
                 optimizer,
-                party=party,
+                rank_group=rank_group,
                 cluster=cluster_of(self.nodes),
                 period=period_of(every),
                 exchange=Exchange(**{"timeout_s": 30.0, **settings}),
@@ -128,7 +130,7 @@ def tensors(module):
 
 def full_state(module, *, has_share=True):
     """Returns all parameters and buffers in full; the ranks of a replica meet here."""
-    found = [(t, placement_of(t)) for t in tensors(module)]
+    found = [(t, local_shard_of(t)) for t in tensors(module)]
     if not has_share:
         return None
     return [t.detach().clone() if p is None else p.full(t).clone() for t, p in found]
@@ -144,11 +146,11 @@ def step(synchronized, optimizer, x, y):
     optimizer.step()
 
 
-def train(party, world, make_optimizer, every, data, settings):
-    number = world.replica_of(party.rank)
-    has_share = not world.flat[number] or world.flat[number][world.replicas[number].index(party.rank)] > 0
+def train(rank_group, world, make_optimizer, every, data, settings):
+    number = world.replica_of(rank_group.rank)
+    has_share = not world.flat[number] or world.flat[number][world.replicas[number].index(rank_group.rank)] > 0
     sent = []
-    with world.joined(party, make_optimizer, every, **settings) as (synchronized, optimizer):
+    with world.joined(rank_group, make_optimizer, every, **settings) as (synchronized, optimizer):
         synchronized.on_exchange.append(lambda done: sent.append(done.sent_bytes))
         trace = [full_state(synchronized.module, has_share=has_share)]
         for row in data:
@@ -159,7 +161,7 @@ def train(party, world, make_optimizer, every, data, settings):
         local = {
             name: t.detach().clone()
             for name, t in synchronized.module.named_parameters()
-            if (p := placement_of(t)) is None or not p.is_cut
+            if (p := local_shard_of(t)) is None or not p.is_cut
         }
     return trace, local, sent
 
@@ -273,9 +275,12 @@ def test_codes_of_cut_networks_end_in_the_same_values_everywhere(codec):
 def test_state_that_is_not_cut_like_its_parameter_stays_local():
     world = World(MODELS["3|2"])
 
-    def act(party):
-        with world.joined(party, lambda m: Adafactor(m.parameters()), 1, optimizer_state="average") as (s, optimizer):
-            step(s, optimizer, *data[0][world.replica_of(party.rank)])
+    def act(rank_group):
+        with world.joined(rank_group, lambda m: Adafactor(m.parameters()), 1, optimizer_state="average") as (
+            s,
+            optimizer,
+        ):
+            step(s, optimizer, *data[0][world.replica_of(rank_group.rank)])
             return full_state(s.module)
 
     data = batches(2, 1)
@@ -298,13 +303,13 @@ def test_global_mode_averages_gradients_over_all_replicas():
 def test_gradients_accumulate_between_replicas():
     world, data = World(MODELS["2+2"]), batches(2, 2)
 
-    def act(party):
-        number = world.replica_of(party.rank)
-        with world.joined(party, sgd) as (synchronized, _):
+    def act(rank_group):
+        number = world.replica_of(rank_group.rank)
+        with world.joined(rank_group, sgd) as (synchronized, _):
             with synchronized.no_sync():
                 nn.functional.cross_entropy(synchronized(data[0][number][0]), data[0][number][1]).backward()
             nn.functional.cross_entropy(synchronized(data[1][number][0]), data[1][number][1]).backward()
-            return [placement_of(p).full(p.grad) for p in synchronized.module.parameters()]
+            return [local_shard_of(p).full(p.grad) for p in synchronized.module.parameters()]
 
     totals = []
     for number in range(2):
@@ -322,10 +327,10 @@ def test_gradients_accumulate_between_replicas():
 def test_evaluation_sees_the_average_and_gives_the_own_state_back():
     world, data = World(MODELS["3|2"]), batches(2, 3)
 
-    def act(party):
-        with world.joined(party, sgd, 100) as (synchronized, optimizer):
+    def act(rank_group):
+        with world.joined(rank_group, sgd, 100) as (synchronized, optimizer):
             for row in data:
-                step(synchronized, optimizer, *row[world.replica_of(party.rank)])
+                step(synchronized, optimizer, *row[world.replica_of(rank_group.rank)])
             before = full_state(synchronized.module)
             with synchronized.agreed():
                 inside = full_state(synchronized.module)
@@ -357,8 +362,8 @@ def test_another_network_in_one_replica_is_named_before_the_first_step():
 
     world = World(MODELS["3|2"], build)
 
-    def act(party):
-        with world.joined(party, sgd):
+    def act(rank_group):
+        with world.joined(rank_group, sgd):
             pass
 
     for error in failing(world.size, act):
@@ -372,8 +377,8 @@ def test_a_replica_across_nodes_is_refused():
     world = World(MODELS["3|2"])
     world.nodes = [[0, 1], [2, 3, 4]]
 
-    def act(party):
-        with world.joined(party, sgd):
+    def act(rank_group):
+        with world.joined(rank_group, sgd):
             pass
 
     for error in failing(world.size, act):
@@ -385,19 +390,19 @@ def test_a_replica_across_nodes_is_refused():
 def test_an_error_on_one_rank_reaches_all(place):
     world, data = World(MODELS["2+2|3"]), batches(3, 1)
 
-    def act(party):
-        with world.joined(party, sgd, 50) as (synchronized, optimizer):
+    def act(rank_group):
+        with world.joined(rank_group, sgd, 50) as (synchronized, optimizer):
             try:
                 for _ in range(300):
-                    x, y = data[0][world.replica_of(party.rank)]
-                    if party.rank == 5 and synchronized.schedule.step == 2:
+                    x, y = data[0][world.replica_of(rank_group.rank)]
+                    if rank_group.rank == 5 and synchronized.schedule.step == 2:
                         if place == "loop":
                             raise KeyError("a broken sample")
                         x = x[:, :1]
                     step(synchronized, optimizer, x, y)
                     time.sleep(0.02)
             except Exception as error:
-                synchronized.ring(error)
+                synchronized.report(error)
                 raise
 
     errors = failing(world.size, act)
@@ -411,13 +416,13 @@ def test_an_error_on_one_rank_reaches_all(place):
 def test_nan_in_one_part_stops_all(shape):
     world, data = World(MODELS[shape]), batches(2, 1)
 
-    def act(party):
-        with world.joined(party, sgd, 50) as (synchronized, optimizer):
+    def act(rank_group):
+        with world.joined(rank_group, sgd, 50) as (synchronized, optimizer):
             for number in range(1, 200):
                 optimizer.zero_grad()
-                x, y = data[0][world.replica_of(party.rank)]
+                x, y = data[0][world.replica_of(rank_group.rank)]
                 loss = nn.functional.cross_entropy(synchronized(x), y)
-                if number == 3 and party.rank == 1:
+                if number == 3 and rank_group.rank == 1:
                     first = next(p for p in synchronized.module.parameters() if p.numel())
                     first.register_hook(lambda g: g * float("nan"))
                 loss.backward()
@@ -433,16 +438,16 @@ def test_nan_in_one_part_stops_all(shape):
 def test_nan_in_one_part_skips_the_step_on_the_whole_node():
     world, data = World(MODELS["2+2|3"]), batches(3, 4)
 
-    def act(party):
-        with world.joined(party, sgd, 50, nonfinite="skip") as (synchronized, optimizer):
+    def act(rank_group):
+        with world.joined(rank_group, sgd, 50, nonfinite="skip") as (synchronized, optimizer):
             moved = []
             for number, row in enumerate(data):
                 before = full_state(synchronized.module)[:1]
                 hook = None
-                if number == 2 and party.rank == 1:
+                if number == 2 and rank_group.rank == 1:
                     first = next(p for p in synchronized.module.parameters() if p.numel())
                     hook = first.register_hook(lambda g: g * float("inf"))
-                step(synchronized, optimizer, *row[world.replica_of(party.rank)])
+                step(synchronized, optimizer, *row[world.replica_of(rank_group.rank)])
                 if hook is not None:
                     hook.remove()
                 moved.append(not torch.equal(full_state(synchronized.module)[0], before[0]))
@@ -460,10 +465,10 @@ def test_nan_in_one_part_skips_the_step_on_the_whole_node():
 def test_unequal_numbers_of_steps_are_told(late):
     world, data = World(MODELS["2+2|3"]), batches(3, 4)
 
-    def act(party):
-        with world.joined(party, sgd, 50) as (synchronized, optimizer):
-            for row in data[: 3 if party.rank == late else 4]:
-                step(synchronized, optimizer, *row[world.replica_of(party.rank)])
+    def act(rank_group):
+        with world.joined(rank_group, sgd, 50) as (synchronized, optimizer):
+            for row in data[: 3 if rank_group.rank == late else 4]:
+                step(synchronized, optimizer, *row[world.replica_of(rank_group.rank)])
             synchronized.finish()
 
     for error in failing(world.size, act):
@@ -473,19 +478,19 @@ def test_unequal_numbers_of_steps_are_told(late):
 def test_batches_of_unequal_sizes_in_one_replica_are_told():
     world, data = World(MODELS["2+2"]), batches(2, 1)
 
-    def act(party):
-        with world.module(party) as module:
+    def act(rank_group):
+        with world.module(rank_group) as module:
             optimizer = sgd(module)
             synchronized = join_nodes(
                 module,
                 optimizer,
-                party=party,
+                rank_group=rank_group,
                 cluster=cluster_of(world.nodes),
                 period=period_of(2),
-                count=lambda x: 7.0 if party.rank == 1 else float(len(x)),
+                count=lambda x: 7.0 if rank_group.rank == 1 else float(len(x)),
             )
             try:
-                step(synchronized, optimizer, *data[0][world.replica_of(party.rank)])
+                step(synchronized, optimizer, *data[0][world.replica_of(rank_group.rank)])
             finally:
                 synchronized.close()
 
@@ -497,8 +502,8 @@ def test_batches_of_unequal_sizes_in_one_replica_are_told():
 def test_the_optimizer_of_the_uncut_network_is_refused():
     world = World(MODELS["3+2"])
 
-    def act(party):
-        with world.joined(party, lambda _: torch.optim.Adam(network().parameters())):
+    def act(rank_group):
+        with world.joined(rank_group, lambda _: torch.optim.Adam(network().parameters())):
             pass
 
     with pytest.raises(RankError) as caught:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.nodes import join_nodes
 from evenly.spec import EverySeconds, Exchange, misfit, period_of
 from tests.nodes.test_exactness import batches, network, state_of
@@ -21,16 +21,16 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def trained(party, exchange, counts, naps):
-    model = network(seed=party.rank)
+def trained(rank_group, exchange, counts, naps):
+    model = network(seed=rank_group.rank)
     optimizer = sgd(model)
-    cluster, own = cluster_of(NODES), 0 if party.rank < 2 else 1
+    cluster, own = cluster_of(NODES), 0 if rank_group.rank < 2 else 1
     settings = {"period": EverySeconds(0.4), "exchange": exchange}
-    synchronized = join_nodes(model, optimizer, party=party, cluster=cluster, **settings)
+    synchronized = join_nodes(model, optimizer, rank_group=rank_group, cluster=cluster, **settings)
     told, started = [], state_of(model)
     synchronized.on_exchange.append(told.append)
     for row in batches(3, max(counts))[: counts[own]]:
-        x, y = row[party.rank]
+        x, y = row[rank_group.rank]
         optimizer.zero_grad()
         nn.functional.cross_entropy(synchronized(x), y).backward()
         optimizer.step()

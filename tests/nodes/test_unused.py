@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import PeerError, SpecError
+from evenly.errors import PeerError, SpecError
 from evenly.nodes import join_nodes
 from evenly.spec import Exchange, period_of
 from tests.nodes.test_corners import SEEDING, errors_of, join
@@ -41,9 +41,9 @@ def optimizer_of(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-def join_unused(party, nodes, model, *, every=50, **settings):
+def join_unused(rank_group, nodes, model, *, every=50, **settings):
     optimizer = optimizer_of(model)
-    arguments = {"party": party, "cluster": cluster_of(nodes), "period": period_of(every), **settings}
+    arguments = {"party": rank_group, "cluster": cluster_of(nodes), "period": period_of(every), **settings}
     exchange = Exchange(timeout_s=20.0)
     return join_nodes(model, optimizer, exchange=exchange, find_unused_parameters=True, **arguments), optimizer
 
@@ -74,14 +74,14 @@ def reference(steps):
 def train(steps, *, nodes=None, to_none=True, count=None, limit_s=40.0):
     ranks = len(steps[0])
 
-    def act(party):
+    def act(rank_group):
         model = Heads()
-        synchronized, optimizer = join_unused(party, nodes or ragged(ranks), model, count=count)
+        synchronized, optimizer = join_unused(rank_group, nodes or ragged(ranks), model, count=count)
         with closing(synchronized):
             for step, by_rank in enumerate(steps):
-                micro = by_rank[party.rank]
+                micro = by_rank[rank_group.rank]
                 for number, (used, size) in enumerate(micro):
-                    x = batch(party.rank, 10 * step + number, size or 7)
+                    x = batch(rank_group.rank, 10 * step + number, size or 7)
                     with nullcontext() if number == len(micro) - 1 else synchronized.no_sync():
                         heads_loss(synchronized(x, used)).backward()
                 optimizer.step()
@@ -151,11 +151,11 @@ def test_random_uses_of_heads(seeds):
 
 
 def test_ranks_that_are_nodes_of_their_own_leave_unused_gradients_none():
-    def act(party):
+    def act(rank_group):
         model = Heads()
-        synchronized, _ = join_unused(party, ragged(1, 1), model)
+        synchronized, _ = join_unused(rank_group, ragged(1, 1), model)
         with closing(synchronized):
-            heads_loss(synchronized(batch(party.rank, 0), "t0")).backward()
+            heads_loss(synchronized(batch(rank_group.rank, 0), "t0")).backward()
             return [name for name, p in model.named_parameters() if p.grad is None]
 
     unused = [f"heads.{number}.{kind}" for number in (1, 2) for kind in ("weight", "bias")]
@@ -165,12 +165,12 @@ def test_ranks_that_are_nodes_of_their_own_leave_unused_gradients_none():
 def test_several_forwards_and_backwards_with_other_heads():
     """Two forwards before two backwards, a second backward of one graph, and a penalty that only the loss knows."""
 
-    def act(party):
+    def act(rank_group):
         model = Heads()
-        synchronized, _ = join_unused(party, ragged(2), model)
+        synchronized, _ = join_unused(rank_group, ragged(2), model)
         with closing(synchronized):
-            first = heads_loss(synchronized(batch(party.rank, 0, 2), "t0"))
-            second = heads_loss(synchronized(batch(party.rank, 1, 2 + party.rank), "1"))
+            first = heads_loss(synchronized(batch(rank_group.rank, 0, 2), "t0"))
+            second = heads_loss(synchronized(batch(rank_group.rank, 1, 2 + rank_group.rank), "1"))
             first.backward(retain_graph=True)
             second.backward()
             (first + model.heads[2].weight.square().sum()).backward()
@@ -213,10 +213,10 @@ def inside_no_sync(model, rank):
 
 @pytest.mark.parametrize("fill", [foreign_part, foreign_part_before, foreign_part_between, inside_no_sync])
 def test_a_step_on_what_was_not_averaged_is_refused(fill):
-    def act(party):
-        synchronized, optimizer = join_unused(party, ragged(2), Heads())
+    def act(rank_group):
+        synchronized, optimizer = join_unused(rank_group, ragged(2), Heads())
         with closing(synchronized):
-            fill(synchronized, party.rank)
+            fill(synchronized, rank_group.rank)
             optimizer.step()
 
     for error in errors_of(2, act):
@@ -227,14 +227,14 @@ def test_a_step_on_what_was_not_averaged_is_refused(fill):
 def test_abandoned_micro_batches_leave_no_trace():
     """What only an abandoned backward has used has no gradient, as if it had not been."""
 
-    def act(party):
+    def act(rank_group):
         model = Heads()
-        synchronized, optimizer = join_unused(party, ragged(2), model)
+        synchronized, optimizer = join_unused(rank_group, ragged(2), model)
         with closing(synchronized):
             with synchronized.no_sync():
-                heads_loss(synchronized(batch(party.rank, 5, 9 * party.rank + 1), "t2")).backward()
+                heads_loss(synchronized(batch(rank_group.rank, 5, 9 * rank_group.rank + 1), "t2")).backward()
             optimizer.zero_grad()
-            heads_loss(synchronized(batch(party.rank, 0, 2), "t0")).backward()
+            heads_loss(synchronized(batch(rank_group.rank, 0, 2), "t0")).backward()
             optimizer.step()
         return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -245,7 +245,7 @@ MANY = """
 import torch
 from torch import nn
 from contextlib import closing
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from tests.nodes.test_corners import join
 from tests.ranks import ragged, run_ranks
 
@@ -316,11 +316,11 @@ def test_networks_without_unused_parameters_count_what_parts_of_them_gave_in_no_
                 loss_of(model(batch(rank, number))[number % 2]).backward()
         sum(map(loss_of, model(batch(rank, 0)))).backward()
 
-    def act(party):
+    def act(rank_group):
         model = Two()
-        synchronized, _ = join(party, ragged(2), model, every=50)
+        synchronized, _ = join(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
-            total(synchronized, party.rank, synchronized.no_sync)
+            total(synchronized, rank_group.rank, synchronized.no_sync)
             return [parameter.grad.clone() for parameter in model.parameters()]
 
     expected = [0.0] * 8

@@ -10,9 +10,9 @@ from torch import nn
 
 from evenly import trace
 from evenly.planner import plan, simulate
-from evenly.planner.fewer import try_sets
+from evenly.planner.fewer_nodes import try_sets
 from evenly.spec import Adaptive, Cluster, Device, EverySteps, Exchange, Graph, Node, Plan, Profile, Rate
-from evenly.spec.profile import Lane
+from evenly.spec.profile import Link
 
 SLOW = Rate(latency_s=1e-4, bytes_per_s=1e6)
 
@@ -88,7 +88,7 @@ def wired(speeds: list[float], far: set[frozenset[int]], pairs: list[tuple[int, 
     pairs = pairs or list(combinations(range(len(speeds)), 2))
     rates = {pair: WEAK if frozenset(pair) in far else FAST for pair in pairs}
     ways = [(a, b, rate) for (x, y), rate in rates.items() for a, b in ((x, y), (y, x))]
-    lanes = tuple(Lane(source=a, target=b, rate=rate) for a, b, rate in ways)
+    lanes = tuple(Link(source=a, target=b, rate=rate) for a, b, rate in ways)
     return plan(cluster, profile.model_copy(update={"lanes": lanes}), GRAPH, cut=False, **wishes)
 
 
@@ -135,8 +135,8 @@ def test_nodes_that_average_unlike_are_not_equal():
 
 
 def test_wires_that_were_not_measured_are_not_taken_to_be_fast():
-    ring = [(a, (a + 1) % 9) for a in range(9)]
-    made = wired([2, 1] * 4 + [2], set(map(frozenset, ring)), ring, every=1)
+    report = [(a, (a + 1) % 9) for a in range(9)]
+    made = wired([2, 1] * 4 + [2], set(map(frozenset, report)), report, every=1)
     assert made.active == [0]  # not every other node, of which no two are neighbours
 
 
@@ -149,16 +149,16 @@ def test_nodes_are_kept_where_memory_needs_them():
 @settings(deadline=None, max_examples=30)
 @given(
     speeds=st.lists(st.floats(0.5, 100), min_size=2, max_size=4),
-    wire=st.floats(4, 9),
+    shard_group=st.floats(4, 9),
     latency=st.floats(-6, -1),
     every=st.sampled_from([None, 1, 7, "global"]),
 )
-def test_no_set_of_nodes_is_clearly_faster(speeds, wire, latency, every):
-    wires = Rate(latency_s=10**latency, bytes_per_s=10**wire)
-    made, mean_s = planned(speeds, across=wires, every=every, batch_size=10_000)
+def test_no_set_of_nodes_is_clearly_faster(speeds, shard_group, latency, every):
+    shard_groups = Rate(latency_s=10**latency, bytes_per_s=10**shard_group)
+    made, mean_s = planned(speeds, across=shard_groups, every=every, batch_size=10_000)
     for size in range(1, len(speeds) + 1):
         for some in combinations(speeds, size):
-            _, other_s = planned(list(some), across=wires, every=every, batch_size=10_000)
+            _, other_s = planned(list(some), across=shard_groups, every=every, batch_size=10_000)
             assert mean_s <= 1.02 * other_s, (some, made.explain())
 
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.graph import trace
-from evenly.planner import Rates, lay_out
-from evenly.planner.cuts import Cuts
-from evenly.planner.search import Search, Way
+from evenly.layouts import TransferCosts, lay_out
+from evenly.layouts.cuts import DimCuts
+from evenly.layouts.search import Search, SearchPath
 from evenly.spec.graph import Graph
 from evenly.spec.layout import Layout
 from tests import zoo
@@ -222,16 +222,16 @@ def digest() -> str:
     said = hashlib.sha256()
     for seed in range(8):
         model, example, _ = sample(seed, 3)
-        said.update(lay_out(trace(model, example), SHARES, rates=Rates(0.0, 0.0)).model_dump_json().encode())
+        said.update(lay_out(trace(model, example), SHARES, rates=TransferCosts(0.0, 0.0)).model_dump_json().encode())
     return said.hexdigest()
 
 
 def costs(search: Search, most: int) -> list[float]:
     """Returns what every way through the network costs; nothing if there are more than `most`."""
-    ways = [Way(0.0, {})]
+    ways = [SearchPath(0.0, {})]
     for layer in search.graph.layers:
         ways = [
-            Way(step.cost_after(way.cost), {**way.states, **step.states}, way, step)
+            SearchPath(step.cost_after(way.cost), {**way.states, **step.states}, way, step)
             for way in ways
             for step in search.steps(layer, [way.states.get(name) for name in layer.inputs])
         ]
@@ -243,18 +243,18 @@ def costs(search: Search, most: int) -> list[float]:
 @pytest.mark.parametrize(
     "rates",
     [
-        Rates(),
-        pytest.param(Rates(1.0, 1.0), marks=pytest.mark.slow),
-        pytest.param(Rates(0.01, 1e5), marks=pytest.mark.slow),
-        Rates(0.0, 0.0),
+        TransferCosts(),
+        pytest.param(TransferCosts(1.0, 1.0), marks=pytest.mark.slow),
+        pytest.param(TransferCosts(0.01, 1e5), marks=pytest.mark.slow),
+        TransferCosts(0.0, 0.0),
     ],
     ids=str,
 )
-def test_no_way_is_cheaper_than_the_one_found(rates: Rates) -> None:
+def test_no_way_is_cheaper_than_the_one_found(rates: TransferCosts) -> None:
     tried = 0
     for seed in FEW_WAYS:
         model, example, _ = sample(seed, 2 + seed % 2)
-        search = Search(trace(model, example), Cuts([5.0, 2.0]), rates, {}, {})
+        search = Search(trace(model, example), DimCuts([5.0, 2.0]), rates, {}, {})
         if found := costs(search, 400):
             assert search.run().cost == pytest.approx(min(found), rel=1e-12), model
             tried += len(found) > 20

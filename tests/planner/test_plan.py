@@ -9,7 +9,7 @@ from torch import nn
 
 from evenly import SpecError, trace
 from evenly.planner import plan, simulate
-from evenly.planner.memory import Need
+from evenly.planner.memory import MemoryNeed
 from evenly.planner.reasons import why_cut
 from evenly.spec import Cluster, Curve, Device, EverySteps, Exchange, Graph, Node, Plan, Profile, Rate
 
@@ -163,7 +163,7 @@ def test_a_network_is_cut_because_the_batch_needs_the_memory_or_because_it_is_fa
     one = 4 * heavy.parameter_bytes + heavy.sample_bytes
     made = planned(heavy, [1.0, 1.0], memory_bytes=[one, one])
     assert made.remarks == ["ranks 0, 1 together: whole networks have memory for 2 of the 8 samples"]
-    assert why_cut((0, 1), Need(100, 10), [500, 500], 80, 8) == "so steps are shorter"
+    assert why_cut((0, 1), MemoryNeed(100, 10), [500, 500], 80, 8) == "so steps are shorter"
 
 
 class GroupedAttention(nn.Module):

@@ -13,7 +13,7 @@ __all__ = ["heavy"]
 def test_the_cut_that_memory_forces_is_tried_but_none_for_which_there_is_none(heavy, part, is_tried):
     whole = 4 * heavy.parameter_bytes + 8 * heavy.sample_bytes
     profile = Profile.from_speeds(cluster_of(2, memory=int(part * whole)), heavy, [1.0, 1.0])
-    crew = cut_to_try([0, 1], profile, heavy)
-    assert (crew is not None) == is_tried
-    if crew is not None:
-        assert crew.most_samples([device.free_bytes for device in profile.devices]) >= 8
+    replica_option = cut_to_try([0, 1], profile, heavy)
+    assert (replica_option is not None) == is_tried
+    if replica_option is not None:
+        assert replica_option.most_samples([device.free_bytes for device in profile.devices]) >= 8

@@ -5,7 +5,7 @@ import gzip
 import pytest
 import torch
 
-from evenly._errors import DataError
+from evenly.errors import DataError
 from evenly.recipes.fashion_data import DEBIAN, load_fashion
 from evenly.recipes.idx import read_idx
 from tests.recipes.images import idx, write_images

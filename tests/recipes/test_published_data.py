@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evenly._errors import DataError
+from evenly.errors import DataError
 from evenly.recipes import cifar_data, mnist_data
 from evenly.recipes.cifar_data import TEST, TRAIN, load_cifar10
 from evenly.recipes.mnist_data import load_mnist

@@ -4,7 +4,7 @@ import pytest
 
 from evenly import Run, report
 from evenly.reports import PHASE_HEADERS, phase_rows, remarks
-from evenly.session.ledger import phases_of
+from evenly.session.counters import phases_of
 from evenly.spec import Exchange, ExchangeDone, Rebalanced, RunFinished
 from tests.reports.runs import finished, started
 

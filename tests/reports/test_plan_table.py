@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenly.planner import lay_out
+from evenly.layouts import lay_out
 from evenly.reports import (
     bars,
     block_rows,

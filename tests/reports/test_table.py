@@ -4,18 +4,18 @@ import pytest
 from hypothesis import given
 
 from evenly import Run, SpecError, report
-from evenly.reports import HEADERS, Row, cells, notes, row_of
+from evenly.reports import HEADERS, TableRow, cells, notes, row_of
 from tests.reports.runs import WARM, checkpoint, epoch, failed, finished, measured, started, steps, write
 from tests.spec.values import runs
 
 
-def row(*events) -> Row:
+def row(*events) -> TableRow:
     return row_of(Run(events=events))
 
 
 def test_a_run_that_is_done():
     done = row(started(), steps(100), measured(loss=0.5), measured(accuracy=0.875), finished())
-    assert done == Row("first", "3+1", "50", "done", "", 10.0, 640.0, 1.6, 4, 0.875)
+    assert done == TableRow("first", "3+1", "50", "done", "", 10.0, 640.0, 1.6, 4, 0.875)
     assert cells(done) == ("first", "3+1", "50", "done", "10.0", "640", "1.6", "4", "87.50")
     assert notes([done]) == []
 

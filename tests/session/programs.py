@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import evenly
-from evenly.session import folder as folders
-from evenly.session.ownership import take_folder
+from evenly.checkpoints import folder as folders
+from evenly.checkpoints.ownership import take_folder
 
 
 def dataset(size: int = 53) -> TensorDataset:

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import evenly
 from evenly.shards import Adafactor, Sharded, full_state_dict
-from evenly.shards.optim import state_placement
+from evenly.shards.optim.optimizers import state_placement
 
 
 def train(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenly.session.calibration import (
+from evenly.calibration.corrections import (
     Expectation,
     Joint,
     LargeStep,
@@ -15,7 +15,7 @@ from evenly.session.calibration import (
     small_factor,
     steps_to_make,
 )
-from evenly.session.rehearsal import STEPS
+from evenly.calibration.joint_steps import STEPS
 from evenly.spec import Curve, DeviceProfile, Profile
 from tests.ranks import cluster_of, ragged
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from evenly import CheckpointError
-from evenly.session import folder
-from evenly.session.merge import merge
-from evenly.session.tree import flatten, restore
+from evenly.checkpoints import folder
+from evenly.checkpoints.merge import merge
+from evenly.checkpoints.tree import flatten, restore
 
 
 def seal(root, name, value=1):
@@ -118,10 +118,10 @@ def test_merging_lands_what_was_under_way_first():
 
     def rank(samples, mean):
         seen, counted = torch.tensor([5]).to(torch.uint16), torch.tensor([3]).to(torch.uint16)
-        trip = {"buffers": {"mean": torch.tensor([4.0]), "seen": seen}}
-        trip["snapshot"] = buffers = {"mean": torch.tensor([mean]), "seen": counted}
+        pending_exchange = {"buffers": {"mean": torch.tensor([4.0]), "seen": seen}}
+        pending_exchange["snapshot"] = buffers = {"mean": torch.tensor([mean]), "seen": counted}
         buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        state = {"buffers": buffers, "agreed": {}, "feed": None, "exchanges": {"trips": [trip]}}
+        state = {"buffers": buffers, "agreed": {}, "feed": None, "exchanges": {"trips": [pending_exchange]}}
         progress = {"step": 9, "since": [3], "exchanges": 2, "samples": [samples], "counts": [2]}
         return {"trainees": {"m": {**state, "progress": progress}}, "tracked": {}, "random": {}}
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import CheckpointError
-from evenly.session import folder
-from evenly.session.checkpoint import _local_state
-from evenly.session.full import Trainee, full_state, put_state
-from evenly.session.merge import merge
+from evenly.checkpoints import folder
+from evenly.checkpoints.full_state import TrainedModel, full_state, put_state
+from evenly.checkpoints.merge import merge
+from evenly.checkpoints.saving import _local_state
+from evenly.errors import CheckpointError
 from tests.nodes.test_corners import join
 from tests.ranks import ragged, run_ranks
 
@@ -57,25 +57,25 @@ class Odd(nn.Module):
 BUFFERS = {"lowest": "min", "queue": "first"}
 
 
-def trained(party, folder_of, how):
+def trained(rank_group, folder_of, how):
     model = Odd()
     optimizer = how["optimizer"](model.parameters())
-    synchronized, _ = join(party, NODES, model, every=2, optimizer=optimizer, buffers=BUFFERS, **how["exchange"])
+    synchronized, _ = join(rank_group, NODES, model, every=2, optimizer=optimizer, buffers=BUFFERS, **how["exchange"])
     with closing(synchronized):
         for step in range(3):
-            synchronized(torch.full((1 + party.rank, 4), 1.0 + party.rank + 0.1 * step)).backward()
+            synchronized(torch.full((1 + rank_group.rank, 4), 1.0 + rank_group.rank + 0.1 * step)).backward()
             optimizer.step()
             optimizer.zero_grad()
         if how.get("loads"):
             wide = {True: torch.complex128, False: torch.float64}
             twice = {name: (2 * t.to(wide[t.is_complex()])).to(t.dtype) for name, t in model.state_dict().items()}
             model.load_state_dict(twice)
-        trainee = Trainee("m", synchronized, optimizer, None)
-        full = full_state(trainee)
+        trained_model = TrainedModel("m", synchronized, optimizer, None)
+        full = full_state(trained_model)
         node = {"m": {key: full[key] for key in ("parameters", "optimizer", "pending")}}
-        rank = {"trainees": {"m": _local_state(trainee, full)}, "tracked": {}, "random": {}}
-        digests = folder.write_part(folder_of, f"rank-{party.rank}", rank)
-        digests |= folder.write_part(folder_of, f"node-{party.rank}", node)
+        rank = {"trainees": {"m": _local_state(trained_model, full)}, "tracked": {}, "random": {}}
+        digests = folder.write_part(folder_of, f"rank-{rank_group.rank}", rank)
+        digests |= folder.write_part(folder_of, f"node-{rank_group.rank}", node)
         with synchronized.agreed():
             shown = {name: t.detach().clone() for name, t in model.state_dict().items()}
         slots = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()]
@@ -110,7 +110,7 @@ def test_another_cluster_goes_on_from_what_the_next_exchange_would_have_made(tmp
     class Alone:
         module = model
 
-    put_state(Trainee("m", Alone(), optimizer, None), node["m"], rank["trainees"]["m"])
+    put_state(TrainedModel("m", Alone(), optimizer, None), node["m"], rank["trainees"]["m"])
     shown = results[0][1]
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, shown[name], msg=lambda text, name=name: f"{name}: {text}")

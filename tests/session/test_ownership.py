@@ -9,8 +9,8 @@ import time
 import pytest
 
 from evenly import CheckpointError, Session
-from evenly.session import ownership
-from evenly.session.ownership import OWNER, is_held_by, take_folder
+from evenly.checkpoints import ownership
+from evenly.checkpoints.ownership import OWNER, is_held_by, take_folder
 from tests.processes import Rank, collect, start_processes
 from tests.ranks import ragged
 

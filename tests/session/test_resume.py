@@ -2,7 +2,7 @@
 
 import pytest
 
-from evenly._errors import CheckpointError
+from evenly.errors import CheckpointError
 from tests.processes import collect, run_processes, start_processes
 from tests.ranks import ragged
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import evenly
-from evenly._errors import CheckpointError, DataError, SpecError
-from evenly.session.tree import flatten, restore
+from evenly.checkpoints.tree import flatten, restore
+from evenly.errors import CheckpointError, DataError, SpecError
 from evenly.spec import CheckpointSaved, Measured, Run, RunFailed, RunFinished, RunStarted
 from tests.session.programs import dataset, network
 
@@ -229,10 +229,10 @@ def test_an_error_of_torch_gives_way_to_what_the_alarm_knows():
 
     def lose_a_rank():
         with evenly.Session() as session:
-            session._alarm.fail(evenly.PeerError("rank 3 has gone"))
+            session._monitor.fail(evenly.errors.PeerError("rank 3 has gone"))
             raise RuntimeError("Timed out waiting 34000ms for recv operation to complete")
 
-    with pytest.raises(evenly.PeerError, match="rank 3 has gone") as caught:
+    with pytest.raises(evenly.errors.PeerError, match="rank 3 has gone") as caught:
         lose_a_rank()
     assert isinstance(caught.value.__context__, RuntimeError)
 

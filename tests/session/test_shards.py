@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from evenly import SpecError
-from evenly.comm import Party
-from evenly.session.composition import require_scaler
+from evenly.comm import RankGroup
+from evenly.nodes.composition import require_scaler
 from evenly.session.sharding import plan_replicas
 from evenly.shards import GradScaler, shard_model
 from tests.processes import collect, run_processes, start_processes
@@ -65,8 +65,8 @@ def test_ranks_that_cannot_be_divided_into_networks(ranks, shares):
 
 
 def test_a_scaler_that_looks_at_one_rank_only_is_refused():
-    def act(party: Party) -> None:
-        sharded = shard_model(nn.Linear(4, 4), torch.ones(2, 4), party=party, shares=[3, 1])
+    def act(rank_group: RankGroup) -> None:
+        sharded = shard_model(nn.Linear(4, 4), torch.ones(2, 4), rank_group=rank_group, shares=[3, 1])
         require_scaler(sharded, GradScaler("cpu"))
         require_scaler(sharded, None)
         with pytest.raises(SpecError, match=r"Use evenly\.shards\.GradScaler"):

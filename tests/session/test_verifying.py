@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from evenly._errors import EvenlyError, MismatchError
-from evenly.comm import MOVES, Party
+from evenly.comm import MOVES, RankGroup
+from evenly.errors import EvenlyError, MismatchError
 from evenly.graph import follow
+from evenly.layouts import lay_out
 from evenly.nodes import join_nodes
-from evenly.planner import lay_out
 from evenly.session import verifying
 from evenly.session.verifying import verify_on_first_batch
-from evenly.shards import checking, join_shards
-from evenly.shards.optim import state_placement
+from evenly.shards import join_shards
+from evenly.shards.optim.optimizers import state_placement
+from evenly.shards.verification import comparison
 from evenly.spec import Exchange, Role, period_of
 from tests.ranks import RankError, cluster_of, run_ranks
 
@@ -42,7 +43,7 @@ def batch(dtype: torch.dtype, number: int) -> torch.Tensor:
 
 
 def train(
-    party: Party,
+    rank_group: RankGroup,
     dtype: torch.dtype = torch.float64,
     shares: tuple[int, ...] = (2, 1),
     verify: bool = True,
@@ -53,9 +54,9 @@ def train(
     with LOCK:
         model = network(dtype, **options)
         traced = follow(copy.deepcopy(model), batch(dtype, 0))
-    if party.rank > 0:  # all ranks take those of rank 0
+    if rank_group.rank > 0:  # all ranks take those of rank 0
         nn.init.zeros_(model[0].weight)
-    sharded = join_shards(traced, lay_out(traced.graph, shares), party=party, timeout_s=30)
+    sharded = join_shards(traced, lay_out(traced.graph, shares), rank_group=rank_group, timeout_s=30)
     if verify:
         verify_on_first_batch(model, sharded, role)
     optimizer = torch.optim.Adam(sharded.parameters(), lr=0.01)
@@ -105,7 +106,7 @@ def test_a_network_that_differs_is_refused_on_all_ranks_with_the_layer(
 
 def test_short_numbers_that_differ_are_compared_again_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     truth = run_ranks(2, train, torch.float32, (2, 1), False)
-    monkeypatch.setitem(checking.RTOL, 4, 1e-30)
+    monkeypatch.setitem(comparison.RTOL, 4, 1e-30)
     for mine, other in zip(run_ranks(2, train, torch.float32), truth, strict=True):
         assert all(torch.equal(one, two) for one, two in zip(mine, other, strict=True))
 
@@ -123,8 +124,8 @@ def test_where_it_cannot_be_compared_the_run_goes_on(
     caplog.set_level(logging.INFO, logger=verifying.__name__)
     shares = (2, 0, 1)
 
-    def act(party: Party) -> None:
-        train(party, shares=shares, role=role if party.rank == 0 else None, **options)
+    def act(rank_group: RankGroup) -> None:
+        train(rank_group, shares=shares, role=role if rank_group.rank == 0 else None, **options)
 
     run_ranks(len(shares), act)
     assert any(reason in text for text in caplog.messages)
@@ -134,9 +135,9 @@ def test_where_it_cannot_be_compared_the_run_goes_on(
 REPLICAS = (((0, 1), (2, 1)), ((2, 3, 4), (1, 0, 3)))  # ranks that hold one network, and their shares
 
 
-def train_replicas(party: Party, verify: bool, autocast: bool = False) -> list[torch.Tensor]:
+def train_replicas(rank_group: RankGroup, verify: bool, autocast: bool = False) -> list[torch.Tensor]:
     """Returns the parts after some steps of two replicas of one node, which average their gradients."""
-    number = 0 if party.rank in REPLICAS[0][0] else 1
+    number = 0 if rank_group.rank in REPLICAS[0][0] else 1
     ranks, shares = REPLICAS[number]
     dtype = torch.float32 if autocast else torch.float64
     with LOCK:
@@ -144,12 +145,12 @@ def train_replicas(party: Party, verify: bool, autocast: bool = False) -> list[t
         model[3].p = 0.0
         traced = follow(copy.deepcopy(model), batch(dtype, 0))
     layout = lay_out(traced.graph, shares)
-    sharded = join_shards(traced, layout, party=party.among(ranks, f"replica{number}"), timeout_s=30)
+    sharded = join_shards(traced, layout, rank_group=rank_group.among(ranks, f"replica{number}"), timeout_s=30)
     if verify:
         verify_on_first_batch(model, sharded, None)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.05)
     joined = join_nodes(
-        sharded, optimizer, party=party, cluster=cluster_of([[0, 1, 2, 3, 4]]), period=period_of(2),
+        sharded, optimizer, rank_group=rank_group, cluster=cluster_of([[0, 1, 2, 3, 4]]), period=period_of(2),
         exchange=Exchange(timeout_s=30.0), state_placement=state_placement,
     )  # fmt: skip
     try:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from evenly.comm import Party
+from evenly.comm import RankGroup
 from evenly.graph import Example, Traced, follow
-from evenly.planner import Rates, lay_out
-from evenly.shards import Sharded, join_shards, placement_of
+from evenly.layouts import TransferCosts, lay_out
+from evenly.shards import Sharded, join_shards, local_shard_of
 from evenly.spec.layout import Layout
 from tests.ranks import run_ranks
 
@@ -38,7 +38,7 @@ def compare(
     shares: Sequence[float],
     *,
     steps: int = 3,
-    rates: Rates | None = None,
+    rates: TransferCosts | None = None,
     layer_shares: Mapping[str, Sequence[float]] | None = None,
     cut_batch: bool = False,
     smaller: bool = True,
@@ -74,22 +74,24 @@ def compare(
     return layout
 
 
-def _together(party: Party, traced: Traced, layout: Layout, batches: Sequence[Batch], optimizer: Optimizer) -> History:
-    model = join_shards(traced, layout, party=party, timeout_s=150.0)
-    counts = partial(_require_prediction, model) if party.rank in layout.members else None
+def _together(
+    rank_group: RankGroup, traced: Traced, layout: Layout, batches: Sequence[Batch], optimizer: Optimizer
+) -> History:
+    model = join_shards(traced, layout, rank_group=rank_group, timeout_s=150.0)
+    counts = partial(_require_prediction, model) if rank_group.rank in layout.members else None
     try:
         return _train(model, batches, optimizer, whole=_whole, counts=counts)
     except BaseException as error:
-        model.wire.alarm.ring(error)
+        model.shard_group.monitor.report(error)
         raise
     finally:
         model.close()
 
 
 def _whole(parameter: Tensor, tensor: Tensor) -> Tensor:
-    placement = placement_of(parameter)
+    placement = local_shard_of(parameter)
     assert placement is not None, "a parameter or buffer of a cut network does not say where it lies"
-    if placement.wire.size > len(placement.segments) or any(placement.segments):
+    if placement.shard_group.size > len(placement.segments) or any(placement.segments):
         return placement.full(tensor)
     return tensor.detach().clone()  # of a rank without a share
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import evenly
-from evenly.planner import lay_out
-from evenly.shards import Sharded, full_state_dict, placement_of, reshard
+from evenly.layouts import lay_out
+from evenly.shards import Sharded, full_state_dict, local_shard_of, reshard
 from tests.shards.grammar import sample
 from tests.zoo import ZOO
 
@@ -91,7 +91,7 @@ def _ramp(x: Tensor) -> Tensor:
 
 
 def _whole(parameter: Tensor, value: Tensor) -> Tensor:
-    placement = placement_of(parameter)
+    placement = local_shard_of(parameter)
     return value if placement is None else placement.full(value)
 
 

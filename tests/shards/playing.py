@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from evenly._errors import EvenlyError
-from evenly.comm import Party
+from evenly.comm import RankGroup
+from evenly.errors import EvenlyError
 from evenly.graph import Example
-from evenly.shards import Sharded, placement_of, shard_model
+from evenly.shards import Sharded, local_shard_of, shard_model
 from tests.ranks import RankError, run_ranks
 
 Change = Callable[[nn.Module], Any]
@@ -81,14 +81,16 @@ def _said(errors: Sequence[BaseException | None]) -> str:
 
 
 def _rank(
-    party: Party,
+    rank_group: RankGroup,
     models: Sequence[nn.Module],
     example: Example,
     shares: Sequence[float],
     acts: Sequence[Act],
     cut_batch: bool,
 ) -> Played:
-    model = shard_model(models[party.rank], example, party=party, shares=shares, cut_batch=cut_batch, timeout_s=60.0)
+    model = shard_model(
+        models[rank_group.rank], example, rank_group=rank_group, shares=shares, cut_batch=cut_batch, timeout_s=60.0
+    )
     try:
         return _run(model, acts)
     finally:
@@ -105,7 +107,7 @@ def _run(model: nn.Module, acts: Sequence[Act]) -> Played:
             played.seen.append(_step(model, optimizer, act))
         except Exception as error:
             if isinstance(model, Sharded):
-                model.wire.alarm.ring(error)
+                model.shard_group.monitor.report(error)
             played.error = error
             break
     return played
@@ -133,7 +135,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, act: Act) -> dict[
 
 
 def _whole(owner: Tensor, tensor: Tensor) -> Tensor:
-    placement = placement_of(owner)
+    placement = local_shard_of(owner)
     return tensor.detach().clone() if placement is None else placement.full(tensor).clone()
 
 
@@ -146,8 +148,8 @@ def _require_equal(mine: dict[str, Tensor | None], theirs: dict[str, Tensor | No
         if found is None or truth is None:
             continue
         assert found.shape == truth.shape, f"{where}: {name} is {list(found.shape)}, not {list(truth.shape)}"
-        gap = _largest(found.double() - truth.double())
-        assert gap <= TOLERANCE * size, f"{where}: {name} differs by {gap:.1e}"
+        difference = _largest(found.double() - truth.double())
+        assert difference <= TOLERANCE * size, f"{where}: {name} differs by {difference:.1e}"
 
 
 def _largest(tensor: Tensor) -> float:

@@ -207,51 +207,56 @@ SPLITS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-def _block(dice: random.Random) -> nn.Module:
+def _block(dropout_stream: random.Random) -> nn.Module:
     makers: list[Callable[[], nn.Module]] = [
-        lambda: nn.Sequential(nn.Linear(WIDTH, 12), dice.choice([nn.ReLU, nn.GELU, MeanReLU])(), nn.Linear(12, WIDTH)),
+        lambda: nn.Sequential(
+            nn.Linear(WIDTH, 12), dropout_stream.choice([nn.ReLU, nn.GELU, MeanReLU])(), nn.Linear(12, WIDTH)
+        ),
         lambda: LoudLinear(WIDTH, WIDTH),
-        lambda: _patched(nn.Linear(WIDTH, WIDTH), dice.choice(["closure", "method"])),
-        lambda: _patched(dice.choice([nn.ReLU, nn.GELU, nn.Tanh, nn.Softmax])(), dice.choice(["closure", "method"])),
-        lambda: _patched(nn.LayerNorm(WIDTH), dice.choice(["closure", "method"])),
-        lambda: dice.choice([nn.LayerNorm, nn.RMSNorm])(WIDTH),
-        lambda: nn.BatchNorm1d(TOKENS, momentum=dice.choice([0.1, None])),
-        lambda: Attending(dice.choice([nn.MultiheadAttention, LoudAttention])),
-        lambda: dice.choice([nn.TransformerEncoderLayer, LoudLayer])(WIDTH, 2, 12, 0.0, batch_first=True),
+        lambda: _patched(nn.Linear(WIDTH, WIDTH), dropout_stream.choice(["closure", "method"])),
+        lambda: _patched(
+            dropout_stream.choice([nn.ReLU, nn.GELU, nn.Tanh, nn.Softmax])(),
+            dropout_stream.choice(["closure", "method"]),
+        ),
+        lambda: _patched(nn.LayerNorm(WIDTH), dropout_stream.choice(["closure", "method"])),
+        lambda: dropout_stream.choice([nn.LayerNorm, nn.RMSNorm])(WIDTH),
+        lambda: nn.BatchNorm1d(TOKENS, momentum=dropout_stream.choice([0.1, None])),
+        lambda: Attending(dropout_stream.choice([nn.MultiheadAttention, LoudAttention])),
+        lambda: dropout_stream.choice([nn.TransformerEncoderLayer, LoudLayer])(WIDTH, 2, 12, 0.0, batch_first=True),
         Setting,
         Setting,
-        lambda: Branching(dice.choice(ASKED)),
-        lambda: Splitting(dice.choice(SPLITS)),
-        lambda: Splitting(dice.choice([square, relu, torch.relu, F.silu])),
-        lambda: Caching(dice.choice(["sizes", "count", "last"])),
-        lambda: Moding(dice.choice(["number", "branch", "child", "gradient", "dropout"])),
+        lambda: Branching(dropout_stream.choice(ASKED)),
+        lambda: Splitting(dropout_stream.choice(SPLITS)),
+        lambda: Splitting(dropout_stream.choice([square, relu, torch.relu, F.silu])),
+        lambda: Caching(dropout_stream.choice(["sizes", "count", "last"])),
+        lambda: Moding(dropout_stream.choice(["number", "branch", "child", "gradient", "dropout"])),
         Valued,
-        lambda: Residual(_block(dice)),
+        lambda: Residual(_block(dropout_stream)),
     ]
-    return dice.choice(makers)()
+    return dropout_stream.choice(makers)()
 
 
 def network(seed: int) -> nn.Module:
     """Returns a network that depends on the seed only."""
-    dice = random.Random(seed)
+    dropout_stream = random.Random(seed)
     torch.manual_seed(seed)
-    blocks = [_block(dice) for _ in range(dice.randint(1, 4))]
+    blocks = [_block(dropout_stream) for _ in range(dropout_stream.randint(1, 4))]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, 5))
-    if dice.random() < 0.2:
+    if dropout_stream.random() < 0.2:
         first = next((m for m in model[1:-1].modules() if isinstance(m, nn.Linear) and m.out_features == WIDTH), None)
         if first is not None and first.in_features == WIDTH:
             first.weight = model[0].weight
     return model.double()
 
 
-def _changes(model: nn.Module, dice: random.Random) -> list[Change]:
+def _changes(model: nn.Module, dropout_stream: random.Random) -> list[Change]:
     """Returns what may be changed, as functions that find the place by its path, in any copy of the network."""
     found: list[Change] = [lambda m: m.train(), lambda m: m.eval()]
 
     def at(path: str, act: Callable[[Any], Any]) -> None:
         found.append(lambda m: act(m.get_submodule(path)))
 
-    number = dice.choice([0.5, 2.0])
+    number = dropout_stream.choice([0.5, 2.0])
     for path, module in model.named_modules():
         if not path:
             continue
@@ -298,12 +303,12 @@ def dice_free(block: Setting) -> nn.Module:
 
 def story(seed: int) -> tuple[list[float], bool, list[Act]]:
     """Returns shares, whether the batch may be cut, and what happens to the network of this seed."""
-    dice = random.Random(f"story {seed}")
-    shares = [float(dice.randint(1, 5)) for _ in range(dice.choice([2, 2, 3]))]
-    changes = _changes(network(seed), dice)
+    dropout_stream = random.Random(f"story {seed}")
+    shares = [float(dropout_stream.randint(1, 5)) for _ in range(dropout_stream.choice([2, 2, 3]))]
+    changes = _changes(network(seed), dropout_stream)
     acts = [Act(batch(4))]
-    for _ in range(dice.randint(2, 4)):
-        change = dice.choice(changes) if dice.random() < 0.6 else None
-        samples = dice.choice([4, 4, 4, 2, 3, 5, 6, 8, 9])
-        acts.append(Act(batch(samples), change, trains=dice.random() < 0.7))
-    return shares, dice.random() < 0.3, acts
+    for _ in range(dropout_stream.randint(2, 4)):
+        change = dropout_stream.choice(changes) if dropout_stream.random() < 0.6 else None
+        samples = dropout_stream.choice([4, 4, 4, 2, 3, 5, 6, 8, 9])
+        acts.append(Act(batch(samples), change, trains=dropout_stream.random() < 0.7))
+    return shares, dropout_stream.random() < 0.3, acts

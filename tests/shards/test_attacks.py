@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from evenly._errors import EvenlyError, SpecError
-from evenly.comm import Party
+from evenly.comm import RankGroup
+from evenly.errors import EvenlyError, SpecError
 from evenly.shards import full_state_dict, shard_model
 from tests.ranks import RankError, run_ranks
 from tests.shards.attacks import ATTACKS, REFUSED, Act, X
@@ -37,8 +37,8 @@ def verdict(kind: Callable[[], nn.Module], act: Act, example: Any = X, dtype: to
 
     given = [build(kind, dtype) for _ in range(2)]  # ranks are threads, which share torch's generator
 
-    def on_rank(party: Party) -> Any:
-        model = shard_model(given[party.rank], example, party=party, shares=[3, 1], timeout_s=15.0)
+    def on_rank(rank_group: RankGroup) -> Any:
+        model = shard_model(given[rank_group.rank], example, rank_group=rank_group, shares=[3, 1], timeout_s=15.0)
         try:
             found = _flat(act(model))
             return found, full_state_dict(model)["model"]
@@ -74,8 +74,10 @@ def test_a_cut_network_is_exact_or_refuses(name: str) -> None:
 
 
 def test_forward_mode_is_refused() -> None:
-    def on_rank(party: Party) -> None:
-        model = shard_model(nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 4)).double(), X, party=party, shares=[3, 1])
+    def on_rank(rank_group: RankGroup) -> None:
+        model = shard_model(
+            nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 4)).double(), X, rank_group=rank_group, shares=[3, 1]
+        )
         with pytest.raises(SpecError, match="forward-mode autograd"):
             model(X)
         model.close()

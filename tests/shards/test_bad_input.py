@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from evenly import MismatchError, Plan, SpecError
-from evenly.comm import Party
+from evenly.comm import RankGroup
 from evenly.graph import trace
-from evenly.planner import lay_out
+from evenly.layouts import lay_out
 from evenly.shards import shard_model
 from evenly.spec import Replica, Role
 from tests.ranks import RankError, run_ranks
@@ -20,8 +20,8 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def shard(party: Party, model: nn.Module, shares: object, example: Tensor = EXAMPLE, **options: object):
-    return shard_model(model, example, party=party, shares=shares, timeout_s=20, **options)
+def shard(rank_group: RankGroup, model: nn.Module, shares: object, example: Tensor = EXAMPLE, **options: object):
+    return shard_model(model, example, rank_group=rank_group, shares=shares, timeout_s=20, **options)
 
 
 def refusal(model: nn.Module, shares: object = (2, 1), **options: object) -> str:
@@ -55,8 +55,8 @@ def test_shares_that_are_none(shares, told):
 def test_more_ranks_than_units_is_said_and_right():
     model = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 1))
 
-    def act(party: Party) -> tuple[str, Tensor]:
-        sharded = shard(party, model, [1, 1, 1])
+    def act(rank_group: RankGroup) -> tuple[str, Tensor]:
+        sharded = shard(rank_group, model, [1, 1, 1])
         out = sharded(EXAMPLE).detach()
         sharded.close()
         return sharded.layout.explain(), out
@@ -67,8 +67,8 @@ def test_more_ranks_than_units_is_said_and_right():
 
 
 def test_a_network_that_is_changed_afterwards():
-    def act(party: Party) -> str:
-        sharded = shard(party, net(), [2, 1])
+    def act(rank_group: RankGroup) -> str:
+        sharded = shard(rank_group, net(), [2, 1])
         sharded.get_submodule("2").weight = nn.Parameter(torch.zeros(5, 5))
         with pytest.raises(MismatchError) as caught:
             sharded(EXAMPLE)
@@ -82,8 +82,8 @@ def test_a_network_that_is_changed_afterwards():
 
 @pytest.mark.parametrize("given", [torch.ones(2, 7), torch.ones(2, 6, 1), torch.ones(6)])
 def test_a_batch_of_another_shape(given):
-    def act(party: Party) -> str:
-        sharded = shard(party, net(), [2, 1])
+    def act(rank_group: RankGroup) -> str:
+        sharded = shard(rank_group, net(), [2, 1])
         with pytest.raises(SpecError) as caught:
             sharded(given)
         sharded.close()
@@ -132,9 +132,9 @@ def test_weights_tied_across_rules_are_exact_or_refused_by_name():
     model = Tied().double()
     example = torch.randn(4, 6, dtype=torch.float64)
 
-    def act(party: Party) -> Tensor | str:
+    def act(rank_group: RankGroup) -> Tensor | str:
         try:
-            sharded = shard(party, model, [2, 1], example)
+            sharded = shard(rank_group, model, [2, 1], example)
         except SpecError as error:
             return str(error)
         out = sharded(example).detach()
@@ -150,16 +150,16 @@ def test_weights_tied_across_rules_are_exact_or_refused_by_name():
 
 
 def test_layers_that_do_not_exist_cannot_have_shares():
-    def act(party: Party) -> None:
-        shard(party, net(), [2, 1], layer_shares={"nowhere": [1, 1]})
+    def act(rank_group: RankGroup) -> None:
+        shard(rank_group, net(), [2, 1], layer_shares={"nowhere": [1, 1]})
 
     with pytest.raises(RankError, match="nowhere"):
         run_ranks(2, act)
 
 
 def test_ranks_with_other_networks_are_told_before_the_first_step():
-    def act(party: Party) -> None:
-        shard(party, net() if party.rank else nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3)), [2, 1])
+    def act(rank_group: RankGroup) -> None:
+        shard(rank_group, net() if rank_group.rank else nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3)), [2, 1])
 
     with pytest.raises(RankError) as caught:
         run_ranks(2, act)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenly._errors import MismatchError
-from evenly.comm import Party
+from evenly.comm import RankGroup
+from evenly.errors import MismatchError
 from evenly.shards import shard_model, verify
 from tests.ranks import RankError, run_ranks
 from tests.shards.playing import Act, play
@@ -190,15 +190,15 @@ def test_settings_of_a_file_and_of_a_function_are_followed(monkeypatch: pytest.M
             out: Tensor = self.two(self.one(x) * level * LEVEL * Shared.level)
             return out
 
-    def rank(party: Party, models: list[nn.Module]) -> list[Tensor]:
+    def rank(rank_group: RankGroup, models: list[nn.Module]) -> list[Tensor]:
         nonlocal level
-        cut = shard_model(models[party.rank], X, party=party, shares=SHARES)
+        cut = shard_model(models[rank_group.rank], X, rank_group=rank_group, shares=SHARES)
         found = [cut(X).detach()]
-        if party.rank == 0:
+        if rank_group.rank == 0:
             level, Shared.level = 2.0, 3.0
             monkeypatch.setitem(globals(), "LEVEL", 5.0)
-        party.store.wait  # noqa: B018  # ranks are threads of one process: what one sets, all have
-        waiter = cut.wire.sum(torch.ones(1)).wait()
+        rank_group.store.wait  # noqa: B018  # ranks are threads of one process: what one sets, all have
+        waiter = cut.shard_group.sum(torch.ones(1)).wait()
         found.append(cut(X).detach() * waiter / waiter)
         cut.close()
         return found
@@ -217,11 +217,11 @@ def test_settings_of_a_file_and_of_a_function_are_followed(monkeypatch: pytest.M
 
 
 def test_a_change_on_one_rank_only_is_refused_on_all() -> None:
-    def rank(party: Party, models: list[nn.Module]) -> None:
-        cut: Any = shard_model(models[party.rank], X, party=party, shares=SHARES, timeout_s=30.0)
+    def rank(rank_group: RankGroup, models: list[nn.Module]) -> None:
+        cut: Any = shard_model(models[rank_group.rank], X, rank_group=rank_group, shares=SHARES, timeout_s=30.0)
         try:
             cut(X)
-            if party.rank == 1:
+            if rank_group.rank == 1:
                 cut.block.alpha = 0.5
             cut(X)
         finally:
@@ -236,8 +236,8 @@ def test_a_change_on_one_rank_only_is_refused_on_all() -> None:
 def test_a_change_of_the_network_that_was_given_is_refused_by_name() -> None:
     model = build()
 
-    def rank(party: Party) -> None:
-        cut: Any = shard_model(model, X, party=party, shares=SHARES)
+    def rank(rank_group: RankGroup) -> None:
+        cut: Any = shard_model(model, X, rank_group=rank_group, shares=SHARES)
         try:
             cut(X)
             model.block.alpha = 0.5
@@ -253,9 +253,9 @@ def test_a_change_of_the_network_that_was_given_is_refused_by_name() -> None:
 
 
 def test_a_changed_network_is_verified_as_it_is_now() -> None:
-    def rank(party: Party, models: list[nn.Module]) -> None:
-        plain: Any = models[party.rank]
-        cut: Any = shard_model(plain, X, party=party, shares=SHARES)
+    def rank(rank_group: RankGroup, models: list[nn.Module]) -> None:
+        plain: Any = models[rank_group.rank]
+        cut: Any = shard_model(plain, X, rank_group=rank_group, shares=SHARES)
         plain.block.alpha = cut.block.alpha = 0.5
         assert verify(plain, cut, X).ok
         cut.close()
@@ -264,8 +264,8 @@ def test_a_changed_network_is_verified_as_it_is_now() -> None:
 
 
 def test_settings_of_the_root_are_read_and_set_through_the_cut_network() -> None:
-    def rank(party: Party, models: list[nn.Module]) -> None:
-        cut: Any = shard_model(models[party.rank], X, party=party, shares=SHARES)
+    def rank(rank_group: RankGroup, models: list[nn.Module]) -> None:
+        cut: Any = shard_model(models[rank_group.rank], X, rank_group=rank_group, shares=SHARES)
         assert cut.alpha == 1.0
         cut.alpha, cut.note = 3.0, "mine"
         assert (cut.alpha, cut.note) == (3.0, "mine")

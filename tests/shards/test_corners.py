@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from evenly import SpecError, trace
-from evenly.comm import Party
+from evenly.comm import RankGroup
 from evenly.graph import follow
-from evenly.planner import Rates, lay_out
+from evenly.layouts import TransferCosts, lay_out
 from evenly.shards import Lamb, clip_grad_norm_, full_state_dict, join_shards, shard_model
 from tests.ranks import run_ranks
 from tests.shards.compare import compare
@@ -54,8 +54,8 @@ def test_ranks_may_hold_their_weights_in_other_memory_formats():
 
     models = [build(), build().to(memory_format=torch.channels_last)]
 
-    def act(party: Party) -> dict[str, Tensor]:
-        sharded = shard_model(models[party.rank], torch.ones(2, 3, 8, 8), party=party, shares=[2, 1])
+    def act(rank_group: RankGroup) -> dict[str, Tensor]:
+        sharded = shard_model(models[rank_group.rank], torch.ones(2, 3, 8, 8), rank_group=rank_group, shares=[2, 1])
         state = full_state_dict(sharded)["model"]
         sharded.close()
         return state
@@ -69,8 +69,8 @@ def test_a_rank_without_a_share_clips_and_steps_with_the_others():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
 
-    def act(party: Party) -> float:
-        sharded = shard_model(model, EXAMPLE, party=party, shares=[2, 0, 1])
+    def act(rank_group: RankGroup) -> float:
+        sharded = shard_model(model, EXAMPLE, rank_group=rank_group, shares=[2, 0, 1])
         optimizer = Lamb(sharded.parameters(), lr=0.01)
         sharded(EXAMPLE).square().sum().backward()
         norm = clip_grad_norm_(sharded.parameters(), 0.1)
@@ -84,10 +84,10 @@ def test_a_rank_without_a_share_clips_and_steps_with_the_others():
 
 
 def test_the_uncut_network_is_not_kept():
-    def act(party: Party) -> bool:
+    def act(rank_group: RankGroup) -> bool:
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
         traced = follow(model, torch.ones(2, 6))
-        sharded = join_shards(traced, lay_out(traced.graph, [2, 1]), party=party, timeout_s=30)
+        sharded = join_shards(traced, lay_out(traced.graph, [2, 1]), rank_group=rank_group, timeout_s=30)
         seen = weakref.ref(model[0].weight)
         del model, traced
         gc.collect()
@@ -101,9 +101,9 @@ def test_the_uncut_network_is_not_kept():
 def test_checkpointing_a_network_with_dropout_is_refused():
     from torch.utils.checkpoint import checkpoint
 
-    def act(party: Party) -> str:
+    def act(rank_group: RankGroup) -> str:
         model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-        sharded = shard_model(model, torch.ones(2, 6), party=party, shares=[2, 1])
+        sharded = shard_model(model, torch.ones(2, 6), rank_group=rank_group, shares=[2, 1])
         with pytest.raises(SpecError) as caught:
             checkpoint(sharded, torch.ones(2, 6, requires_grad=True), use_reentrant=False).sum().backward()
         sharded.close()
@@ -119,9 +119,9 @@ def test_dropout_does_not_depend_on_the_split():
     outputs = []
     for shares in ([1], [2, 1], [1, 3, 1]):
 
-        def act(party: Party, shares=shares) -> Tensor:
-            sharded = shard_model(model, example, party=party, shares=shares)
-            sharded._dice.seed = 5
+        def act(rank_group: RankGroup, shares=shares) -> Tensor:
+            sharded = shard_model(model, example, rank_group=rank_group, shares=shares)
+            sharded._dropout_stream.seed = 5
             out = sharded(example).detach()
             sharded.close()
             return out
@@ -145,9 +145,9 @@ def test_networks_that_take_other_tensors_in_training_are_refused():
 def test_two_networks_of_one_program_drop_other_elements():
     model, example = nn.Sequential(nn.Conv1d(3, 8, 1), nn.Dropout(0.5)), torch.ones(4, 3, 5)
 
-    def act(party: Party) -> list[Tensor]:
+    def act(rank_group: RankGroup) -> list[Tensor]:
         own = copy.deepcopy(model)  # tracing sets modes, and ranks are threads here
-        networks = [shard_model(own, example, party=party, shares=[2, 1]) for _ in range(2)]
+        networks = [shard_model(own, example, rank_group=rank_group, shares=[2, 1]) for _ in range(2)]
         outputs = [network(example).detach() for network in networks]
         for network in networks:
             network.close()
@@ -179,10 +179,10 @@ def test_tensors_may_be_given_by_keyword():
     model, ids = ByKeyword().double(), torch.arange(6).view(2, 3)
     truth = model(ids)
     traced = follow(model, ids)
-    layout = lay_out(traced.graph, [2, 1], rates=Rates(0.0, 0.0))
+    layout = lay_out(traced.graph, [2, 1], rates=TransferCosts(0.0, 0.0))
 
-    def act(party: Party) -> Tensor:
-        sharded = join_shards(traced, layout, party=party)
+    def act(rank_group: RankGroup) -> Tensor:
+        sharded = join_shards(traced, layout, rank_group=rank_group)
         out = sharded(ids)
         out.sum().backward()
         sharded.close()
@@ -201,8 +201,8 @@ def test_a_frozen_weight_keeps_no_gathered_input():
     model[2].weight.requires_grad_(False)
     kept: list[int] = []
 
-    def act(party: Party) -> None:
-        sharded = shard_model(model, example, party=party, shares=[1, 1])
+    def act(rank_group: RankGroup) -> None:
+        sharded = shard_model(model, example, rank_group=rank_group, shares=[1, 1])
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: (kept.append(t.untyped_storage().nbytes()), t)[1], lambda t: t
         ):

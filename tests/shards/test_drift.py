@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from evenly._errors import MismatchError, SpecError
-from evenly.comm import Party
+from evenly.comm import RankGroup
+from evenly.errors import MismatchError, SpecError
 from evenly.graph import follow
-from evenly.planner import lay_out
-from evenly.shards import Sharded, join_shards, placement_of
-from evenly.shards.drift import DriftMonitor, _fingerprint
+from evenly.layouts import lay_out
+from evenly.shards import Sharded, join_shards, local_shard_of
+from evenly.shards.verification.drift import DriftMonitor, _fingerprint
 from tests.ranks import run_ranks
 
 LOCK = threading.Lock()  # ranks are threads: torch's generator is one for all, and fx patches modules while it traces
@@ -40,21 +40,21 @@ class Small(nn.Module):
 
 
 @contextmanager
-def small(party: Party, dtype: torch.dtype = torch.float64) -> Iterator[tuple[Sharded, torch.Tensor]]:
+def small(rank_group: RankGroup, dtype: torch.dtype = torch.float64) -> Iterator[tuple[Sharded, torch.Tensor]]:
     with LOCK:
         torch.manual_seed(3)
         model, x = Small().to(dtype), torch.randn(4, 3, 6, 6, dtype=dtype)
         traced = follow(model, x)
-    shares = [70, 25, 5][: party.size]
-    sharded = join_shards(traced, lay_out(traced.graph, shares), party=party, timeout_s=30)
+    shares = [70, 25, 5][: rank_group.size]
+    sharded = join_shards(traced, lay_out(traced.graph, shares), rank_group=rank_group, timeout_s=30)
     try:
         yield sharded, x
     finally:
         sharded.close()
 
 
-def disturb(tensor: torch.Tensor, party: Party, by: float, rank: int = 1) -> None:
-    if party.rank == rank:
+def disturb(tensor: torch.Tensor, rank_group: RankGroup, by: float, rank: int = 1) -> None:
+    if rank_group.rank == rank:
         with torch.no_grad():
             tensor.view(-1)[0] += by
 
@@ -68,14 +68,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, s
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_nothing_drifts_in_training_and_one_small_message_says_so(dtype: torch.dtype) -> None:
-    def act(party: Party) -> tuple[list[Any], int, int, int]:
-        with small(party, dtype) as (model, x):
+    def act(rank_group: RankGroup) -> tuple[list[Any], int, int, int]:
+        with small(rank_group, dtype) as (model, x):
             monitor = DriftMonitor(model, every=2, limit=0.0)
             train(model, SGD(model.parameters(), lr=0.1, momentum=0.9), x, 3)
-            model.wire.traffic.clear()
+            model.shard_group.traffic.clear()
             drifts = monitor.measure()
-            whole = sum(not placement_of(t).is_cut for t in (*model.parameters(), *model.buffers()))
-            return drifts, model.wire.traffic.messages, model.wire.traffic.sent_bytes, whole
+            whole = sum(not local_shard_of(t).is_cut for t in (*model.parameters(), *model.buffers()))
+            return drifts, model.shard_group.traffic.messages, model.shard_group.traffic.sent_bytes, whole
 
     for drifts, messages, sent_bytes, whole in run_ranks(3, act):
         assert (drifts, messages) == ([], 1)
@@ -85,12 +85,12 @@ def test_nothing_drifts_in_training_and_one_small_message_says_so(dtype: torch.d
 
 @pytest.mark.parametrize(("name", "rank"), [("scale", 1), ("offset", 0), ("scale", 2)])
 def test_a_drift_raises_on_all_ranks_and_names_tensor_ranks_and_size(name: str, rank: int) -> None:
-    def act(party: Party) -> str:
-        with small(party) as (model, x):
+    def act(rank_group: RankGroup) -> str:
+        with small(rank_group) as (model, x):
             monitor = DriftMonitor(model, every=3)
             optimizer = SGD(model.parameters(), lr=0.0)
             handle = monitor.attach(optimizer)
-            disturb(getattr(model, name), party, 1e-5, rank)  # unlike larger ones it is let pass without a monitor
+            disturb(getattr(model, name), rank_group, 1e-5, rank)  # unlike larger ones it is let pass without a monitor
             train(model, optimizer, x, 2)
             with pytest.raises(MismatchError) as caught:
                 train(model, optimizer, x, 1)
@@ -106,22 +106,22 @@ def test_a_drift_raises_on_all_ranks_and_names_tensor_ranks_and_size(name: str, 
 
 
 def test_a_drift_is_logged_where_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    def act(party: Party) -> None:
-        with small(party) as (model, _):
-            disturb(model.scale, party, 1e-3)
+    def act(rank_group: RankGroup) -> None:
+        with small(rank_group) as (model, _):
+            disturb(model.scale, rank_group, 1e-3)
             DriftMonitor(model, every=1, action="log").step()
 
-    with caplog.at_level(logging.WARNING, logger="evenly.shards.drift"):
+    with caplog.at_level(logging.WARNING, logger="evenly.shards.verification.drift"):
         run_ranks(2, act)
     assert len(caplog.messages) == 2
     assert all("'scale' of ranks [1]" in message for message in caplog.messages)
 
 
 def test_small_drifts_pass_and_are_measured() -> None:
-    def act(party: Party) -> list[Any]:
-        with small(party) as (model, _):
-            disturb(model.scale, party, 1e-8)
-            disturb(model.noise, party, 1e-12)  # a parameter around 0: measured by the largest of all
+    def act(rank_group: RankGroup) -> list[Any]:
+        with small(rank_group) as (model, _):
+            disturb(model.scale, rank_group, 1e-8)
+            disturb(model.noise, rank_group, 1e-12)  # a parameter around 0: measured by the largest of all
             monitor = DriftMonitor(model, every=1)
             monitor.step()
             return [(drift.name, drift.size, drift.ranks) for drift in monitor.measure()]
@@ -134,31 +134,31 @@ def test_small_drifts_pass_and_are_measured() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_none_is_a_drift(value: float) -> None:
-    def act(party: Party) -> float:
-        with small(party) as (model, _):
-            disturb(model.noise, party, value)
+    def act(rank_group: RankGroup) -> float:
+        with small(rank_group) as (model, _):
+            disturb(model.noise, rank_group, value)
             return DriftMonitor(model).measure()[0].size
 
     assert run_ranks(2, act) == [math.inf] * 2
 
 
 def test_mending_gives_all_ranks_the_values_of_rank_0() -> None:
-    def act(party: Party) -> Any:
-        with small(party) as (model, x):
+    def act(rank_group: RankGroup) -> Any:
+        with small(rank_group) as (model, x):
             optimizer = Adam(model.parameters(), lr=0.1)
             monitor = DriftMonitor(model, every=1000)
             monitor.attach(optimizer)
             train(model, optimizer, x, 1)
             for tensor in (model.scale, model.noise, model.offset, optimizer.state[model.noise]["exp_avg"]):
-                disturb(tensor, party, 0.5)
-                disturb(tensor, party, math.nan, rank=2)
+                disturb(tensor, rank_group, 0.5)
+                disturb(tensor, rank_group, math.nan, rank=2)
             before = model.conv.weight.clone(), id(model.scale)
             monitor.mend()
             assert torch.equal(model.conv.weight, before[0])
             assert id(model.scale) == before[1]
             left = monitor.measure()
             train(model, optimizer, x, 2)
-            slots = [slot["exp_avg"].clone() for p, slot in optimizer.state.items() if not placement_of(p).is_cut]
+            slots = [slot["exp_avg"].clone() for p, slot in optimizer.state.items() if not local_shard_of(p).is_cut]
             return left + monitor.measure(), [model.scale.clone(), model.noise.clone(), model.offset.clone(), *slots]
 
     (left, truth), *others = run_ranks(3, act)
@@ -169,11 +169,11 @@ def test_mending_gives_all_ranks_the_values_of_rank_0() -> None:
 
 
 def test_one_rank_and_a_rank_without_a_share_have_nothing_to_compare() -> None:
-    def act(party: Party, shares: list[int]) -> list[Any]:
+    def act(rank_group: RankGroup, shares: list[int]) -> list[Any]:
         with LOCK:
             torch.manual_seed(3)
             traced = follow(Small(), torch.randn(4, 3, 6, 6))
-        model = join_shards(traced, lay_out(traced.graph, shares), party=party, timeout_s=30)
+        model = join_shards(traced, lay_out(traced.graph, shares), rank_group=rank_group, timeout_s=30)
         monitor = DriftMonitor(model, every=1)
         monitor.step()
         monitor.mend()

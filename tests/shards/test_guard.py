@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_ as imported_before
 
-from evenly._errors import NonFiniteError, SpecError
-from evenly.comm import Party
-from evenly.shards import GradScaler, clip_grad_norm_, placement_of, shard_model
-from evenly.shards.parts import PartTensor
+from evenly.comm import RankGroup
+from evenly.errors import NonFiniteError, SpecError
+from evenly.shards import GradScaler, clip_grad_norm_, local_shard_of, shard_model
+from evenly.shards.parts.part_tensors import PartTensor
 from tests.ranks import RankError, run_ranks
 
 Act = Callable[[nn.Module, torch.optim.Optimizer], Any]
@@ -43,7 +43,7 @@ def train(model: nn.Module, act: Act, steps: int = 3) -> tuple[list[torch.Tensor
 
 
 def _full(parameter: torch.Tensor) -> torch.Tensor:
-    placement = placement_of(parameter)
+    placement = local_shard_of(parameter)
     return parameter.detach().clone() if placement is None else placement.full(parameter)
 
 
@@ -51,9 +51,9 @@ def compare(act: Act, ranks: int = 2, ours: Act | None = None) -> None:
     """Trains on one device, and with `ours` on several; asserts the same numbers."""
     truth, told = train(network(), act)
 
-    def on_rank(party: Party) -> tuple[list[torch.Tensor], list[Any]]:
-        model = shard_model(network(), DATA, party=party, shares=[3, 1, 2][:ranks])
-        assert any(p is not None and p.is_cut for p in map(placement_of, model.parameters()))
+    def on_rank(rank_group: RankGroup) -> tuple[list[torch.Tensor], list[Any]]:
+        model = shard_model(network(), DATA, rank_group=rank_group, shares=[3, 1, 2][:ranks])
+        assert any(p is not None and p.is_cut for p in map(local_shard_of, model.parameters()))
         try:
             return train(model, ours or act)
         finally:
@@ -67,8 +67,8 @@ def compare(act: Act, ranks: int = 2, ours: Act | None = None) -> None:
 def refused(act: Act, match: str) -> None:
     """Asserts that every rank raises."""
 
-    def on_rank(party: Party) -> None:
-        model = shard_model(network(), DATA, party=party, shares=[3, 1])
+    def on_rank(rank_group: RankGroup) -> None:
+        model = shard_model(network(), DATA, rank_group=rank_group, shares=[3, 1])
         try:
             with pytest.raises(SpecError, match=match):
                 train(model, act)
@@ -196,7 +196,7 @@ def test_a_wrapper_that_looks_at_gradients_is_refused() -> None:
 
 def test_the_whole_gradient_and_this_ranks_part_can_be_had() -> None:
     def whole(model: nn.Module, _: Any) -> list[Any]:
-        grads = [placement_of(p).full(p.grad) for p in model.parameters()]
+        grads = [local_shard_of(p).full(p.grad) for p in model.parameters()]
         parts = [p.grad.as_subclass(torch.Tensor).sum() for p in model.parameters()]
         assert len(parts) == len(grads)
         return [float(grad.norm()) for grad in grads]
@@ -205,8 +205,8 @@ def test_the_whole_gradient_and_this_ranks_part_can_be_had() -> None:
 
 
 def test_gradients_stay_guarded_after_a_step_and_step_plain() -> None:
-    def on_rank(party: Party) -> None:
-        model = shard_model(network(), DATA, party=party, shares=[3, 1])
+    def on_rank(rank_group: RankGroup) -> None:
+        model = shard_model(network(), DATA, rank_group=rank_group, shares=[3, 1])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         seen: list[type] = []
         optimizer.register_step_pre_hook(lambda own, *_: seen.append(type(own.param_groups[0]["params"][0].grad)))
@@ -273,8 +273,8 @@ def test_a_norm_that_is_not_finite_raises_where_asked() -> None:
             parameter.grad.fill_(math.nan)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
-    def on_rank(party: Party) -> None:
-        model = shard_model(network(), DATA, party=party, shares=[3, 1])
+    def on_rank(rank_group: RankGroup) -> None:
+        model = shard_model(network(), DATA, rank_group=rank_group, shares=[3, 1])
         try:
             train(model, spoil)
         finally:

@@ -9,27 +9,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from evenly._errors import SpecError
-from evenly.comm import Alarm, Party, Wire, open_group
+from evenly.comm import FailureMonitor, RankGroup, ShardGroup, open_group
+from evenly.errors import SpecError
 from evenly.shards import Adafactor, Lamb, clip_grad_norm_
-from evenly.shards.placement import Placement, place
-from evenly.shards.probe import check_elementwise, watch_optimizers
+from evenly.shards.optim.probe import check_elementwise, watch_optimizers
+from evenly.shards.parts.local_shards import LocalShard, place
 
 COUNTS = {"calls": 0}
 Hook = Callable[[Any, Any, Any], None]
 
 
 @pytest.fixture
-def wire() -> Iterator[Wire]:
-    party = Party(0, 1, dist.HashStore())
-    wire = Wire(open_group(party, "w", [0], backend="gloo", timeout_s=20), Alarm(party))
-    yield wire
-    wire.close()
+def shard_group() -> Iterator[ShardGroup]:
+    rank_group = RankGroup(0, 1, dist.HashStore())
+    shard_group = ShardGroup(open_group(rank_group, "w", [0], backend="gloo", timeout_s=20), FailureMonitor(rank_group))
+    yield shard_group
+    shard_group.close()
 
 
-def cut(wire: Wire, shape: tuple[int, ...] = (6, 4), dim: int = 0) -> nn.Parameter:
+def cut(shard_group: ShardGroup, shape: tuple[int, ...] = (6, 4), dim: int = 0) -> nn.Parameter:
     parameter = nn.Parameter(torch.ones(shape))
-    place(parameter, Placement("w", parameter.shape, wire, dim, (((0, shape[dim]),),)))
+    place(parameter, LocalShard("w", parameter.shape, shard_group, dim, (((0, shape[dim]),),)))
     parameter.grad = torch.ones(shape)
     return parameter
 
@@ -92,16 +92,16 @@ def clip_over_ranks(optimizer: Any, args: Any, kwargs: Any) -> None:
     clip_grad_norm_(held(optimizer), 1.0)
 
 
-def test_an_argument_kept_under_another_name_counts(wire: Wire) -> None:
-    check_elementwise(Limited([cut(wire)]))
+def test_an_argument_kept_under_another_name_counts(shard_group: ShardGroup) -> None:
+    check_elementwise(Limited([cut(shard_group)]))
     with pytest.raises(SpecError, match=r"Limited.*not elementwise"):
-        check_elementwise(Limited([cut(wire)], max_norm=1.0))
+        check_elementwise(Limited([cut(shard_group)], max_norm=1.0))
 
 
 @pytest.mark.parametrize("hook", [clip_by_torch, clip_if_huge, lift_if_tiny, center])
 @pytest.mark.parametrize("build", [torch.optim.SGD, torch.optim.AdamW, Lamb, Adafactor])
-def test_gradients_that_a_hook_clips_or_centers_are_refused(wire: Wire, build: Any, hook: Hook) -> None:
-    optimizer = build([cut(wire)], lr=0.1)
+def test_gradients_that_a_hook_clips_or_centers_are_refused(shard_group: ShardGroup, build: Any, hook: Hook) -> None:
+    optimizer = build([cut(shard_group)], lr=0.1)
     check_elementwise(optimizer)
     handle = optimizer.register_step_pre_hook(hook)
     with pytest.raises(
@@ -112,16 +112,16 @@ def test_gradients_that_a_hook_clips_or_centers_are_refused(wire: Wire, build: A
     check_elementwise(optimizer)
 
 
-def test_weights_that_a_hook_projects_are_refused(wire: Wire) -> None:
-    optimizer = torch.optim.Adam([cut(wire)], lr=0.1)
+def test_weights_that_a_hook_projects_are_refused(shard_group: ShardGroup) -> None:
+    optimizer = torch.optim.Adam([cut(shard_group)], lr=0.1)
     optimizer.register_step_post_hook(project)
     with pytest.raises(SpecError, match="not elementwise"):
         check_elementwise(optimizer)
 
 
 @pytest.mark.parametrize("build", [torch.optim.SGD, torch.optim.AdamW, Lamb])
-def test_hooks_that_treat_each_element_alone_pass(wire: Wire, build: Any) -> None:
-    optimizer = build([cut(wire)], lr=0.1)
+def test_hooks_that_treat_each_element_alone_pass(shard_group: ShardGroup, build: Any) -> None:
+    optimizer = build([cut(shard_group)], lr=0.1)
     seen, number = [], 0
 
     def count(*_: Any) -> None:
@@ -138,9 +138,9 @@ def test_hooks_that_treat_each_element_alone_pass(wire: Wire, build: Any) -> Non
     assert (seen, number, COUNTS["calls"]) == ([], 0, before)  # they have not noticed
 
 
-def test_a_hook_that_reaches_for_the_network_is_refused(wire: Wire) -> None:
+def test_a_hook_that_reaches_for_the_network_is_refused(shard_group: ShardGroup) -> None:
     network = nn.Linear(4, 6, bias=False)
-    network.weight = cut(wire)
+    network.weight = cut(shard_group)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     handle = optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(network.parameters(), 1.0) and None)
     with pytest.raises(SpecError, match="reaches for the network's own parameters"):
@@ -153,8 +153,8 @@ def test_a_hook_that_reaches_for_the_network_is_refused(wire: Wire) -> None:
     assert torch.equal(network.weight.grad, torch.ones(6, 4))
 
 
-def test_a_step_put_on_the_object_is_tried(wire: Wire) -> None:
-    optimizer = torch.optim.SGD([cut(wire)], lr=0.1)
+def test_a_step_put_on_the_object_is_tried(shard_group: ShardGroup) -> None:
+    optimizer = torch.optim.SGD([cut(shard_group)], lr=0.1)
     plain = optimizer.step
 
     def step(self: Any, closure: Any = None) -> Any:
@@ -165,11 +165,11 @@ def test_a_step_put_on_the_object_is_tried(wire: Wire) -> None:
     with pytest.raises(SpecError, match="not elementwise"):
         check_elementwise(optimizer)
     assert torch.equal(optimizer.param_groups[0]["params"][0].detach(), torch.ones(6, 4))
-    scheduled = torch.optim.SGD([cut(wire)], lr=0.1)
+    scheduled = torch.optim.SGD([cut(shard_group)], lr=0.1)
     torch.optim.lr_scheduler.StepLR(scheduled, 10)
     check_elementwise(scheduled)
     assert torch.equal(scheduled.param_groups[0]["params"][0].detach(), torch.ones(6, 4))
-    exact = Lamb([cut(wire)], lr=0.1)
+    exact = Lamb([cut(shard_group)], lr=0.1)
     torch.optim.lr_scheduler.StepLR(exact, 10)
     check_elementwise(exact)
     exact.step = optimizer.step
@@ -198,9 +198,9 @@ class Ahead(torch.optim.Optimizer):
                     fast.copy_(old)
 
 
-def test_a_wrapper_is_tried_with_what_it_wraps(wire: Wire) -> None:
+def test_a_wrapper_is_tried_with_what_it_wraps(shard_group: ShardGroup) -> None:
     def parameters() -> list[nn.Parameter]:
-        return [cut(wire), cut(wire, (3, 5)), cut(wire, (7,))]
+        return [cut(shard_group), cut(shard_group, (3, 5)), cut(shard_group, (7,))]
 
     check_elementwise(Ahead(torch.optim.Adam(parameters())))
     check_elementwise(Ahead(Limited(parameters())))
@@ -211,7 +211,7 @@ def test_a_wrapper_is_tried_with_what_it_wraps(wire: Wire) -> None:
         check_elementwise(Ahead(torch.optim.Adam(parameters()), normed=True))
 
 
-def test_a_closure_is_given_where_the_step_has_one(wire: Wire) -> None:
+def test_a_closure_is_given_where_the_step_has_one(shard_group: ShardGroup) -> None:
     class Sharp(torch.optim.SGD):
         """Asks for the gradient a little uphill, by the gradient's sign or its direction."""
 
@@ -231,11 +231,11 @@ def test_a_closure_is_given_where_the_step_has_one(wire: Wire) -> None:
     def closure() -> float:
         raise AssertionError("it was called for a trial")
 
-    check_elementwise(Sharp([cut(wire)], by_norm=False), (closure,))
+    check_elementwise(Sharp([cut(shard_group)], by_norm=False), (closure,))
     with pytest.raises(SpecError, match="not elementwise"):
-        check_elementwise(Sharp([cut(wire)], by_norm=True), (closure,))
+        check_elementwise(Sharp([cut(shard_group)], by_norm=True), (closure,))
     with pytest.raises(SpecError, match=r"could not be tried out.*closure"):
-        check_elementwise(Sharp([cut(wire)], by_norm=False))
+        check_elementwise(Sharp([cut(shard_group)], by_norm=False))
 
 
 @pytest.fixture
@@ -246,8 +246,8 @@ def watching() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("watching")
-def test_what_is_changed_after_the_first_step_is_tried_again(wire: Wire) -> None:
-    optimizer = torch.optim.SGD([cut(wire)], lr=0.1, momentum=0.9)
+def test_what_is_changed_after_the_first_step_is_tried_again(shard_group: ShardGroup) -> None:
+    optimizer = torch.optim.SGD([cut(shard_group)], lr=0.1, momentum=0.9)
     optimizer.step()
     before = optimizer.param_groups[0]["params"][0].detach().clone()
     handle = optimizer.register_step_pre_hook(clip_by_torch)
@@ -257,7 +257,7 @@ def test_what_is_changed_after_the_first_step_is_tried_again(wire: Wire) -> None
     assert torch.equal(optimizer.param_groups[0]["params"][0].detach(), before)
     handle.remove()
     optimizer.step()
-    limited = Limited([cut(wire)])
+    limited = Limited([cut(shard_group)])
     limited.step()
     limited.max_norm = None
     limited.__class__ = type("Other", (Limited,), {"step": lambda self: clip_by_torch(self, (), {})})
@@ -265,12 +265,12 @@ def test_what_is_changed_after_the_first_step_is_tried_again(wire: Wire) -> None
         check_elementwise(limited)
 
 
-def test_draws_are_refused_and_random_numbers_stay_as_they_are(wire: Wire) -> None:
+def test_draws_are_refused_and_random_numbers_stay_as_they_are(shard_group: ShardGroup) -> None:
     def shake(optimizer: Any, args: Any, kwargs: Any) -> None:
         for parameter in held(optimizer):
             parameter.grad.add_(torch.randn_like(parameter.grad))
 
-    optimizer = torch.optim.SGD([cut(wire)], lr=0.1)
+    optimizer = torch.optim.SGD([cut(shard_group)], lr=0.1)
     optimizer.register_step_pre_hook(shake)
     before = torch.get_rng_state()
     with pytest.raises(SpecError, match="not elementwise"):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evenly.comm import Party
+from evenly.comm import RankGroup
 from evenly.graph import Traced, follow
-from evenly.planner import Rates, lay_out
-from evenly.shards import join_shards, placement_of
+from evenly.layouts import TransferCosts, lay_out
+from evenly.shards import join_shards, local_shard_of
 from evenly.spec.layout import Layout
 from tests.ranks import run_ranks
 
@@ -145,12 +145,12 @@ def it_only_infers(model: nn.Module) -> list[Tensor]:
         return [output.clone() for output in model.eval()(X)]
 
 
-def together(party: Party, traced: Traced, layout: Layout, name: str) -> dict[str, Tensor | None]:
-    model = join_shards(traced, layout, party=party, timeout_s=60)
+def together(rank_group: RankGroup, traced: Traced, layout: Layout, name: str) -> dict[str, Tensor | None]:
+    model = join_shards(traced, layout, rank_group=rank_group, timeout_s=60)
     try:
-        return told(model, LOOPS[name](model), lambda own, tensor: placement_of(own).full(tensor))
+        return told(model, LOOPS[name](model), lambda own, tensor: local_shard_of(own).full(tensor))
     except BaseException as error:
-        model.wire.alarm.ring(error)
+        model.shard_group.monitor.report(error)
         raise
     finally:
         model.close()
@@ -165,10 +165,13 @@ def told(model: nn.Module, outputs: list[Tensor], whole: Callable[[Any, Tensor],
 
 @pytest.mark.parametrize(
     "rates",
-    [pytest.param(Rates(), id="dear"), pytest.param(Rates(0.0, 0.0), id="free", marks=pytest.mark.slow)],
+    [
+        pytest.param(TransferCosts(), id="dear"),
+        pytest.param(TransferCosts(0.0, 0.0), id="free", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_does_the_same(name: str, rates: Rates) -> None:
+def test_a_loop_does_the_same(name: str, rates: TransferCosts) -> None:
     torch.manual_seed(0)
     model = TwoHeads().double()
     traced = follow(model, X)

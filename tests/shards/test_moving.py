@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from evenly._errors import SpecError
-from evenly.comm import Party
-from evenly.planner import lay_out, relaid
+from evenly.comm import RankGroup
+from evenly.errors import SpecError
+from evenly.layouts import lay_out, relaid
 from evenly.shards import clip_grad_norm_, full_state_dict, immovable, reshard
 from evenly.spec import Layout
 from tests.ranks import RankError, run_ranks
@@ -42,9 +42,9 @@ def moved(name: str, build: Build, cut_batch: bool = False) -> list[dict[str, An
     return run_ranks(3, moving, name, build, layouts(name, cut_batch))
 
 
-def moving(party: Party, name: str, build: Build, ways: list[Layout]) -> dict[str, Any]:
+def moving(rank_group: RankGroup, name: str, build: Build, ways: list[Layout]) -> dict[str, Any]:
     """Trains four steps, each with another split."""
-    with cut(party, name, WAYS[0]) as (model, batches):
+    with cut(rank_group, name, WAYS[0]) as (model, batches):
         optimizer = build(model.parameters())
         train(model, optimizer, batches[:1])
         for layout, batch in zip(ways, batches[1:], strict=True):
@@ -79,9 +79,9 @@ def test_a_cut_along_the_batch_may_come_and_go() -> None:
         agree({key: state[key] for key in truth}, truth, 1e-9)
 
 
-def accumulating(party: Party) -> dict[str, Any]:
+def accumulating(rank_group: RankGroup) -> dict[str, Any]:
     """Lets units change hands between two backwards of one step."""
-    with cut(party, "small", [70, 25, 5]) as (model, batches):
+    with cut(rank_group, "small", [70, 25, 5]) as (model, batches):
         optimizer = sgd(model.parameters())
         for batch in batches[:2]:
             model(*batch).square().mean().backward()
@@ -101,9 +101,9 @@ def test_gradients_that_wait_for_a_step_move_too() -> None:
         agree({key: state[key] for key in truth}, truth)
 
 
-def counting(party: Party) -> tuple[int, int]:
+def counting(rank_group: RankGroup) -> tuple[int, int]:
     """Returns the bytes that travelled when one of 12 units changed hands, and those of all parameters."""
-    with cut(party, "small", [6, 6]) as (model, _):
+    with cut(rank_group, "small", [6, 6]) as (model, _):
         optimizer = SGD(model.parameters(), lr=0.1)
         graph = followed("small")[0].graph
         reshard(model, optimizer, lay_out(graph, [5, 7]))
@@ -126,8 +126,8 @@ def counts(layout: Layout) -> list[list[int]]:
     return [layout.cuts[record.cut].counts() for record in records]
 
 
-def keeping_structure(party: Party) -> None:
-    with cut(party, "resnet18", [50, 30, 20]) as (model, batches):
+def keeping_structure(rank_group: RankGroup) -> None:
+    with cut(rank_group, "resnet18", [50, 30, 20]) as (model, batches):
         graph, before = followed("resnet18")[0].graph, model.layout
         after = relaid(graph, before, [0.25, 1.0, 1.0])
         assert [choice.mode for choice in after.choices] == [choice.mode for choice in before.choices]
@@ -145,8 +145,8 @@ def test_a_slower_rank_gets_fewer_units_of_every_layer() -> None:
     run_ranks(3, keeping_structure)
 
 
-def stale(party: Party) -> None:
-    with cut(party, "small", [50, 50]) as (model, _):
+def stale(rank_group: RankGroup) -> None:
+    with cut(rank_group, "small", [50, 50]) as (model, _):
         optimizer = AdamW(model.parameters())
         kept = list(model.parameters())
         reshard(model, optimizer, lay_out(followed("small")[0].graph, [80, 20]))
@@ -159,8 +159,8 @@ def test_parameters_that_were_kept_aside_are_told_apart() -> None:
     run_ranks(2, stale)
 
 
-def other_ranks(party: Party) -> None:
-    with cut(party, "small", [50, 50]) as (model, _):
+def other_ranks(rank_group: RankGroup) -> None:
+    with cut(rank_group, "small", [50, 50]) as (model, _):
         reshard(model, sgd(model.parameters()), lay_out(followed("small")[0].graph, [1, 0]))
 
 
@@ -169,8 +169,8 @@ def test_a_layout_for_other_ranks_is_refused() -> None:
         run_ranks(2, other_ranks)
 
 
-def with_hook(party: Party) -> tuple[str, str]:
-    with cut(party, "small", [50, 50]) as (model, _):
+def with_hook(rank_group: RankGroup) -> tuple[str, str]:
+    with cut(rank_group, "small", [50, 50]) as (model, _):
         optimizer = SGD(model.parameters(), lr=0.1)
         hook = next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
         found = immovable(model, optimizer)
@@ -195,8 +195,8 @@ class Odd(SGD):
         return done
 
 
-def with_odd(party: Party) -> str:
-    with cut(party, "small", [50, 50]) as (model, _):
+def with_odd(rank_group: RankGroup) -> str:
+    with cut(rank_group, "small", [50, 50]) as (model, _):
         optimizer = Odd(model.parameters(), lr=0.1)
         assert not immovable(model, optimizer)
         for parameter in model.parameters():

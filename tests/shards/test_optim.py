@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from evenly._errors import NonFiniteError, SpecError
-from evenly.comm import Alarm, Party, Wire, open_group
-from evenly.shards.clipping import clip_grad_norm_
-from evenly.shards.optim import Adafactor, Lamb, state_placement
-from evenly.shards.placement import Placement, place, placement_of
+from evenly.comm import FailureMonitor, RankGroup, ShardGroup, open_group
+from evenly.errors import NonFiniteError, SpecError
+from evenly.shards.optim.clipping import clip_grad_norm_
+from evenly.shards.optim.optimizers import Adafactor, Lamb, state_placement
+from evenly.shards.parts.local_shards import LocalShard, local_shard_of, place
 from tests.ranks import RankError, run_ranks
 
 Build = Callable[..., Optimizer]
@@ -52,15 +52,19 @@ def deal(size: int, ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 @contextmanager
-def wired(party: Party, name: str = "w") -> Iterator[Wire]:
-    wire = Wire(open_group(party, name, range(party.size), backend="gloo", timeout_s=20), Alarm(party), timeout_s=20)
+def wired(rank_group: RankGroup, name: str = "w") -> Iterator[ShardGroup]:
+    shard_group = ShardGroup(
+        open_group(rank_group, name, range(rank_group.size), backend="gloo", timeout_s=20),
+        FailureMonitor(rank_group),
+        timeout_s=20,
+    )
     try:
-        yield wire
+        yield shard_group
     except BaseException as error:
-        wire.alarm.ring(error)
+        shard_group.monitor.report(error)
         raise
     finally:
-        wire.close()
+        shard_group.close()
 
 
 def full_network(dtype: torch.dtype = torch.float64) -> Network:
@@ -78,14 +82,14 @@ def gradients(step: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.
     return {**drawn, "never": None, **({"late": None} if step < 2 else {})}
 
 
-def cut_network(*wires: Wire, dtype: torch.dtype = torch.float64) -> Network:
+def cut_network(*shard_groups: ShardGroup, dtype: torch.dtype = torch.float64) -> Network:
     """Returns this rank's parts of the full network, dealt to the wires in turn."""
     network: Network = {}
     for number, (name, full) in enumerate(full_network(dtype).items()):
-        dim, wire = NETWORK[name][1], wires[number % len(wires)]
-        placement = Placement(name, full.shape, wire)
+        dim, shard_group = NETWORK[name][1], shard_groups[number % len(shard_groups)]
+        placement = LocalShard(name, full.shape, shard_group)
         if isinstance(dim, int):
-            placement = Placement(name, full.shape, wire, dim, deal(full.shape[dim], wire.size))
+            placement = LocalShard(name, full.shape, shard_group, dim, deal(full.shape[dim], shard_group.size))
         network[name] = torch.nn.Parameter(placement.part(full))
         if dim != UNPLACED:
             place(network[name], placement)
@@ -94,14 +98,14 @@ def cut_network(*wires: Wire, dtype: torch.dtype = torch.float64) -> Network:
 
 def give(network: Network, grads: dict[str, torch.Tensor | None]) -> None:
     for name, parameter in network.items():
-        grad, placement = grads[name], placement_of(parameter)
+        grad, placement = grads[name], local_shard_of(parameter)
         if grad is not None:
             grad = grad.clone() if placement is None else placement.part(grad)
         parameter.grad = grad
 
 
 def whole(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    placement = placement_of(parameter)
+    placement = local_shard_of(parameter)
     return value.detach().clone() if placement is None else placement.full(value)
 
 
@@ -136,8 +140,8 @@ def alone(build: Build, options: Options, dtype: torch.dtype = torch.float64) ->
     return gathered(network, optimizer)
 
 
-def together(party: Party, build: Build, options: Options, num_wires: int = 1) -> Tensors:
-    with wired(party) as one, wired(party, "v") as other:
+def together(rank_group: RankGroup, build: Build, options: Options, num_wires: int = 1) -> Tensors:
+    with wired(rank_group) as one, wired(rank_group, "v") as other:
         network = cut_network(*(one, other)[:num_wires])
         optimizer = build(network.values(), **options)
         train(network, optimizer)
@@ -171,9 +175,9 @@ def test_adafactor_on_plain_parameters_is_torchs_to_the_last_bit(dtype: torch.dt
 
 
 def test_adafactor_on_parts_in_bfloat16_is_near_the_whole() -> None:
-    def act(party: Party) -> Tensors:
-        with wired(party) as wire:
-            parts = cut_network(wire, dtype=torch.bfloat16)
+    def act(rank_group: RankGroup) -> Tensors:
+        with wired(rank_group) as shard_group:
+            parts = cut_network(shard_group, dtype=torch.bfloat16)
             optimizer = Adafactor(parts.values(), lr=0.1)
             train(parts, optimizer)
             return gathered(parts, optimizer)
@@ -250,9 +254,9 @@ def test_a_closure_is_called_with_autograd_and_its_loss_returned(build: Build) -
 
 @pytest.mark.parametrize("build", [Adafactor, Lamb])
 def test_a_step_goes_on_from_a_saved_state(build: Build) -> None:
-    def act(party: Party) -> tuple[Tensors, Tensors]:
-        with wired(party) as wire:
-            straight, broken = cut_network(wire), cut_network(wire)
+    def act(rank_group: RankGroup) -> tuple[Tensors, Tensors]:
+        with wired(rank_group) as shard_group:
+            straight, broken = cut_network(shard_group), cut_network(shard_group)
             first, second = build(straight.values(), lr=0.1), build(broken.values(), lr=0.1)
             train(straight, first), train(broken, second)
             resumed = build(broken.values(), lr=0.5)
@@ -265,26 +269,26 @@ def test_a_step_goes_on_from_a_saved_state(build: Build) -> None:
 
 
 def test_a_step_or_a_clipping_sends_few_messages() -> None:
-    def act(party: Party) -> list[int]:
+    def act(rank_group: RankGroup) -> list[int]:
         counts = []
-        with wired(party) as wire:
-            network = cut_network(wire)
+        with wired(rank_group) as shard_group:
+            network = cut_network(shard_group)
             factored, lamb = Adafactor(network.values()), Lamb(network.values())
             give(network, gradients(3))
             for deed in (factored.step, lamb.step, lambda: clip_grad_norm_(network.values(), 1.0)):
-                wire.traffic.clear()
+                shard_group.traffic.clear()
                 deed()
-                counts.append(wire.traffic.messages)
+                counts.append(shard_group.traffic.messages)
             give(network, dict.fromkeys(NETWORK))
-            wire.traffic.clear()
+            shard_group.traffic.clear()
             factored.step(), lamb.step(), clip_grad_norm_(network.values(), 1.0)
-            return [*counts, wire.traffic.messages]
+            return [*counts, shard_group.traffic.messages]
 
     assert run_ranks(2, act) == [[2, 1, 1, 0]] * 2
 
 
-def clipped(party: Party, max_norm: float, p: float, num_wires: int) -> tuple[torch.Tensor, Tensors]:
-    with wired(party) as one, wired(party, "v") as other:
+def clipped(rank_group: RankGroup, max_norm: float, p: float, num_wires: int) -> tuple[torch.Tensor, Tensors]:
+    with wired(rank_group) as one, wired(rank_group, "v") as other:
         network = cut_network(*(one, other)[:num_wires])
         give(network, gradients(0))
         norm = clip_grad_norm_(iter(network.values()), max_norm, p)
@@ -315,9 +319,9 @@ def test_parameters_may_lie_on_two_wires(build: Build) -> None:
 @pytest.mark.parametrize("p", [2.0, math.inf])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_is_seen_by_all(p: float, bad: float) -> None:
-    def act(party: Party, strict: bool) -> float:
-        with wired(party) as wire:
-            network = cut_network(wire)
+    def act(rank_group: RankGroup, strict: bool) -> float:
+        with wired(rank_group) as shard_group:
+            network = cut_network(shard_group)
             grads = gradients(0)
             assert grads["rows"] is not None
             grads["rows"][0, 0] = bad
@@ -345,9 +349,9 @@ def test_clipping_without_cut_parameters_is_torchs() -> None:
 
 
 def test_a_norm_that_parts_cannot_give_is_refused() -> None:
-    def act(party: Party) -> None:
-        with wired(party) as wire:
-            network = cut_network(wire)
+    def act(rank_group: RankGroup) -> None:
+        with wired(rank_group) as shard_group:
+            network = cut_network(shard_group)
             give(network, gradients(0))
             with pytest.raises(SpecError, match="norm_type=0"):
                 clip_grad_norm_(network.values(), 1.0, 0.0)
@@ -359,9 +363,9 @@ def test_clipping_keeps_the_gradients_precision() -> None:
     drawn = gradients(0, torch.float16)
     grads = {name: None if grad is None else grad * 100 for name, grad in drawn.items()}
 
-    def act(party: Party) -> tuple[torch.dtype, float]:
-        with wired(party) as wire:
-            network = cut_network(wire, dtype=torch.float16)
+    def act(rank_group: RankGroup) -> tuple[torch.dtype, float]:
+        with wired(rank_group) as shard_group:
+            network = cut_network(shard_group, dtype=torch.float16)
             give(network, grads)
             norm = clip_grad_norm_(network.values(), 1.0)
         return norm.dtype, norm.item()
@@ -372,9 +376,9 @@ def test_clipping_keeps_the_gradients_precision() -> None:
 
 
 def test_a_state_entry_lies_as_its_parameter_or_without_the_dim_it_lost() -> None:
-    def act(party: Party) -> None:
-        with wired(party) as wire:
-            network = cut_network(wire)
+    def act(rank_group: RankGroup) -> None:
+        with wired(rank_group) as shard_group:
+            network = cut_network(shard_group)
             optimizer = Adafactor(network.values())
             train(network, optimizer)
 
@@ -393,7 +397,7 @@ def test_a_state_entry_lies_as_its_parameter_or_without_the_dim_it_lost() -> Non
             train(network, adam)
             for name, parameter in network.items():
                 for key, value in adam.state[parameter].items():
-                    truth = None if key == "step" else placement_of(parameter)
+                    truth = None if key == "step" else local_shard_of(parameter)
                     assert state_placement(adam, parameter, key, value) is truth, (name, key)
             assert state_placement(adam, network["rows"], "note", 3) is None
 

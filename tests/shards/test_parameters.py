@@ -11,9 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.nn.utils import prune
 
-from evenly._errors import EvenlyError, SpecError
-from evenly.comm import Party
-from evenly.shards import full_state_dict, placement_of, shard_model
+from evenly.comm import RankGroup
+from evenly.errors import EvenlyError, SpecError
+from evenly.shards import full_state_dict, local_shard_of, shard_model
 from tests.ranks import run_ranks
 from tests.shards.compare import compare as compare_shards
 
@@ -59,9 +59,9 @@ def train(model: nn.Module, act: Act) -> tuple[dict[str, torch.Tensor], list[Any
     return dict(state), told
 
 
-def cut_over(party: Party, shares: list[int]) -> nn.Module:
-    model = shard_model(network(), DATA, party=party, shares=shares, timeout_s=20.0)
-    assert party.rank or placement_of(model.fc.weight).is_cut
+def cut_over(rank_group: RankGroup, shares: list[int]) -> nn.Module:
+    model = shard_model(network(), DATA, rank_group=rank_group, shares=shares, timeout_s=20.0)
+    assert rank_group.rank or local_shard_of(model.fc.weight).is_cut
     return model
 
 
@@ -69,8 +69,8 @@ def compare(act: Act, ours: Act | None = None) -> None:
     """Trains on one device, and with `ours` on two; asserts the same numbers."""
     truth, told = train(network(), act)
 
-    def on_rank(party: Party) -> tuple[dict[str, torch.Tensor], list[Any]]:
-        model = cut_over(party, [3, 1])
+    def on_rank(rank_group: RankGroup) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        model = cut_over(rank_group, [3, 1])
         try:
             return train(model, ours or act)
         finally:
@@ -149,8 +149,8 @@ REFUSED: dict[str, Act] = {
 def outcome(acts: Sequence[Act], shares: list[int]) -> list[list[str]]:
     """Returns for each rank how each was refused, up to the first that was not."""
 
-    def on_rank(party: Party) -> list[str]:
-        model = cut_over(party, shares)
+    def on_rank(rank_group: RankGroup) -> list[str]:
+        model = cut_over(rank_group, shares)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         told: list[str] = []
         try:
@@ -294,8 +294,10 @@ def test_a_penalty_inside_forward_is_that_of_the_whole_network() -> None:
 
 @pytest.mark.parametrize("add", [lambda x, w: x * w, torch.add, lambda x, w: x.copy_(w)], ids=["*", "add", "copy_"])
 def test_a_part_is_not_repeated_to_fit_a_whole_tensor(add: Any) -> None:
-    def on_rank(party: Party) -> None:
-        model = shard_model(nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 3)).double(), DATA, party=party, shares=[1, 1])
+    def on_rank(rank_group: RankGroup) -> None:
+        model = shard_model(
+            nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 3)).double(), DATA, rank_group=rank_group, shares=[1, 1]
+        )
         bias = model.get_parameter("0.bias")
         assert bias.shape == (1,)
         with pytest.raises(SpecError, match=r"\[5, 2\] and \[1\].*'0.bias'"), torch.no_grad():
@@ -306,8 +308,8 @@ def test_a_part_is_not_repeated_to_fit_a_whole_tensor(add: Any) -> None:
 
 
 def test_an_error_in_a_step_leaves_parameters_guarded_at_the_next_call() -> None:
-    def on_rank(party: Party) -> None:
-        model = cut_over(party, [3, 1])
+    def on_rank(rank_group: RankGroup) -> None:
+        model = cut_over(rank_group, [3, 1])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def closure() -> float:

@@ -9,23 +9,23 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from evenly._errors import SpecError
 from evenly._torch.optimizers import step_hooks_of_all
-from evenly.comm import Alarm, Party, Wire, open_group
-from evenly.shards import probe, trials
-from evenly.shards.optim import Adafactor, Lamb
-from evenly.shards.placement import Placement, place
-from evenly.shards.probe import check_elementwise, watch_optimizers
+from evenly.comm import FailureMonitor, RankGroup, ShardGroup, open_group
+from evenly.errors import SpecError
+from evenly.shards.optim import probe, trial_steps
+from evenly.shards.optim.optimizers import Adafactor, Lamb
+from evenly.shards.optim.probe import check_elementwise, watch_optimizers
+from evenly.shards.parts.local_shards import LocalShard, place
 
 KINDS = [((6,), 0), ((6, 4), 0), ((6, 4), 1), ((6, 4, 3, 3), 0), ((6, 4, 3, 3), 1)]
 
 
 @pytest.fixture
-def wire() -> Iterator[Wire]:
-    party = Party(0, 1, dist.HashStore())
-    wire = Wire(open_group(party, "w", [0], backend="gloo", timeout_s=20), Alarm(party))
-    yield wire
-    wire.close()
+def shard_group() -> Iterator[ShardGroup]:
+    rank_group = RankGroup(0, 1, dist.HashStore())
+    shard_group = ShardGroup(open_group(rank_group, "w", [0], backend="gloo", timeout_s=20), FailureMonitor(rank_group))
+    yield shard_group
+    shard_group.close()
 
 
 @pytest.fixture
@@ -36,16 +36,16 @@ def watching() -> Iterator[None]:
     end()
 
 
-def cut(wire: Wire, shape: tuple[int, ...], dim: int | None) -> torch.nn.Parameter:
+def cut(shard_group: ShardGroup, shape: tuple[int, ...], dim: int | None) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(torch.ones(shape))
     segments = () if dim is None else (((0, shape[dim]),),)
-    place(parameter, Placement("w", parameter.shape, wire, dim, segments))
+    place(parameter, LocalShard("w", parameter.shape, shard_group, dim, segments))
     parameter.grad = torch.ones(shape)
     return parameter
 
 
-def cuts(wire: Wire, kinds: list[tuple[tuple[int, ...], int]] = KINDS) -> list[torch.nn.Parameter]:
-    return [cut(wire, shape, dim) for shape, dim in kinds]
+def cuts(shard_group: ShardGroup, kinds: list[tuple[tuple[int, ...], int]] = KINDS) -> list[torch.nn.Parameter]:
+    return [cut(shard_group, shape, dim) for shape, dim in kinds]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def cuts(wire: Wire, kinds: list[tuple[tuple[int, ...], int]] = KINDS) -> list[t
         ("Rprop", {"foreach": True}),
     ],
 )
-def test_elementwise_optimizers_pass(wire: Wire, name: str, options: dict[str, Any]) -> None:
-    check_elementwise(getattr(torch.optim, name)(cuts(wire), **options))
+def test_elementwise_optimizers_pass(shard_group: ShardGroup, name: str, options: dict[str, Any]) -> None:
+    check_elementwise(getattr(torch.optim, name)(cuts(shard_group), **options))
 
 
 @pytest.mark.parametrize(
@@ -98,44 +98,48 @@ def test_elementwise_optimizers_pass(wire: Wire, name: str, options: dict[str, A
     ],
 )
 def test_others_are_refused_with_the_reason(
-    wire: Wire, name: str, kinds: list[tuple[tuple[int, ...], int]], reason: str
+    shard_group: ShardGroup, name: str, kinds: list[tuple[tuple[int, ...], int]], reason: str
 ) -> None:
     if not hasattr(torch.optim, name):
         pytest.skip(f"This torch has no {name}.")
     with pytest.raises(SpecError, match=rf"torch\.optim\.\S*{name} was asked.*{reason}.*AdamW.*evenly\.shards\.Lamb"):
-        check_elementwise(getattr(torch.optim, name)(cuts(wire, kinds)))
+        check_elementwise(getattr(torch.optim, name)(cuts(shard_group, kinds)))
 
 
 @pytest.mark.parametrize("build", [Adafactor, Lamb])
-def test_our_own_pass(wire: Wire, build: Callable[..., Optimizer]) -> None:
-    check_elementwise(build(cuts(wire)))
+def test_our_own_pass(shard_group: ShardGroup, build: Callable[..., Optimizer]) -> None:
+    check_elementwise(build(cuts(shard_group)))
 
 
-def test_a_plain_lamb_would_not_pass(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (probe, trials):
+def test_a_plain_lamb_would_not_pass(shard_group: ShardGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (probe, trial_steps):
         monkeypatch.setattr(module, "EXACT", ())
     for build in (Adafactor, Lamb):
         with pytest.raises(SpecError, match="not elementwise"):
-            check_elementwise(build(cuts(wire)))
+            check_elementwise(build(cuts(shard_group)))
 
 
-def test_whole_parameters_let_any_optimizer_pass(wire: Wire) -> None:
-    plain, replicated = torch.nn.Parameter(torch.ones(6, 4)), cut(wire, (6, 4), None)
+def test_whole_parameters_let_any_optimizer_pass(shard_group: ShardGroup) -> None:
+    plain, replicated = torch.nn.Parameter(torch.ones(6, 4)), cut(shard_group, (6, 4), None)
     check_elementwise(torch.optim.Adafactor([plain, replicated]))
     check_elementwise(torch.optim.LBFGS([plain, replicated]))
 
 
 @pytest.mark.parametrize("name", ["AdaFactor", "Lamb", "LARS", "SOAP", "Prodigy", "DAdaptAdaGrad", "SWATS"])
-def test_optimizers_of_the_library_pytorch_optimizer_that_see_norms_are_refused(wire: Wire, name: str) -> None:
+def test_optimizers_of_the_library_pytorch_optimizer_that_see_norms_are_refused(
+    shard_group: ShardGroup, name: str
+) -> None:
     library = pytest.importorskip("pytorch_optimizer")
     with pytest.raises(SpecError, match=f"{name} was asked"):
-        check_elementwise(getattr(library, name)(cuts(wire, [((6, 4), 0)])))
+        check_elementwise(getattr(library, name)(cuts(shard_group, [((6, 4), 0)])))
 
 
 @pytest.mark.parametrize("name", ["Lion", "AdaBelief", "Yogi", "Adan", "RAdam", "AggMo"])
-def test_optimizers_of_the_library_pytorch_optimizer_that_are_elementwise_pass(wire: Wire, name: str) -> None:
+def test_optimizers_of_the_library_pytorch_optimizer_that_are_elementwise_pass(
+    shard_group: ShardGroup, name: str
+) -> None:
     library = pytest.importorskip("pytorch_optimizer")
-    optimizer = getattr(library, name)(cuts(wire, KINDS[1:3]))
+    optimizer = getattr(library, name)(cuts(shard_group, KINDS[1:3]))
     check_elementwise(optimizer)
     optimizer.step()
     probe._reasons.clear()
@@ -158,19 +162,19 @@ class Centered(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_counts_is_the_dim_that_is_cut(wire: Wire) -> None:
-    check_elementwise(Centered(cuts(wire, [((6, 4), 0), ((6, 4, 3, 3), 0), ((6,), 0)])))
+def test_what_counts_is_the_dim_that_is_cut(shard_group: ShardGroup) -> None:
+    check_elementwise(Centered(cuts(shard_group, [((6, 4), 0), ((6, 4, 3, 3), 0), ((6,), 0)])))
     with pytest.raises(SpecError, match="along dim 1"):
-        check_elementwise(Centered(cuts(wire, [((6, 4), 1)])))
+        check_elementwise(Centered(cuts(shard_group, [((6, 4), 1)])))
 
 
-def test_an_argument_kept_as_an_attribute_counts(wire: Wire) -> None:
+def test_an_argument_kept_as_an_attribute_counts(shard_group: ShardGroup) -> None:
     with pytest.raises(SpecError, match="Centered"):
-        check_elementwise(Centered(cuts(wire, [((6, 4), 1)]), every=7))
-    check_elementwise(Centered(cuts(wire, [((6, 4), 1)]), every=10**9))
+        check_elementwise(Centered(cuts(shard_group, [((6, 4), 1)]), every=7))
+    check_elementwise(Centered(cuts(shard_group, [((6, 4), 1)]), every=10**9))
 
 
-def test_a_group_with_options_of_its_own_is_tried_with_them(wire: Wire) -> None:
+def test_a_group_with_options_of_its_own_is_tried_with_them(shard_group: ShardGroup) -> None:
     class Sometimes(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
@@ -179,40 +183,40 @@ def test_a_group_with_options_of_its_own_is_tried_with_them(wire: Wire) -> None:
                         parameter.grad /= parameter.grad.norm()
             return super().step(closure)
 
-    first, second = cuts(wire, KINDS[:2])
+    first, second = cuts(shard_group, KINDS[:2])
     check_elementwise(Sometimes([{"params": [first]}, {"params": [second], "lr": 0.3}], lr=0.1))
     with pytest.raises(SpecError, match="Sometimes"):
         check_elementwise(Sometimes([{"params": [first]}, {"params": [second], "normed": True}], lr=0.1))
 
 
-def test_named_parameters_and_schedules_do_not_disturb(wire: Wire) -> None:
-    named = [(f"w{number}", parameter) for number, parameter in enumerate(cuts(wire))]
+def test_named_parameters_and_schedules_do_not_disturb(shard_group: ShardGroup) -> None:
+    named = [(f"w{number}", parameter) for number, parameter in enumerate(cuts(shard_group))]
     optimizer = torch.optim.AdamW(named, lr=0.1)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     check_elementwise(optimizer)
 
 
-def test_an_optimizer_that_cannot_be_copied_is_refused(wire: Wire) -> None:
+def test_an_optimizer_that_cannot_be_copied_is_refused(shard_group: ShardGroup) -> None:
     class Needy(torch.optim.SGD):
         def __init__(self, params: Any, secret: object) -> None:
             super().__init__(params, 0.1)
             self.kept = [secret]
 
-    check_elementwise(Needy(cuts(wire), object()))
+    check_elementwise(Needy(cuts(shard_group), object()))
     with pytest.raises(SpecError, match=r"Needy.*it holds a lock, which cannot be copied"):
-        check_elementwise(Needy(cuts(wire), threading.Lock()))
+        check_elementwise(Needy(cuts(shard_group), threading.Lock()))
 
 
-def test_an_optimizer_that_does_not_move_is_refused(wire: Wire) -> None:
+def test_an_optimizer_that_does_not_move_is_refused(shard_group: ShardGroup) -> None:
     class Lazy(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             return
 
     with pytest.raises(SpecError, match="does not move"):
-        check_elementwise(Lazy(cuts(wire), lr=0.1))
+        check_elementwise(Lazy(cuts(shard_group), lr=0.1))
 
 
-def test_an_optimizer_that_remembers_what_it_does_not_show_is_refused(wire: Wire) -> None:
+def test_an_optimizer_that_remembers_what_it_does_not_show_is_refused(shard_group: ShardGroup) -> None:
     class Mindful(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             for parameter in self.param_groups[0]["params"]:
@@ -220,24 +224,24 @@ def test_an_optimizer_that_remembers_what_it_does_not_show_is_refused(wire: Wire
             return super().step(closure)
 
     with pytest.raises(SpecError, match="secret is a object"):
-        check_elementwise(Mindful(cuts(wire), lr=0.1))
+        check_elementwise(Mindful(cuts(shard_group), lr=0.1))
 
 
-def test_a_class_is_tried_once_for_its_options(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_is_tried_once_for_its_options(shard_group: ShardGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
     original = probe._try
     monkeypatch.setattr(probe, "_reasons", {})
     monkeypatch.setattr(probe, "_try", lambda *given: (tried.append(given), original(*given))[1])
     for _ in range(3):
-        check_elementwise(torch.optim.SGD(cuts(wire, KINDS[:2]), lr=0.1))
+        check_elementwise(torch.optim.SGD(cuts(shard_group, KINDS[:2]), lr=0.1))
     assert len(tried) == 1
-    check_elementwise(torch.optim.SGD(cuts(wire, KINDS[:2]), lr=0.2, momentum=0.9))
+    check_elementwise(torch.optim.SGD(cuts(shard_group, KINDS[:2]), lr=0.2, momentum=0.9))
     assert len(tried) == 2
 
 
 @pytest.mark.usefixtures("watching")
-def test_a_watched_optimizer_is_refused_at_its_first_step_and_nothing_is_changed(wire: Wire) -> None:
-    parameter = cut(wire, (6, 4), 0)
+def test_a_watched_optimizer_is_refused_at_its_first_step_and_nothing_is_changed(shard_group: ShardGroup) -> None:
+    parameter = cut(shard_group, (6, 4), 0)
     optimizer = torch.optim.Adafactor([parameter])
     for _ in range(2):
         with pytest.raises(SpecError, match="Adafactor"):
@@ -249,7 +253,9 @@ def test_a_watched_optimizer_is_refused_at_its_first_step_and_nothing_is_changed
 
 
 @pytest.mark.usefixtures("watching")
-def test_watching_looks_once_and_again_when_a_group_is_added(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_looks_once_and_again_when_a_group_is_added(
+    shard_group: ShardGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Optimizer] = []
     monkeypatch.setattr(probe, "check_elementwise", lambda optimizer, *_: seen.append(optimizer))
     plain = torch.nn.Parameter(torch.ones(3))
@@ -258,7 +264,7 @@ def test_watching_looks_once_and_again_when_a_group_is_added(wire: Wire, monkeyp
     optimizer.step(), optimizer.step()
     assert seen == [optimizer]
     monkeypatch.undo()
-    optimizer.add_param_group({"params": [cut(wire, (6, 4), 0)]})
+    optimizer.add_param_group({"params": [cut(shard_group, (6, 4), 0)]})
     with pytest.raises(SpecError, match="Adafactor"):
         optimizer.step()
 

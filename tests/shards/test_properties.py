@@ -13,10 +13,10 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from evenly.comm import Party
+from evenly.comm import RankGroup
 from evenly.graph import Traced, follow
-from evenly.planner import Rates, lay_out
-from evenly.planner.search import Search
+from evenly.layouts import TransferCosts, lay_out
+from evenly.layouts.search import Search
 from evenly.shards import join_shards
 from evenly.spec.layout import Layout
 from tests.ranks import run_ranks
@@ -27,7 +27,7 @@ ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-2)  # with a small eps, roundin
 SHARE = st.sampled_from([1, 1, 2, 5, 70, 25, 0.3, 3.7, 0.01, 1e-3])
 SHARES = st.lists(SHARE, min_size=2, max_size=4)
 RATES = st.builds(
-    Rates,
+    TransferCosts,
     flops_per_byte=st.sampled_from([0.0, 1e-3, 1.0, 100.0, 1e5]),
     flops_per_message=st.sampled_from([0.0, 1.0, 2e4, 1e9]),
 )
@@ -55,7 +55,7 @@ def check(one: Sample, shares: list[float], **settings: Any) -> None:
 @settings(max_examples=8)
 @given(SEEDS, BLOCKS, SHARES, RATES, st.sampled_from([SGD, ADAM]), st.booleans())
 def test_any_network_trains_as_on_one_device(
-    lot: int, seed: int, blocks: int, shares: list[float], rates: Rates, optimizer: Any, cut_batch: bool
+    lot: int, seed: int, blocks: int, shares: list[float], rates: TransferCosts, optimizer: Any, cut_batch: bool
 ) -> None:
     check(sample(seed + lot * 10**9, blocks), shares, rates=rates, optimizer=optimizer, cut_batch=cut_batch)
 
@@ -86,7 +86,7 @@ def test_layers_may_have_shares_of_their_own_and_ranks_none(
     names = sorted({layer.where for layer in graph.layers if layer.kind == "mixing" and layer.where})
     own = [data.draw(st.sampled_from([0, 1, 3])) if share else 0 for share in shares]
     layers = {data.draw(st.sampled_from(names)): own} if names and any(own) else None
-    check(one, shares, layer_shares=layers, rates=Rates(1.0, 1.0))
+    check(one, shares, layer_shares=layers, rates=TransferCosts(1.0, 1.0))
 
 
 class Dropping(nn.Module):
@@ -107,9 +107,9 @@ class Dropping(nn.Module):
         return nn.functional.dropout(self.head(x), 0.5, training=self.training)
 
 
-def dropped(party: Party, traced: Traced, layout: Layout, example: Tensor) -> list[Tensor]:
+def dropped(rank_group: RankGroup, traced: Traced, layout: Layout, example: Tensor) -> list[Tensor]:
     """Returns what two steps and an evaluation give."""
-    model = join_shards(traced, layout, party=party, timeout_s=30)
+    model = join_shards(traced, layout, rank_group=rank_group, timeout_s=30)
     outputs = []
     try:
         for _ in range(2):
@@ -131,7 +131,7 @@ def dropped_alone() -> tuple[Traced, Tensor, list[Tensor]]:
 
 @settings(max_examples=5)
 @given(SHARES, RATES)
-def test_dropout_does_not_depend_on_the_shares(shares: list[float], rates: Rates) -> None:
+def test_dropout_does_not_depend_on_the_shares(shares: list[float], rates: TransferCosts) -> None:
     torch.manual_seed(0)  # from which the seed of dropout is taken too
     traced, example, alone = dropped_alone()
     assert not torch.allclose(alone[0], alone[1])

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
-from evenly._errors import MismatchError, PeerError, SpecError
-from evenly.comm import Party
+from evenly.comm import RankGroup
+from evenly.errors import MismatchError, PeerError, SpecError
 from evenly.graph import follow
-from evenly.planner import lay_out
+from evenly.layouts import lay_out
 from evenly.shards import Sharded, full_state_dict, join_shards
-from evenly.shards.rank_check import EVERY
+from evenly.shards.run.rank_check import EVERY
 from tests.ranks import RankError, run_ranks
 
 LOCK = threading.Lock()  # ranks are threads: torch's generator is one for all, and fx patches modules while it traces
@@ -30,26 +30,26 @@ def build() -> nn.Module:
 
 
 @contextmanager
-def cut(party: Party) -> Iterator[tuple[nn.Module, Sharded]]:
+def cut(rank_group: RankGroup) -> Iterator[tuple[nn.Module, Sharded]]:
     with LOCK:
         model = build()
         traced = follow(model, X)
-    sharded = join_shards(traced, lay_out(traced.graph, [60, 40]), party=party, timeout_s=20)
+    sharded = join_shards(traced, lay_out(traced.graph, [60, 40]), rank_group=rank_group, timeout_s=20)
     try:
         yield model, sharded
     finally:
         sharded.close()
 
 
-def train(party: Party, disturb: Callable[..., Any], passes: int) -> None:
-    with cut(party) as (_, model):
-        take_steps(model, disturb, passes, rank=party.rank)
+def train(rank_group: RankGroup, disturb: Callable[..., Any], passes: int) -> None:
+    with cut(rank_group) as (_, model):
+        take_steps(model, disturb, passes, rank=rank_group.rank)
 
 
-def trained(party: Party, disturb: Callable[..., Any], passes: int) -> dict[str, torch.Tensor]:
+def trained(rank_group: RankGroup, disturb: Callable[..., Any], passes: int) -> dict[str, torch.Tensor]:
     """Returns the weights of the whole network after training."""
-    with cut(party) as (_, model):
-        take_steps(model, disturb, passes, rank=party.rank)
+    with cut(rank_group) as (_, model):
+        take_steps(model, disturb, passes, rank=rank_group.rank)
         return full_state_dict(model)["model"]
 
 
@@ -109,13 +109,13 @@ def test_ranks_that_do_not_do_the_same_are_told(disturb: Callable[..., Any], wor
 
 
 def test_a_late_difference_shows_when_the_state_is_collected() -> None:
-    def act(party: Party) -> None:
-        with cut(party) as (_, model):
+    def act(rank_group: RankGroup) -> None:
+        with cut(rank_group) as (_, model):
             optimizer = SGD(model.parameters(), lr=0.1)
             for step in range(6):
                 optimizer.zero_grad()
                 cross_entropy(model(X), LABELS).backward()
-                if party.rank == 0 or step < 5:
+                if rank_group.rank == 0 or step < 5:
                     optimizer.step()
             full_state_dict(model)
 
@@ -145,8 +145,8 @@ def test_nan_on_all_ranks_is_no_difference() -> None:
 
 
 def test_an_optimizer_of_the_uncut_network_is_refused() -> None:
-    def act(party: Party) -> None:
-        with cut(party) as (plain, model):
+    def act(rank_group: RankGroup) -> None:
+        with cut(rank_group) as (plain, model):
             optimizer = SGD(plain.parameters(), lr=0.1)
             cross_entropy(model(X), LABELS).backward()
             with pytest.raises(SpecError, match=r"before evenly.shard cut it.*Make the optimizer after evenly.shard"):
@@ -158,8 +158,8 @@ def test_an_optimizer_of_the_uncut_network_is_refused() -> None:
 
 
 def test_calling_the_uncut_network_is_refused_at_the_step() -> None:
-    def act(party: Party) -> None:
-        with cut(party) as (plain, model):
+    def act(rank_group: RankGroup) -> None:
+        with cut(rank_group) as (plain, model):
             optimizer = SGD(model.parameters(), lr=0.1)
             cross_entropy(plain(X), LABELS).backward()
             with pytest.raises(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from evenly import MismatchError, SpecError, trace
-from evenly.comm import Party
+from evenly.comm import RankGroup
 from evenly.shards import full_state_dict, shard_model
 from tests.ranks import RankError, run_ranks
 from tests.shards.compare import compare
@@ -90,8 +90,8 @@ def test_a_module_that_switches_gradients_off_keeps_doing_so() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), Quiet(), nn.Linear(6, 4)).double()
 
-    def act(party: Party) -> list[bool]:
-        sharded = shard_model(model, X, party=party, shares=[2, 1])
+    def act(rank_group: RankGroup) -> list[bool]:
+        sharded = shard_model(model, X, rank_group=rank_group, shares=[2, 1])
         sharded(X).sum().backward()
         sharded.close()
         return [parameter.grad is None for parameter in sharded.parameters()]
@@ -205,27 +205,27 @@ def test_a_decoder_attends_to_what_was_encoded() -> None:
 
 @pytest.mark.parametrize("shares", [{0: 2, 1: 1}, {2, 1}, "21", b"21", [10**400, 1], 3])
 def test_shares_are_a_list_of_numbers(shares) -> None:
-    def act(party: Party) -> None:
+    def act(rank_group: RankGroup) -> None:
         with pytest.raises(SpecError, match="list of numbers"):
-            shard_model(nn.Linear(4, 4), torch.ones(2, 4), party=party, shares=shares)
+            shard_model(nn.Linear(4, 4), torch.ones(2, 4), rank_group=rank_group, shares=shares)
 
     run_ranks(2, act)
 
 
-def parted(party: Party, act) -> None:
+def parted(rank_group: RankGroup, act) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-    sharded = shard_model(model, torch.ones(2, 4), party=party, shares=[2, 1], timeout_s=20)
+    sharded = shard_model(model, torch.ones(2, 4), rank_group=rank_group, shares=[2, 1], timeout_s=20)
     try:
-        act(party, sharded)
+        act(rank_group, sharded)
     finally:
         sharded.close()
 
 
 @pytest.mark.parametrize("sizes", [(4, 5), (0, 2)])
 def test_batches_of_unequal_size_are_named(sizes) -> None:
-    def act(party: Party, sharded: nn.Module) -> None:
+    def act(rank_group: RankGroup, sharded: nn.Module) -> None:
         sharded(torch.ones(3, 4))
-        sharded(torch.ones(sizes[party.rank], 4))
+        sharded(torch.ones(sizes[rank_group.rank], 4))
 
     with pytest.raises(RankError) as caught:
         run_ranks(2, parted, act)
@@ -233,9 +233,9 @@ def test_batches_of_unequal_size_are_named(sizes) -> None:
 
 
 def test_one_rank_with_another_size_than_before_is_named() -> None:
-    def act(party: Party, sharded: nn.Module) -> None:
+    def act(rank_group: RankGroup, sharded: nn.Module) -> None:
         sharded(torch.ones(3, 4))
-        sharded(torch.ones(3 + party.rank, 4))
+        sharded(torch.ones(3 + rank_group.rank, 4))
 
     with pytest.raises(RankError) as caught:
         run_ranks(2, parted, act)
@@ -243,8 +243,8 @@ def test_one_rank_with_another_size_than_before_is_named() -> None:
 
 
 def test_other_data_on_a_rank_is_named() -> None:
-    def act(party: Party, sharded: nn.Module) -> None:
-        sharded(torch.randn(3, 4, generator=torch.Generator().manual_seed(party.rank)))
+    def act(rank_group: RankGroup, sharded: nn.Module) -> None:
+        sharded(torch.randn(3, 4, generator=torch.Generator().manual_seed(rank_group.rank)))
 
     with pytest.raises(RankError) as caught:
         run_ranks(2, parted, act)
@@ -252,7 +252,7 @@ def test_other_data_on_a_rank_is_named() -> None:
 
 
 def test_after_an_error_or_the_end_it_says_so() -> None:
-    def act(party: Party, sharded: nn.Module) -> None:
+    def act(rank_group: RankGroup, sharded: nn.Module) -> None:
         with pytest.raises(SpecError, match="only the batch may differ"):
             sharded(torch.ones(2, 5))
         with pytest.raises(SpecError):
@@ -265,8 +265,8 @@ def test_after_an_error_or_the_end_it_says_so() -> None:
 
 
 def test_ddp_around_parts_is_refused() -> None:
-    def act(party: Party, sharded: nn.Module) -> None:
-        group = dist.ProcessGroupGloo(dist.PrefixStore("ddp", party.store.raw), party.rank, party.size)
+    def act(rank_group: RankGroup, sharded: nn.Module) -> None:
+        group = dist.ProcessGroupGloo(dist.PrefixStore("ddp", rank_group.store.raw), rank_group.rank, rank_group.size)
         with pytest.raises(SpecError, match=r"evenly\.synchronize"):
             nn.parallel.DistributedDataParallel(sharded, process_group=group)
 
@@ -286,8 +286,8 @@ class Named(NamedTuple):
 def test_outputs_keep_their_form() -> None:
     model = Net(lambda m, x: Named(m.first(x), {"more": [m.second(m.first(x)), x]})).double()
 
-    def act(party: Party) -> Named:
-        sharded = shard_model(model, X, party=party, shares=[2, 1])
+    def act(rank_group: RankGroup) -> Named:
+        sharded = shard_model(model, X, rank_group=rank_group, shares=[2, 1])
         out = sharded(X)
         sharded.close()
         return out
@@ -306,8 +306,8 @@ def test_a_convolution_without_a_batch_keeps_its_bias() -> None:
 
 
 def test_ranks_in_different_modes_are_named() -> None:
-    def act(party: Party, sharded: nn.Module) -> None:
-        sharded.train(party.rank == 0)
+    def act(rank_group: RankGroup, sharded: nn.Module) -> None:
+        sharded.train(rank_group.rank == 0)
         sharded(torch.ones(3, 4))
 
     with pytest.raises(RankError) as caught:

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from evenly.comm import Party
+from evenly.comm import RankGroup
 from evenly.shards import GradScaler, shard_model
 from tests.ranks import run_ranks
 
 
-def steps(party: Party) -> list[tuple[bool, float]]:
-    model = shard_model(nn.Linear(6, 4), torch.ones(2, 6), party=party, shares=[3, 1])
+def steps(rank_group: RankGroup) -> list[tuple[bool, float]]:
+    model = shard_model(nn.Linear(6, 4), torch.ones(2, 6), rank_group=rank_group, shares=[3, 1])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=100)
     told = []
@@ -17,7 +17,7 @@ def steps(party: Party) -> list[tuple[bool, float]]:
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(2, 6)).sum()).backward()
-        if number == 1 and party.rank == 1:  # on one rank only
+        if number == 1 and rank_group.rank == 1:  # on one rank only
             next(model.parameters()).grad[:] = float("inf")
         scaler.step(optimizer)
         scaler.update()

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
-from evenly._errors import CheckpointError, MismatchError
-from evenly.comm import Party
+from evenly.checkpoints import load_dcp, save_dcp
+from evenly.comm import RankGroup
+from evenly.errors import CheckpointError, MismatchError
 from evenly.graph import Traced, follow
-from evenly.planner import lay_out
-from evenly.session import load_dcp, save_dcp
+from evenly.layouts import lay_out
 from evenly.shards import Adafactor, Sharded, join_shards
-from evenly.shards.state import full_state_dict, load_full_state_dict
+from evenly.shards.state.full_state import full_state_dict, load_full_state_dict
 from evenly.spec.layout import Layout
 from tests.ranks import RankError, run_ranks
 from tests.zoo import ZOO
@@ -115,28 +115,30 @@ def followed(name: str) -> tuple[Traced, list[tuple[torch.Tensor, ...]]]:
 
 
 @contextmanager
-def cut(party: Party, name: str, shares: list[int]) -> Iterator[tuple[Sharded, list[tuple[torch.Tensor, ...]]]]:
+def cut(
+    rank_group: RankGroup, name: str, shares: list[int]
+) -> Iterator[tuple[Sharded, list[tuple[torch.Tensor, ...]]]]:
     with LOCK:  # fx patches modules while it traces
         traced, batches = followed(name)
         torch.manual_seed(7)
-    sharded = join_shards(traced, lay_out(traced.graph, shares), party=party, timeout_s=30)
+    sharded = join_shards(traced, lay_out(traced.graph, shares), rank_group=rank_group, timeout_s=30)
     try:
         yield sharded, batches
     finally:
         sharded.close()
 
 
-def begin(party: Party, name: str, build: Build, shares: list[int]) -> State:
+def begin(rank_group: RankGroup, name: str, build: Build, shares: list[int]) -> State:
     """Trains two steps and returns the full state."""
-    with cut(party, name, shares) as (model, batches):
+    with cut(rank_group, name, shares) as (model, batches):
         optimizer = build(model.parameters())
         train(model, optimizer, batches[:2])
         return full_state_dict(model, optimizer)
 
 
-def go_on(party: Party, name: str, build: Build, shares: list[int], state: State) -> State:
+def go_on(rank_group: RankGroup, name: str, build: Build, shares: list[int], state: State) -> State:
     """Trains two steps more and returns the full state."""
-    with cut(party, name, shares) as (model, batches):
+    with cut(rank_group, name, shares) as (model, batches):
         optimizer = build(model.parameters())
         held = {key: id(parameter) for key, parameter in model.named_parameters()}
         assert list(held) == [key for key, _ in draw(name)[0].named_parameters()]
@@ -197,8 +199,8 @@ def test_training_goes_on_in_another_split_and_in_plain_torch(name: str, build: 
 
 
 def test_dropout_masks_go_on_where_they_were() -> None:
-    def whole(party: Party) -> State:
-        with cut(party, "small_dropout", THREE) as (model, batches):
+    def whole(rank_group: RankGroup) -> State:
+        with cut(rank_group, "small_dropout", THREE) as (model, batches):
             optimizer = sgd(model.parameters())
             train(model, optimizer, batches)
             return full_state_dict(model, optimizer)
@@ -210,8 +212,8 @@ def test_dropout_masks_go_on_where_they_were() -> None:
 
 
 def test_rank_0_alone_can_have_the_state_and_tied_tensors_stay_one() -> None:
-    def act(party: Party) -> tuple[State, bool]:
-        with cut(party, "small", THREE) as (model, _):
+    def act(rank_group: RankGroup) -> tuple[State, bool]:
+        with cut(rank_group, "small", THREE) as (model, _):
             state = full_state_dict(model, everywhere=False, device="cpu")
             mine = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
             apart = all(id(tensor) not in mine for tensor in state.get("model", {}).values())
@@ -229,8 +231,8 @@ def test_rank_0_alone_can_have_the_state_and_tied_tensors_stay_one() -> None:
 
 
 def test_buffers_of_the_network_itself_that_are_not_saved_are_left_out() -> None:
-    def act(party: Party) -> list[str]:
-        with cut(party, "tail", TWO) as (model, _):
+    def act(rank_group: RankGroup) -> list[str]:
+        with cut(rank_group, "tail", TWO) as (model, _):
             load_full_state_dict(model, draw("tail")[0].state_dict())
             return list(full_state_dict(model)["model"])
 
@@ -238,8 +240,8 @@ def test_buffers_of_the_network_itself_that_are_not_saved_are_left_out() -> None
 
 
 def test_a_network_on_one_rank_gets_copies() -> None:
-    def act(party: Party) -> bool:
-        with cut(party, "small", [1]) as (model, _):
+    def act(rank_group: RankGroup) -> bool:
+        with cut(rank_group, "small", [1]) as (model, _):
             state = full_state_dict(model)["model"]
             held = {tensor.data_ptr() for tensor in model.state_dict().values()}
             return not any(tensor.data_ptr() in held for tensor in state.values())
@@ -250,8 +252,8 @@ def test_a_network_on_one_rank_gets_copies() -> None:
 def test_a_plain_state_dict_can_be_loaded_by_a_rank_without_a_share_too() -> None:
     weights = {key: value + 1 for key, value in draw("small")[0].state_dict().items()}
 
-    def act(party: Party) -> State:
-        with cut(party, "small", [2, 0, 1]) as (model, _):
+    def act(rank_group: RankGroup) -> State:
+        with cut(rank_group, "small", [2, 0, 1]) as (model, _):
             load_full_state_dict(model, weights)
             return full_state_dict(model)
 
@@ -278,8 +280,8 @@ def test_counts_of_steps_are_kept_in_either_form(build: Build) -> None:
     else:
         assert [group["step"] for group in state["param_groups"]] == [2]
 
-    def act(party: Party) -> Any:
-        with cut(party, "small", TWO) as (model, _):
+    def act(rank_group: RankGroup) -> Any:
+        with cut(rank_group, "small", TWO) as (model, _):
             optimizer = build(model.parameters())
             load_full_state_dict(model, {"model": draw("small")[0].state_dict(), "optimizer": state}, optimizer)
             held = [slot["step"].item() for slot in optimizer.state.values() if "step" in slot]
@@ -319,8 +321,8 @@ def test_a_state_that_does_not_fit_changes_nothing(
     saved = {key: pytree.tree_map(lambda x: x + 1 if isinstance(x, torch.Tensor) else x, saved[key]) for key in saved}
     wrong = change({**saved, "optimizer_class": "Adam"})
 
-    def act(party: Party) -> State:
-        with cut(party, "small", TWO) as (model, _):
+    def act(rank_group: RankGroup) -> State:
+        with cut(rank_group, "small", TWO) as (model, _):
             optimizer = build(model.parameters())
             with pytest.raises(CheckpointError, match=message):
                 load_full_state_dict(model, wrong, optimizer)
@@ -336,9 +338,9 @@ def test_optimizer_slots_of_another_shape_are_named() -> None:
     saved = alone("small", adam, stop=1)
     saved["optimizer"]["state"][1]["exp_avg"] = torch.ones(3, 3, 3, 3)
 
-    def act(party: Party) -> None:
+    def act(rank_group: RankGroup) -> None:
         message = r"Adam's 'exp_avg' of 'conv.weight' is \[3, 3, 3, 3\] there and \[12, 3, 3, 3\] here"
-        with cut(party, "small", TWO) as (model, _), pytest.raises(CheckpointError, match=message):
+        with cut(rank_group, "small", TWO) as (model, _), pytest.raises(CheckpointError, match=message):
             load_full_state_dict(model, saved, adam(model.parameters()))
 
     run_ranks(2, act)
@@ -348,8 +350,8 @@ def test_only_what_is_in_both_is_loaded_where_that_is_asked_for() -> None:
     truth = draw("small")[0].state_dict()
     some = {"norm.bias": truth["norm.bias"] + 1, "elsewhere": torch.ones(1)}
 
-    def act(party: Party) -> State:
-        with cut(party, "small", TWO) as (model, _):
+    def act(rank_group: RankGroup) -> State:
+        with cut(rank_group, "small", TWO) as (model, _):
             load_full_state_dict(model, some, strict=False)
             return full_state_dict(model)
 
@@ -357,11 +359,11 @@ def test_only_what_is_in_both_is_loaded_where_that_is_asked_for() -> None:
 
 
 def test_ranks_whose_optimizers_differ_are_told_so() -> None:
-    def act(party: Party) -> None:
-        with cut(party, "small", TWO) as (model, batches):
+    def act(rank_group: RankGroup) -> None:
+        with cut(rank_group, "small", TWO) as (model, batches):
             optimizer = adam(model.parameters())
             train(model, optimizer, batches[:1])
-            if party.rank == 1:
+            if rank_group.rank == 1:
                 optimizer.state.pop(model.scale)
             full_state_dict(model, optimizer)
 
@@ -372,8 +374,8 @@ def test_ranks_whose_optimizers_differ_are_told_so() -> None:
 
 
 def test_state_without_a_rule_is_refused_by_all_ranks() -> None:
-    def act(party: Party) -> None:
-        with cut(party, "small", TWO) as (model, batches):
+    def act(rank_group: RankGroup) -> None:
+        with cut(rank_group, "small", TWO) as (model, batches):
             optimizer = adam(model.parameters())
             train(model, optimizer, batches[:1])
             optimizer.state[model.conv.weight]["rows"] = torch.ones(3, 5)
@@ -383,15 +385,15 @@ def test_state_without_a_rule_is_refused_by_all_ranks() -> None:
         run_ranks(2, act)
 
 
-def save(party: Party, folder: Path, by: str, build: Build = adam) -> None:
-    with cut(party, "small", THREE) as (model, batches):
+def save(rank_group: RankGroup, folder: Path, by: str, build: Build = adam) -> None:
+    with cut(rank_group, "small", THREE) as (model, batches):
         optimizer = build(model.parameters())
         train(model, optimizer, batches[:2])
         save_dcp(folder, model, optimizer, by=by)
 
 
-def load(party: Party, folder: Path, build: Build = adam) -> State:
-    with cut(party, "small", TWO) as (model, batches):
+def load(rank_group: RankGroup, folder: Path, build: Build = adam) -> State:
+    with cut(rank_group, "small", TWO) as (model, batches):
         optimizer = build(model.parameters())
         load_dcp(folder, model, optimizer)
         train(model, optimizer, batches[2:])
@@ -434,8 +436,8 @@ def test_checkpoints_of_torch_are_read(tmp_path: Path, build: Build) -> None:
             agree(found, truth)
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "weights")
 
-    def act(party: Party) -> State:
-        with cut(party, "small", TWO) as (model, _):
+    def act(rank_group: RankGroup) -> State:
+        with cut(rank_group, "small", TWO) as (model, _):
             load_dcp(tmp_path / "weights", model)
             state = full_state_dict(model)
             return dict(state["model"])
@@ -455,8 +457,8 @@ def test_checkpoints_of_the_wrong_form_are_named(tmp_path: Path) -> None:
     assert all(isinstance(error, CheckpointError) for error in caught.value.errors)
     (tmp_path / "there" / "__0_0.distcp").unlink()
 
-    def act(party: Party) -> None:
-        with cut(party, "small", TWO) as (model, _):
+    def act(rank_group: RankGroup) -> None:
+        with cut(rank_group, "small", TWO) as (model, _):
             with pytest.raises(CheckpointError, match=r"was to read the checkpoint .*nowhere, but it could not"):
                 load_dcp(tmp_path / "nowhere", model)
             with pytest.raises(CheckpointError, match=r"was to read the checkpoint .*there, but it could not"):
@@ -498,8 +500,8 @@ def test_versions_of_modules_are_kept_and_given_back() -> None:
     torch.manual_seed(0)
     models = [nn.Sequential(Versioned(), nn.BatchNorm1d(4)), Versioned()]
 
-    def rank(party: Party, traced: Traced, layout: Layout) -> None:
-        cut = join_shards(traced, layout, party=party)
+    def rank(rank_group: RankGroup, traced: Traced, layout: Layout) -> None:
+        cut = join_shards(traced, layout, rank_group=rank_group)
         state = full_state_dict(cut)
         truth = traced.model.state_dict()
         assert list(state["model"]) == list(truth)

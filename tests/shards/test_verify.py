@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.optim import SGD, Adam
 
-from evenly._errors import MismatchError, SpecError
-from evenly.comm import MOVES, Party
+from evenly.comm import MOVES, RankGroup
+from evenly.errors import MismatchError, SpecError
 from evenly.graph import Traced, follow
-from evenly.planner import lay_out
-from evenly.shards import Adafactor, Sharded, join_shards, placement_of
-from evenly.shards.checking import Report, verify
+from evenly.layouts import lay_out
+from evenly.shards import Adafactor, Sharded, join_shards, local_shard_of
+from evenly.shards.verification.comparison import Report, verify
 from tests.ranks import RankError, run_ranks
 from tests.zoo import ZOO
 
@@ -87,24 +87,28 @@ def followed(name: str) -> tuple[Traced, Any]:
 
 
 @contextmanager
-def opened(party: Party, name: str = "small", shares: list[int] | None = None, **options: Any) -> Iterator[Made]:
+def opened(
+    rank_group: RankGroup, name: str = "small", shares: list[int] | None = None, **options: Any
+) -> Iterator[Made]:
     with LOCK:
         traced, example = followed(name)
         model = copy.deepcopy(traced.model)
-    layout = lay_out(traced.graph, shares or [70, 25, 5][: party.size], **options)
-    sharded = join_shards(traced, layout, party=party, timeout_s=30)
+    layout = lay_out(traced.graph, shares or [70, 25, 5][: rank_group.size], **options)
+    sharded = join_shards(traced, layout, rank_group=rank_group, timeout_s=30)
     try:
         yield model, sharded, example
     finally:
         sharded.close()
 
 
-def check(party: Party, change: Callable[..., None] | None = None, name: str = "small", **options: Any) -> Report:
+def check(
+    rank_group: RankGroup, change: Callable[..., None] | None = None, name: str = "small", **options: Any
+) -> Report:
     """Returns the report on a network that `change` has had its way with."""
-    with opened(party, name) as (model, sharded, example):
+    with opened(rank_group, name) as (model, sharded, example):
         if change is not None:
             with torch.no_grad():
-                change(sharded, party.rank)
+                change(sharded, rank_group.rank)
         return verify(model, sharded, example, **options)
 
 
@@ -142,8 +146,8 @@ def test_a_network_that_cannot_have_longer_numbers_is_compared_without() -> None
 
 
 def test_a_batch_that_is_cut_is_the_same() -> None:
-    def act(party: Party) -> Report:
-        with opened(party, "autoencoder1d", cut_batch=True) as (model, sharded, example):
+    def act(rank_group: RankGroup) -> Report:
+        with opened(rank_group, "autoencoder1d", cut_batch=True) as (model, sharded, example):
             assert any(cut.rows for cut in sharded.layout.cuts)
             return verify(model, sharded, example)
 
@@ -153,16 +157,16 @@ def test_a_batch_that_is_cut_is_the_same() -> None:
 
 @pytest.mark.parametrize("build", [lambda p: Adam(p, lr=0.1), lambda p: Adafactor(p, lr=0.1)])
 def test_the_step_can_be_that_of_any_optimizer(build: Callable[..., Any]) -> None:
-    def act(party: Party) -> Report:
-        return check(party, optimizer=build, loss=lambda outputs: outputs["scores"].square().mean())
+    def act(rank_group: RankGroup) -> Report:
+        return check(rank_group, optimizer=build, loss=lambda outputs: outputs["scores"].square().mean())
 
     report = agreed(run_ranks(3, act))
     assert report.ok, str(report)
 
 
 def test_all_is_left_as_it_was() -> None:
-    def act(party: Party) -> None:
-        with opened(party, shares=[1] * party.size) as (model, sharded, example):
+    def act(rank_group: RankGroup) -> None:
+        with opened(rank_group, shares=[1] * rank_group.size) as (model, sharded, example):
             for network in (model, sharded):
                 network.eval()
                 network.norm.train()
@@ -185,7 +189,7 @@ def test_all_is_left_as_it_was() -> None:
                 for network, then in zip((model, sharded), before, strict=True):
                     assert_same(snapshot(network), then)
             assert_same(flat(optimizer.state_dict()), flat(slots))
-            assert party.size > 1 or torch.equal(torch.get_rng_state(), chance)
+            assert rank_group.size > 1 or torch.equal(torch.get_rng_state(), chance)
             assert sharded._program.listener is None
 
     run_ranks(1, act)
@@ -198,7 +202,7 @@ def snapshot(network: nn.Module) -> dict[str, Any]:
     found |= {f"{name} id": (id(p), id(p.grad)) for name, p in network.named_parameters()}
     found |= {name: buffer.clone() for name, buffer in network.named_buffers()}
     found |= {f"{name} mode": (m.training, getattr(m, "p", None)) for name, m in network.named_modules() if name}
-    return found | {"mode": network.training, "passes": getattr(getattr(network, "_dice", None), "passes", 0)}
+    return found | {"mode": network.training, "passes": getattr(getattr(network, "_dropout_stream", None), "passes", 0)}
 
 
 def flat(state: dict[str, Any]) -> dict[str, Any]:
@@ -257,8 +261,8 @@ def layers(sharded: Sharded) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["small", "small32", "resnet18"])
 def test_a_gather_with_the_wrong_way_back_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    def act(party: Party) -> tuple[Report, str]:
-        with opened(party, name) as (model, sharded, example):
+    def act(rank_group: RankGroup) -> tuple[Report, str]:
+        with opened(rank_group, name) as (model, sharded, example):
             known, order = layers(sharded), [step.name for step in sharded._program.steps]
             last = max(moved(sharded, "gather_for_ranks"), key=order.index)
             return verify(model, sharded, example), known[last].where or last
@@ -273,8 +277,8 @@ def test_a_gather_with_the_wrong_way_back_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_sum_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def act(party: Party) -> tuple[Report, list[str]]:
-        with opened(party) as (model, sharded, example):
+    def act(rank_group: RankGroup) -> tuple[Report, list[str]]:
+        with opened(rank_group) as (model, sharded, example):
             first = moved(sharded, "reduce")[0]
             users = [
                 layer.where or layer.name for layer in sharded._program.traced.graph.layers if first in layer.inputs
@@ -291,19 +295,19 @@ def test_a_sum_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_step_that_goes_wrong_is_named() -> None:
     def build(parameters: list[nn.Parameter]) -> Any:
-        cut = placement_of(parameters[0]) is not None
+        cut = local_shard_of(parameters[0]) is not None
         rest = [p for p in parameters if p.ndim != 4 or p.shape[2:] == (3, 3)]
         return SGD(rest, lr=0.11 if cut else 0.1)
 
-    report = agreed(run_ranks(2, lambda party: check(party, optimizer=build)))
+    report = agreed(run_ranks(2, lambda rank_group: check(rank_group, optimizer=build)))
     assert not report.ok
     assert [row.worst > report.rtol for row in report.rows] == [False] * 4 + [True]
     assert report.layer in ("first", "scale")
 
 
 def test_another_network_is_refused() -> None:
-    def act(party: Party) -> None:
-        with opened(party) as (_, sharded, example), LOCK:
+    def act(rank_group: RankGroup) -> None:
+        with opened(rank_group) as (_, sharded, example), LOCK:
             other = Small().double()
             other.head = nn.Linear(8, 7).double()
             with pytest.raises(MismatchError, match=r"'head.weight' is \(6, 8\) in the cut one and \(7, 8\)"):
@@ -322,9 +326,9 @@ def test_dropout_that_is_always_on_is_refused() -> None:
 
 
 def test_a_rank_without_a_share_is_told_the_report() -> None:
-    def act(party: Party, by: float) -> Report:
-        with opened(party, shares=[3, 0, 1]) as (model, sharded, example):
-            if party.rank == 2:
+    def act(rank_group: RankGroup, by: float) -> Report:
+        with opened(rank_group, shares=[3, 0, 1]) as (model, sharded, example):
+            if rank_group.rank == 2:
                 with torch.no_grad():
                     sharded.second.weight += by
             return verify(model, sharded, example)

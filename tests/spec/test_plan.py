@@ -20,7 +20,7 @@ from evenly.spec import (
     Role,
     deal,
 )
-from evenly.spec.layout import Choice, Cut, Layout, Record, ranges
+from evenly.spec.layout import Choice, Cut, Layout, TensorPlacement, ranges
 from tests.ranks import cluster_of, ragged
 from tests.spec.values import clusters, plans
 
@@ -139,7 +139,7 @@ def layout(*shares: float) -> Layout:
     """Returns the layout of a network of one layer: 6 outputs dealt out over the ranks that have a share."""
     members = tuple(rank for rank, share in enumerate(shares) if share)
     cut = Cut(size=6, segments=ranges(deal(6, [shares[rank] for rank in members])))
-    sharded = Record("sharded", 1, 0)
+    sharded = TensorPlacement("sharded", 1, 0)
     choices = (
         Choice(layer="a", op="linear", mode="partitioned", gives=(sharded,)),
         Choice(layer="b", op="attention", mode="local", needs=(sharded,), gives=(sharded,)),

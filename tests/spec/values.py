@@ -16,8 +16,8 @@ from evenly.spec import (
     Exchange,
     ExchangeDone,
     Forecast,
-    Lane,
     LayerCurves,
+    Link,
     Measured,
     Node,
     Plan,
@@ -116,7 +116,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     ends = st.sampled_from(ranks)
     ways = st.tuples(ends, ends).filter(lambda way: way[0] != way[1]) if len(ranks) > 1 else st.nothing()
     lanes = st.lists(
-        st.builds(lambda way, rate: Lane(source=way[0], target=way[1], rate=rate), ways, rates), max_size=3
+        st.builds(lambda way, rate: Link(source=way[0], target=way[1], rate=rate), ways, rates), max_size=3
     )
     layers = st.dictionaries(texts, layer_curves, max_size=2)
     devices = [

@@ -59,7 +59,7 @@ def measured(
 ) -> dict[str, Any]:
     """Measures, plans, and returns the profile and what is predicted; less than the usual time is enough here."""
     importlib.import_module("evenly.survey.measure").QUICK_S /= 2
-    importlib.import_module("evenly.session.rehearsal").QUICK_S /= haste
+    importlib.import_module("evenly.calibration.joint_steps").QUICK_S /= haste
     dist.init_process_group("gloo")
     model = globals()[network]()
     if sample_s is not None:

@@ -60,8 +60,8 @@ def test_any_spread_of_ranks_is_found_again(nodes):
 def test_the_ranks_tell_each_other_and_all_know_the_same_cluster():
     hosts = ["big", "small", "big", "big"]
 
-    def act(party):
-        return survey_cluster(party, mark(hostname=hosts[party.rank]), torch.device("cpu"), timeout_s=20.0)
+    def act(rank_group):
+        return survey_cluster(rank_group, mark(hostname=hosts[rank_group.rank]), torch.device("cpu"), timeout_s=20.0)
 
     first, *others = run_ranks(4, act)
     assert first.rank_lists() == [[0, 2, 3], [1]]
@@ -70,7 +70,7 @@ def test_the_ranks_tell_each_other_and_all_know_the_same_cluster():
 
 
 def test_a_rank_alone_is_a_cluster(tmp_path):
-    (cluster,) = run_ranks(1, lambda party: survey_cluster(party, mark(), torch.device("cpu")))
+    (cluster,) = run_ranks(1, lambda rank_group: survey_cluster(rank_group, mark(), torch.device("cpu")))
     assert cluster.rank_lists() == [[0]]
     cluster.save(tmp_path / "cluster.json")
     assert Cluster.load(tmp_path / "cluster.json") == cluster

@@ -95,7 +95,9 @@ def kept_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def share_tables(module: nn.Module, other: nn.Module) -> None:
     """Has a fresh module hold the tables of another one: what is put into either is in both."""
-    module._parameters, module._buffers, module._modules = other._parameters, other._buffers, other._modules
+    module._parameters = other._parameters
+    module._buffers = other._buffers
+    module._modules = other._modules
     module._non_persistent_buffers_set = other._non_persistent_buffers_set
 
 

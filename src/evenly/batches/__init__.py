@@ -1,7 +1,7 @@
 """Dataset + Plan -> loader of unequal batches."""
 
-from evenly._errors import DataError
 from evenly.batches.loader import Feed, feed
 from evenly.batches.loading import FeedWishes
+from evenly.errors import DataError
 
 __all__ = ["DataError", "Feed", "FeedWishes", "feed"]

@@ -7,12 +7,12 @@ from typing import Any, Unpack
 import torch
 from torch.utils.data import Dataset
 
-from evenly._errors import DataError, SpecError
 from evenly.batches.device import to_device
 from evenly.batches.loading import FeedWishes, Loading
 from evenly.batches.parts import Epoch, Rules, check_samples
 from evenly.batches.sources import open_source
-from evenly.comm import party_of
+from evenly.comm import rank_group_of
+from evenly.errors import DataError, SpecError
 from evenly.spec import Plan
 
 
@@ -43,7 +43,9 @@ class Feed:
         self._is_under_way = False  # an epoch has begun and not ended
         self.between: list[Callable[[], None]] = []  # called when a step is over and another follows
         self.on_end: list[Callable[[], None]] = []
-        self._device, self._drop_last, self._name = device, drop_last, type(dataset).__name__
+        self._device = device
+        self._drop_last = drop_last
+        self._name = type(dataset).__name__
         self._shares, self._rank = check_samples(samples), rank
         if not 0 <= rank < len(self._shares):
             raise DataError(
@@ -172,7 +174,7 @@ def feed(
             torch's DataLoader `num_workers`, `collate_fn`, `pin_memory`, `worker_init_fn`, `persistent_workers`,
             `prefetch_factor`, `timeout`, `multiprocessing_context`.
     """
-    own = party_of().rank if rank is None else rank
+    own = rank_group_of().rank if rank is None else rank
     if not 0 <= own < len(plan.roles):
         raise DataError(
             f"the batches of rank {own} were asked for, but the plan is for {len(plan.roles)} ranks, counted from 0. "

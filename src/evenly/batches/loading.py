@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 from torch.utils.data import DataLoader
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 
 Collate = Callable[[Any], object]  # samples, as the dataset has them -> a batch
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from evenly._errors import DataError, SpecError
 from evenly.batches.chance import Chance, seed_of
+from evenly.errors import DataError, SpecError
 
 Order = torch.Tensor | Sequence[object]
 
@@ -20,7 +20,10 @@ class Ordering:
     ) -> None:
         if sampler is not None:
             check_sampler(sampler, shuffle=shuffle)
-        self._dataset, self._seed, self._shuffle, self._sampler = dataset, seed, shuffle, sampler
+        self._dataset = dataset
+        self._seed = seed
+        self._shuffle = shuffle
+        self._sampler = sampler
         drawn_from = dataset if sampler is None else sampler
         if isinstance(drawn_from, Sized) and len(drawn_from) < ranks:
             what = "dataset has" if sampler is None else "sampler draws"

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from operator import index
 from typing import Protocol
 
-from evenly._errors import SpecError
 from evenly.batches.loading import Loading
+from evenly.errors import SpecError
 from evenly.spec import deal
 
 Step = tuple[int, int, object]  # samples of the epoch taken after it, samples of this rank, its batch

@@ -15,7 +15,7 @@ class Picks:
     def __init__(self, dataset: Dataset[object], ordering: Ordering, rules: Rules) -> None:
         self.size, self.rules = ordering.size, rules
         self._dataset, self._ordering = dataset, ordering
-        self._current = _Current()
+        self._traced_program = _Current()
         self._lasting: DataLoader[object] | None = None  # if workers outlive an epoch, so does their loader
 
     def begin(self, epoch: int) -> "PickedEpoch":
@@ -28,9 +28,11 @@ class Picks:
         own = generator_of(rules.seed, epoch, offset=offset, rank=rules.rank)
         if not rules.workers_last:
             return iter(DataLoader(self._dataset, batch_sampler=indices, generator=own, **rules.loading))
-        self._current.indices = indices
+        self._traced_program.indices = indices
         if self._lasting is None:
-            self._lasting = DataLoader(self._dataset, batch_sampler=self._current, generator=own, **rules.loading)
+            self._lasting = DataLoader(
+                self._dataset, batch_sampler=self._traced_program, generator=own, **rules.loading
+            )
         return iter(self._lasting)
 
 
@@ -38,7 +40,9 @@ class PickedEpoch:
     """The steps of one rank in one order of samples."""
 
     def __init__(self, picks: Picks, epoch: int, order: Order) -> None:
-        self._picks, self._epoch, self._order = picks, epoch, order
+        self._picks = picks
+        self._epoch = epoch
+        self._order = order
         self.shares: tuple[int, ...] | None = None
 
     def load(self, offset: int, shares: tuple[int, ...]) -> None:

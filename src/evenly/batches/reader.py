@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
-from evenly._errors import DataError
 from evenly._torch.dataloader import outside_of_workers
 from evenly.batches.chance import Chance, seed_of
 from evenly.batches.order import set_epoch
+from evenly.errors import DataError
 
 AT_ONCE = 256  # samples that are read and skipped at a time
 

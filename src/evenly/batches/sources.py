@@ -5,12 +5,12 @@ from typing import TypeGuard
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from evenly._errors import DataError, SpecError
 from evenly.batches.loading import check_loading
 from evenly.batches.order import Ordering
 from evenly.batches.parts import Rules, Source
 from evenly.batches.picks import Picks
 from evenly.batches.streams import Stream
+from evenly.errors import DataError, SpecError
 
 
 def open_source(dataset: object, rules: Rules, *, shuffle: bool | None, sampler: Iterable[object] | None) -> Source:

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from evenly._errors import SpecError
 from evenly.batches.chance import generator_of
 from evenly.batches.loading import Collate, Loading
 from evenly.batches.parts import Rules, Step, is_step, part_of
 from evenly.batches.reader import Reader
+from evenly.errors import SpecError
 
 
 class Stream:
@@ -64,7 +64,9 @@ class StreamedEpoch:
     """The steps of one rank in one pass over a stream."""
 
     def __init__(self, stream: Stream, epoch: int, reader: Reader | None) -> None:
-        self._stream, self._epoch, self._reader = stream, epoch, reader
+        self._stream = stream
+        self._epoch = epoch
+        self._reader = reader
         self.shares: tuple[int, ...] | None = None
 
     def load(self, offset: int, shares: tuple[int, ...]) -> None:
@@ -102,7 +104,9 @@ class Parts(IterableDataset[Step]):
     """
 
     def __init__(self, dataset: Iterable[object], orders: torch.Tensor, rules: Rules, reader: Reader | None) -> None:
-        self._dataset, self._orders, self._rules = dataset, orders, rules
+        self._dataset = dataset
+        self._orders = orders
+        self._rules = rules
         self._reader = reader  # one that has begun already; workers make their own
 
     def __iter__(self) -> Iterator[Step]:

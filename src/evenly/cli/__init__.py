@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from evenly import __version__
-from evenly._errors import EvenlyError
 from evenly.cli import lab
 from evenly.cli.discover import discover
 from evenly.cli.launch import CONTEXT_SETTINGS, launch
@@ -17,6 +16,7 @@ from evenly.cli.plan import plan
 from evenly.cli.report import report
 from evenly.cli.simulate import simulate
 from evenly.cli.train import train
+from evenly.errors import EvenlyError
 
 app = typer.Typer(
     name="evenly",

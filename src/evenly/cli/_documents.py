@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import TypeVar
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.spec import Cluster, Forecast, Graph, Plan, Profile
 from evenly.spec._value import Document
 

@@ -3,15 +3,15 @@
 import re
 from collections.abc import Sequence
 
-from evenly._errors import SpecError
 from evenly.cli._quantities import factor_of
+from evenly.errors import SpecError
 from evenly.spec import (
     Adaptive,
     Cluster,
     DeviceProfile,
     EverySteps,
     Graph,
-    Lane,
+    Link,
     Node,
     Plan,
     Profile,
@@ -117,7 +117,7 @@ def _place(cluster: Cluster, wish: str) -> tuple[int, int]:
     return index, first if like is None else int(like)
 
 
-def _lanes(profile: Profile, near: Sequence[int], new: int) -> list[Lane]:
+def _lanes(profile: Profile, near: Sequence[int], new: int) -> list[Link]:
     """Returns the ways of a new rank inside its node: like those of the node's first rank."""
     found = []
     for lane in profile.lanes:

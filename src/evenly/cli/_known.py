@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from evenly._errors import SpecError
 from evenly.cli._documents import read
 from evenly.cli._network import draw_quickly
 from evenly.cli._quantities import counts_of, flops_of, numbers_between_commas, rate_of
+from evenly.errors import SpecError
 from evenly.spec import Cluster, Device, Graph, Node, Profile
 
 ModelWord = Annotated[

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from evenly._errors import EvenlyError, SpecError
 from evenly.cli._quantities import shape_of
+from evenly.errors import EvenlyError, SpecError
 from evenly.reports import gigabytes
 
 if TYPE_CHECKING:

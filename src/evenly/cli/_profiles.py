@@ -3,11 +3,11 @@
 import hashlib
 from pathlib import Path
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.spec import Cluster, Graph, Profile
 
 
-class Shelf:
+class ProfileCache:
     """The place of one profile: of these machines and limits, this network and batch, this torch, this care."""
 
     def __init__(self, cluster: Cluster, graph: Graph, *, limits: list[int] | None, quick: bool) -> None:

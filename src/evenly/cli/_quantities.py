@@ -3,7 +3,7 @@
 import re
 from math import isfinite
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.spec import Rate
 
 NUMBER = r"(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)"

@@ -89,11 +89,11 @@ def _say_more(rows: Sequence[object], most: int, console: Console) -> None:
 
 def _show_layouts(plan: Plan, console: Console) -> None:
     """Prints each way in which networks are cut once, with the ranks that hold one so."""
-    seats: dict[str, tuple[Layout, list[tuple[int, ...]]]] = {}
+    slots: dict[str, tuple[Layout, list[tuple[int, ...]]]] = {}
     for replica in plan.replicas:
         if len(replica.ranks) > 1:
-            seats.setdefault(replica.layout.model_dump_json(), (replica.layout, []))[1].append(replica.ranks)
-    for layout, holders in seats.values():
+            slots.setdefault(replica.layout.model_dump_json(), (replica.layout, []))[1].append(replica.ranks)
+    for layout, holders in slots.values():
         names = "; ".join("ranks " + ", ".join(map(str, ranks)) for ranks in holders)
         say(["", f"{names}: one network together, of which each rank has"], console)
         table = table_of(("layer", "what", *(f"rank {rank}" for rank in holders[0])), left=2)

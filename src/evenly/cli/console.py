@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from evenly.cli._show import say, table_of
-from evenly.reports import HEADERS, PHASE_HEADERS, Row, cells, notes, phase_rows, remarks, row_of
+from evenly.reports import HEADERS, PHASE_HEADERS, TableRow, cells, notes, phase_rows, remarks, row_of
 from evenly.spec import (
     CheckpointSaved,
     EpochDone,
@@ -27,7 +27,7 @@ from evenly.spec import (
 LINE_S = 5.0  # plain progress lines come at most this often
 
 
-def show_rows(rows: Sequence[Row], *, console: Console) -> None:
+def show_rows(rows: Sequence[TableRow], *, console: Console) -> None:
     """Prints the runs as a table of at most 80 columns, and below it what stopped those that are not done."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     for number, header in enumerate(HEADERS):

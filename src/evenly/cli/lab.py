@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from evenly._errors import EvenlyError
+from evenly.errors import EvenlyError
 from evenly.lab import Lab, LabCluster, LabResult, clean, load_cluster, missing
 
 app = typer.Typer(

@@ -16,7 +16,7 @@ from typing import Annotated
 import psutil
 import typer
 
-from evenly._errors import LaunchError
+from evenly.errors import LaunchError
 from evenly.launch.ports import free_port
 from evenly.launch.settings import environment, overlay
 

@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from evenly._errors import SpecError
 from evenly.cli._documents import require_writable
 from evenly.cli._network import build, draw, examples
 from evenly.cli._quantities import memories_of
 from evenly.cli._show import say, say_doubts, table_of
 from evenly.cli.console import LINE_S
+from evenly.errors import SpecError
 from evenly.reports import gigabytes, milliseconds, per_second
 from evenly.spec import Cluster, DeviceProfile, Profile
 from evenly.spec.plan import counted
@@ -100,10 +100,10 @@ def _profile(
     timeout_s: float,
 ) -> tuple[Profile, str]:
     """Returns the profile, kept or measured, and where it comes from; rank 0 decides for all."""
-    from evenly.cli._profiles import Shelf
+    from evenly.cli._profiles import ProfileCache
     from evenly.session import measure as measure_all
 
-    shelf = Shelf(session.cluster, graph, limits=limits, quick=quick)
+    shelf = ProfileCache(session.cluster, graph, limits=limits, quick=quick)
     kept = shelf.find() if session.rank == 0 and not fresh else None
     if session.sum(kept is not None)[0]:
         return kept or _nothing(session, graph), f"kept from an earlier time in {shelf.path}; --fresh measures anew"
@@ -171,8 +171,12 @@ def show_profile(profile: Profile, cluster: Cluster, *, console: Console) -> Non
 
 def _spaced(values: Sequence[int], most: int) -> list[int]:
     """Returns the first, the last, and as many between as there is room for."""
-    gaps = min(most, len(values)) - 1
-    return [values[round(place * (len(values) - 1) / gaps)] for place in range(gaps + 1)] if gaps else list(values)
+    differences = min(most, len(values)) - 1
+    return (
+        [values[round(place * (len(values) - 1) / differences)] for place in range(differences + 1)]
+        if differences
+        else list(values)
+    )
 
 
 def _cells(device: DeviceProfile, cluster: Cluster, sizes: Sequence[int]) -> Iterator[str]:

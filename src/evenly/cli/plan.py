@@ -46,7 +46,7 @@ def plan(
         str | None,
         typer.Option(metavar="K|30s|2%|epoch|adaptive|global", help="The period K'; chosen by --budget if left out."),
     ] = None,
-    budget: Annotated[float, typer.Option(help="Part of the time for exchanges between nodes.")] = 0.05,
+    budget: Annotated[float, typer.Option(help="Slice of the time for exchanges between nodes.")] = 0.05,
     memory: Annotated[
         str | None, typer.Option(metavar="8GB,4GB,...", help="What each rank may use; else what was free.")
     ] = None,

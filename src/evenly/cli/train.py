@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenly._errors import SpecError
 from evenly.cli._quantities import numbers_between_commas
+from evenly.errors import SpecError
 
 if TYPE_CHECKING:
     from evenly.recipes.config import RecipeConfig

@@ -1,12 +1,9 @@
 """The only caller of torch.distributed collectives: ragged groups, waits that name who is missing, the alarm."""
 
 from evenly.comm.agreement import require_same
-from evenly.comm.alarm import Alarm
-from evenly.comm.context import GroupContext, open_context, open_for_now, ring_on_error
-from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups, owners_of_slices
-from evenly.comm.moves import (
-    Assembly,
-    Waiter,
+from evenly.comm.collectives import (
+    CollectiveWaiter,
+    ObjectGatherer,
     all_gather,
     all_reduce,
     all_to_all,
@@ -14,26 +11,29 @@ from evenly.comm.moves import (
     first_line,
     gather_json,
 )
-from evenly.comm.party import Party, party_of
-from evenly.comm.placement import Placement, full_shape, is_retired, place, placement_of, retire
-from evenly.comm.shifts import MOVES, Shift
-from evenly.comm.staging import off_wire, on_wire
-from evenly.comm.wire import Pending, Traffic, Wire, count_of, put, take
+from evenly.comm.context import GroupContext, open_context, open_temporarily, report_on_error
+from evenly.comm.failure_monitor import FailureMonitor
+from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups, owners_of_slices
+from evenly.comm.host_copies import to_device, to_host
+from evenly.comm.local_shard import LocalShard, full_shape, is_retired, local_shard_of, place, retire
+from evenly.comm.rank_group import RankGroup, rank_group_of
+from evenly.comm.redistribute import MOVES, Redistribute
+from evenly.comm.shard_group import PendingTensor, ShardGroup, Traffic, count_of, put, take
 
 __all__ = [
     "MOVES",
-    "Alarm",
-    "Assembly",
+    "CollectiveWaiter",
+    "FailureMonitor",
     "GroupContext",
     "Groups",
-    "Party",
+    "LocalShard",
+    "ObjectGatherer",
     "Peers",
-    "Pending",
-    "Placement",
-    "Shift",
+    "PendingTensor",
+    "RankGroup",
+    "Redistribute",
+    "ShardGroup",
     "Traffic",
-    "Waiter",
-    "Wire",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -45,19 +45,19 @@ __all__ = [
     "full_shape",
     "gather_json",
     "is_retired",
-    "off_wire",
-    "on_wire",
+    "local_shard_of",
     "open_context",
-    "open_for_now",
     "open_group",
     "open_groups",
+    "open_temporarily",
     "owners_of_slices",
-    "party_of",
     "place",
-    "placement_of",
     "put",
+    "rank_group_of",
+    "report_on_error",
     "require_same",
     "retire",
-    "ring_on_error",
     "take",
+    "to_device",
+    "to_host",
 ]

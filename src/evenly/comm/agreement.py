@@ -5,11 +5,11 @@ from collections import defaultdict
 
 import torch.distributed as dist
 
-from evenly._errors import MismatchError
-from evenly.comm.moves import Waiter, gather_json
+from evenly.comm.collectives import CollectiveWaiter, gather_json
+from evenly.errors import MismatchError
 
 
-def require_same(lines: list[str], group: dist.ProcessGroup, waiter: Waiter) -> None:
+def require_same(lines: list[str], group: dist.ProcessGroup, waiter: CollectiveWaiter) -> None:
     """Raises `MismatchError` on every rank, naming the first line that differs and the ranks, unless all agree."""
     digests = gather_json(digest(lines), group, waiter)
     if len(set(digests)) == 1:

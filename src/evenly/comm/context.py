@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from evenly.comm.alarm import Alarm
+from evenly.comm.collectives import CollectiveWaiter, gather_json
+from evenly.comm.failure_monitor import FailureMonitor
 from evenly.comm.groups import close_groups, open_group
-from evenly.comm.moves import Waiter, gather_json
-from evenly.comm.party import Party
+from evenly.comm.rank_group import RankGroup
 
 T = TypeVar("T")
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 class GroupContext:
     """All ranks of a party while they do something together."""
 
-    alarm: Alarm
-    waiter: Waiter
+    monitor: FailureMonitor
+    waiter: CollectiveWaiter
     group: dist.ProcessGroup
 
     @property
-    def party(self) -> Party:
+    def rank_group(self) -> RankGroup:
         """The ranks and their store."""
-        return self.alarm.party
+        return self.monitor.rank_group
 
     def gather(self, value: T) -> list[T]:
         """Returns every rank's `value`, in the order of ranks; see `gather_json`."""
@@ -39,54 +39,56 @@ class GroupContext:
 
 @contextmanager
 def open_context(
-    party: Party, name: str, *, place: str, timeout_s: float, parent: Alarm | None = None
+    rank_group: RankGroup, name: str, *, place: str, timeout_s: float, parent: FailureMonitor | None = None
 ) -> Iterator[GroupContext]:
-    """Yields a group of all ranks of `party` with an alarm and a waiter; every rank calls it together.
+    """Yields a group of all ranks of `rank_group` with an alarm and a waiter; every rank calls it together.
 
     All ranks have come when the body begins. An error in the body is told to the others before anything is closed.
 
     Args:
-        party: the ranks; `chapter` gives a store of its own to each of several contexts.
+        rank_group: the ranks; `scoped` gives a store of its own to each of several contexts.
         name: of the group.
         place: what the ranks do here, for the message of a rank that waits in vain.
         timeout_s: how long a rank waits for the others.
         parent: what rings this alarm rings here too.
     """
-    alarm = Alarm(party, parent=parent)
+    monitor = FailureMonitor(rank_group, parent=parent)
     try:
-        waiter = Waiter(alarm, place=place, timeout_s=timeout_s)
-        with ring_on_error(alarm):
-            waiter.roll_call()
-        with open_for_now(party, name, range(party.size), alarm=alarm, backend="gloo", timeout_s=timeout_s) as group:
-            yield GroupContext(alarm, waiter, group)
+        waiter = CollectiveWaiter(monitor, place=place, timeout_s=timeout_s)
+        with report_on_error(monitor):
+            waiter.barrier()
+        with open_temporarily(
+            rank_group, name, range(rank_group.size), monitor=monitor, backend="gloo", timeout_s=timeout_s
+        ) as group:
+            yield GroupContext(monitor, waiter, group)
     finally:
-        alarm.close()
+        monitor.close()
 
 
 @contextmanager
-def open_for_now(
-    party: Party, name: str, ranks: Sequence[int], *, alarm: Alarm, backend: str, timeout_s: float
+def open_temporarily(
+    rank_group: RankGroup, name: str, ranks: Sequence[int], *, monitor: FailureMonitor, backend: str, timeout_s: float
 ) -> Iterator[dist.ProcessGroup]:
     """Yields a group of `ranks` that is closed at the end; only its members call this.
 
     An error rings the alarm before the group is closed: the others hear the cause before their connections break.
     """
-    with ring_on_error(alarm):
-        group = open_group(party, name, ranks, backend=backend, timeout_s=timeout_s)
+    with report_on_error(monitor):
+        group = open_group(rank_group, name, ranks, backend=backend, timeout_s=timeout_s)
         try:
-            with ring_on_error(alarm):
+            with report_on_error(monitor):
                 yield group
         finally:
-            close_groups([group], failed=alarm.has_rung)
+            close_groups([group], failed=monitor.has_failed)
 
 
 @contextmanager
-def ring_on_error(alarm: Alarm, *, closes: bool = False) -> Iterator[None]:
+def report_on_error(monitor: FailureMonitor, *, closes: bool = False) -> Iterator[None]:
     """Tells the other ranks of an error in the body; `closes` also ends the alarm then."""
     try:
         yield
     except BaseException as error:
-        alarm.ring(error)
+        monitor.report(error)
         if closes:
-            alarm.close()
+            monitor.close()
         raise

@@ -8,7 +8,6 @@ from functools import cache
 
 import torch.distributed as dist
 
-from evenly._errors import PeerError
 from evenly._torch.process_groups import (
     Backend,
     GlooDevice,
@@ -19,7 +18,8 @@ from evenly._torch.process_groups import (
     keep_for_ever,
     nccl,
 )
-from evenly.comm.party import Party
+from evenly.comm.rank_group import RankGroup
+from evenly.errors import PeerError
 from evenly.launch.gloo import wires_of_process
 from evenly.launch.limits import NoAnswerError, within
 from evenly.launch.recorder import spare_recorder
@@ -44,7 +44,7 @@ class Groups:
     Gradients have a group of their own: a rank that is one step behind can never pair a gradient with an exchange.
     """
 
-    party: Party
+    rank_group: RankGroup
     nodes: tuple[tuple[int, ...], ...]
     index: int
     world: dist.ProcessGroup
@@ -66,11 +66,11 @@ class Groups:
     @property
     def local_rank(self) -> int:
         """The place of this rank in its node."""
-        return self.ranks.index(self.party.rank)
+        return self.ranks.index(self.rank_group.rank)
 
 
 def open_groups(
-    party: Party,
+    rank_group: RankGroup,
     nodes: Sequence[Sequence[int]],
     devices: Sequence[Device],
     *,
@@ -81,7 +81,7 @@ def open_groups(
     """Returns the groups of this rank; every rank of the party must call it with the same arguments.
 
     Args:
-        party: the ranks and their store.
+        rank_group: the ranks and their store.
         nodes: the ranks of each node; unequal numbers are normal.
         devices: the device of each rank, which decides the backend.
         timeout_s: time limit of every collective.
@@ -89,26 +89,26 @@ def open_groups(
         beside: whether another thread uses the groups of node and peers while gradients are averaged. NCCL asks for
             one order of all works of a device, which two threads do not have: these groups then go through host memory.
     """
-    index = next(i for i, ranks in enumerate(nodes) if party.rank in ranks)
+    index = next(i for i, ranks in enumerate(nodes) if rank_group.rank in ranks)
 
     def group(name: str, ranks: Sequence[int], backend: str | None = None, beside: bool = beside) -> dist.ProcessGroup:
         chosen = backend or backend_for([devices[rank] for rank in ranks])
-        return open_group(party, name, ranks, backend=chosen, timeout_s=timeout_s, beside=beside)
+        return open_group(rank_group, name, ranks, backend=chosen, timeout_s=timeout_s, beside=beside)
 
     def votes(name: str, ranks: Sequence[int], data: dist.ProcessGroup) -> dist.ProcessGroup:
         on_cpu = exchanged == "gloo" or backend_for([devices[rank] for rank in ranks]) == "gloo"
         return data if on_cpu else group(f"{name}votes", ranks, "gloo")
 
-    everybody, own, exchanged = range(party.size), nodes[index], "gloo" if beside else None
+    everybody, own, exchanged = range(rank_group.size), nodes[index], "gloo" if beside else None
     averaging = everybody if joint_gradients else own
     node = group(f"node{index}", own, exchanged)
     peers = []
     for number, owners in enumerate(owners_of_slices(nodes)):
-        if party.rank in owners:
+        if rank_group.rank in owners:
             data = group(f"peers{number}", owners, exchanged)
             peers.append(Peers(owners, data, votes(f"peers{number}", owners, data)))
     return Groups(
-        party=party,
+        rank_group=rank_group,
         nodes=tuple(tuple(ranks) for ranks in nodes),
         index=index,
         world=group("world", everybody, "gloo"),
@@ -153,15 +153,15 @@ def backend_for(devices: Sequence[Device]) -> str:
 
 
 def open_group(
-    party: Party, name: str, ranks: Sequence[int], *, backend: str, timeout_s: float, beside: bool = False
+    rank_group: RankGroup, name: str, ranks: Sequence[int], *, backend: str, timeout_s: float, beside: bool = False
 ) -> dist.ProcessGroup:
     """Returns a process group of `ranks` that torch's registry does not know; only its members call this.
 
     One that is used `beside` the training does not share the thread that receives with those of the training.
     """
     spare_recorder()
-    store = PrefixStore(name, party.store.raw)
-    rank, size = list(ranks).index(party.rank), len(ranks)
+    store = PrefixStore(name, rank_group.store.raw)
+    rank, size = list(ranks).index(rank_group.rank), len(ranks)
     timeout = timedelta(seconds=timeout_s + MARGIN_S)
     group = dist.ProcessGroup(store, rank, size)
     if backend == "nccl":
@@ -171,9 +171,11 @@ def open_group(
         try:
             engine = within(timeout_s + 1.0, lambda: _gloo(store, rank, size, timeout, beside=beside))
         except NoAnswerError:
-            party.store.run(lambda: store.check(["-"]), limit_s=2.0)  # addresses pass through it: does its host answer?
+            rank_group.store.run(
+                lambda: store.check(["-"]), limit_s=2.0
+            )  # addresses pass through it: does its host answer?
             raise PeerError(
-                f"rank {party.rank} was to connect with the ranks {list(ranks)}; they did not all connect within "
+                f"rank {rank_group.rank} was to connect with the ranks {list(ranks)}; they did not all connect within "
                 f"{timeout_s:g} s. Look at their output; if they only need longer, give a larger timeout_s."
             ) from None
         kind, served = dist.ProcessGroup.BackendType.GLOO, ["cpu", "cuda"]

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from evenly.comm.party import Party
+from evenly.comm.rank_group import RankGroup
 from evenly.launch.limits import read_all
 
 INTERVAL_S = 0.5
@@ -37,13 +37,15 @@ def identity() -> str:
 class Heartbeats:
     """The signs of life of all ranks of a party, as one rank sees them."""
 
-    def __init__(self, party: Party) -> None:
-        self._party = party
+    def __init__(self, rank_group: RankGroup) -> None:
+        self._party = rank_group
         self._places: list[tuple[str, int]] = []  # host and process id of each rank
         self._beat = 0
         self._seen: list[bytes] = []
         self._changed_s: list[float] = []  # by `_clock`: when each rank last gave a sign
-        self._every_s = INTERVAL_S * max(1.0, party.size / 32)  # the store answers as many keys a second in large runs
+        self._every_s = INTERVAL_S * max(
+            1.0, rank_group.size / 32
+        )  # the store answers as many keys a second in large runs
         self._clock = AwakeClock(longest_gap_s=2 * self._every_s)
         self._sampled_s = 0.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.graph.shapes import Shapes
 
 Key = tuple[Any, ...]

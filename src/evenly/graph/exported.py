@@ -10,10 +10,10 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.nn import functional as F  # noqa: N812
 
-from evenly._errors import SpecError
 from evenly._torch import pytree
 from evenly._torch.modules import BatchNorm
 from evenly._torch.tracing import constant_name, is_guard, output_form
+from evenly.errors import SpecError
 from evenly.graph.decisions import Decisions
 from evenly.graph.reads import OF_TORCH
 

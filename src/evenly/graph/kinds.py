@@ -11,7 +11,7 @@ from evenly.spec.graph import Kind
 
 
 @dataclass(frozen=True)
-class Row:
+class OpKind:
     """What an operation is: kind, name in the common vocabulary, options."""
 
     kind: Kind
@@ -21,7 +21,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Seen:
+class OpInputs:
     """A node with the values it was seen with."""
 
     node: fx.Node
@@ -85,7 +85,7 @@ VIEWS = _words(
 )
 
 
-def row_of(seen: Seen) -> Row:
+def row_of(seen: OpInputs) -> OpKind:
     """Returns the row of the table for one node."""
     rule = RULES.get(seen.name)
     if rule is not None:
@@ -96,133 +96,135 @@ def row_of(seen: Seen) -> Row:
     return opaque(f"{seen.name} has no rule")
 
 
-def opaque(note: str) -> Row:
+def opaque(note: str) -> OpKind:
     """Returns the row of an operation that is computed whole."""
-    return Row("opaque", "opaque", note=note)
+    return OpKind("opaque", "opaque", note=note)
 
 
 def _positive(dim: int, ndim: int) -> int:
     return dim % ndim if ndim else 0
 
 
-def _unary(seen: Seen) -> Row:
+def _unary(seen: OpInputs) -> OpKind:
     tensors = [node for node in seen.node.all_input_nodes if isinstance(seen.values[node.name], torch.Tensor)]
     if len(tensors) > 1:
-        return Row("joining", "join", {"linear": False})
+        return OpKind("joining", "join", {"linear": False})
     out = seen.values[seen.node.name]  # a sum of whole numbers is not the whole number of a sum
-    return Row("pointwise", "unary", {"linear": seen.name in LINEAR and (out.is_floating_point() or out.is_complex())})
+    return OpKind(
+        "pointwise", "unary", {"linear": seen.name in LINEAR and (out.is_floating_point() or out.is_complex())}
+    )
 
 
-def _join(seen: Seen) -> Row:
+def _join(seen: OpInputs) -> OpKind:
     tensors = [node for node in seen.node.all_input_nodes if isinstance(seen.values[node.name], torch.Tensor)]
     positions = [isinstance(seen.argument(i, ""), torch.Tensor) for i in range(len(seen.node.args))]
     if len(tensors) == 1 and sum(positions) == 1:
         plain = positions[0] and seen.node.kwargs.get("rounding_mode") is None
         scaled = seen.name in ("mul", "multiply") or (seen.name in ("div", "divide", "truediv") and plain)
-        return Row("pointwise", "unary", {"linear": scaled})
+        return OpKind("pointwise", "unary", {"linear": scaled})
     both = len(positions) > 1 and all(positions)
-    return Row("joining", "join", {"linear": seen.name in ("add", "sub", "subtract") and both})
+    return OpKind("joining", "join", {"linear": seen.name in ("add", "sub", "subtract") and both})
 
 
-def _spatial(seen: Seen, stem: str) -> Row:
+def _spatial(seen: OpInputs, stem: str) -> OpKind:
     if isinstance(seen.values[seen.node.name], tuple) or (
         seen.module is not None and bool(getattr(seen.module, "return_indices", False))
     ):
         return opaque("it returns indices")
     dims = int(seen.name[-2])
-    return Row(
+    return OpKind(
         "per channel", "spatial", {"first": seen.ndim - dims, "linear": "avg" in stem.lower() or stem == "ZeroPad"}
     )
 
 
-def _resized(seen: Seen) -> Row:
-    return Row("per channel", "spatial", {"first": 2, "linear": False})
+def _resized(seen: OpInputs) -> OpKind:
+    return OpKind("per channel", "spatial", {"first": 2, "linear": False})
 
 
-def _padded(seen: Seen) -> Row:
-    return Row("per channel", "spatial", {"first": seen.ndim - len(seen.argument(1, "pad")) // 2, "linear": False})
+def _padded(seen: OpInputs) -> OpKind:
+    return OpKind("per channel", "spatial", {"first": seen.ndim - len(seen.argument(1, "pad")) // 2, "linear": False})
 
 
-def _along(position: int, default: int | None = None) -> Callable[[Seen], Row]:
-    def rule(seen: Seen) -> Row:
+def _along(position: int, default: int | None = None) -> Callable[[OpInputs], OpKind]:
+    def rule(seen: OpInputs) -> OpKind:
         dim = getattr(seen.module, "dim", None) if seen.module is not None else seen.argument(position, "dim", default)
         out = seen.values[seen.node.name]
         if not isinstance(dim, int) or not isinstance(out, torch.Tensor) or out.shape != seen.first.shape:
             return opaque("it does not say along which dim")
-        return Row("along", "along", {"dim": _positive(dim, seen.ndim)})
+        return OpKind("along", "along", {"dim": _positive(dim, seen.ndim)})
 
     return rule
 
 
-def _linear(seen: Seen) -> Row:
+def _linear(seen: OpInputs) -> OpKind:
     weight = seen.argument(1, "weight")
     if weight.ndim != 2 or seen.argument(2, "bias") is not None:
         return opaque("its weight or bias has an unusual shape")
-    return Row("mixing", "linear")
+    return OpKind("mixing", "linear")
 
 
-def _view(seen: Seen) -> Row:
+def _view(seen: OpInputs) -> OpKind:
     words = [*seen.node.args[1:], *seen.node.kwargs.values()]
     if any(isinstance(word, torch.dtype) for word in words):
         return opaque("it reads numbers as another type")
     if seen.name == "squeeze" and not words:
         return opaque("squeeze without a dim looks at the batch too")
-    return Row("reshaping", "view")
+    return OpKind("reshaping", "view")
 
 
-def _conv(seen: Seen) -> Row:
+def _conv(seen: OpInputs) -> OpKind:
     transposed = "transpose" in seen.name
     if seen.argument(2, "bias") is not None:
         return opaque("its bias has an unusual shape")
     groups = seen.argument(6, "groups", 1)
     if seen.ndim != int(seen.name[-2] if seen.name[-1] == "d" else seen.ndim - 2) + 2:
         return opaque("its input has no batch dim")
-    return Row("mixing", "conv", {"groups": int(groups), "transposed": transposed})
+    return OpKind("mixing", "conv", {"groups": int(groups), "transposed": transposed})
 
 
-def _embedding(seen: Seen) -> Row:
+def _embedding(seen: OpInputs) -> OpKind:
     strange = seen.argument(5, "scale_grad_by_freq", False) or seen.argument(6, "sparse", False)
     if seen.argument(3, "max_norm") is not None or strange:
         return opaque("max_norm, scale_grad_by_freq and sparse gradients have no rule")
-    return Row("mixing", "embedding")
+    return OpKind("mixing", "embedding")
 
 
-def _norm(op: str) -> Callable[[Seen], Row]:
-    def rule(seen: Seen) -> Row:
+def _norm(op: str) -> Callable[[OpInputs], OpKind]:
+    def rule(seen: OpInputs) -> OpKind:
         if op == "group_norm":
-            return Row("per channel", op, {"groups": int(seen.argument(1, "num_groups"))})
+            return OpKind("per channel", op, {"groups": int(seen.argument(1, "num_groups"))})
         shape = seen.argument(1, "normalized_shape")
-        return Row("per channel", op, {"first": seen.ndim - len(tuple(shape))})
+        return OpKind("per channel", op, {"first": seen.ndim - len(tuple(shape))})
 
     return rule
 
 
-def _batch_norm(seen: Seen) -> Row:
+def _batch_norm(seen: OpInputs) -> OpKind:
     if seen.ndim < 2:
         return opaque("its input has no channel dim")
-    return Row("per channel", "batch_norm")
+    return OpKind("per channel", "batch_norm")
 
 
-def _instance_norm(seen: Seen) -> Row:
+def _instance_norm(seen: OpInputs) -> OpKind:
     expected = int(seen.name[-2]) + 2
     if seen.ndim != expected:
         return opaque("its input has no batch dim")
-    return Row("per channel", "instance_norm")
+    return OpKind("per channel", "instance_norm")
 
 
-def _prelu(seen: Seen) -> Row:
-    return Row("per channel", "prelu")
+def _prelu(seen: OpInputs) -> OpKind:
+    return OpKind("per channel", "prelu")
 
 
-def _dropout(seen: Seen) -> Row:
+def _dropout(seen: OpInputs) -> OpKind:
     if seen.name in ("dropout", "Dropout"):
-        return Row("pointwise", "dropout", {"dims": []})
+        return OpKind("pointwise", "dropout", {"dims": []})
     if seen.ndim < 3:
         return opaque("channel dropout of a tensor without spatial dims")
-    return Row("pointwise", "dropout", {"dims": list(range(2, seen.ndim))})
+    return OpKind("pointwise", "dropout", {"dims": list(range(2, seen.ndim))})
 
 
-def _concat(seen: Seen) -> Row:
+def _concat(seen: OpInputs) -> OpKind:
     told = seen.node.args[0] if seen.node.args else ()
     if not isinstance(told, tuple | list) or list(told) != seen.node.all_input_nodes:
         return opaque("it joins a tensor with itself, or tensors that are not named one by one")
@@ -230,10 +232,10 @@ def _concat(seen: Seen) -> Row:
     if any(tensor.ndim == 1 and not tensor.numel() for tensor in tensors):
         return opaque("it joins an empty tensor")
     dim = seen.argument(1, "dim", seen.node.kwargs.get("axis", 0))
-    return Row("joining", "concat", {"dim": _positive(dim, tensors[0].ndim)})
+    return OpKind("joining", "concat", {"dim": _positive(dim, tensors[0].ndim)})
 
 
-def _permute(seen: Seen) -> Row:
+def _permute(seen: OpInputs) -> OpKind:
     ndim, name = seen.ndim, seen.name
     dims = list(range(ndim))
     if name == "permute":
@@ -246,18 +248,20 @@ def _permute(seen: Seen) -> Row:
         dims[a], dims[b] = dims[b], dims[a]
     elif ndim > 1:  # t, mT, T of a matrix
         dims[-1], dims[-2] = dims[-2], dims[-1]
-    return Row("reshaping", "permute", {"dims": dims})
+    return OpKind("reshaping", "permute", {"dims": dims})
 
 
-def _split(seen: Seen) -> Row:
+def _split(seen: OpInputs) -> OpKind:
     position = 2 if seen.name != "unbind" else 1
     dim = _positive(seen.argument(position, "dim", 0), seen.ndim)
     if seen.name == "unbind":
-        return Row("reshaping", "unbind", {"dim": dim})
-    return Row("reshaping", "split", {"dim": dim, "sizes": [part.shape[dim] for part in seen.values[seen.node.name]]})
+        return OpKind("reshaping", "unbind", {"dim": dim})
+    return OpKind(
+        "reshaping", "split", {"dim": dim, "sizes": [part.shape[dim] for part in seen.values[seen.node.name]]}
+    )
 
 
-def _item(seen: Seen) -> Row:
+def _item(seen: OpInputs) -> OpKind:
     index = seen.argument(1, "")
     index = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [item for item in index if not isinstance(item, torch.Tensor)]:
@@ -282,24 +286,24 @@ def _item(seen: Seen) -> Row:
     if simple and cut[0][1].step in (None, 1):
         dim = cut[0][0]
         start, stop, _ = cut[0][1].indices(seen.first.shape[dim])
-        return Row("reshaping", "narrow", {"dim": dim, "start": start, "stop": max(start, stop)})
-    return Row("reshaping", "index", {"kept": kept})
+        return OpKind("reshaping", "narrow", {"dim": dim, "start": start, "stop": max(start, stop)})
+    return OpKind("reshaping", "index", {"kept": kept})
 
 
-def _narrow(seen: Seen) -> Row:
+def _narrow(seen: OpInputs) -> OpKind:
     dim, start, length = (seen.argument(i, key) for i, key in ((1, "dim"), (2, "start"), (3, "length")))
     dim = _positive(dim, seen.ndim)
     start = start % max(1, seen.first.shape[dim])
-    return Row("reshaping", "narrow", {"dim": dim, "start": start, "stop": start + length})
+    return OpKind("reshaping", "narrow", {"dim": dim, "start": start, "stop": start + length})
 
 
-def _select(seen: Seen) -> Row:
+def _select(seen: OpInputs) -> OpKind:
     dim = _positive(seen.argument(1, "dim"), seen.ndim)
     kept = [d if d < dim else -1 if d == dim else d - 1 for d in range(seen.ndim)]
-    return Row("reshaping", "index", {"kept": kept})
+    return OpKind("reshaping", "index", {"kept": kept})
 
 
-def _sum(seen: Seen) -> Row:
+def _sum(seen: OpInputs) -> OpKind:
     out = seen.values[seen.node.name]
     if not isinstance(out, torch.Tensor):
         return opaque("it also returns indices")
@@ -309,47 +313,49 @@ def _sum(seen: Seen) -> Row:
     )
     keep = out.ndim == seen.ndim
     options = {"dims": sorted(_positive(dim, seen.ndim) for dim in chosen), "keep": keep, "name": seen.name}
-    return Row("reshaping", "sum", options)
+    return OpKind("reshaping", "sum", options)
 
 
-def _repeat(seen: Seen) -> Row:
+def _repeat(seen: OpInputs) -> OpKind:
     times, dim = seen.argument(1, "repeats"), seen.argument(2, "dim")
     if not isinstance(times, int) or not isinstance(dim, int):
         return opaque("unequal repeats have no rule")
-    return Row("reshaping", "repeat", {"dim": _positive(dim, seen.ndim), "times": times})
+    return OpKind("reshaping", "repeat", {"dim": _positive(dim, seen.ndim), "times": times})
 
 
-def _shuffled(seen: Seen) -> Row:
+def _shuffled(seen: OpInputs) -> OpKind:
     factor = seen.argument(1, "upscale_factor") if seen.module is None else vars(seen.module)["upscale_factor"]
     if seen.ndim != 4:
         return opaque("its input has no batch dim")
-    return Row("reshaping", "pixel_shuffle", {"units": int(factor) ** 2})
+    return OpKind("reshaping", "pixel_shuffle", {"units": int(factor) ** 2})
 
 
-def _attention(seen: Seen) -> Row:
+def _attention(seen: OpInputs) -> OpKind:
     query, key, value = (seen.argument(i, name) for i, name in enumerate(("query", "key", "value")))
     if query.ndim < 4 or key.ndim != query.ndim or value.ndim != query.ndim:
         return opaque("its heads have no dim of their own")
-    return Row("mixing", "attention")
+    return OpKind("mixing", "attention")
 
 
-def _cross_entropy(seen: Seen) -> Row:
+def _cross_entropy(seen: OpInputs) -> OpKind:
     target = seen.argument(1, "target")
     plain = seen.argument(2, "weight") is None and not seen.argument(7, "label_smoothing", 0.0)
     plain = plain and seen.argument(3, "size_average") is None and seen.argument(5, "reduce") is None
     if target.dtype != torch.long or not plain or seen.ndim < 2:
         return opaque("class weights, smoothing and soft targets have no rule")
-    return Row("mixing", "cross_entropy")
+    return OpKind("mixing", "cross_entropy")
 
 
-def _matmul(seen: Seen) -> Row:
+def _matmul(seen: OpInputs) -> OpKind:
     shapes = [seen.values[node.name].ndim for node in seen.node.all_input_nodes]
     return (
-        Row("mixing", "matmul") if len(shapes) == 2 and min(shapes) >= 2 else opaque("it multiplies vectors or itself")
+        OpKind("mixing", "matmul")
+        if len(shapes) == 2 and min(shapes) >= 2
+        else opaque("it multiplies vectors or itself")
     )
 
 
-RULES: dict[str, Callable[[Seen], Row]] = {
+RULES: dict[str, Callable[[OpInputs], OpKind]] = {
     **dict.fromkeys(UNARY, _unary),
     **dict.fromkeys(JOINS, _join),
     **dict.fromkeys(VIEWS, _view),
@@ -370,7 +376,7 @@ RULES: dict[str, Callable[[Seen], Row]] = {
     **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
     **dict.fromkeys(("pixel_shuffle", "PixelShuffle"), _shuffled),
     **dict.fromkeys(RANDOM, lambda seen: opaque("it draws random numbers")),
-    "add_bias": lambda seen: Row("per channel", "bias", {"dim": _positive(seen.argument(2, "dim"), seen.ndim)}),
+    "add_bias": lambda seen: OpKind("per channel", "bias", {"dim": _positive(seen.argument(2, "dim"), seen.ndim)}),
     "pad": _padded,
     "linear": _linear,
     "embedding": _embedding,
@@ -381,7 +387,7 @@ RULES: dict[str, Callable[[Seen], Row]] = {
     "getitem": _item,
     "narrow": _narrow,
     "select": _select,
-    "expand": lambda seen: Row("reshaping", "expand"),
+    "expand": lambda seen: OpKind("reshaping", "expand"),
     "repeat_interleave": _repeat,
     "scaled_dot_product_attention": _attention,
     "cross_entropy": _cross_entropy,

@@ -8,8 +8,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
-from evenly._errors import SpecError
 from evenly._torch.operators import OpOverload, out_of_place
+from evenly.errors import SpecError
 from evenly.graph.own import function_name, is_own_function, module_name
 
 IN_PLACE = {

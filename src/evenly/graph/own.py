@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from evenly._errors import SpecError
 from evenly._torch.modules import CALL_METHODS, HARMLESS_METHODS, STATE_METHODS
 from evenly._torch.operators import FUNCTIONAL, OpOverload, OpOverloadPacket, operator_name, packet_name
+from evenly.errors import SpecError
 
 NAMESPACES = ("aten", "prims")
 SAVING = {"state_dict", "load_state_dict", "get_extra_state", "set_extra_state", "train", "eval"} | STATE_METHODS

@@ -7,11 +7,11 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from evenly._errors import SpecError
 from evenly._torch import pytree
 from evenly._torch.autograd import version_of
 from evenly._torch.modules import RunningNorm
 from evenly._torch.operators import TorchDispatchMode, argument_names
+from evenly.errors import SpecError
 
 
 class Shapes(fx.Interpreter):
@@ -26,11 +26,11 @@ class Shapes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node and keeps its value."""
-        counter, dice = FlopCounterMode(display=False), _Dice()
+        counter, dropout_stream = FlopCounterMode(display=False), _Dice()
         given = [x for m in n.all_input_nodes if isinstance(x := self.values[m.name], torch.Tensor)]
         before = [version_of(x) for x in given]
         try:
-            with counter, dice, torch.device("meta"):
+            with counter, dropout_stream, torch.device("meta"):
                 value = super().run_node(n)
         except Exception as error:
             raise SpecError(
@@ -45,7 +45,7 @@ class Shapes(fx.Interpreter):
                 "are cut. Let it give a new tensor."
             )
         self.values[n.name], self.work[n.name] = value, counter.get_total_flops()
-        if dice.drawn:
+        if dropout_stream.drawn:
             self.random.add(n.name)
         return value
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from evenly._errors import SpecError
 from evenly._torch import pytree
 from evenly._torch.operators import arguments_of
 from evenly._torch.tracing import is_constant
+from evenly.errors import SpecError
 from evenly.graph.decisions import Decisions
-from evenly.graph.kinds import RANDOM, Row, Seen, opaque, row_of
+from evenly.graph.kinds import RANDOM, OpInputs, OpKind, opaque, row_of
 from evenly.graph.lowering import lower, name_of, path_of
 from evenly.graph.reads import Reads
 from evenly.graph.shapes import Shapes, shape_of
 from evenly.graph.tracer import is_tensor_list, open_up
-from evenly.graph.watch import Watch
+from evenly.graph.watch import ChangeWatch
 from evenly.spec.graph import Graph, Layer, Tensor
 
 Switches = dict[str, dict[str, tuple[Any, Any]]]  # node -> argument -> its values in training and in evaluation
@@ -104,7 +104,7 @@ def _follow(model: nn.Module, given: dict[str, Any], modes: Mapping[str, bool] |
         with _mode(model, dict.fromkeys(found, False)):
             quiet = open_up(model, tensors)
             lower(quiet.program)
-    watch = Watch(model, quiet.reads) if quiet is not None else None
+    watch = ChangeWatch(model, quiet.reads) if quiet is not None else None
     with _mode(model, modes or dict.fromkeys(found, True)):
         opened = open_up(model, tensors)
         if watch is not None:
@@ -129,7 +129,7 @@ def _follow(model: nn.Module, given: dict[str, Any], modes: Mapping[str, bool] |
     )
 
 
-def _refuse_changes(model: nn.Module, watch: Watch) -> None:
+def _refuse_changes(model: nn.Module, watch: ChangeWatch) -> None:
     """Raises `SpecError` if forward changed what it reads: a cut network runs its Python code only once."""
     changes = watch.changes()
     if changes:
@@ -336,16 +336,16 @@ def _tensor(name: str, value: torch.Tensor) -> Tensor:
 
 def _row(
     program: fx.GraphModule, node: fx.Node, outputs: tuple[Tensor, ...], shapes: Shapes, closed: dict[str, str]
-) -> Row:
+) -> OpKind:
     if node.op == "output":
-        return Row("output", "output")
+        return OpKind("output", "output")
     if node.op == "placeholder":
-        return Row("source", "input")
+        return OpKind("source", "input")
     if node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(program)
         if is_constant(str(node.target)):  # made in forward
-            return Row("source", "constant")
-        return Row("source", "parameter" if isinstance(value, nn.Parameter) else "buffer")
+            return OpKind("source", "constant")
+        return OpKind("source", "parameter" if isinstance(value, nn.Parameter) else "buffer")
     name = name_of(node)
     if name in RANDOM:
         raise SpecError(
@@ -362,13 +362,13 @@ def _row(
                 f"forward makes a {type(strange[0]).__name__} of tensors at {node.name!r}, which has no rule. Return "
                 "tensors, tuples, lists, named tuples or dicts."
             )
-        return opaque("nested outputs") if held else Row("source", "number")
+        return opaque("nested outputs") if held else OpKind("source", "number")
     if name == "getitem" and not isinstance(shapes.values[node.all_input_nodes[0].name], torch.Tensor):
         return opaque("a part of a nested output")
     if not tensors and node.op != "call_module":
-        return Row("source", "constant")
+        return OpKind("source", "constant")
     module = program.get_submodule(str(node.target)) if node.op == "call_module" else None
-    row = row_of(Seen(node, name, shapes.values, module))
+    row = row_of(OpInputs(node, name, shapes.values, module))
     if node.op == "call_module" and str(node.target) in closed:
         row = opaque(f"it cannot be traced: {closed[str(node.target)]}")
     return row

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from evenly._errors import SpecError
 from evenly._torch import pytree
 from evenly._torch.modules import Convolution
 from evenly._torch.tracing import PROXY_FIELDS, PlainTracer, is_constant
+from evenly.errors import SpecError
 from evenly.graph.decisions import Decision, Decisions, decisions_of
 from evenly.graph.exported import exported
 from evenly.graph.own import own_kind, refuse_own_call, refuse_strange_tensors
@@ -65,7 +65,7 @@ class Opened:
     decisions: Decisions
 
 
-class Value(fx.Proxy):
+class TracedValue(fx.Proxy):
     """A value while it is traced; fx would read `x += 1` as `x = x + 1`, which another name of x does not see."""
 
     def __index__(self) -> int:
@@ -99,7 +99,7 @@ def _in_place(act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
-    for _kind in (Value, Attribute):
+    for _kind in (TracedValue, Attribute):
         setattr(_kind, f"__{_name}__", _in_place(getattr(operator, _name)))
 
 
@@ -180,7 +180,7 @@ class Tracer(PlainTracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         """Returns the value that a node stands for while it is traced."""
-        return Value(node, self)
+        return TracedValue(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one operation."""

@@ -23,7 +23,7 @@ Change = tuple[str, Any, Any]  # what, as it was, as it is
 _MISSING = "missing"
 
 
-class Watch:
+class ChangeWatch:
     """What was read of a network, as it is now.
 
     Args:

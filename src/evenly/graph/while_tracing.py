@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from evenly._errors import SpecError
 from evenly._torch import pytree
 from evenly._torch.autograd import has_hooks
 from evenly._torch.modules import HOOKS, hooks_on_all
 from evenly._torch.operators import TorchDispatchMode
 from evenly._torch.tracing import FakeTensor, intercepted, is_constant, with_class_forward
+from evenly.errors import SpecError
 from evenly.graph.reads import OF_TORCH, is_users
 from evenly.graph.shapes import is_random
 

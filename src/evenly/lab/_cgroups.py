@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenly._errors import LabError
+from evenly.errors import LabError
 
 _PERIOD_US = 4_000  # short, so that the steps of a training loop do not fall into fast and throttled ones
 _MIN_QUOTA_US = 1_000

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from evenly._errors import LabError
+from evenly.errors import LabError
 from evenly.lab.cluster import LabCluster, LabNode, core_numbers
 
 _ONLINE = Path("/sys/devices/system/cpu/online")

@@ -9,14 +9,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from evenly._errors import LabError
+from evenly.errors import LabError
 from evenly.lab import _cgroups, _network
 from evenly.lab._cgroups import Hierarchy
 from evenly.lab._fit import check_fit, online_cores
 from evenly.lab._machine import hierarchy
 from evenly.lab._names import new_name, parse_name
 from evenly.lab._output import Output, open_outlet
-from evenly.lab._ranks import Seat, command_line, environment, hosts_file, seats
+from evenly.lab._ranks import RankSlot, command_line, environment, hosts_file, slots
 from evenly.lab._running import Running
 from evenly.lab._signals import orderly_end, uninterrupted
 from evenly.lab.cluster import LabCluster, LabNode
@@ -35,10 +35,10 @@ class Lab:
 
     def __init__(self, cluster: LabCluster) -> None:
         self.cluster = cluster
-        self._seats = seats(cluster)
+        self._seats = slots(cluster)
         self._name = str(new_name())
         self._hierarchy: Hierarchy | None = None
-        self._groups: dict[Seat, tuple[Path, ...]] = {}
+        self._groups: dict[RankSlot, tuple[Path, ...]] = {}
         self._running = False
         self._stack = ExitStack()
 
@@ -78,13 +78,13 @@ class Lab:
         if self._running or not command:
             state = "one is still running" if self._running else "it is empty"
             raise LabError(f"a command was to run in the lab, but {state}. Give one command at a time.")
-        outlet = open_outlet(output, seats=self._seats)
+        outlet = open_outlet(output, slots=self._seats)
         running, before, begun = Running(outlet), self.counters(), time.monotonic()
         until = math.inf if timeout_s is None else begun + timeout_s
         self._running, completed = True, False
         try:
-            for seat in self._seats:
-                running.start(self._line(command, seat=seat, env=env or {}), seat=seat)
+            for slot in self._seats:
+                running.start(self._line(command, slot=slot, env=env or {}), slot=slot)
             completed = running.follow(until=until, grace_s=grace_s)
         finally:
             self._running = False
@@ -92,7 +92,7 @@ class Lab:
         after = self.counters()
         return LabResult(
             exit_codes=running.exit_codes(),
-            first_failed=next((seat.rank for seat in running.failed), None),
+            first_failed=next((slot.rank for slot in running.failed), None),
             timed_out=not completed and not running.failed,
             wall_s=running.ended_at - begun,
             sent_bytes=tuple(now[0] - then[0] for now, then in zip(after, before, strict=True)),
@@ -124,10 +124,10 @@ class Lab:
         check_fit(self.cluster, online=online_cores())
         _sweep(found)
         _cgroups.open_lab(found, lab=self._name, num_ranks=len(self._seats))
-        for seat in self._seats:
-            node = self.cluster.nodes[seat.node]
-            self._groups[seat] = _cgroups.open_rank(found, lab=self._name, rank=seat.rank, cores=node.cores)
-            self.set_cpu(seat.rank, node.cpu_of(seat.local_rank))
+        for slot in self._seats:
+            node = self.cluster.nodes[slot.node]
+            self._groups[slot] = _cgroups.open_rank(found, lab=self._name, rank=slot.rank, cores=node.cores)
+            self.set_cpu(slot.rank, node.cpu_of(slot.local_rank))
         _network.build(self._name, nodes=self.cluster.nodes)
 
     def _take_down(self) -> None:
@@ -144,20 +144,20 @@ class Lab:
             raise LabError("the lab was used, but it does not stand. Use it inside `with Lab(cluster) as lab:`.")
         return self._hierarchy
 
-    def _line(self, command: Sequence[str], *, seat: Seat, env: Mapping[str, str]) -> list[str]:
+    def _line(self, command: Sequence[str], *, slot: RankSlot, env: Mapping[str, str]) -> list[str]:
         return command_line(
             command,
-            variables={**environment(self.cluster, seat=seat), **env},
+            variables={**environment(self.cluster, slot=slot), **env},
             owner=os.getpid(),
-            namespace=_network.namespace_path(self._name, index=seat.node),
-            hostname=self.cluster.nodes[seat.node].name,
+            namespace=_network.namespace_path(self._name, index=slot.node),
+            hostname=self.cluster.nodes[slot.node].name,
             hosts=hosts_file(self.cluster),
-            groups=self._groups[seat],
+            groups=self._groups[slot],
         )
 
     def _kill_ranks(self) -> None:
-        for seat in self._seats:
-            _cgroups.kill_rank(self._standing(), lab=self._name, rank=seat.rank)
+        for slot in self._seats:
+            _cgroups.kill_rank(self._standing(), lab=self._name, rank=slot.rank)
 
 
 def clean() -> tuple[str, ...]:

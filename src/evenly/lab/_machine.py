@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 
-from evenly._errors import LabError
+from evenly.errors import LabError
 from evenly.lab._cgroups import Hierarchy, enable, find_hierarchy
 
 _PROGRAMS = ("ip", "tc", "nsenter", "unshare", "setpriv", "mount", "umount", "sh", "env")

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from evenly._errors import LabError
+from evenly.errors import LabError
 from evenly.lab._tools import call
 from evenly.lab.cluster import LabNode
 
@@ -37,11 +37,11 @@ def build(lab: str, *, nodes: Sequence[LabNode]) -> None:
     """Makes the namespaces, the links and the bridge, and shapes the links."""
     names = [_switch(lab), *(_node(lab, index) for index in range(len(nodes)))]
     call("ip", "-batch", "-", lines=[f"netns add {name}" for name in names], what="make the nodes' namespaces")
-    wires = ["link add bridge0 type bridge mcast_snooping 0", *_up("bridge0")]
+    shard_groups = ["link add bridge0 type bridge mcast_snooping 0", *_up("bridge0")]
     for index in range(len(nodes)):
-        wires.append(f"link add port{index} type veth peer name {INTERFACE} netns {_node(lab, index)}")
-        wires += [f"link set port{index} master bridge0", *_up(f"port{index}")]
-    call("ip", "-n", _switch(lab), "-batch", "-", lines=wires, what="lay the wires between the nodes")
+        shard_groups.append(f"link add port{index} type veth peer name {INTERFACE} netns {_node(lab, index)}")
+        shard_groups += [f"link set port{index} master bridge0", *_up(f"port{index}")]
+    call("ip", "-n", _switch(lab), "-batch", "-", lines=shard_groups, what="lay the wires between the nodes")
     for index, node in enumerate(nodes):
         ends = ["link set lo up", *_up(INTERFACE), f"addr add {address(index)}/16 dev {INTERFACE}"]
         call("ip", "-n", _node(lab, index), "-batch", "-", lines=ends, what=f"give {node.name} its address")

@@ -17,7 +17,7 @@ _PUT_HOSTS = (
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankSlot:
     """The place of one rank: its number, its node, and its number there."""
 
     rank: int
@@ -26,25 +26,25 @@ class Seat:
     label: str
 
 
-def seats(cluster: LabCluster) -> tuple[Seat, ...]:
+def slots(cluster: LabCluster) -> tuple[RankSlot, ...]:
     """Returns the place of every rank, numbered through the nodes in order."""
     places = [(node, local) for node in range(len(cluster.nodes)) for local in range(cluster.nodes[node].ranks)]
     return tuple(
-        Seat(rank=rank, node=node, local_rank=local, label=f"{cluster.nodes[node].name}:rank{rank}")
+        RankSlot(rank=rank, node=node, local_rank=local, label=f"{cluster.nodes[node].name}:rank{rank}")
         for rank, (node, local) in enumerate(places)
     )
 
 
-def environment(cluster: LabCluster, *, seat: Seat) -> dict[str, str]:
+def environment(cluster: LabCluster, *, slot: RankSlot) -> dict[str, str]:
     """Returns the variables a rank is given, those of torchrun and a few more."""
     return {
-        "RANK": str(seat.rank),
+        "RANK": str(slot.rank),
         "WORLD_SIZE": str(cluster.world_size),
-        "LOCAL_RANK": str(seat.local_rank),
-        "LOCAL_WORLD_SIZE": str(cluster.nodes[seat.node].ranks),
-        "GROUP_RANK": str(seat.node),
+        "LOCAL_RANK": str(slot.local_rank),
+        "LOCAL_WORLD_SIZE": str(cluster.nodes[slot.node].ranks),
+        "GROUP_RANK": str(slot.node),
         "GROUP_WORLD_SIZE": str(len(cluster.nodes)),
-        "ROLE_RANK": str(seat.rank),
+        "ROLE_RANK": str(slot.rank),
         "ROLE_WORLD_SIZE": str(cluster.world_size),
         "MASTER_ADDR": address(0),
         "MASTER_PORT": str(_MASTER_PORT),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from evenly.lab._output import Outlet, Stream
-from evenly.lab._ranks import Seat
+from evenly.lab._ranks import RankSlot
 from evenly.lab._signals import uninterrupted
 
 _TERM_S = 3.0
@@ -24,14 +24,14 @@ _DRAIN_S = 3.0
 class _Exit:
     """What the selector watches for the end of a rank."""
 
-    seat: Seat
+    slot: RankSlot
 
 
 @dataclass(frozen=True)
 class _Pipe:
     """What the selector watches for words of a rank."""
 
-    seat: Seat
+    slot: RankSlot
     stream: Stream
     decoder: codecs.IncrementalDecoder
 
@@ -45,24 +45,24 @@ class Running:
     def __init__(self, outlet: Outlet) -> None:
         self._outlet = outlet
         self._selector = selectors.DefaultSelector()
-        self._processes: dict[Seat, subprocess.Popen[bytes]] = {}
-        self._alive: set[Seat] = set()
+        self._processes: dict[RankSlot, subprocess.Popen[bytes]] = {}
+        self._alive: set[RankSlot] = set()
         self._stopping = False
-        self.failed: dict[Seat, float] = {}
+        self.failed: dict[RankSlot, float] = {}
         self.ended_at = 0.0
 
-    def start(self, line: Sequence[str], *, seat: Seat) -> None:
+    def start(self, line: Sequence[str], *, slot: RankSlot) -> None:
         """Starts one rank in a session of its own."""
         with uninterrupted():
             process = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
             )
-            self._processes[seat] = process
-            self._alive.add(seat)
-            self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, _Exit(seat))
+            self._processes[slot] = process
+            self._alive.add(slot)
+            self._selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, _Exit(slot))
             for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
                 decoder = codecs.getincrementaldecoder("utf-8")("replace")
-                data = _Pipe(seat, cast(Stream, stream), decoder)
+                data = _Pipe(slot, cast(Stream, stream), decoder)
                 self._selector.register(cast(BinaryIO, pipe), selectors.EVENT_READ, data)
 
     def follow(self, *, until: float, grace_s: float) -> bool:
@@ -78,13 +78,13 @@ class Running:
         with uninterrupted():
             try:
                 self._stopping = True
-                for seat in self._alive:
+                for slot in self._alive:
                     with suppress(ProcessLookupError):
-                        os.killpg(self._processes[seat].pid, signal.SIGTERM)
+                        os.killpg(self._processes[slot].pid, signal.SIGTERM)
                 self._pump_while(lambda: bool(self._alive), seconds=_TERM_S)
             finally:
                 self._end(kill)
-        self._outlet.finish(sorted(self.failed, key=lambda seat: seat.rank))
+        self._outlet.finish(sorted(self.failed, key=lambda slot: slot.rank))
 
     def exit_codes(self) -> tuple[int, ...]:
         """Returns the exit codes by rank; -N stands for the end by signal N."""
@@ -92,9 +92,9 @@ class Running:
 
     def _end(self, kill: Callable[[], None]) -> None:
         try:
-            for seat in self._alive:
+            for slot in self._alive:
                 with suppress(ProcessLookupError):
-                    os.killpg(self._processes[seat].pid, signal.SIGKILL)
+                    os.killpg(self._processes[slot].pid, signal.SIGKILL)
             kill()
             self._pump_while(lambda: bool(self._selector.get_map()), seconds=_DRAIN_S)
         finally:
@@ -115,25 +115,25 @@ class Running:
             return False
         for key, _events in self._selector.select(None if math.isinf(remaining_s) else remaining_s):
             if isinstance(key.data, _Exit):
-                self._note_exit(key.data.seat)
+                self._note_exit(key.data.slot)
                 self._close(key)
             elif not self._pass_on(key.fd, key.data):
                 self._close(key)
         return True
 
-    def _note_exit(self, seat: Seat) -> None:
+    def _note_exit(self, slot: RankSlot) -> None:
         self.ended_at = time.monotonic()
-        self._alive.discard(seat)
-        if self._processes[seat].wait() != 0 and not self._stopping:
-            self.failed[seat] = self.ended_at
+        self._alive.discard(slot)
+        if self._processes[slot].wait() != 0 and not self._stopping:
+            self.failed[slot] = self.ended_at
 
     def _pass_on(self, fd: int, pipe: _Pipe) -> bool:
         data = os.read(fd, 65_536)
         text = pipe.decoder.decode(data, final=not data)
         if text:
-            self._outlet.take(text, seat=pipe.seat, stream=pipe.stream)
+            self._outlet.take(text, slot=pipe.slot, stream=pipe.stream)
         if not data:
-            self._outlet.take("", seat=pipe.seat, stream=pipe.stream)
+            self._outlet.take("", slot=pipe.slot, stream=pipe.stream)
         return bool(data)
 
     def _close(self, key: selectors.SelectorKey) -> None:

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from evenly._errors import LabError
+from evenly.errors import LabError
 
 
 def call(*words: str, lines: list[str] | None = None, what: str) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.spec._text import load_toml
 from evenly.spec._value import Document, Value
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from evenly._errors import LabError
+from evenly.errors import LabError
 from evenly.spec._value import Document
 
 Bytes = Annotated[int, Field(ge=0)]

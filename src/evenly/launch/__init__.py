@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from evenly._errors import LaunchError
+from evenly.errors import LaunchError
 from evenly.launch.find import find_place
 from evenly.launch.host import Identity, identity
 from evenly.launch.launcher import Launcher

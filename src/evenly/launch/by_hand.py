@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from evenly._errors import LaunchError
+from evenly.errors import LaunchError
 from evenly.launch.launcher import MASTER, Environ, Launcher, read_master
 from evenly.launch.place import Place
 

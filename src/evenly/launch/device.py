@@ -2,7 +2,7 @@
 
 import torch
 
-from evenly._errors import LaunchError
+from evenly.errors import LaunchError
 from evenly.launch.place import Place
 
 

@@ -1,6 +1,6 @@
 """From the environment and arguments to a `Place`."""
 
-from evenly._errors import LaunchError
+from evenly.errors import LaunchError
 from evenly.launch.by_hand import Alone, Arguments
 from evenly.launch.launcher import Environ, Launcher
 from evenly.launch.lsf import Jsrun

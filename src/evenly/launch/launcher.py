@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
-from evenly._errors import LaunchError
+from evenly.errors import LaunchError
 from evenly.launch.place import Place
 
 Environ = Mapping[str, str]
@@ -39,8 +39,8 @@ class Launcher(ABC):
         if local_size is None and self.variables.get("local_size") in environ:
             local_size = self._number(environ, "local_size")
         if local_size is not None and not local_rank < local_size <= size:
-            seat = f"{self._said(environ, 'local_rank')} of {local_size} local ranks"
-            raise self._error(f"{seat} does not fit {self._said(environ, 'world_size')}")
+            slot = f"{self._said(environ, 'local_rank')} of {local_size} local ranks"
+            raise self._error(f"{slot} does not fit {self._said(environ, 'world_size')}")
         return {"rank": rank, "world_size": size, "local_rank": local_rank, "local_size": local_size}
 
     def _number(self, environ: Environ, field: str) -> int:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from evenly._errors import PeerError
 from evenly._torch.process_groups import FileStore, HashStore, PrefixStore, Store
+from evenly.errors import PeerError
 from evenly.launch.settings import environment
 
 Result = TypeVar("Result")

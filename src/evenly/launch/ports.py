@@ -3,7 +3,7 @@
 import random
 import socket
 
-from evenly._errors import LaunchError
+from evenly.errors import LaunchError
 
 
 def free_port() -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from evenly._errors import LaunchError
+from evenly.errors import LaunchError
 from evenly.launch.launcher import MASTER, Environ, Launcher, derive_port, read_master, whole_number
 from evenly.launch.place import Place
 from evenly.launch.slurm_lists import expand_counts, expand_hosts

@@ -2,7 +2,7 @@
 
 import re
 
-from evenly._errors import LaunchError
+from evenly.errors import LaunchError
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")

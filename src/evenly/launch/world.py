@@ -8,11 +8,11 @@ from typing import Self
 
 import torch.distributed as dist
 
-from evenly._errors import LaunchError, SpecError
 from evenly._torch.process_groups import HashStore, Store, default_store
+from evenly.errors import LaunchError, SpecError
 from evenly.launch.limits import NoAnswerError, within
-from evenly.launch.meeting import meet
 from evenly.launch.place import Place
+from evenly.launch.rendezvous import meet
 from evenly.spec.exchange import MOST_S
 
 _log = logging.getLogger(__name__)

@@ -1,30 +1,7 @@
-"""Node-based communications: gradients inside the node, parameters across nodes."""
+"""Node-based communications: the module that keeps a network in step with other ranks and nodes."""
 
-from evenly.nodes.buffers import add_change, is_torn, same
-from evenly.nodes.cargo import SQUARES
-from evenly.nodes.codecs import Codec, add_codec
-from evenly.nodes.counting import leading_dim
+from evenly.nodes.composition import compose_synchronized, require_scaler
 from evenly.nodes.join import join_nodes
-from evenly.nodes.membership import Ballot, Membership, Quorum, StaticMembership, fractions
-from evenly.nodes.ordered import extreme
 from evenly.nodes.synchronized import Synchronized
-from evenly.nodes.trips import Exchanged
 
-__all__ = [
-    "SQUARES",
-    "Ballot",
-    "Codec",
-    "Exchanged",
-    "Membership",
-    "Quorum",
-    "StaticMembership",
-    "Synchronized",
-    "add_change",
-    "add_codec",
-    "extreme",
-    "fractions",
-    "is_torn",
-    "join_nodes",
-    "leading_dim",
-    "same",
-]
+__all__ = ["Synchronized", "compose_synchronized", "join_nodes", "require_scaler"]

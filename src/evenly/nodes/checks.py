@@ -4,9 +4,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evenly._errors import SpecError
 from evenly._torch.optimizers import has_step_hooks
-from evenly.comm import placement_of
+from evenly.comm import local_shard_of
+from evenly.errors import SpecError
 
 
 def require_plain(module: torch.nn.Module) -> None:
@@ -87,7 +87,7 @@ def require_trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer)
         strangers = [list(p.shape) for p in group["params"] if id(p) not in known]
         if strangers:
             more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
-            is_cut = any(placement_of(parameter) is not None for parameter in parameters)
+            is_cut = any(local_shard_of(parameter) is not None for parameter in parameters)
             advice = (
                 "The network is cut over ranks: make the optimizer after evenly.shard, over model.parameters()."
                 if is_cut

@@ -12,22 +12,22 @@ from typing import Any
 
 import torch
 
-from evenly._errors import NonFiniteError, SpecError
 from evenly._torch.scaler import watch_scaler
-from evenly.comm import Alarm, Groups, Waiter, require_same
-from evenly.nodes.averaged import Verdict
-from evenly.nodes.bell import Bell
+from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, require_same
+from evenly.comm.blocks.replicas import shard_group_of
+from evenly.errors import NonFiniteError, SpecError
+from evenly.exchange.exchanger import Exchanger
+from evenly.exchange.membership import Membership
+from evenly.exchange.pending import ExchangeSummary
+from evenly.exchange.replica_exchange import ReplicaExchange
+from evenly.gradients.base import Verdict
+from evenly.gradients.sample_counts import counted_samples, leading_dim
 from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
 from evenly.nodes.closures import has_closure, with_mean_loss
-from evenly.nodes.counting import counted_samples, leading_dim
-from evenly.nodes.exchanger import Exchanger
-from evenly.nodes.membership import Membership
-from evenly.nodes.replicas import wire_of
-from evenly.nodes.schedule import Schedule
-from evenly.nodes.sharing import Sharing
 from evenly.nodes.signature import describe
-from evenly.nodes.timing import StepClock
-from evenly.nodes.trips import Exchanged
+from evenly.schedule.period_timer import PeriodTimer
+from evenly.schedule.step_clock import StepClock
+from evenly.schedule.step_counter import Schedule
 from evenly.spec import AnyPeriod, BufferPolicy, EveryGradient, Exchange
 
 logger = logging.getLogger(__name__)
@@ -48,51 +48,56 @@ class Synchronized(torch.nn.Module):
         *,
         groups: Groups,
         membership: Membership,
-        sharing: Sharing,
+        replica_exchange: ReplicaExchange,
         period: AnyPeriod,
         exchange: Exchange,
-        alarm: Alarm,
+        monitor: FailureMonitor,
         count: Count | None = None,
         scaler: torch.amp.GradScaler | None = None,
         find_unused_parameters: bool = False,
-        bell: Bell | None = None,
+        period_timer: PeriodTimer | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.schedule = Schedule(period, exchange.fragments, least=exchange.calm_steps)
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
-        self._optimizer, self._settings, self._groups, self._sharing = optimizer, exchange, groups, sharing
+        self._optimizer = optimizer
+        self._settings = exchange
+        self._groups = groups
+        self._replica_exchange = replica_exchange
         self._count = count or leading_dim
         self._closed = self._has_moved = self._shows_average = False
         self._joint = isinstance(period, EveryGradient)
-        self._partners = tuple(range(groups.party.size)) if self._joint else groups.ranks
-        self._scaler, self._alarm, self._bell = scaler, alarm, bell
+        self._partners = tuple(range(groups.rank_group.size)) if self._joint else groups.ranks
+        self._scaler = scaler
+        self._monitor = monitor
+        self._period_timer = period_timer
         try:
             self._agree_at_start(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
             self._optimized = OptimizedParameters(module, optimizer)
-            self._gradients = sharing.gradients(module, find_unused_parameters=find_unused_parameters)
+            self._gradients = replica_exchange.gradients(module, find_unused_parameters=find_unused_parameters)
             self.clock = StepClock(next(module.parameters(), torch.empty(0)).device)
             self._gradients.clock = self.clock
-            self._wire = wire_of(module)
-            if self._wire is not None:
-                self._wire.watch(self.clock)
+            self._shard_group = shard_group_of(module)
+            if self._shard_group is not None:
+                self._shard_group.watch(self.clock)
             self._exchanger = Exchanger(
                 module,
                 optimizer,
                 self.schedule,
                 groups=groups,
                 membership=membership,
-                sharing=sharing,
+                replica_exchange=replica_exchange,
                 settings=exchange,
-                alarm=alarm,
+                monitor=monitor,
                 joint=self._joint,
                 before=self._last_look,
             )
             self._exchanger.begin()
         except BaseException as error:
-            self._alarm.ring(error)
-            self._alarm.close()
-            sharing.close(failed=True)
+            self._monitor.report(error)
+            self._monitor.close()
+            replica_exchange.close(failed=True)
             groups.close(failed=True)
             raise
         self._undo = [
@@ -103,7 +108,7 @@ class Synchronized(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
-        self._alarm.check()
+        self._monitor.check()
         self._exchanger.check()
         self.settle()
         if not torch.is_grad_enabled():
@@ -115,7 +120,7 @@ class Synchronized(torch.nn.Module):
         try:
             samples = counted_samples(self._count, args, kwargs)
         except Exception as error:
-            self._alarm.ring(error)
+            self._monitor.report(error)
             raise
         return self._gradients.forward(samples, *args, **kwargs)
 
@@ -136,7 +141,7 @@ class Synchronized(torch.nn.Module):
         """Tells that a pass over the data is complete; exchanges if the period is an epoch."""
         self._require_own("end_epoch()")
         self.settle()
-        if self._bell is not None:
+        if self._period_timer is not None:
             self.assemble()
         elif self.schedule.due_at_epoch_end():
             self._exchanger.exchange(range(self.schedule.fragments))
@@ -145,7 +150,7 @@ class Synchronized(torch.nn.Module):
         """Makes the last exchange of a run, so that all ranks end with the same model."""
         self._require_own("finish()")
         self.settle()
-        if self._groups.party.size > 1:
+        if self._groups.rank_group.size > 1:
             self._exchanger.finish()
 
     @contextmanager
@@ -180,15 +185,15 @@ class Synchronized(torch.nn.Module):
         self._closed = True
         for undo in self._undo:
             undo()
-        if self._wire is not None:
-            self._wire.watch(None)
+        if self._shard_group is not None:
+            self._shard_group.watch(None)
         self._gradients.close()
-        failed = not self._exchanger.close() or self._alarm.has_rung
-        self._alarm.close()
-        self._sharing.close(failed=failed)
+        failed = not self._exchanger.close() or self._monitor.has_failed
+        self._monitor.close()
+        self._replica_exchange.close(failed=failed)
         self._groups.close(failed=failed)
-        if self._bell is not None:
-            self._bell.close(failed=failed)
+        if self._period_timer is not None:
+            self._period_timer.close(failed=failed)
 
     def agree_for_moving(self) -> None:
         """Lets all nodes agree before parts of the network change hands, if what is known of exchanges is cut too."""
@@ -201,7 +206,7 @@ class Synchronized(torch.nn.Module):
         `agreed` are this rank's parts of the buffers of the last exchange, cut as the buffers are now.
         """
         self._has_moved, self._optimized = True, OptimizedParameters(self.module, self._optimizer)
-        self._exchanger.meet(lambda waiter: self._sharing.relearn(self.module, waiter))
+        self._exchanger.meet(lambda waiter: self._replica_exchange.relearn(self.module, waiter))
         self._exchanger.buffers.learn(agreed)
         self._exchanger.begin()
 
@@ -226,13 +231,13 @@ class Synchronized(torch.nn.Module):
 
     def assemble(self) -> None:
         """Waits until all nodes have come here, if each makes the steps it can; all ranks call it before they meet."""
-        if self._bell is not None and self._groups.party.size > 1:
+        if self._period_timer is not None and self._groups.rank_group.size > 1:
             self._exchanger.assemble()
-            self._bell.wind()
+            self._period_timer.wind()
 
-    def ring(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Tells all other ranks that this one failed."""
-        self._alarm.ring(error)
+        self._monitor.report(error)
 
     def progress(self) -> dict[str, Any]:
         """Returns where this rank stands: what a checkpoint needs to go on inside a period."""
@@ -268,7 +273,7 @@ class Synchronized(torch.nn.Module):
         return self._gradients.sent_bytes
 
     @property
-    def on_exchange(self) -> list[Callable[[Exchanged], None]]:
+    def on_exchange(self) -> list[Callable[[ExchangeSummary], None]]:
         """Called with every exchange when it was merged."""
         return self._exchanger.on_exchange
 
@@ -289,7 +294,7 @@ class Synchronized(torch.nn.Module):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._require_own("optimizer.step()")
-        self._alarm.check()
+        self._monitor.check()
         self._exchanger.take_loaded()
         self.clock.averaged()
         if has_closure(args, kwargs):
@@ -306,19 +311,21 @@ class Synchronized(torch.nn.Module):
     def _mean_loss(self, loss: Any) -> Any:
         """Returns the mean of a closure's loss over the ranks that share gradients."""
         place = f"the loss of step {self.schedule.step + 1}"
-        waiter = Waiter(self._alarm, place=place, step=self.schedule.step, timeout_s=self._settings.timeout_s)
+        waiter = CollectiveWaiter(
+            self._monitor, place=place, step=self.schedule.step, timeout_s=self._settings.timeout_s
+        )
         with torch.no_grad():
             return self._gradients.mean_loss(loss, waiter)
 
     def _require_averaged(self) -> None:
         """Raises `SpecError` unless the step is one that all ranks that share gradients make alike."""
-        if self._groups.party.size == 1:
+        if self._groups.rank_group.size == 1:
             return
         try:
             self._optimized.require_unchanged()
             self._gradients.require_averaged()
         except SpecError as error:
-            self._alarm.ring(error)
+            self._monitor.report(error)
             raise
 
     def _look(self, verdict: Verdict | None) -> None:
@@ -346,7 +353,7 @@ class Synchronized(torch.nn.Module):
             f"{found}. Lower the learning rate, clip the gradients, look at that rank's batch, "
             "or pass nonfinite='skip' to leave such steps out."
         )
-        self._alarm.ring(error)
+        self._monitor.report(error)
         raise error
 
     def settle(self) -> None:
@@ -374,26 +381,28 @@ class Synchronized(torch.nn.Module):
     def _advance(self, samples: float) -> None:
         rings = self._rings()
         self._exchanger.after_step(self.schedule.advance(rings=rings))
-        if rings and self._bell is not None:
-            self._bell.wind()
+        if rings and self._period_timer is not None:
+            self._period_timer.wind()
         for tell in self.on_step:
             tell(self.schedule.step, samples)
 
     def _rings(self) -> bool:
         """Returns whether a period in seconds is over."""
-        if self._bell is None:
+        if self._period_timer is None:
             return False
-        return self._bell.rings(Waiter(self._alarm, place="a period's end", timeout_s=self._settings.timeout_s))
+        return self._period_timer.rings(
+            CollectiveWaiter(self._monitor, place="a period's end", timeout_s=self._settings.timeout_s)
+        )
 
     def _agree_at_start(self, settings: str) -> None:
         """Makes sure that all ranks were given the same, and gives every rank the state of rank 0."""
         require_own_steps(self._optimizer)
         require_trainable(self.module, self._optimizer)
-        if self._groups.party.size == 1:
+        if self._groups.rank_group.size == 1:
             return
         require_dense(self.module)
-        waiter = Waiter(self._alarm, place="the start of synchronize", timeout_s=self._settings.timeout_s)
+        waiter = CollectiveWaiter(self._monitor, place="the start of synchronize", timeout_s=self._settings.timeout_s)
         require_same(describe(self.module, self._optimizer, settings), self._groups.world, waiter)
         with torch.no_grad():
-            self._sharing.level(self.module, waiter)
-        self._alarm.passed(waiter.place)
+            self._replica_exchange.level(self.module, waiter)
+        self._monitor.passed(waiter.place)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
 from itertools import groupby
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 
 Seconds = Callable[[int], float]
 LARGE = 400_000  # entries of a table of times; above that, times are taken to grow with the size

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from evenly.planner.wishes import Wishes, wishes_of
+from evenly.layouts.preferred_units import PreferredUnits, preferred_units_of
 from evenly.spec.exchange import Exchange
 from evenly.spec.graph import Graph, Layer
 from evenly.spec.layout import Choice, Layout, Move
-from evenly.spec.profile import DeviceProfile, Meeting, Profile, Rate
+from evenly.spec.profile import CollectiveTimings, DeviceProfile, Profile, Rate
 
 POINTWISE = 12  # work of one element of an operation that only moves memory, in floating-point operations
 FORWARD = 1 / 3  # of the time of a layer
@@ -16,7 +16,7 @@ BUCKETS_BYTES = 25 * 2**20  # in which DDP sends gradients
 
 
 @dataclass(frozen=True)
-class Works:
+class GraphCosts:
     """The operations of a network that take time, with the weight of each where it was not measured by itself."""
 
     graph: Graph
@@ -66,18 +66,18 @@ class Works:
         return int(exchange.coded_part * self.travelling_bytes)
 
     @cached_property
-    def wishes(self) -> Wishes:
+    def wishes(self) -> PreferredUnits:
         """The units in which tensors are to be dealt out."""
-        return wishes_of(self.graph)
+        return preferred_units_of(self.graph)
 
-    def on(self, device: DeviceProfile) -> "Times":
+    def on(self, device: DeviceProfile) -> "DeviceCosts":
         """Returns the seconds of each operation on a device."""
         whole = device.step.at(self.graph.batch_size)
         known = {name: form for name, form in self.forms.items() if form in device.layers}
         measured = sum(device.layers[form].outputs.seconds[-1] for form in known.values())
         others = sum(weight for name, weight in self.weights.items() if name not in known)
         fitting = min(1.0, whole / measured) if measured else 1.0  # layers one by one can take longer than together
-        return Times(self, device, known, fitting, (whole - fitting * measured) / others if others else 0.0)
+        return DeviceCosts(self, device, known, fitting, (whole - fitting * measured) / others if others else 0.0)
 
 
 def work_of(layer: Layer) -> float:
@@ -86,10 +86,10 @@ def work_of(layer: Layer) -> float:
 
 
 @dataclass(frozen=True)
-class Times:
+class DeviceCosts:
     """The seconds of each operation on one device, for any part of it."""
 
-    works: Works
+    graph_costs: GraphCosts
     device: DeviceProfile
     known: dict[str, str]
     fitting: float
@@ -102,7 +102,7 @@ class Times:
         if part <= 0:
             return 0.0
         if form is None:
-            return self.works.weights[name] * self.per_weight * self._of_step(part)
+            return self.graph_costs.weights[name] * self.per_weight * self._of_step(part)
         curves = self.device.layers[form]
         if mode == "bystander":
             return self.fitting * curves.samples.at(part * curves.samples.sizes[-1])
@@ -112,19 +112,19 @@ class Times:
         """Returns the seconds of all of an operation."""
         form = self.known.get(name)
         if form is None:
-            return self.works.weights[name] * self.per_weight
+            return self.graph_costs.weights[name] * self.per_weight
         return self.fitting * self.device.layers[form].outputs.seconds[-1]
 
     def _of_step(self, part: float) -> float:
         """Returns the part of a step's time that a part of its work takes: more, where there is a fixed cost."""
         if part not in self.parts:
-            batch = self.works.graph.batch_size
+            batch = self.graph_costs.graph.batch_size
             self.parts[part] = self.device.step.at(part * batch) / self.device.step.at(batch)
         return self.parts[part]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TimelineSegment:
     """What the ranks of a replica do between two meetings, in seconds, and the meeting at the end."""
 
     seconds: tuple[float, ...]
@@ -135,7 +135,7 @@ class Stretch:
 class Timeline:
     """A step of a replica: stretches of work, each of which ends when its slowest rank does."""
 
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[TimelineSegment, ...]
 
     @cached_property
     def step_s(self) -> float:
@@ -148,18 +148,20 @@ class Timeline:
         return [sum(part) for part in zip(*(stretch.seconds for stretch in self.stretches), strict=True)]
 
 
-def timeline_of(works: Works, layout: Layout, devices: Sequence[Times], meeting: Meeting) -> Timeline:
+def timeline_of(
+    graph_costs: GraphCosts, layout: Layout, devices: Sequence[DeviceCosts], meeting: CollectiveTimings
+) -> Timeline:
     """Returns the step of a network cut as `layout` says over these devices, its members in order."""
-    stretches = [*_stretches(list(_turns(works, layout)), layout, devices, meeting, forward=True)]
-    stretches += _stretches(list(_turns(works, layout))[::-1], layout, devices, meeting, forward=False)
+    stretches = [*_stretches(list(_turns(graph_costs, layout)), layout, devices, meeting, forward=True)]
+    stretches += _stretches(list(_turns(graph_costs, layout))[::-1], layout, devices, meeting, forward=False)
     return Timeline(tuple(stretches))
 
 
-def _turns(works: Works, layout: Layout) -> Iterator[tuple[Choice, list[Move]]]:
+def _turns(graph_costs: GraphCosts, layout: Layout) -> Iterator[tuple[Choice, list[Move]]]:
     """Returns every choice with the moves that come before it."""
     moves = list(layout.moves)
     for choice in layout.choices:
-        layer, before = works.layers.get(choice.layer), []
+        layer, before = graph_costs.layers.get(choice.layer), []
         while layer is not None and moves and moves[0].tensor in layer.inputs:
             before.append(moves.pop(0))
         yield choice, before
@@ -168,11 +170,11 @@ def _turns(works: Works, layout: Layout) -> Iterator[tuple[Choice, list[Move]]]:
 def _stretches(
     turns: Sequence[tuple[Choice, list[Move]]],
     layout: Layout,
-    devices: Sequence[Times],
-    meeting: Meeting,
+    devices: Sequence[DeviceCosts],
+    meeting: CollectiveTimings,
     *,
     forward: bool,
-) -> Iterator[Stretch]:
+) -> Iterator[TimelineSegment]:
     size, portion = len(devices), FORWARD if forward else 1 - FORWARD
     work = [0.0] * size
     for choice, moves in turns:
@@ -180,14 +182,16 @@ def _stretches(
         if not forward:
             work = [a + b for a, b in zip(work, own, strict=True)]
         for seconds in _meetings(choice, moves, size, meeting, forward=forward):
-            yield Stretch(tuple(work), seconds)
+            yield TimelineSegment(tuple(work), seconds)
             work = [0.0] * size
         if forward:
             work = [a + b for a, b in zip(work, own, strict=True)]
-    yield Stretch(tuple(work))
+    yield TimelineSegment(tuple(work))
 
 
-def _meetings(choice: Choice, moves: Sequence[Move], size: int, meeting: Meeting, *, forward: bool) -> Iterator[float]:
+def _meetings(
+    choice: Choice, moves: Sequence[Move], size: int, meeting: CollectiveTimings, *, forward: bool
+) -> Iterator[float]:
     """Returns the seconds of every message that comes with an operation."""
     others = max(1, size - 1)
     for move in moves:
@@ -202,9 +206,9 @@ def _meetings(choice: Choice, moves: Sequence[Move], size: int, meeting: Meeting
             yield meeting.sums.at(each / others / 2)
 
 
-def _seconds(choice: Choice, layout: Layout, devices: Sequence[Times]) -> list[float]:
+def _seconds(choice: Choice, layout: Layout, devices: Sequence[DeviceCosts]) -> list[float]:
     """Returns what an operation takes on each member."""
-    if choice.mode == "source" or not devices or choice.layer not in devices[0].works.layers:
+    if choice.mode == "source" or not devices or choice.layer not in devices[0].graph_costs.layers:
         return [0.0] * len(devices)
     records = choice.needs if choice.mode == "reduced" else (*choice.gives, *choice.needs)
     record = next((record for record in records if record.state == "sharded"), None)

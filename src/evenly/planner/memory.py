@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 
-from evenly.planner.costs import Works
+from evenly.planner.costs import GraphCosts
 from evenly.spec.graph import Graph
-from evenly.spec.layout import Layout, Record
+from evenly.spec.layout import Layout, TensorPlacement
 
 UNKNOWN = 1 << 40  # samples that a device of unknown memory holds
 COPIES = 4  # of every parameter: itself, its gradient, two slots of the optimizer
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """Bytes of one rank: `fixed_bytes` whatever the batch, and `sample_bytes` for each sample."""
 
     fixed_bytes: int
@@ -24,19 +24,19 @@ class Need:
         return max(0, free_bytes - self.fixed_bytes) // max(1, self.sample_bytes)
 
 
-def whole_need(works: Works, sample_bytes: int) -> Need:
+def whole_need(graph_costs: GraphCosts, sample_bytes: int) -> MemoryNeed:
     """Returns what a rank needs that holds the whole network."""
-    return Need(COPIES * works.parameter_bytes, sample_bytes)
+    return MemoryNeed(COPIES * graph_costs.parameter_bytes, sample_bytes)
 
 
-def cut_needs(works: Works, layout: Layout, sample_bytes: int) -> list[Need]:
+def cut_needs(graph_costs: GraphCosts, layout: Layout, sample_bytes: int) -> list[MemoryNeed]:
     """Returns what each member of a layout needs: its parts of parameters and of what is computed, what it gathers."""
     size = len(layout.members)
     fixed, made, total = [0.0] * size, [0.0] * size, 0.0
-    homes: dict[str, Record] = {}
-    tensors = works.graph.tensors
+    homes: dict[str, TensorPlacement] = {}
+    tensors = graph_costs.graph.tensors
     for choice in layout.choices:
-        layer = works.layers.get(choice.layer)
+        layer = graph_costs.layers.get(choice.layer)
         if layer is None:
             continue
         for name, need in zip(layer.inputs, choice.needs, strict=False):
@@ -47,15 +47,15 @@ def cut_needs(works: Works, layout: Layout, sample_bytes: int) -> list[Need]:
                 made = [a + tensor.size_bytes * b for a, b in zip(made, _parts(layout, record), strict=True)]
     for move in layout.moves:
         is_gathered = move.before.state == "sharded" and move.after.state != "sharded"
-        if is_gathered and works.kinds.get(move.tensor) != "parameter":  # all of it is kept, beside the part
+        if is_gathered and graph_costs.kinds.get(move.tensor) != "parameter":  # all of it is kept, beside the part
             kept = tensors[move.tensor].size_bytes
             made = [a + kept * (1 - b) for a, b in zip(made, _parts(layout, move.before), strict=True)]
-    for layer in works.graph.layers:
+    for layer in graph_costs.graph.layers:
         if layer.op == "parameter":
-            parts = _parts(layout, homes.get(layer.name, Record("replicated")))
+            parts = _parts(layout, homes.get(layer.name, TensorPlacement("replicated")))
             fixed = [a + COPIES * tensors[layer.name].size_bytes * b for a, b in zip(fixed, parts, strict=True)]
     scale = sample_bytes / total if total else 0.0
-    return [Need(int(a), int(b * scale)) for a, b in zip(fixed, made, strict=True)]
+    return [MemoryNeed(int(a), int(b * scale)) for a, b in zip(fixed, made, strict=True)]
 
 
 def largest_layer(graph: Graph) -> str:
@@ -64,7 +64,7 @@ def largest_layer(graph: Graph) -> str:
     return max(held, key=lambda layer: layer.outputs[0].size_bytes).where if held else ""
 
 
-def _parts(layout: Layout, record: Record) -> list[float]:
+def _parts(layout: Layout, record: TensorPlacement) -> list[float]:
     if record.state != "sharded":
         return [1.0] * len(layout.members)
     cut = layout.cuts[record.cut]

@@ -4,15 +4,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from evenly._errors import SpecError
-from evenly.planner.costs import Works, exchange_seconds
-from evenly.planner.dealing import Groups, best, capacity, ends, trim
-from evenly.planner.fewer import distances, mean_step_s, try_sets
-from evenly.planner.layout import lay_out
-from evenly.planner.lines import Kinds, Line, cut_lines, single_lines
+from evenly.errors import SpecError
+from evenly.layouts.layout import lay_out
+from evenly.planner.batch_shares import Groups, best, capacity, ends, trim
+from evenly.planner.costs import GraphCosts, exchange_seconds
+from evenly.planner.fewer_nodes import distances, mean_step_s, try_sets
 from evenly.planner.memory import UNKNOWN, largest_layer, whole_need
+from evenly.planner.node_options import Kinds, NodeOption, cut_options, single_options
 from evenly.planner.reasons import costs_more, why_cut, why_left_out
-from evenly.planner.replica import Crew
+from evenly.planner.replica_options import ReplicaOption
 from evenly.spec.cluster import Cluster
 from evenly.spec.exchange import Exchange
 from evenly.spec.graph import Graph
@@ -64,7 +64,7 @@ def plan(
         )
     free = _free(cluster, profile, memory_bytes)
     wishes = _Wishes(batch_size or profile.batch_size, cut, every, exchange_budget, exchange or Exchange())
-    return _Task(cluster, profile, Works(graph), free, wishes).plan()
+    return _Task(cluster, profile, GraphCosts(graph), free, wishes).plan()
 
 
 IDLE, HELP = 0.1, 0.03  # ranks that would wait for such a part of a step must do so much of the work, at least
@@ -84,7 +84,7 @@ class _Wishes:
 class _Deal:
     """What each node does in a step, the seconds of a step, and of one with its part of the exchanges."""
 
-    lines: list[Line | None]
+    lines: list[NodeOption | None]
     counts: list[list[int]]
     period: Period
     step_s: float
@@ -100,20 +100,24 @@ class _Deal:
     @cached_property
     def ranks(self) -> frozenset[int]:
         """Those that have samples."""
-        return frozenset(rank for crew, _ in self.crews for rank in crew.ranks)
+        return frozenset(rank for replica_option, _ in self.replica_options for rank in replica_option.ranks)
 
     @property
-    def crews(self) -> list[tuple[Crew, int]]:
+    def replica_options(self) -> list[tuple[ReplicaOption, int]]:
         """Those that have samples, and how many."""
-        pairs = [zip(line.crews, own, strict=True) for line, own in zip(self.lines, self.counts, strict=True) if line]
-        return [(crew, samples) for pair in pairs for crew, samples in pair if samples]
+        pairs = [
+            zip(option.replica_options, own, strict=True)
+            for option, own in zip(self.lines, self.counts, strict=True)
+            if option
+        ]
+        return [(replica_option, samples) for pair in pairs for replica_option, samples in pair if samples]
 
 
 @dataclass(frozen=True)
 class _Task:
     cluster: Cluster
     profile: Profile
-    works: Works
+    graph_costs: GraphCosts
     free: tuple[int, ...]
     wishes: _Wishes
 
@@ -129,7 +133,7 @@ class _Task:
             replicas=self._replicas(deal),
             batch_size=self.batch,
             rebalance=True,
-            graph=self.works.graph.fingerprint,
+            graph=self.graph_costs.graph.fingerprint,
             predicted=Prediction(step_s=step_s, exchange_s=deal.exchange_s, is_measured=self.profile.is_measured),
         )
 
@@ -159,24 +163,24 @@ class _Task:
         return groups
 
     @cached_property
-    def _lines(self) -> dict[int, list[Line]]:
+    def _lines(self) -> dict[int, list[NodeOption]]:
         """The ways to use the first node of each group of equal ones."""
-        given = (self.works, self.profile, self.free, self.batch)
+        given = (self.graph_costs, self.profile, self.free, self.batch)
         kinds: dict[int, Kinds] = {first: {} for first in self._groups}
-        found = {first: single_lines(self.cluster.nodes[first].ranks, *given, kinds[first]) for first in self._groups}
+        found = {first: single_options(self.cluster.nodes[first].ranks, *given, kinds[first]) for first in self._groups}
         seconds = self._least_s(found, self._groups) if self._most(found, self._groups) >= self.batch else 0.0
         for first in self._groups if self.wishes.cut else ():
             ranks = self.cluster.nodes[first].ranks
             samples = best(found[first], seconds)[0] if seconds else 0
-            found[first] += cut_lines(ranks, *given, kinds[first], seconds=seconds, samples=samples)
+            found[first] += cut_options(ranks, *given, kinds[first], seconds=seconds, samples=samples)
         return found
 
-    def _most(self, lines: Mapping[int, Sequence[Line]], groups: Groups) -> int:
+    def _most(self, lines: Mapping[int, Sequence[NodeOption]], groups: Groups) -> int:
         """Returns how many samples memory allows these nodes."""
-        each = {first: max((sum(line.limits) for line in lines[first]), default=0) for first in groups}
+        each = {first: max((sum(option.limits) for option in lines[first]), default=0) for first in groups}
         return sum(len(members) * each[first] for first, members in groups.items())
 
-    def _least_s(self, lines: Mapping[int, Sequence[Line]], groups: Groups) -> float:
+    def _least_s(self, lines: Mapping[int, Sequence[NodeOption]], groups: Groups) -> float:
         """Returns the least time in which these nodes together do the global batch."""
         able = partial(capacity, lines, groups)
         low, high = 0.0, 1e-3
@@ -192,7 +196,7 @@ class _Task:
         if FEWER * deal.mean_s <= deal.step_s:
             return deal
         strong, able = (self._capacities(deal, seconds) for seconds in (deal.step_s, FEWER * deal.mean_s))
-        far = distances(self.cluster, self.profile, self.works.exchanged_bytes(self.wishes.exchange))
+        far = distances(self.cluster, self.profile, self.graph_costs.exchanged_bytes(self.wishes.exchange))
         tried: dict[frozenset[int], _Deal | None] = {frozenset(strong): deal}
 
         def mean_of(nodes: frozenset[int]) -> float:
@@ -225,7 +229,7 @@ class _Task:
 
     def _reasons(self, deal: _Deal, whole: _Deal) -> dict[int, str]:
         """Returns why ranks have nothing to do in a deal, where `whole` is the one without regard to exchanges."""
-        need = whole_need(self.works, self.profile.sample_bytes)
+        need = whole_need(self.graph_costs, self.profile.sample_bytes)
         busy, helped = deal.ranks, whole.ranks
         reasons = {}
         for index, node in enumerate(self.cluster.nodes):
@@ -248,30 +252,30 @@ class _Task:
             lines, counts, step_s = fewer
         for first, members in groups.items():
             for index in members:
-                if (line := lines[index]) is not None:
-                    seats = zip(self.cluster.nodes[first].ranks, self.cluster.nodes[index].ranks, strict=True)
-                    lines[index] = line.on(dict(seats))
+                if (option := lines[index]) is not None:
+                    slots = zip(self.cluster.nodes[first].ranks, self.cluster.nodes[index].ranks, strict=True)
+                    lines[index] = option.on(dict(slots))
         exchange_s = self._exchange_s({index for index, samples in enumerate(counts) if any(samples)})
         period = self._period(step_s, exchange_s)
         mean_s = mean_step_s(period, self.wishes.exchange, step_s=step_s, exchange_s=exchange_s)
         return _Deal(lines, counts, period, step_s, exchange_s, mean_s, idle)
 
     def _shared_out(
-        self, ways: Mapping[int, Sequence[Line]], groups: Groups
-    ) -> tuple[list[Line | None], list[list[int]], float]:
+        self, ways: Mapping[int, Sequence[NodeOption]], groups: Groups
+    ) -> tuple[list[NodeOption | None], list[list[int]], float]:
         """Returns the line of the first of equal nodes for each, the samples, and the least time of a step."""
         seconds = self._least_s(ways, groups)
-        lines: list[Line | None] = [None] * len(self.cluster.nodes)
+        lines: list[NodeOption | None] = [None] * len(self.cluster.nodes)
         counts: list[list[int]] = [[]] * len(self.cluster.nodes)
         for first, members in groups.items():
-            total, line, samples = best(ways[first], seconds)
+            total, option, samples = best(ways[first], seconds)
             for index in members if total else ():
-                lines[index], counts[index] = line, list(samples)
+                lines[index], counts[index] = option, list(samples)
         trim(lines, counts, self.batch)
         return lines, counts, max(ends(lines, counts))
 
     def _idle(
-        self, lines: Sequence[Line | None], counts: Sequence[list[int]], step_s: float, groups: Groups
+        self, lines: Sequence[NodeOption | None], counts: Sequence[list[int]], step_s: float, groups: Groups
     ) -> dict[int, str]:
         """Returns ranks that would wait for much of every step and together do next to nothing of the work, and why.
 
@@ -279,13 +283,13 @@ class _Task:
         """
         waiting = []
         for first, members in groups.items():
-            line, seats = lines[members[0]], self.cluster.nodes[first].ranks
-            for place, crew in enumerate(line.crews if line is not None else ()):
+            option, slots = lines[members[0]], self.cluster.nodes[first].ranks
+            for place, replica_option in enumerate(option.replica_options if option is not None else ()):
                 samples = [counts[index][place] for index in members]
-                part = line.end_s(place, max(samples)) / step_s if line is not None and any(samples) else 1.0
+                part = option.end_s(place, max(samples)) / step_s if option is not None and any(samples) else 1.0
                 if part < 1 - IDLE:
-                    own = [seats.index(rank) for rank in crew.ranks]
-                    ranks = [self.cluster.nodes[index].ranks[seat] for index in {first, *members} for seat in own]
+                    own = [slots.index(rank) for rank in replica_option.ranks]
+                    ranks = [self.cluster.nodes[index].ranks[slot] for index in {first, *members} for slot in own]
                     told = f"it would be busy for {part:.0%} of a step only, and steps are hardly shorter with it"
                     waiting.append((sum(samples), ranks, told))
         idle: dict[int, str] = {}
@@ -299,7 +303,7 @@ class _Task:
         most = self._most(self._lines, self._groups)
         if most >= self.batch:
             return
-        need = whole_need(self.works, self.profile.sample_bytes)
+        need = whole_need(self.graph_costs, self.profile.sample_bytes)
         missing = need.fixed_bytes + need.sample_bytes * self.batch - sum(self.free)
         case = (
             f"together {missing / 1e9:.3g} GB too little" if missing > 0 else "no way to cut it fits into all of them"
@@ -307,14 +311,15 @@ class _Task:
         raise SpecError(
             f"a global batch of {self.batch} samples was asked for, but the devices hold {most}: one device needs "
             f"{need.fixed_bytes / 1e9:.3g} GB for the network, whose largest layer is "
-            f"{largest_layer(self.works.graph)!r}, and {need.sample_bytes / 1e6:.3g} MB a sample, and the devices have "
+            f"{largest_layer(self.graph_costs.graph)!r}, and {need.sample_bytes / 1e6:.3g} MB a sample, and the "
+            "devices have "
             f"{', '.join(f'{size / 1e9:.3g}' for size in sorted(set(self.free)))} GB, {case}. Use a smaller batch, or "
             "more memory."
         )
 
     def _exchange_s(self, nodes: Collection[int]) -> float:
         used = [node.ranks for index, node in enumerate(self.cluster.nodes) if index in nodes]
-        return exchange_seconds(self.works.exchanged_bytes(self.wishes.exchange), used, self.profile)
+        return exchange_seconds(self.graph_costs.exchanged_bytes(self.wishes.exchange), used, self.profile)
 
     def _period(self, step_s: float, exchange_s: float) -> Period:
         every, exchange = self.wishes.every, self.wishes.exchange
@@ -330,11 +335,13 @@ class _Task:
     def _roles(self, deal: _Deal, reasons: Mapping[int, str]) -> tuple[Role, ...]:
         roles: dict[int, Role] = {}
         for index, node in enumerate(self.cluster.nodes):
-            line = deal.lines[index]
-            for crew, samples in zip(line.crews if line else (), deal.counts[index], strict=True):
-                computing = crew.compute_s(samples)
-                most = crew.most_samples(self.free)
-                for rank, seconds, need in zip(crew.ranks, computing, crew.needs, strict=True):
+            option = deal.lines[index]
+            for replica_option, samples in zip(
+                option.replica_options if option else (), deal.counts[index], strict=True
+            ):
+                computing = replica_option.compute_s(samples)
+                most = replica_option.most_samples(self.free)
+                for rank, seconds, need in zip(replica_option.ranks, computing, replica_option.needs, strict=True):
                     roles[rank] = self._role(
                         rank, index, samples=samples, compute_s=seconds,
                         memory_bytes=need.fixed_bytes + need.sample_bytes * samples,
@@ -349,24 +356,27 @@ class _Task:
         return Role(rank=rank, node=node, device=self.cluster.device_of(rank).kind, **fields)
 
     def _replicas(self, deal: _Deal) -> tuple[Replica, ...]:
-        if all(crew.layout is None for crew, _ in deal.crews):
+        if all(replica_option.layout is None for replica_option, _ in deal.replica_options):
             return ()
-        whole = lay_out(self.works.graph, [1.0])
+        whole = lay_out(self.graph_costs.graph, [1.0])
         return tuple(
-            Replica(ranks=crew.ranks, layout=crew.layout or whole, reason=self._why_cut(crew)) for crew, _ in deal.crews
+            Replica(
+                ranks=replica_option.ranks, layout=replica_option.layout or whole, reason=self._why_cut(replica_option)
+            )
+            for replica_option, _ in deal.replica_options
         )
 
-    def _why_cut(self, crew: Crew) -> str:
-        if crew.layout is None:
+    def _why_cut(self, replica_option: ReplicaOption) -> str:
+        if replica_option.layout is None:
             return ""
-        need = whole_need(self.works, self.profile.sample_bytes)
-        return why_cut(crew.ranks, need, self.free, self._most_whole, self.batch)
+        need = whole_need(self.graph_costs, self.profile.sample_bytes)
+        return why_cut(replica_option.ranks, need, self.free, self._most_whole, self.batch)
 
     @cached_property
     def _most_whole(self) -> int:
         """The samples for which there is memory if every rank has a network of its own."""
         whole = {
-            first: [way for way in own if all(crew.layout is None for crew in way.crews)]
+            first: [way for way in own if all(replica_option.layout is None for replica_option in way.replica_options)]
             for first, own in self._lines.items()
         }
         return self._most(whole, self._groups)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from evenly.planner.memory import Need
+from evenly.planner.memory import MemoryNeed
 from evenly.spec.profile import Profile
 
 EASED = 0.9  # to be so much faster while others rest is a reason to let them rest
@@ -14,7 +14,7 @@ def costs_more(with_s: float, without_s: float) -> str:
     return f"{case}: {_ms(with_s)} a step with all that help, {_ms(without_s)} without"
 
 
-def why_cut(ranks: Sequence[int], need: Need, free: Sequence[int], most: int, batch: int) -> str:
+def why_cut(ranks: Sequence[int], need: MemoryNeed, free: Sequence[int], most: int, batch: int) -> str:
     """Returns why these ranks hold one network together.
 
     Args:
@@ -33,7 +33,7 @@ def why_cut(ranks: Sequence[int], need: Need, free: Sequence[int], most: int, ba
 
 
 def why_left_out(
-    rank: int, step_s: float, node: Sequence[int], profile: Profile, need: Need, free: Sequence[int]
+    rank: int, step_s: float, node: Sequence[int], profile: Profile, need: MemoryNeed, free: Sequence[int]
 ) -> str:
     """Returns what keeps a rank from taking part in steps that take `step_s`.
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from evenly._errors import SpecError
-from evenly.planner.costs import Works, exchange_seconds, sum_seconds
-from evenly.planner.replica import Crew, eased
+from evenly.errors import SpecError
+from evenly.planner.costs import GraphCosts, exchange_seconds, sum_seconds
+from evenly.planner.replica_options import ReplicaOption, eased
 from evenly.spec.cluster import Cluster
 from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph
@@ -57,7 +57,7 @@ def simulate(
         raise SpecError(
             f"steps={steps}, jitter={jitter} were asked for. Give 1 to {MOST_STEPS} steps and a jitter from 0 to 10."
         )
-    return _Play(plan, cluster, profile, Works(graph)).run(steps, jitter, _every(plan, steps_per_epoch), seed)
+    return _Play(plan, cluster, profile, GraphCosts(graph)).run(steps, jitter, _every(plan, steps_per_epoch), seed)
 
 
 def _every(plan: Plan, steps_per_epoch: int) -> int:
@@ -79,16 +79,16 @@ class _Play:
     plan: Plan
     cluster: Cluster
     profile: Profile
-    works: Works
+    graph_costs: GraphCosts
 
     def run(self, steps: int, jitter: float, every: int, seed: int) -> Forecast:
-        compute, wires, sent = self._each_step()
+        compute, shard_groups, sent = self._each_step()
         nodes = np.array([role.node for role in self.plan.roles])
         order = np.argsort(nodes, kind="stable")
         starts = np.searchsorted(nodes[order], np.arange(len(self.plan.nodes)))
         if isinstance(self.plan.period, EverySeconds):
-            every = self.plan.period.steps(max(compute + np.array(wires)))
-        each = np.array(wires)  # a slow rank is also slower at averaging
+            every = self.plan.period.steps(max(compute + np.array(shard_groups)))
+        each = np.array(shard_groups)  # a slow rank is also slower at averaging
         busy = np.array([any(self.plan.roles[rank].samples for rank in ranks) for ranks in self.plan.nodes])
         random = np.random.default_rng(seed)
         clock, waited, computed = np.zeros(len(starts)), np.zeros(len(compute)), np.zeros(len(compute))
@@ -110,7 +110,7 @@ class _Play:
                 waited += (merged - clock - stop_s)[nodes]
                 clock = merged
                 exchanges += 1
-        return self._forecast(steps, float(clock[busy].max()), computed, waited, wires, sent, exchanges, stop_s)
+        return self._forecast(steps, float(clock[busy].max()), computed, waited, shard_groups, sent, exchanges, stop_s)
 
     def _forecast(
         self,
@@ -118,15 +118,15 @@ class _Play:
         seconds: float,
         computed: Numbers,
         waited: Numbers,
-        wires: list[float],
+        shard_groups: list[float],
         sent: list[float],
         exchanges: int,
         exchange_s: float,
     ) -> Forecast:
-        size, nodes = self.works.exchanged_bytes(self.plan.exchange), self.plan.nodes
+        size, nodes = self.graph_costs.exchanged_bytes(self.plan.exchange), self.plan.nodes
         devices = []
         for role in self.plan.roles:
-            works = role.samples > 0
+            graph_costs = role.samples > 0
             ranks = sum(self.plan.roles[rank].samples > 0 for rank in nodes[role.node])
             devices.append(
                 DeviceForecast(
@@ -134,9 +134,9 @@ class _Play:
                     node=role.node,
                     samples=role.samples,
                     compute_s=float(computed[role.rank]),
-                    wires_s=steps * wires[role.rank] + exchanges * exchange_s if works else 0.0,
-                    wait_s=max(0.0, float(waited[role.rank])) if works else seconds,
-                    sent_bytes=steps * sent[role.rank] + 2 * exchanges * size / max(1, ranks) if works else 0.0,
+                    wires_s=steps * shard_groups[role.rank] + exchanges * exchange_s if graph_costs else 0.0,
+                    wait_s=max(0.0, float(waited[role.rank])) if graph_costs else seconds,
+                    sent_bytes=steps * sent[role.rank] + 2 * exchanges * size / max(1, ranks) if graph_costs else 0.0,
                 )
             )
         total = self.plan.batch_size or sum(role.samples for role in self.plan.roles)
@@ -152,39 +152,55 @@ class _Play:
     def _each_step(self) -> tuple[Numbers, list[float], list[float]]:
         """Returns what each rank computes in a step, how long it is on the wires, and the bytes it sends."""
         compute = np.zeros(len(self.plan.roles))
-        wires, sent = [0.0] * len(compute), [0.0] * len(compute)
-        size = self.works.travelling_bytes
+        shard_groups, sent = [0.0] * len(compute), [0.0] * len(compute)
+        size = self.graph_costs.travelling_bytes
         for ranks in self.plan.nodes:
-            crews = self._crews(ranks)
-            rate = self.profile.rate([rank for crew in crews for rank in crew.ranks]) if crews else self.profile.inside
-            part = size // max((len(crew.ranks) for crew in crews), default=1)
-            estimated = sum_seconds(part, len(crews), rate)
-            for crew in crews:
-                samples = self.plan.roles[crew.ranks[0]].samples
-                computing = crew.compute_s(samples)
-                inside = crew.seconds(samples) - max(computing)
-                moved = 0.0 if crew.layout is None else crew.layout.traffic_bytes / len(crew.ranks)
-                averaging = estimated if crew.averaging_s is None or len(crews) < 2 else crew.averaging_s
-                for rank, seconds in zip(crew.ranks, computing, strict=True):
+            replica_options = self._crews(ranks)
+            rate = (
+                self.profile.rate([rank for replica_option in replica_options for rank in replica_option.ranks])
+                if replica_options
+                else self.profile.inside
+            )
+            part = size // max((len(replica_option.ranks) for replica_option in replica_options), default=1)
+            estimated = sum_seconds(part, len(replica_options), rate)
+            for replica_option in replica_options:
+                samples = self.plan.roles[replica_option.ranks[0]].samples
+                computing = replica_option.compute_s(samples)
+                inside = replica_option.seconds(samples) - max(computing)
+                moved = (
+                    0.0
+                    if replica_option.layout is None
+                    else replica_option.layout.traffic_bytes / len(replica_option.ranks)
+                )
+                averaging = (
+                    estimated
+                    if replica_option.averaging_s is None or len(replica_options) < 2
+                    else replica_option.averaging_s
+                )
+                for rank, seconds in zip(replica_option.ranks, computing, strict=True):
                     compute[rank] = seconds
-                    wires[rank] = inside + averaging
-                    sent[rank] = moved + (2 * part * (len(crews) - 1) / len(crews) if len(crews) > 1 else 0.0)
-        return compute, wires, sent
+                    shard_groups[rank] = inside + averaging
+                    sent[rank] = moved + (
+                        2 * part * (len(replica_options) - 1) / len(replica_options)
+                        if len(replica_options) > 1
+                        else 0.0
+                    )
+        return compute, shard_groups, sent
 
-    def _crews(self, ranks: list[int]) -> list[Crew]:
+    def _crews(self, ranks: list[int]) -> list[ReplicaOption]:
         own = [rank for rank in ranks if self.plan.roles[rank].samples]
-        crews = [Crew((rank,), self.works, self.profile) for rank in own]
+        replica_options = [ReplicaOption((rank,), self.graph_costs, self.profile) for rank in own]
         if self.plan.replicas:
-            crews = [
-                Crew(held.ranks, self.works, self.profile, held.layout if len(held.ranks) > 1 else None)
+            replica_options = [
+                ReplicaOption(held.ranks, self.graph_costs, self.profile, held.layout if len(held.ranks) > 1 else None)
                 for held in self.plan.replicas
                 if held.ranks[0] in own
             ]
-        return [eased(crew, own, ranks) for crew in crews]
+        return [eased(replica_option, own, ranks) for replica_option in replica_options]
 
     def _exchange_s(self) -> float:
         busy = [ranks for ranks in self.plan.nodes if any(self.plan.roles[rank].samples for rank in ranks)]
-        return exchange_seconds(self.works.exchanged_bytes(self.plan.exchange), busy, self.profile)
+        return exchange_seconds(self.graph_costs.exchanged_bytes(self.plan.exchange), busy, self.profile)
 
 
 def _factors(random: np.random.Generator, count: int, jitter: float) -> Numbers:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from evenly._errors import DataError
+from evenly.errors import DataError
 
 TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST = ("test_batch.bin",)

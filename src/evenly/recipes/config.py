@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.spec._text import load_toml
 from evenly.spec._value import Value
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from evenly._errors import DataError
+from evenly.errors import DataError
 
 _TYPES = {8: torch.uint8}
 _CLASSES = 10

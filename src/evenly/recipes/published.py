@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 
 
 class PublishedCifarNet(nn.Sequential):

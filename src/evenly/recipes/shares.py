@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from evenly._errors import DataError
+from evenly.errors import DataError
 from evenly.recipes.cifar_data import load_cifar10
 from evenly.recipes.config import RecipeConfig
 from evenly.recipes.mnist_data import load_mnist

@@ -17,7 +17,7 @@ from evenly.reports.plan_table import (
     rank_rows,
     totals,
 )
-from evenly.reports.table import HEADERS, Row, cells, notes, read_row, report, row_of
+from evenly.reports.table import HEADERS, TableRow, cells, notes, read_row, report, row_of
 
 __all__ = [
     "HEADERS",
@@ -27,7 +27,7 @@ __all__ = [
     "BlockRow",
     "Panel",
     "RankRow",
-    "Row",
+    "TableRow",
     "bars",
     "block_rows",
     "cells",

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.reports.plan_table import RankRow, milliseconds, per_second
 from evenly.spec import Forecast
 

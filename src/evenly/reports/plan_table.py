@@ -206,7 +206,7 @@ def _dealt(layout: Layout) -> Iterator[tuple[str, str, tuple[int, ...]]]:
             continue
         cut = layout.cuts[record.cut]
         counts = dict(zip(layout.members, cut.counts(), strict=True))
-        yield name, _unit(choice, rows=cut.rows), tuple(counts.get(seat, 0) for seat in range(len(layout.shares)))
+        yield name, _unit(choice, rows=cut.rows), tuple(counts.get(slot, 0) for slot in range(len(layout.shares)))
 
 
 def _unit(choice: Choice, *, rows: int) -> str:

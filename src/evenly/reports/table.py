@@ -23,7 +23,7 @@ from evenly.spec import (
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """What one run came to; a run that was resumed is the sum of its parts that ended well."""
 
     name: str
@@ -38,13 +38,13 @@ class Row:
     accuracy: float | None
 
 
-def row_of(run: Run, *, name: str = "") -> Row:
+def row_of(run: Run, *, name: str = "") -> TableRow:
     """Returns the row of one run."""
     whole = story(run)
     started, parts = run.last(RunStarted), whole.of(RunFinished)
     seconds = sum(part.seconds for part in parts)
     state, note = _state(whole)
-    return Row(
+    return TableRow(
         name=name or (started.name if started else "run"),
         cluster="+".join(str(len(node.ranks)) for node in started.cluster.nodes) if started else "?",
         period=_period(started),
@@ -61,7 +61,7 @@ def row_of(run: Run, *, name: str = "") -> Row:
 HEADERS = ("run", "ranks", "period", "state", "time s", "samples/s", "MB", "exch.", "acc. %")
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: TableRow) -> tuple[str, ...]:
     """Returns a row as texts, under `HEADERS`."""
     return (
         row.name,
@@ -76,12 +76,12 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
+def notes(rows: Sequence[TableRow]) -> list[str]:
     """Returns a line for each run that is not done: what stopped it."""
     return [f"{row.name} {row.state}{':' if row.state == 'failed' else ''} {row.note}" for row in rows if row.note]
 
 
-def read_row(path: str | Path) -> Row:
+def read_row(path: str | Path) -> TableRow:
     """Returns the row of a run folder or `run.jsonl` file, named after the folder."""
     file = Path(path)
     return row_of(Run.read(file), name=file.parent.name if file.suffix == ".jsonl" else file.name)

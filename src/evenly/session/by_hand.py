@@ -6,13 +6,13 @@ from typing import TypedDict, Unpack
 import torch
 import torch.distributed as dist
 
-from evenly._errors import SpecError
-from evenly.comm import Alarm, Party, party_of
+from evenly.calibration.joint_steps import rehearse
+from evenly.comm import FailureMonitor, RankGroup, rank_group_of
+from evenly.errors import SpecError
 from evenly.graph import Example, Traced, follow
 from evenly.launch import find_place, identity, pick_device
 from evenly.nodes import Synchronized
-from evenly.session.composition import compose_synchronized
-from evenly.session.rehearsal import rehearse
+from evenly.nodes.composition import compose_synchronized
 from evenly.shards import Sharded, example_of, join_shards, shard_model
 from evenly.spec import Cluster, Device, Every, Exchange, ExchangeWishes, Node, Plan, Profile, period_of
 from evenly.survey import measure_cluster, survey_cluster
@@ -30,14 +30,16 @@ def discover(
         device: what this rank computes on; `"auto"` takes its CUDA device if there is one.
         timeout_s: how long to wait for the other ranks.
     """
-    return survey_party(party_of(group, timeout_s=timeout_s), device, timeout_s=timeout_s)
+    return survey_party(rank_group_of(group, timeout_s=timeout_s), device, timeout_s=timeout_s)
 
 
-def survey_party(party: Party, device: str | torch.device, *, timeout_s: float, parent: Alarm | None = None) -> Cluster:
-    """Returns the cluster that the ranks of `party` form."""
+def survey_party(
+    rank_group: RankGroup, device: str | torch.device, *, timeout_s: float, parent: FailureMonitor | None = None
+) -> Cluster:
+    """Returns the cluster that the ranks of `rank_group` form."""
     place = find_place()
     chosen = device if isinstance(device, torch.device) else pick_device(place, device)
-    return survey_cluster(party.chapter("survey"), identity(place), chosen, timeout_s=timeout_s, parent=parent)
+    return survey_cluster(rank_group.scoped("survey"), identity(place), chosen, timeout_s=timeout_s, parent=parent)
 
 
 def measure(
@@ -65,11 +67,11 @@ def measure(
         tell: called with what is measured now, to show progress.
         timeout_s: how long to wait for the other ranks.
     """
-    party = party_of(group, timeout_s=timeout_s)
+    rank_group = rank_group_of(group, timeout_s=timeout_s)
     device = next(iter(model.parameters()), torch.empty(0)).device
-    cluster = survey_party(party, device, timeout_s=timeout_s)
+    cluster = survey_party(rank_group, device, timeout_s=timeout_s)
     return measure_party(
-        party,
+        rank_group,
         follow(model, example),
         cluster,
         device,
@@ -86,11 +88,11 @@ class MeasureLimits(TypedDict):
     quick: bool
     timeout_s: float
     tell: Callable[[str], None]
-    parent: Alarm | None
+    parent: FailureMonitor | None
 
 
 def measure_party(
-    party: Party,
+    rank_group: RankGroup,
     traced: Traced,
     cluster: Cluster,
     device: torch.device,
@@ -99,19 +101,19 @@ def measure_party(
     memory_bytes: int | None = None,
     tell: Callable[[str], None] | None = None,
     timeout_s: float,
-    parent: Alarm | None = None,
+    parent: FailureMonitor | None = None,
 ) -> Profile:
-    """Returns the profile of the ranks of `party`: devices, wires, and steps in which gradients are averaged."""
+    """Returns the profile of the ranks of `rank_group`: devices, wires, and steps in which gradients are averaged."""
     limits: MeasureLimits = {
         "quick": quick,
         "timeout_s": timeout_s,
         "tell": tell or (lambda _: None),
         "parent": parent,
     }
-    chapter = party.chapter("measure")
+    scoped = rank_group.scoped("measure")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # what is drawn later stays the same
-        profile = measure_cluster(chapter, traced, cluster, device, memory_bytes=memory_bytes, **limits)
-        return rehearse(party.chapter("rehearse"), traced, cluster, profile, device, **limits)
+        profile = measure_cluster(scoped, traced, cluster, device, memory_bytes=memory_bytes, **limits)
+        return rehearse(rank_group.scoped("rehearse"), traced, cluster, profile, device, **limits)
 
 
 def synchronize(
@@ -158,13 +160,13 @@ def synchronize(
         ```
     """
     period, settings = period_of(every), Exchange(**exchange, timeout_s=timeout_s)
-    party = party_of(group, timeout_s=timeout_s)
+    rank_group = rank_group_of(group, timeout_s=timeout_s)
     device = next(iter(model.parameters()), torch.empty(0)).device
-    cluster = survey_party(party, device, timeout_s=timeout_s)
+    cluster = survey_party(rank_group, device, timeout_s=timeout_s)
     return compose_synchronized(
         model,
         optimizer,
-        party=party,
+        rank_group=rank_group,
         cluster=cluster if nodes is None else regroup(cluster, nodes),
         period=period,
         exchange=settings,
@@ -222,26 +224,26 @@ def shard(
         print(model.layout.explain())
         ```
     """
-    party = party_of(group, timeout_s=timeout_s)
+    rank_group = rank_group_of(group, timeout_s=timeout_s)
     device = next(iter(model.parameters()), torch.empty(0)).device
     if isinstance(example, Plan):
-        replica = example.replica_of(party.rank)
-        if len(example.roles) != party.size or replica is None:
+        replica = example.replica_of(rank_group.rank)
+        if len(example.roles) != rank_group.size or replica is None:
             case = "nothing is cut" if replica is None else f"it is for {len(example.roles)} ranks"
             raise SpecError(
-                f"a plan was given to shard a network over {party.size} ranks, but in it {case}. "
+                f"a plan was given to shard a network over {rank_group.size} ranks, but in it {case}. "
                 "Make a plan with a layout for these ranks."
             )
-        inside = party.among(replica.ranks, f"replica{replica.ranks[0]}")
+        inside = rank_group.among(replica.ranks, f"replica{replica.ranks[0]}")
         traced = follow(model, example_of(replica.layout))
         cluster = survey_party(inside, device, timeout_s=timeout_s)
-        return join_shards(traced, replica.layout, party=inside, devices=_devices(cluster), timeout_s=timeout_s)
-    cluster = survey_party(party, device, timeout_s=timeout_s)
+        return join_shards(traced, replica.layout, rank_group=inside, devices=_devices(cluster), timeout_s=timeout_s)
+    cluster = survey_party(rank_group, device, timeout_s=timeout_s)
     return shard_model(
         model,
         example,
-        party=party,
-        shares=[1.0] * party.size if shares is None else shares,
+        rank_group=rank_group,
+        shares=[1.0] * rank_group.size if shares is None else shares,
         layer_shares=layer_shares,
         cut_batch=cut_batch,
         devices=_devices(cluster),

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 
 from evenly import planner
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.graph import Example, follow
+from evenly.session.active_ranks import ActiveRanks
 from evenly.session.by_hand import measure_party
 from evenly.session.sharding import plan_replicas
-from evenly.session.stage import Stage
 from evenly.spec import Every, EverySeconds, Exchange, ExchangeWishes, Plan, Profile, period_of
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ TIMEOUT_S = 600.0  # for a rank that is slow at measuring
 
 
 def plan_run(
-    stage: Stage,
+    stage: ActiveRanks,
     device: torch.device,
     model: torch.nn.Module | None,
     example: Example | None,
@@ -80,7 +80,7 @@ def exchange_of(wishes: ExchangeWishes, *, timeout_s: float) -> Exchange:
 
 
 def plan_measured(
-    stage: Stage,
+    stage: ActiveRanks,
     device: torch.device,
     model: torch.nn.Module,
     example: Example,
@@ -99,22 +99,22 @@ def plan_measured(
         )
     traced = follow(model.to(device), example)
     if not isinstance(profile, Profile):
-        if stage.party.rank == 0:
-            logger.info("measuring %s on %d ranks for a plan", type(model).__name__, stage.party.size)
+        if stage.rank_group.rank == 0:
+            logger.info("measuring %s on %d ranks for a plan", type(model).__name__, stage.rank_group.size)
         profile = measure_party(
-            stage.party,
+            stage.rank_group,
             traced,
             stage.cluster,
             device,
             quick=profile == "quick",
             tell=tell,
             timeout_s=TIMEOUT_S,
-            parent=stage.alarm,
+            parent=stage.monitor,
         )
     plan = planner.plan(stage.cluster, profile, traced.graph, batch_size=batch_size, every=every, exchange=exchange)
-    for doubt in planner.doubts(profile, plan) if stage.party.rank == 0 else ():
+    for doubt in planner.doubts(profile, plan) if stage.rank_group.rank == 0 else ():
         logger.warning("the plan is %s", doubt)
-    return Plan.from_json(stage.assembly.gather(plan.to_json() if stage.party.rank == 0 else "", "the plan")[0])
+    return Plan.from_json(stage.gatherer.gather(plan.to_json() if stage.rank_group.rank == 0 else "", "the plan")[0])
 
 
 def require_numbers(*, seed: int, checkpoint_every: int | str | None) -> None:

@@ -8,13 +8,14 @@ from statistics import median
 
 import torch
 
-from evenly._errors import SpecError
-from evenly.planner import balance, relaid
-from evenly.planner.costs import Works
+from evenly.checkpoints.full_state import TrainedModel
+from evenly.errors import SpecError
+from evenly.layouts import relaid
+from evenly.planner import balance
+from evenly.planner.costs import GraphCosts
 from evenly.planner.memory import cut_needs
-from evenly.session.full import Trainee
-from evenly.session.stage import Stage
-from evenly.shards import Sharded, immovable, moved, placement_of, reshard
+from evenly.session.active_ranks import ActiveRanks
+from evenly.shards import Sharded, immovable, local_shard_of, moved, reshard
 from evenly.spec import EveryGradient, EverySeconds, Layout, Plan, Rebalanced
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,11 @@ class Rebalancer:
     The samples of a step stay the same in all, and gradients are weighted by them: the run goes on as it would have.
     """
 
-    def __init__(self, trainee: Trainee, plan: Plan, stage: Stage) -> None:
-        self._trainee, self._assembly, self._rank, self._plan = trainee, stage.assembly, stage.party.rank, plan
+    def __init__(self, trained_model: TrainedModel, plan: Plan, stage: ActiveRanks) -> None:
+        self._trainee = trained_model
+        self._gatherer = stage.gatherer
+        self._rank = stage.rank_group.rank
+        self._plan = plan
         self._groups = [replica.ranks for replica in plan.replicas] or [(rank,) for rank in plan.takers]
         self._layouts = [replica.layout for replica in plan.replicas]
         self._limits = [plan.roles[rank].most_samples or sum(plan.batch_shares) for rank in plan.takers]
@@ -50,9 +54,11 @@ class Rebalancer:
         self._units, self._batches = Doubt(), Doubt()
         self._tried: tuple[list[Layout], float] | None = None  # layouts before a trial, and the seconds of a step then
         self._is_lean, self._may_try = False, False  # whether messages keep slow ranks busy, and whether that is open
-        at = trainee.model.schedule
-        self._step, self._looked, self._exchanges = at.step, at.step, at.exchanges
-        trainee.model.clock.is_wanted = True
+        at = trained_model.model.schedule
+        self._step = at.step
+        self._looked = at.step
+        self._exchanges = at.exchanges
+        trained_model.model.clock.is_wanted = True
 
     @property
     def shares(self) -> list[tuple[float, ...]]:
@@ -71,7 +77,7 @@ class Rebalancer:
         own = self._trainee.model.clock.take()
         computing_s = median(spent.computing_s for spent in own) if own else 0.0
         whole_s = median(spent.whole_s for spent in own) if own else 0.0
-        rows = self._assembly.gather([computing_s, whole_s, self._can_move()], "the balance of ranks")
+        rows = self._gatherer.gather([computing_s, whole_s, self._can_move()], "the balance of ranks")
         patience = PATIENCE if steps < PATIENCE * EVERY else 1  # a median of many steps is enough
         seconds, wholes = ([row[place] for row in rows] for place in (0, 1))
         if self._judged(max(wholes)):
@@ -129,7 +135,7 @@ class Rebalancer:
         """Lets units of networks change hands; a rank of each finds the new layout. Returns whether any do."""
         finders = {place: self._groups[place][self._layouts[place].members[0]] for place in due}
         mine = next((place for place, rank in finders.items() if rank == self._rank), None)
-        rows = self._assembly.gather(self._relaid(mine, due), "units that change hands")
+        rows = self._gatherer.gather(self._relaid(mine, due), "units that change hands")
         found = {place: Layout.model_validate_json(text) for place, rank in finders.items() if (text := rows[rank])}
         self._put(found)
         return bool(found)
@@ -153,9 +159,9 @@ class Rebalancer:
         module = self._trainee.model.module
         if not isinstance(module, Sharded):
             return agreed
-        before = {name: placement_of(buffer) for name, buffer in module.named_buffers()}
+        before = {name: local_shard_of(buffer) for name, buffer in module.named_buffers()}
         reshard(module, self._trainee.optimizer, layout)
-        after = {name: placement_of(buffer) for name, buffer in module.named_buffers()}
+        after = {name: local_shard_of(buffer) for name, buffer in module.named_buffers()}
         return {
             name: value if (old := before[name]) is None or (new := after[name]) is None else moved(value, old, new)
             for name, value in agreed.items()
@@ -174,8 +180,8 @@ class Rebalancer:
             return None
         if layout.members != old.members or layout.cuts == old.cuts:
             return None
-        works, samples = Works(graph), self.samples[place]
-        for member, need in zip(layout.members, cut_needs(works, layout, graph.sample_bytes), strict=True):
+        graph_costs, samples = GraphCosts(graph), self.samples[place]
+        for member, need in zip(layout.members, cut_needs(graph_costs, layout, graph.sample_bytes), strict=True):
             if need.samples_in(self._plan.roles[self._groups[place][member]].free_bytes) < samples:
                 return None
         return layout.model_dump_json()
@@ -201,7 +207,9 @@ class Doubt:
         [2, 6, 14, 30]
         """
         if not wanted:
-            self._doubt, self._agreeing, self._before = 1, 0, None
+            self._doubt = 1
+            self._agreeing = 0
+            self._before = None
             return False
         self._agreeing += 1
         if self._agreeing < patience * self._doubt:
@@ -213,21 +221,21 @@ class Doubt:
         return True
 
 
-def attach_rebalancer(trainee: Trainee, plan: Plan, stage: Stage) -> None:
+def attach_rebalancer(trained_model: TrainedModel, plan: Plan, stage: ActiveRanks) -> None:
     """Lets work follow the devices' speed, where the plan says so and there are several to deal out to."""
     several = len(plan.takers) > 1 or any(len(replica.layout.members) > 1 for replica in plan.replicas)
     timed = isinstance(plan.period, EverySeconds)  # each node makes the steps it can anyway
-    if trainee.feed is None or not plan.rebalance or not several or timed:
+    if trained_model.feed is None or not plan.rebalance or not several or timed:
         return
-    balance = Rebalancer(trainee, plan, stage)
+    balance = Rebalancer(trained_model, plan, stage)
 
     def tell() -> None:
         samples, shares = tuple(balance.samples), tuple(balance.shares)
-        stage.recorder.tell(Rebalanced, step=trainee.model.schedule.step, samples=samples, shares=shares)
+        stage.recorder.tell(Rebalanced, step=trained_model.model.schedule.step, samples=samples, shares=shares)
 
     balance.on_change.append(tell)
-    trainee.feed.between.append(balance.look)
-    trainee.feed.on_end.append(balance.pass_by)
+    trained_model.feed.between.append(balance.look)
+    trained_model.feed.on_end.append(balance.pass_by)
 
 
 def rebalanced(samples: Sequence[int], seconds: Sequence[float], limits: Sequence[int]) -> list[int] | None:

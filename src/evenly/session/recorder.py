@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from evenly._errors import CheckpointError
+from evenly.errors import CheckpointError
 from evenly.spec import Event, RunFailed
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Recorder:
         for listen in self.listeners:
             listen(event)
 
-    def tell_failure(self, step: int, error: BaseException) -> None:
+    def record_failure(self, step: int, error: BaseException) -> None:
         """Tells that the run ended in `error`; what goes wrong meanwhile must not hide it."""
         try:
             self.tell(RunFailed, step=step, error=f"{type(error).__name__}: {error}")

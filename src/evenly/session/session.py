@@ -11,21 +11,21 @@ from typing import Any, Literal, Self, Unpack
 import torch
 from torch.utils.data import Dataset
 
-from evenly._errors import SpecError
 from evenly.batches import FeedWishes, feed
-from evenly.comm import Alarm, party_of
+from evenly.checkpoints.full_state import TrainedModel
+from evenly.checkpoints.saving import apply, restore_random_state
+from evenly.checkpoints.states import Stateful
+from evenly.comm import FailureMonitor, rank_group_of
+from evenly.errors import SpecError
 from evenly.graph import Example
 from evenly.launch import Place, find_place, open_world, pick_device
 from evenly.nodes import Synchronized
+from evenly.nodes.composition import compose_synchronized
+from evenly.session.active_ranks import LINGER_S, ActiveRanks, LeftOut
 from evenly.session.by_hand import regroup, survey_party
-from evenly.session.checkpoint import apply, restore_random_state
-from evenly.session.composition import compose_synchronized
-from evenly.session.full import Trainee
 from evenly.session.planning import exchange_of, plan_run, require_epochs, require_numbers
 from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.sharding import shard_for
-from evenly.session.stage import LINGER_S, LeftOut, Stage
-from evenly.session.states import Stateful
 from evenly.spec import CheckpointSaved, EpochDone, Event, Every, ExchangeWishes, Measured, Plan, Profile, RunStarted
 
 Setting = str | int | float | bool | None
@@ -61,12 +61,18 @@ class Session:
             place: this process among the others; found in the environment if left out.
         """
         self._folder = Path(folder) if folder is not None else None
-        self._device_wish, self._nodes_wish, self._seed, self._keep = device, nodes, seed, max(keep, 1)
+        self._device_wish = device
+        self._nodes_wish = nodes
+        self._seed = seed
+        self._keep = max(keep, 1)
         require_numbers(seed=seed, checkpoint_every=checkpoint_every)
-        self._checkpoint_every, self._place, self._resume, self._timeout_s = checkpoint_every, place, resume, timeout_s
-        self._alarm: Alarm | None = None
-        self._entered: Stage | None = None
-        self._trainees: list[Trainee] = []
+        self._checkpoint_every = checkpoint_every
+        self._place = place
+        self._resume = resume
+        self._timeout_s = timeout_s
+        self._monitor: FailureMonitor | None = None
+        self._entered: ActiveRanks | None = None
+        self._trained_models: list[TrainedModel] = []
         self._epoch = self._saved_step = 0
         self._tracked, self._settings = dict[str, Stateful](), dict[str, Setting]()
 
@@ -75,27 +81,27 @@ class Session:
         try:
             self._open(self._place or find_place())
         except BaseException as error:
-            self._ring(error)
+            self._report(error)
             self._closing.close()
             raise
         return self
 
     def _open(self, place: Place) -> None:
         self._closing.enter_context(open_world(place, timeout_s=self._timeout_s))
-        party = party_of(timeout_s=self._timeout_s)
-        self.rank, self.world_size = party.rank, party.size
-        self._alarm = Alarm(party.chapter("session"))
-        self._closing.callback(self._alarm.close)
+        rank_group = rank_group_of(timeout_s=self._timeout_s)
+        self.rank, self.world_size = rank_group.rank, rank_group.size
+        self._monitor = FailureMonitor(rank_group.scoped("session"))
+        self._closing.callback(self._monitor.close)
         self.device = pick_device(place, self._device_wish)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        cluster = survey_party(party, self.device, timeout_s=self._timeout_s, parent=self._alarm)
+        cluster = survey_party(rank_group, self.device, timeout_s=self._timeout_s, parent=self._monitor)
         cluster = cluster if self._nodes_wish is None else regroup(cluster, self._nodes_wish)
         self._enter(
-            Stage(
-                party,
+            ActiveRanks(
+                rank_group,
                 cluster,
-                self._alarm,
+                self._monitor,
                 folder=self._folder,
                 resume=self._resume,
                 timeout_s=self._timeout_s,
@@ -104,7 +110,7 @@ class Session:
         )
 
     @property
-    def _stage(self) -> Stage:
+    def _stage(self) -> ActiveRanks:
         """The ranks that take part now."""
         if self._entered is None:
             raise SpecError(
@@ -113,12 +119,14 @@ class Session:
             )
         return self._entered
 
-    def _enter(self, stage: Stage) -> None:
+    def _enter(self, stage: ActiveRanks) -> None:
         """Goes on with the ranks of `stage`."""
         if stage is not self._entered:
             self._entered, self.cluster = stage, stage.cluster
-            self.rank, self.world_size = stage.party.rank, stage.party.size
-            self._assembly, self._recorder, self._ledger = stage.assembly, stage.recorder, stage.ledger
+            self.rank, self.world_size = stage.rank_group.rank, stage.rank_group.size
+            self._gatherer = stage.gatherer
+            self._recorder = stage.recorder
+            self._counters = stage.counters
             self._closing.callback(stage.close)
 
     def __exit__(
@@ -127,19 +135,19 @@ class Session:
         left_out = isinstance(error, LeftOut)
         error = None if left_out else error
         try:
-            if isinstance(error, RuntimeError) and self._alarm is not None:
-                self._alarm.check()  # a rank that has gone may be the cause of torch's error
+            if isinstance(error, RuntimeError) and self._monitor is not None:
+                self._monitor.check()  # a rank that has gone may be the cause of torch's error
             if error is None and not left_out:
                 self.finish()
-                sums = self._assembly.gather(self._ledger.sums(), "the end of the run")
-                self._ledger.tell_totals(sums, self.cluster.rank_lists())
+                sums = self._gatherer.gather(self._counters.sums(), "the end of the run")
+                self._counters.record_totals(sums, self.cluster.rank_lists())
         except BaseException as problem:
             error = problem
             raise
         finally:
             if error is not None:
-                self._ring(error)
-                self._recorder.tell_failure(self._ledger.step, error)
+                self._report(error)
+                self._recorder.record_failure(self._counters.step, error)
             self._closing.close()
         return left_out
 
@@ -206,10 +214,10 @@ class Session:
             verify: whether a network that the plan cuts is compared with the uncut one on its first batch.
             loading: what `evenly.feed` takes: `shuffle`, `drop_last`, `num_workers`, `collate_fn`, `pin_memory`.
         """
-        require_epochs(plan, self._checkpoint_every, models=len(self._trainees))
+        require_epochs(plan, self._checkpoint_every, models=len(self._trained_models))
         stage, plan = self._stage.take_part(plan)
         self._enter(stage)
-        if any(trainee.name == name for trainee in self._trainees):
+        if any(trained_model.name == name for trained_model in self._trained_models):
             raise SpecError(f"a model named {name!r} is prepared already. Give each model of a run its own name=.")
         model.to(self.device)
         part = shard_for(model, optimizer, plan, self._stage, timeout_s=self._timeout_s, verify=verify)
@@ -221,19 +229,19 @@ class Session:
         synchronized = compose_synchronized(
             part,
             optimizer,
-            party=self._stage.party,
+            rank_group=self._stage.rank_group,
             cluster=self.cluster,
             period=plan.period,
             exchange=plan.exchange,
             count=count or (None if batches is None else partial(batches.samples_of, part)),
             scaler=scaler,
-            parent=self._stage.alarm,
+            parent=self._stage.monitor,
             find_unused_parameters=find_unused_parameters,
         )
-        trainee = Trainee(name, synchronized, optimizer, batches)
+        trained_model = TrainedModel(name, synchronized, optimizer, batches)
         if (restored := self._stage.restored()) is not None:
-            apply(restored, trainee)
-        self._enrol(trainee, plan)
+            apply(restored, trained_model)
+        self._enrol(trained_model, plan)
         return synchronized, optimizer, batches
 
     def track(self, **things: Stateful) -> None:
@@ -250,18 +258,18 @@ class Session:
             self._epoch = int(restored["manifest"]["epoch"])
             restore_random_state(restored)
             self._stage.begin(self._epoch, count)
-        self._ledger.start()
+        self._counters.start()
         while self._epoch < count:
-            for trainee in self._trainees:
-                if trainee.feed is not None:
-                    trainee.feed.epoch = self._epoch
+            for trained_model in self._trained_models:
+                if trained_model.feed is not None:
+                    trained_model.feed.epoch = self._epoch
             yield self._epoch
             self._epoch += 1
-            for trainee in self._trainees:
-                trainee.model.end_epoch()
-                if trainee.feed is not None:
-                    trainee.feed.resume({"epoch": self._epoch, "offset": 0})
-            self._recorder.tell(EpochDone, epoch=self._epoch, step=self._ledger.step)
+            for trained_model in self._trained_models:
+                trained_model.model.end_epoch()
+                if trained_model.feed is not None:
+                    trained_model.feed.resume({"epoch": self._epoch, "offset": 0})
+            self._recorder.tell(EpochDone, epoch=self._epoch, step=self._counters.step)
             if self._checkpoint_every == "epoch" and self._folder is not None:
                 self.checkpoint()
             self._between_steps()
@@ -269,25 +277,25 @@ class Session:
 
     def finish(self) -> None:
         """Makes the last exchange of every model, so that all ranks hold the same."""
-        for trainee in self._trainees:
-            trainee.model.finish()
+        for trained_model in self._trained_models:
+            trained_model.model.finish()
 
     def checkpoint(self) -> Path:
         """Saves the run now, on all ranks together, and returns the folder."""
         if self._stage.checkpoints is None:
             raise SpecError("a checkpoint was asked for, but the session has no folder. Use Session('runs/name').")
         began = time.monotonic()
-        for trainee in self._trainees:
-            trainee.model.come_together()
-        step = self._saved_step = self._ledger.step
+        for trained_model in self._trained_models:
+            trained_model.model.come_together()
+        step = self._saved_step = self._counters.step
         save = self._stage.checkpoints.save
-        path = save(step, self._trainees, self._tracked, epoch=self._epoch, keep=self._keep)
+        path = save(step, self._trained_models, self._tracked, epoch=self._epoch, keep=self._keep)
         self._recorder.tell(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
         return path
 
     def log(self, **values: float | None) -> None:
         """Records numbers such as losses and accuracies; those of rank 0 are written."""
-        self._recorder.tell(Measured, step=self._ledger.step, values=values)
+        self._recorder.tell(Measured, step=self._counters.step, values=values)
 
     def describe(self, **settings: Setting) -> None:
         """Notes settings of the program that the record of the run should show."""
@@ -299,36 +307,36 @@ class Session:
 
     def sum(self, *numbers: float) -> list[float]:
         """Returns the sums of each number over all ranks."""
-        for trainee in self._trainees:
-            trainee.model.assemble()
-        rows = self._assembly.gather([float(number) for number in numbers], f"a sum of {len(numbers)} over ranks")
+        for trained_model in self._trained_models:
+            trained_model.model.assemble()
+        rows = self._gatherer.gather([float(number) for number in numbers], f"a sum of {len(numbers)} over ranks")
         return [float(sum(column)) for column in zip(*rows, strict=True)]
 
-    def _enrol(self, trainee: Trainee, plan: Plan) -> None:
-        self._trainees.append(trainee)
-        self._closing.callback(trainee.close)
-        self._ledger.watch(trainee.model)
-        if trainee.feed is not None:
-            trainee.feed.on_end.append(trainee.model.end_epoch)
-        attach_rebalancer(trainee, plan, self._stage)
-        if len(self._trainees) == 1:
-            self._ledger.step = self._saved_step = trainee.model.schedule.step
-            self._ledger.count_steps(trainee, lambda: self._epoch, ranks=self.world_size)
-            told = {"settings": self._settings, "resumed_step": self._ledger.step, **self._stage.attendance}
+    def _enrol(self, trained_model: TrainedModel, plan: Plan) -> None:
+        self._trained_models.append(trained_model)
+        self._closing.callback(trained_model.close)
+        self._counters.watch(trained_model.model)
+        if trained_model.feed is not None:
+            trained_model.feed.on_end.append(trained_model.model.end_epoch)
+        attach_rebalancer(trained_model, plan, self._stage)
+        if len(self._trained_models) == 1:
+            self._counters.step = self._saved_step = trained_model.model.schedule.step
+            self._counters.count_steps(trained_model, lambda: self._epoch, ranks=self.world_size)
+            told = {"settings": self._settings, "resumed_step": self._counters.step, **self._stage.attendance}
             self._recorder.tell(RunStarted, name=self._folder.name if self._folder else "run", plan=plan, **told)
 
     def _between_steps(self) -> None:
         """Saves if a multiple of the wished steps was just made, once: a step may take several batches."""
-        for trainee in self._trainees:
-            trainee.model.settle()
-        every, step = self._checkpoint_every, self._ledger.step
+        for trained_model in self._trained_models:
+            trained_model.model.settle()
+        every, step = self._checkpoint_every, self._counters.step
         if self._folder and isinstance(every, int) and step % every == 0 and step > self._saved_step:
             self.checkpoint()
 
-    def _ring(self, error: BaseException) -> None:
-        for trainee in self._trainees:
-            trainee.model.ring(error)
-        if self._alarm is not None:
-            self._alarm.ring(error)
+    def _report(self, error: BaseException) -> None:
+        for trained_model in self._trained_models:
+            trained_model.model.report(error)
+        if self._monitor is not None:
+            self._monitor.report(error)
             if self.rank == 0 and self.world_size > 1:
                 time.sleep(LINGER_S)

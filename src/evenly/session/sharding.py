@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.graph import Example, follow, trace
-from evenly.planner import lay_out
-from evenly.session.stage import Stage
+from evenly.layouts import lay_out
+from evenly.session.active_ranks import ActiveRanks
 from evenly.session.verifying import verify_on_first_batch
 from evenly.shards import Sharded, example_of, join_shards
 from evenly.spec import Cluster, Plan, Replica
@@ -44,27 +44,27 @@ def shard_for(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: Plan,
-    stage: Stage,
+    stage: ActiveRanks,
     *,
     timeout_s: float,
     verify: bool = False,
 ) -> torch.nn.Module:
     """Returns this rank's part of the network if the plan cuts it, with the optimizer led over; else the network."""
-    party, cluster = stage.party, stage.cluster
-    replica = plan.replica_of(party.rank)
+    rank_group, cluster = stage.rank_group, stage.cluster
+    replica = plan.replica_of(rank_group.rank)
     if replica is None:
         return model
     sharded = join_shards(
         follow(model, example_of(replica.layout)),
         replica.layout,
-        party=party.among(replica.ranks, f"replica{replica.ranks[0]}"),
+        rank_group=rank_group.among(replica.ranks, f"replica{replica.ranks[0]}"),
         devices=[cluster.device_of(rank) for rank in replica.ranks],
         timeout_s=timeout_s,
-        parent=stage.alarm,
+        parent=stage.monitor,
     )
     lead_over(optimizer, model, sharded)
     if verify:
-        verify_on_first_batch(model, sharded, next((role for role in plan.roles if role.rank == party.rank), None))
+        verify_on_first_batch(model, sharded, next((role for role in plan.roles if role.rank == rank_group.rank), None))
     return sharded
 
 

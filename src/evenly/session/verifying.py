@@ -9,12 +9,12 @@ import psutil
 import torch
 from torch import nn
 
-from evenly._errors import MismatchError
 from evenly._torch import pytree
 from evenly.comm import first_line
+from evenly.errors import MismatchError
 from evenly.shards import Report, Sharded, verify
-from evenly.shards.checking import in_float64, take_weights
-from evenly.shards.trail import chances
+from evenly.shards.verification.comparison import in_float64, take_weights
+from evenly.shards.verification.layer_trace import chances
 from evenly.spec import Role
 
 logger = logging.getLogger(__name__)

@@ -1,22 +1,22 @@
 """Heterogeneous model parallelism: a module and a layout give a module whose layers are cut over ranks."""
 
-from evenly.shards.checking import Report, verify
-from evenly.shards.clipping import clip_grad_norm_
-from evenly.shards.drift import DriftMonitor
 from evenly.shards.join import example_of, join_shards, shard_model
-from evenly.shards.moving import immovable, moved, reshard
-from evenly.shards.optim import Adafactor, Lamb
-from evenly.shards.placement import Placement, placement_of
-from evenly.shards.scaling import GradScaler
-from evenly.shards.sharded import Sharded
-from evenly.shards.state import full_state_dict, load_full_state_dict
+from evenly.shards.optim.clipping import clip_grad_norm_
+from evenly.shards.optim.grad_scaler import GradScaler
+from evenly.shards.optim.optimizers import Adafactor, Lamb
+from evenly.shards.parts.local_shards import LocalShard, local_shard_of
+from evenly.shards.run.sharded import Sharded
+from evenly.shards.state.full_state import full_state_dict, load_full_state_dict
+from evenly.shards.state.resharding import immovable, moved, reshard
+from evenly.shards.verification.comparison import Report, verify
+from evenly.shards.verification.drift import DriftMonitor
 
 __all__ = [
     "Adafactor",
     "DriftMonitor",
     "GradScaler",
     "Lamb",
-    "Placement",
+    "LocalShard",
     "Report",
     "Sharded",
     "clip_grad_norm_",
@@ -25,8 +25,8 @@ __all__ = [
     "immovable",
     "join_shards",
     "load_full_state_dict",
+    "local_shard_of",
     "moved",
-    "placement_of",
     "reshard",
     "shard_model",
     "verify",

@@ -6,15 +6,25 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from evenly._errors import SpecError
 from evenly._torch.tracing import is_constant
-from evenly.comm import Alarm, Party, Waiter, Wire, backend_for, gather_json, open_group, require_same, ring_on_error
+from evenly.comm import (
+    CollectiveWaiter,
+    FailureMonitor,
+    RankGroup,
+    ShardGroup,
+    backend_for,
+    gather_json,
+    open_group,
+    report_on_error,
+    require_same,
+)
+from evenly.errors import SpecError
 from evenly.graph import Example, Traced, follow
-from evenly.planner import lay_out
-from evenly.shards.cutting import copy_tree, cut_model
-from evenly.shards.placement import Placement
-from evenly.shards.rank_check import mark_uncut, tally_of
-from evenly.shards.sharded import Sharded
+from evenly.layouts import lay_out
+from evenly.shards.parts.local_shards import LocalShard
+from evenly.shards.run.cutting import copy_tree, cut_model
+from evenly.shards.run.rank_check import mark_uncut, tally_of
+from evenly.shards.run.sharded import Sharded
 from evenly.spec import Device
 from evenly.spec.layout import Layout, check_shares
 
@@ -23,7 +33,7 @@ def shard_model(
     model: nn.Module,
     example: Example,
     *,
-    party: Party,
+    rank_group: RankGroup,
     shares: Sequence[float],
     layer_shares: Mapping[str, Sequence[float]] | None = None,
     cut_batch: bool = False,
@@ -31,53 +41,58 @@ def shard_model(
     timeout_s: float = 600.0,
 ) -> Sharded:
     """Returns the module of this rank; all ranks of the party call it with the same network and shares."""
-    numbers = check_shares(shares, ranks=party.size)
+    numbers = check_shares(shares, ranks=rank_group.size)
     traced = follow(model, example)
     layout = lay_out(traced.graph, numbers, layer_shares=layer_shares, cut_batch=cut_batch)
-    return join_shards(traced, layout, party=party, devices=devices, timeout_s=timeout_s)
+    return join_shards(traced, layout, rank_group=rank_group, devices=devices, timeout_s=timeout_s)
 
 
 def join_shards(
     traced: Traced,
     layout: Layout,
     *,
-    party: Party,
+    rank_group: RankGroup,
     devices: Sequence[Device] | None = None,
     timeout_s: float = 600.0,
-    parent: Alarm | None = None,
+    parent: FailureMonitor | None = None,
 ) -> Sharded:
     """Returns the module of this rank, cut as the layout says; all ranks start with the weights of rank 0."""
     if layout.graph != traced.graph.fingerprint:
         raise SpecError(
             "the layout was made for another network, or for an example of another shape. Make a plan for this one."
         )
-    check_shares(layout.shares, ranks=party.size)
-    room = party.chapter("shards")
-    alarm = Alarm(room, parent=parent)
-    with ring_on_error(alarm, closes=True):
-        return _join(traced, layout, room, alarm, devices, timeout_s)
+    check_shares(layout.shares, ranks=rank_group.size)
+    room = rank_group.scoped("shards")
+    monitor = FailureMonitor(room, parent=parent)
+    with report_on_error(monitor, closes=True):
+        return _join(traced, layout, room, monitor, devices, timeout_s)
 
 
 def _join(
-    traced: Traced, layout: Layout, room: Party, alarm: Alarm, devices: Sequence[Device] | None, timeout_s: float
+    traced: Traced,
+    layout: Layout,
+    room: RankGroup,
+    monitor: FailureMonitor,
+    devices: Sequence[Device] | None,
+    timeout_s: float,
 ) -> Sharded:
-    waiter = Waiter(alarm, place="the start of a network cut over ranks", timeout_s=timeout_s)
-    waiter.roll_call()
+    waiter = CollectiveWaiter(monitor, place="the start of a network cut over ranks", timeout_s=timeout_s)
+    waiter.barrier()
     everybody = open_group(room, "everybody", range(room.size), backend="gloo", timeout_s=timeout_s)
     require_same(_settings(traced, layout), everybody, waiter)
     seed = gather_json(torch.initial_seed() % (1 << 40) + room.serial, everybody, waiter)[layout.members[0]]
-    stage = Wire(everybody, alarm, timeout_s=timeout_s)
+    stage = ShardGroup(everybody, monitor, timeout_s=timeout_s)
     source = layout.members[0]
     if room.rank not in layout.members:
         alone = open_group(room, f"alone{room.rank}", [room.rank], backend="gloo", timeout_s=timeout_s)
-        return _left_out(traced, layout, Wire(alone, alarm, timeout_s=timeout_s), stage, source)
+        return _left_out(traced, layout, ShardGroup(alone, monitor, timeout_s=timeout_s), stage, source)
     backend = backend_for([devices[rank] for rank in layout.members]) if devices else "gloo"
     group = open_group(room, "shards", layout.members, backend=backend, timeout_s=timeout_s)
-    wire = Wire(group, alarm, timeout_s=timeout_s)
-    local = cut_model(traced, layout, wire, share=lambda tensor: stage.broadcast(tensor, source))
-    if wire.size > 1:
-        mark_uncut(traced.model.parameters(), tally_of(wire))
-    return Sharded(traced, layout, wire, local, seed=seed, stage=stage, source=source)
+    shard_group = ShardGroup(group, monitor, timeout_s=timeout_s)
+    local = cut_model(traced, layout, shard_group, share=lambda tensor: stage.broadcast(tensor, source))
+    if shard_group.size > 1:
+        mark_uncut(traced.model.parameters(), tally_of(shard_group))
+    return Sharded(traced, layout, shard_group, local, seed=seed, stage=stage, source=source)
 
 
 def example_of(layout: Layout) -> dict[str, torch.Tensor]:
@@ -87,12 +102,12 @@ def example_of(layout: Layout) -> dict[str, torch.Tensor]:
     return {t.name: made[t.name].requires_grad_(t.has_grad) for t in layout.inputs}
 
 
-def _left_out(traced: Traced, layout: Layout, alone: Wire, stage: Wire, source: int) -> Sharded:
+def _left_out(traced: Traced, layout: Layout, alone: ShardGroup, stage: ShardGroup, source: int) -> Sharded:
     """Returns the module of a rank without a share: it holds nothing, on a wire of its own, and is told the outputs."""
 
-    def nothing(name: str, tensor: torch.Tensor) -> Placement:
+    def nothing(name: str, tensor: torch.Tensor) -> LocalShard:
         stage.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), source)
-        return Placement(name, tensor.shape, alone, 0, ((),)) if tensor.ndim else Placement(name, tensor.shape, alone)
+        return LocalShard(name, tensor.shape, alone, 0, ((),)) if tensor.ndim else LocalShard(name, tensor.shape, alone)
 
     return Sharded(traced, layout, alone, copy_tree(traced, nothing), seed=0, stage=stage, source=source)
 

@@ -17,7 +17,17 @@ from evenly.spec.period import (
     period_of,
 )
 from evenly.spec.plan import Plan, Prediction, Replica, Role
-from evenly.spec.profile import Curve, CutStep, DeviceProfile, Lane, LayerCurves, Meeting, Profile, Rate, check_speeds
+from evenly.spec.profile import (
+    CollectiveTimings,
+    Curve,
+    CutStep,
+    DeviceProfile,
+    LayerCurves,
+    Link,
+    Profile,
+    Rate,
+    check_speeds,
+)
 from evenly.spec.run import (
     CheckpointSaved,
     EpochDone,
@@ -40,6 +50,7 @@ __all__ = [
     "BufferPolicy",
     "CheckpointSaved",
     "Cluster",
+    "CollectiveTimings",
     "Curve",
     "CutStep",
     "Device",
@@ -57,12 +68,11 @@ __all__ = [
     "ExchangeWishes",
     "Forecast",
     "Graph",
-    "Lane",
     "Layer",
     "LayerCurves",
     "Layout",
+    "Link",
     "Measured",
-    "Meeting",
     "Node",
     "Outer",
     "Period",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 
 MOST_DIGITS = 40
 _LIMIT = 10**MOST_DIGITS

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from evenly._errors import SpecError
 from evenly._torch.pydantic import ModelMetaclass
+from evenly.errors import SpecError
 from evenly.spec._text import load_json, long_number
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.spec._value import Value
 from evenly.spec.graph import Tensor
 
@@ -15,7 +15,7 @@ MoveName = Literal["copy", "reduce", "reduce_scatter", "gather_for_ranks", "gath
 Segments = tuple[tuple[int, int], ...]
 
 
-class Record(NamedTuple):
+class TensorPlacement(NamedTuple):
     """The state of a tensor.
 
     replicated: every rank has all of it, and all of its gradient.
@@ -29,7 +29,7 @@ class Record(NamedTuple):
     cut: int = -1
 
 
-REPLICATED, COPIED, PARTIAL = Record("replicated"), Record("copied"), Record("partial")
+REPLICATED, COPIED, PARTIAL = TensorPlacement("replicated"), TensorPlacement("copied"), TensorPlacement("partial")
 
 
 class Cut(Value):
@@ -54,8 +54,8 @@ class Choice(Value):
     mode: str
     op: str = ""
     where: str = ""
-    needs: tuple[Record, ...] = ()
-    gives: tuple[Record, ...] = ()
+    needs: tuple[TensorPlacement, ...] = ()
+    gives: tuple[TensorPlacement, ...] = ()
     messages: int = Field(default=0, description="collectives inside the layer, such as moments of a norm")
     sent_bytes: int = 0
     note: str = ""
@@ -66,8 +66,8 @@ class Move(Value):
 
     tensor: str
     name: MoveName
-    before: Record
-    after: Record
+    before: TensorPlacement
+    after: TensorPlacement
     forward_bytes: int = 0
     backward_bytes: int = 0
 
@@ -139,7 +139,7 @@ class Layout(Value):
         return f"{columns} of {self.cuts[cut.cut].size} {what}{none}"
 
 
-def _unit(choice: Choice, cut: Record) -> str:
+def _unit(choice: Choice, cut: TensorPlacement) -> str:
     """Returns what is counted of a layer that is cut."""
     if choice.op == "attention":
         return "heads"

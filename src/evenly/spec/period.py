@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.spec._value import Value
 
 BUDGET = 0.02  # of the time, for exchanges

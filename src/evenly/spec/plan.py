@@ -269,11 +269,11 @@ def _replica_words(plan: Plan, replica: Replica) -> str:
 
 def _layout_words(plan: Plan) -> Iterator[str]:
     """Yields every layout once, with the ranks that have it where there are several."""
-    seats: dict[str, list[str]] = {}
+    slots: dict[str, list[str]] = {}
     for replica in plan.replicas:
-        seats.setdefault(replica.layout.explain(), []).append(_named(replica.ranks))
-    for text, holders in seats.items():
-        whose = f" of {'; '.join(holders)}" if len(seats) > 1 else " of each network" if len(holders) > 1 else ""
+        slots.setdefault(replica.layout.explain(), []).append(_named(replica.ranks))
+    for text, holders in slots.items():
+        whose = f" of {'; '.join(holders)}" if len(slots) > 1 else " of each network" if len(holders) > 1 else ""
         yield f"layout{whose}: {text}"
 
 

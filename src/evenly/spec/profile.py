@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.spec._value import Document, Value
 from evenly.spec.cluster import Cluster
 from evenly.spec.graph import Graph
@@ -111,7 +111,7 @@ class Rate(Value):
         return self.latency_s + size_bytes / self.bytes_per_s
 
 
-class Lane(Value):
+class Link(Value):
     """The way from rank `source` to rank `target`."""
 
     source: Annotated[int, Field(ge=0)]
@@ -125,7 +125,7 @@ class Lane(Value):
         return self
 
 
-class Meeting(Value):
+class CollectiveTimings(Value):
     """Seconds that these ranks need to sum a tensor, and to gather one, against its bytes."""
 
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=2)
@@ -152,8 +152,8 @@ class Profile(Document):
     graph: str = Field(description="fingerprint of the network and its example")
     batch_size: Annotated[int, Field(gt=0)] = Field(description="samples of the example")
     devices: tuple[DeviceProfile, ...] = Field(min_length=1)
-    lanes: tuple[Lane, ...] = Field(default=(), description="those that were measured")
-    meetings: tuple[Meeting, ...] = Field(default=(), description="groups that were seen to sum and gather")
+    lanes: tuple[Link, ...] = Field(default=(), description="those that were measured")
+    meetings: tuple[CollectiveTimings, ...] = Field(default=(), description="groups that were seen to sum and gather")
     cuts: tuple[CutStep, ...] = Field(default=(), description="steps of cut networks that were tried")
     inside: Rate = Field(default=Rate(latency_s=2e-5, bytes_per_s=1e10), description="other ways inside a node")
     across: Rate = Field(default=Rate(latency_s=1e-4, bytes_per_s=1.25e8), description="other ways between nodes")
@@ -248,7 +248,7 @@ class Profile(Document):
             found += [lane for first in ends & lonely if not ends <= homes[first]]
         return _worst([lane.rate for lane in found]) if found else self.across
 
-    def meeting(self, ranks: Iterable[int]) -> Meeting:
+    def meeting(self, ranks: Iterable[int]) -> CollectiveTimings:
         """Returns how these ranks sum and gather: as they, or a group around them, were seen to; or estimated."""
         own = set(ranks)
         around = [meeting for meeting in self.meetings if own <= set(meeting.ranks)]
@@ -258,7 +258,9 @@ class Profile(Document):
         sizes = (1 << 10, 1 << 16, 1 << 20, 1 << 26)
         gathers = [others * rate.latency_s + size * others / len(own) / rate.bytes_per_s for size in sizes]
         curve = Curve(sizes=sizes, seconds=tuple(max(1e-12, seconds) for seconds in gathers))
-        return Meeting(ranks=tuple(sorted(own)) if len(own) > 1 else (0, 0), sums=curve.scaled(2.0), gathers=curve)
+        return CollectiveTimings(
+            ranks=tuple(sorted(own)) if len(own) > 1 else (0, 0), sums=curve.scaled(2.0), gathers=curve
+        )
 
     def cut_factor(self, ranks: Iterable[int], *, otherwise: float) -> float:
         """Returns what a step of a network cut over ranks takes over its parts: as a group around them was seen to."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from evenly._errors import SpecError
+from evenly.errors import SpecError
 from evenly.spec._text import long_number
 from evenly.spec._value import Document, Value
 from evenly.spec.cluster import Cluster

@@ -12,8 +12,8 @@ import psutil
 import torch
 from torch import fx, nn
 
-from evenly._errors import SpecError
 from evenly._torch import pytree
+from evenly.errors import SpecError
 from evenly.graph import Traced
 from evenly.spec import Curve, Graph, Layer, LayerCurves, Tensor
 from evenly.spec.plan import counted
@@ -31,7 +31,9 @@ class DeviceSurvey:
     """Times a network on one device, within a budget of seconds; what it does not get to is estimated."""
 
     def __init__(self, traced: Traced, device: torch.device, *, budget_s: float, tell: Tell = lambda _: None) -> None:
-        self._traced, self._device, self._tell = traced, device, tell
+        self._traced = traced
+        self._device = device
+        self._tell = tell
         self._graph = traced.graph
         self._batch = max(1, traced.graph.batch_size)
         self._budget_s = budget_s
@@ -226,7 +228,9 @@ class Probe:
     def __init__(
         self, node: fx.Node, layer: Layer, tensors: Mapping[str, Tensor], samples: int, device: torch.device
     ) -> None:
-        self._node, self._layer, self._device = node, layer, device
+        self._node = node
+        self._layer = layer
+        self._device = device
         given, weight = (tensors[name] for name in layer.inputs[:2])
         self._input = (samples, *given.shape[1:])
         self._weight, self._dtype = tuple(weight.shape), getattr(torch, weight.dtype)

@@ -5,20 +5,25 @@ import os
 import psutil
 import torch
 
-from evenly.comm import Alarm, Party, open_context
+from evenly.comm import FailureMonitor, RankGroup, open_context
 from evenly.launch import Identity
 from evenly.spec import Cluster, Device, Node
 
 
 def survey_cluster(
-    party: Party, identity: Identity, device: torch.device, *, timeout_s: float = 600.0, parent: Alarm | None = None
+    rank_group: RankGroup,
+    identity: Identity,
+    device: torch.device,
+    *,
+    timeout_s: float = 600.0,
+    parent: FailureMonitor | None = None,
 ) -> Cluster:
-    """Returns the cluster that the ranks of `party` form; every rank calls it with its own identity and device.
+    """Returns the cluster that the ranks of `rank_group` form; every rank calls it with its own identity and device.
 
     Ranks are on one node if hostname, boot id, network namespace and the launcher's node id are all the same.
     """
     with open_context(
-        party, "survey", place="the survey of the cluster", timeout_s=timeout_s, parent=parent
+        rank_group, "survey", place="the survey of the cluster", timeout_s=timeout_s, parent=parent
     ) as context:
         rows = context.gather({"identity": identity.model_dump(), "device": describe_device(device).model_dump()})
     return _build([(Identity(**row["identity"]), Device(**row["device"])) for row in rows])

@@ -6,13 +6,13 @@ from itertools import combinations
 
 import torch
 
-from evenly._errors import SpecError
-from evenly.comm import Alarm, GroupContext, Party, backend_for, open_context
+from evenly.comm import FailureMonitor, GroupContext, RankGroup, backend_for, open_context
+from evenly.errors import SpecError
 from evenly.graph import Traced
-from evenly.spec import Cluster, Curve, DeviceProfile, Lane, Meeting, Profile
+from evenly.spec import Cluster, CollectiveTimings, Curve, DeviceProfile, Link, Profile
+from evenly.survey.collective_timings import measure_meetings
 from evenly.survey.devices import DeviceSurvey, require_training
-from evenly.survey.lanes import measure_lanes
-from evenly.survey.meetings import measure_meetings
+from evenly.survey.links import measure_links
 from evenly.survey.pooling import pooled
 
 QUICK_S, THOROUGH_S = 4.0, 60.0
@@ -22,7 +22,7 @@ MOST_PAIRS = 28  # of a node of 8; larger nodes are measured round the ring
 
 
 def measure_cluster(
-    party: Party,
+    rank_group: RankGroup,
     traced: Traced,
     cluster: Cluster,
     device: torch.device,
@@ -31,22 +31,22 @@ def measure_cluster(
     memory_bytes: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
     timeout_s: float = 600.0,
-    parent: Alarm | None = None,
+    parent: FailureMonitor | None = None,
 ) -> Profile:
     """Returns the profile of a cluster for one network and batch; all ranks call it together."""
     budget_s = QUICK_S if quick else THOROUGH_S
     with open_context(
-        party, "measure", place="the measurement of devices", timeout_s=timeout_s, parent=parent
+        rank_group, "measure", place="the measurement of devices", timeout_s=timeout_s, parent=parent
     ) as context:
-        node = cluster.nodes[cluster.node_of(party.rank)]
+        node = cluster.nodes[cluster.node_of(rank_group.rank)]
         require_training(traced)
         survey = DeviceSurvey(traced, device, budget_s=budget_s, tell=tell)
-        ranks_here = sum(_shares_device(cluster, party.rank, other) for other in node.ranks)
+        ranks_here = sum(_shares_device(cluster, rank_group.rank, other) for other in node.ranks)
         free_bytes = _usable(survey.free_bytes(ranks_here), memory_bytes)
         context.meet()  # so that all work at the same time
         step = survey.step()
         mine = DeviceProfile(
-            rank=party.rank,
+            rank=rank_group.rank,
             step=step,
             layers=survey.layers(step),
             free_bytes=free_bytes,
@@ -67,8 +67,8 @@ def measure_cluster(
         graph=traced.graph.fingerprint,
         batch_size=batch,
         devices=tuple(devices),
-        meetings=tuple(Meeting(**meeting) for row in meetings_of_ranks for meeting in row),
-        lanes=tuple(Lane(**lane) for row in lanes_of_ranks for lane in row),
+        meetings=tuple(CollectiveTimings(**meeting) for row in meetings_of_ranks for meeting in row),
+        lanes=tuple(Link(**lane) for row in lanes_of_ranks for lane in row),
         sample_bytes=sample_bytes,
         versions=versions(),
     )
@@ -110,20 +110,20 @@ def versions() -> str:
 
 def _lanes(
     context: GroupContext, cluster: Cluster, device: torch.device, budget_s: float, tell: Callable[[str], None]
-) -> list[Lane]:
+) -> list[Link]:
     """Returns the ways that this rank is the first end of: inside its node, and from its node to others."""
-    found: list[Lane] = []
+    found: list[Link] = []
     leaders = [node.ranks[0] for node in cluster.nodes]
     rooms = [*(list(node.ranks) for node in cluster.nodes), leaders]
     for ranks in rooms:
-        if context.party.rank not in ranks or len(ranks) < 2:
+        if context.rank_group.rank not in ranks or len(ranks) < 2:
             continue
         backend = backend_for([cluster.device_of(rank) for rank in ranks])
         pairs = list(combinations(ranks, 2))
         if len(pairs) > MOST_PAIRS:
             pairs = [(rank, ranks[(place + 1) % len(ranks)]) for place, rank in enumerate(ranks)]
         enough_s = budget_s / 4 / len(pairs) / 8
-        found += measure_lanes(context, device, pairs, backend=backend, enough_s=enough_s, tell=tell)
+        found += measure_links(context, device, pairs, backend=backend, enough_s=enough_s, tell=tell)
     return found
 
 
@@ -142,9 +142,9 @@ def _meetings(
     device: torch.device,
     budget_s: float,
     tell: Callable[[str], None],
-) -> list[Meeting]:
+) -> list[CollectiveTimings]:
     """Returns how the fastest ranks of this rank's node meet, and all of its node."""
-    ranks = cluster.nodes[cluster.node_of(context.party.rank)].ranks
+    ranks = cluster.nodes[cluster.node_of(context.rank_group.rank)].ranks
     if len(ranks) < 2 or len(ranks) > MOST_MEETING:
         return []
     groups = fastest_groups(ranks, steps, batch)

@@ -1,0 +1,1 @@
+"""Real steps that correct a Profile."""

@@ -1,0 +1,239 @@
+"""Steps as they will be: gradients averaged inside a node, a network cut over ranks; a profile is corrected by them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from pydantic import TypeAdapter
+
+from evenly.calibration.corrections import (
+    CutTrial,
+    Expectation,
+    Joint,
+    LargeStep,
+    RankSteps,
+    SmallStep,
+    alone_factor,
+    correct_profile,
+    large_factor,
+    small_factor,
+    steps_to_make,
+)
+from evenly.calibration.timed_steps import Ensemble, TimedStep
+from evenly.comm import FailureMonitor, GroupContext, RankGroup, open_context
+from evenly.graph import Traced
+from evenly.planner import cut_to_try, group_to_try
+from evenly.planner.replica_options import eased
+from evenly.shards import join_shards
+from evenly.spec import Cluster, CutStep, Profile
+from evenly.survey import LONG_S, fastest_groups, usual
+
+QUICK_S, THOROUGH_S = 0.6, 20.0  # for the steps of a kind
+ROUND_S = 1.5  # of them together and alone, at least
+
+STEPS: TypeAdapter[RankSteps] = TypeAdapter(RankSteps)
+TRIAL: TypeAdapter[CutTrial | None] = TypeAdapter(CutTrial | None)
+CUT_STEP: TypeAdapter[CutStep | None] = TypeAdapter(CutStep | None)
+T = TypeVar("T")
+
+
+def rehearse(
+    rank_group: RankGroup,
+    traced: Traced,
+    cluster: Cluster,
+    profile: Profile,
+    device: torch.device,
+    *,
+    quick: bool,
+    timeout_s: float,
+    tell: Callable[[str], None],
+    parent: FailureMonitor | None = None,
+) -> Profile:
+    """Returns the profile corrected by real steps; all ranks call it together.
+
+    The two, three, ... fastest ranks of a node average gradients of few samples: what such a step takes more than the
+    slowest of them needs by itself is what averaging adds there. The ranks that seem to do best together make steps
+    with batches by their speed: ranks in step with each other disturb each other more than ranks that run freely, and
+    what such a step takes besides is what averaging adds to batches of that size. All nodes do so at the same time and
+    share the batch by speed, as what is slow for a while, or with such batches, should be so for all; a rank that is
+    alone in its node does so by itself. The fastest rank also makes steps in which the others have little to do:
+    averaging may be long because it is so on the others. And if a network cut over the ranks of a node may be fast, one
+    is tried.
+    """
+    expected = Expectation(rank_group.rank, cluster, profile, QUICK_S if quick else THOROUGH_S)
+    with open_context(
+        rank_group.scoped("rehearsal"), "rehearsal", place="the rehearsal", timeout_s=timeout_s, parent=parent
+    ) as context:
+        calibration_run = _CalibrationRun(rank_group, traced, device, context, expected, tell)
+        profile = correct_profile(profile, cluster, _gather(context, calibration_run.averaged(), STEPS))
+        calibration_run = replace(calibration_run, expected=replace(expected, profile=profile))
+        trials = _gather(context, calibration_run.cut_found(), TRIAL)
+        cuts = _gather(context, calibration_run.cut_tried(trials[calibration_run.expected.fastest]), CUT_STEP)
+    return profile.model_copy(update={"cuts": tuple(cut for cut in cuts if cut is not None)})
+
+
+def _gather(context: GroupContext, value: T, form: TypeAdapter[T]) -> list[T]:
+    """Returns every rank's value, in the order of ranks."""
+    return [form.validate_json(text) for text in context.gather(form.dump_json(value).decode())]
+
+
+@dataclass(frozen=True)
+class _CalibrationRun:
+    """One rank at the rehearsal."""
+
+    rank_group: RankGroup
+    traced: Traced
+    device: torch.device
+    context: GroupContext
+    expected: Expectation
+    tell: Callable[[str], None]
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a rank waits for the others."""
+        return self.context.waiter.timeout_s
+
+    def averaged(self) -> RankSteps:
+        """Returns what this rank tells of steps in which gradients are averaged."""
+        expected, steps = self.expected, RankSteps()
+        likely = group_to_try(expected.node, expected.profile, self.traced.graph)
+        for ranks in fastest_groups(expected.node, expected.steps, expected.profile.batch_size):
+            if self.rank_group.rank in ranks and ranks != likely:
+                with self._ensemble(ranks) as ensemble:
+                    steps, _ = self._with_few(ensemble, ranks, steps)
+        self.context.meet()
+        if self.rank_group.rank not in likely:
+            self._wait_for_large()
+            return steps
+        with self._ensemble(likely) as ensemble:
+            steps, small = self._with_few(ensemble, likely, steps)
+            return self._with_many(ensemble, likely, small, steps)
+
+    def _with_few(self, ensemble: Ensemble, ranks: list[int], steps: RankSteps) -> tuple[RankSteps, Joint]:
+        """Returns what is told with a step with little to compute added, and that step."""
+        expected = self.expected
+        self.tell(f"ranks {ranks} averaging gradients")
+        slowest, mine = max(ranks, key=expected.pace), expected.few[self.rank_group.rank]
+        longest_s = expected.own_s(ranks, slowest, expected.few[slowest])
+        small = ensemble.together(mine, steps_to_make(longest_s, expected.enough_s / 3), warm=mine)
+        told = steps.small
+        if self.rank_group.rank == slowest and len(ranks) > 1:
+            told = (*told, SmallStep(tuple(ranks), small.seconds))
+        factor = small_factor(small, own_s=expected.own_s(ranks, self.rank_group.rank, mine))
+        return replace(steps, small=told, factor=factor), small
+
+    @contextmanager
+    def _ensemble(self, ranks: Sequence[int]) -> Iterator[Ensemble]:
+        ensemble = Ensemble(
+            self.rank_group,
+            ranks,
+            self.traced,
+            self.expected.cluster,
+            self.device,
+            timeout_s=self.timeout_s,
+            parent=self.context.monitor,
+        )
+        try:
+            yield ensemble
+        finally:
+            ensemble.close()
+
+    @property
+    def _rounds(self) -> int:
+        return max(1, int(self.expected.enough_s / ROUND_S))
+
+    @property
+    def _turns(self) -> int:
+        return max(len(node.ranks) for node in self.expected.cluster.nodes)
+
+    def _wait_for_large(self) -> None:
+        """Meets the others as often as those that make large steps do."""
+        for _ in range(self._rounds * (1 + self._turns) + 1):
+            self.context.meet()
+
+    def _with_many(self, ensemble: Ensemble, ranks: list[int], small: Joint, steps: RankSteps) -> RankSteps:
+        """Returns what is told with steps of batches by speed added: in step with the others, and by itself.
+
+        All nodes do so at the same time, and in turns, as a machine may be faster now and slower then.
+        """
+        expected, rank = self.expected, self.rank_group.rank
+        sizes, least = expected.samples_by_speed(ranks), expected.few[rank]
+        mine = sizes[ranks.index(rank)]
+        longest_s = max(expected.own_s(ranks, other, samples) for other, samples in zip(ranks, sizes, strict=True))
+        own_s, own_small_s = (expected.own_s(ranks, rank, samples) for samples in (mine, least))
+        leader = expected.leader(ranks, sizes)
+        round_s = expected.enough_s / self._rounds
+        large: list[Joint] = []
+        alone: list[float] = []
+        lean: list[float] = []
+        is_long = self._is_long([rank], own_s)
+        was_made = self._rounds == 1 and sizes == [expected.few[other] for other in ranks]
+        if own_small_s <= expected.enough_s:
+            ensemble.alone(least, 1, warm=0)  # warms up, while the others do so too
+        for _ in range(self._rounds):
+            self.context.meet()
+            times = steps_to_make(longest_s, round_s)
+            large.append(small if was_made else ensemble.together(mine, times, warm=least if is_long else mine))
+            if leader is not None:
+                samples, times = mine if leader == rank else least, steps_to_make(longest_s, round_s / 2)
+                lean.append(ensemble.together(samples, times, warm=least if is_long else samples).seconds)
+            for turn in range(self._turns):
+                self.context.meet()
+                if expected.node[turn : turn + 1] == (rank,):
+                    times = steps_to_make(own_s, round_s / self._turns)
+                    alone.append(ensemble.alone(mine, times, warm=0 if is_long else mine))
+        self.context.meet()
+        usual_large = Joint(usual([step.seconds for step in large]), usual([step.computing_s for step in large]))
+        alone_s = usual(alone)
+        factor = large_factor(
+            usual_large, small, own_s=own_s, own_small_s=own_small_s, alone_s=alone_s, ranks=len(ranks)
+        )
+        return replace(
+            steps,
+            factor=factor,
+            alone=alone_factor(alone_s, factor=factor, own_s=own_s, ranks_of_node=len(expected.node)),
+            large=LargeStep(tuple(ranks), mine, usual_large.seconds, usual_large.computing_s),
+            lean_s=usual(lean) if rank == leader else None,
+        )
+
+    def cut_found(self) -> CutTrial | None:
+        """Returns, on the fastest rank of a node, the cut network to try there."""
+        node = self.expected.node
+        if len(node) < 2 or self.rank_group.rank != self.expected.fastest:
+            return None
+        replica_option = cut_to_try(node, self.expected.profile, self.traced.graph)
+        if replica_option is None or replica_option.layout is None:
+            return None
+        parts_s = (
+            eased(replica_option, replica_option.ranks, node).ease * replica_option.timeline.step_s
+        )  # others rest meanwhile
+        return CutTrial(tuple(replica_option.ranks), replica_option.layout, parts_s)
+
+    def cut_tried(self, found: CutTrial | None) -> CutStep | None:
+        """Returns, on the first rank of the cut network, what a step of it takes over its parts."""
+        if found is None or self.rank_group.rank not in found.ranks:
+            return None
+        self.tell(f"ranks {list(found.ranks)} with a network cut over them")
+        sharded = join_shards(
+            self.traced,
+            found.layout,
+            rank_group=self.rank_group.among(found.ranks, f"cut {list(found.ranks)}"),
+            devices=[self.expected.cluster.device_of(rank) for rank in found.ranks],
+            timeout_s=self.timeout_s,
+            parent=self.context.monitor,
+        )
+        try:
+            trial = TimedStep(sharded.train(), self.traced, self.device)
+            times, batch = steps_to_make(found.parts_s, self.expected.enough_s), self.expected.profile.batch_size
+            warm = max(self.expected.few) if self._is_long(found.ranks, found.parts_s) else batch
+            seconds = trial.step_s(batch, times, warm=warm)
+        finally:
+            sharded.close()
+        is_first = self.rank_group.rank == found.ranks[0]
+        return CutStep(ranks=found.ranks, factor=seconds / found.parts_s) if is_first else None
+
+    def _is_long(self, ranks: Sequence[int], expected_s: float) -> bool:
+        """Whether steps of these ranks are so long that few samples warm up for them: see `Stopwatch`."""
+        return expected_s > LONG_S and all(self.expected.cluster.device_of(rank).kind == "cpu" for rank in ranks)

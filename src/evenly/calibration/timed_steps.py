@@ -1,0 +1,96 @@
+"""Steps that change nothing, to see how long they take: of one network, of ranks together."""
+
+import copy
+import time
+from collections.abc import Sequence
+
+import torch
+
+from evenly.calibration.corrections import Joint
+from evenly.comm import FailureMonitor, RankGroup
+from evenly.graph import Traced
+from evenly.nodes.composition import compose_synchronized
+from evenly.spec import Cluster, EverySteps, Exchange
+from evenly.survey import finish, inputs_of, train_step, usual
+
+
+class TimedStep:
+    """A network that makes steps which change nothing."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        traced: Traced,
+        device: torch.device,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self._model = model
+        self._traced = traced
+        self._device = device
+        self._optimizer = optimizer or still_optimizer(model)
+
+    def step_s(self, samples: int, times: int, *, warm: int) -> float:
+        """Returns the seconds of a step with so many samples; one with `warm` samples comes first, if not 0."""
+        given = {size: inputs_of(self._traced.graph, size, self._device) for size in {warm, samples} if size}
+        if warm:
+            self._step(given[warm])
+        return usual([self._step(given[samples]) for _ in range(times)])
+
+    def _step(self, given: dict[str, torch.Tensor]) -> float:
+        began = time.perf_counter()
+        train_step(self._model, self._optimizer, given)
+        finish(self._device)
+        return time.perf_counter() - began
+
+
+class Ensemble:
+    """Ranks that make steps together, averaging gradients, or each by itself."""
+
+    def __init__(
+        self,
+        rank_group: RankGroup,
+        ranks: Sequence[int],
+        traced: Traced,
+        cluster: Cluster,
+        device: torch.device,
+        *,
+        timeout_s: float,
+        parent: FailureMonitor,
+    ) -> None:
+        own = rank_group.among(ranks, f"ensemble {list(ranks)}")
+        model = copy.deepcopy(traced.model).to(device).train()
+        used = {layer.where for layer in traced.graph.layers if layer.op == "parameter"}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name in used)  # DDP would wait for the others
+        optimizer = still_optimizer(model)
+        exchange, period = Exchange(timeout_s=timeout_s), EverySteps(10**9)
+        self._joined = compose_synchronized(
+            model,
+            optimizer,
+            rank_group=own,
+            cluster=cluster.among(ranks),
+            period=period,
+            exchange=exchange,
+            parent=parent,
+        )
+        self._joined.clock.is_wanted = True
+        self._trial = TimedStep(self._joined, traced, device, optimizer)
+        self._single = TimedStep(copy.deepcopy(traced.model).to(device).train(), traced, device)
+
+    def together(self, samples: int, times: int, *, warm: int) -> Joint:
+        """Returns a step in which this rank has so many samples, after one with `warm`; all make as many steps."""
+        seconds = self._trial.step_s(samples, times, warm=warm)
+        return Joint(seconds, usual([spent.computing_s for spent in self._joined.clock.take()[-times:]]))
+
+    def alone(self, samples: int, times: int, *, warm: int) -> float:
+        """Returns the seconds of a step by itself, after one with `warm` samples, if not 0."""
+        return self._single.step_s(samples, times, warm=warm)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._joined.close()
+
+
+def still_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Returns an optimizer that does the work of a step and leaves the parameters where they are."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)

@@ -1,0 +1,148 @@
+"""Checkpoint folders: written beside, checked by SHA-256, renamed when complete."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from evenly.checkpoints.states import Manifest
+from evenly.checkpoints.tree import flatten, restore
+from evenly.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+VERSION = 3
+NAME = re.compile(r"step-[0-9]{9,}")
+EARLIER = re.compile(r"earlier-[0-9]{1,18}")
+
+
+def write_part(folder: Path, name: str, value: object) -> dict[str, str]:
+    """Writes one nested value as `name`.safetensors and `name`.json; returns the SHA-256 of both files."""
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(flatten(value, name, tensors))
+    save_file(tensors, folder / f"{name}.safetensors")
+    (folder / f"{name}.json").write_text(text)
+    digests = {}
+    for file in (folder / f"{name}.safetensors", folder / f"{name}.json"):
+        digests[file.name] = _digest(file)
+        _flush(file)
+    return digests
+
+
+def read_part(folder: Path, name: str, digests: dict[str, str]) -> Any:
+    """Returns the value that `write_part` wrote, after checking both files."""
+    for file_name in (f"{name}.safetensors", f"{name}.json"):
+        _require_intact(folder / file_name, digests.get(file_name))
+    try:
+        tensors = load_file(folder / f"{name}.safetensors")
+        return restore(json.loads((folder / f"{name}.json").read_text()), tensors)
+    except (SafetensorError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise _damaged(folder / name, str(error)) from None
+
+
+def seal(partial: Path, final: Path, manifest: Mapping[str, object]) -> None:
+    """Makes the folder `partial` the checkpoint `final`: from here on it exists, whole."""
+    file = partial / MANIFEST
+    text = {"version": VERSION, **manifest}
+    file.write_text(json.dumps({**text, "sha256": _digest_of(text)}, indent=1))
+    _flush(file)
+    _flush(partial)
+    if final.exists():  # saved before at the same step: the older one must not be lost before the newer is there
+        old = final.with_name(f".{final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        partial.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        partial.rename(final)
+    _flush(final.parent)
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Returns the checkpoints in `root`, oldest first; those that are being written have other names."""
+    return sorted(path for path in root.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Returns the manifest of a checkpoint, after checking it."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(folder / MANIFEST, str(error)) from None
+    if not isinstance(manifest, dict):
+        raise _damaged(folder / MANIFEST, "it is not a JSON object")
+    if manifest.get("version") != VERSION:
+        raise CheckpointError(
+            f"{folder} has version {manifest.get('version')}, this library reads version {VERSION}. "
+            "Resume with the version that wrote it."
+        )
+    said, found = manifest.pop("sha256", None), _digest_of(manifest)
+    if said != found:
+        raise _damaged(folder / MANIFEST, f"its SHA-256 is {found[:16]}..., it says {str(said)[:16]}...")
+    return cast("Manifest", manifest)  # as it was sealed
+
+
+def recover(root: Path) -> None:
+    """Gives a checkpoint its name back that a run was killed in replacing."""
+    for old in root.glob(".step-*.old"):
+        final = root / old.name.removeprefix(".").removesuffix(".old")
+        if (old / MANIFEST).is_file() and not final.exists():
+            old.rename(final)
+
+
+def set_aside(root: Path) -> None:
+    """Moves all checkpoints in `root` into a new folder `earlier-N` there."""
+    found = checkpoints(root)
+    if found:
+        numbers = [int(path.name[len("earlier-") :]) for path in root.iterdir() if EARLIER.fullmatch(path.name)]
+        aside = root / f"earlier-{1 + max(numbers, default=0)}"
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+
+
+def clear(root: Path, *, keep: int) -> None:
+    """Removes folders that a killed run left half written, and all but the last `keep` checkpoints."""
+    for path in root.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in checkpoints(root)[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _require_intact(file: Path, digest: str | None) -> None:
+    if digest is None or not file.is_file():
+        raise _damaged(file, "the file is missing or not in the manifest")
+    found = _digest(file)
+    if found != digest:
+        raise _damaged(file, f"its SHA-256 is {found[:16]}..., the manifest says {digest[:16]}...")
+
+
+def _damaged(file: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint file {file} is damaged: {reason}. "
+        f"Remove the folder {file.parent} to resume from the checkpoint before it, or restore it from a copy."
+    )
+
+
+def _digest_of(manifest: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,131 @@
+"""The state of what trains in full tensors, whether its network is cut over ranks or not."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from evenly.batches import Feed
+from evenly.checkpoints.states import FullState, LocalState, NodeState, Saved
+from evenly.errors import CheckpointError
+from evenly.nodes import Synchronized
+from evenly.shards import Sharded, full_state_dict, load_full_state_dict, local_shard_of
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What trains together: a synchronized module, its optimizer, its batches."""
+
+    name: str
+    model: Synchronized
+    optimizer: torch.optim.Optimizer
+    feed: Feed | None
+
+    def times(self, ranks: int) -> float:
+        """Returns the samples of all ranks for each one of this rank's."""
+        return ranks if self.feed is None else self.feed.times
+
+    def close(self) -> None:
+        """Ends the connections of the module."""
+        self.model.close()
+        if isinstance(self.model.module, Sharded):
+            self.model.module.close()
+
+
+def full_state(trained_model: TrainedModel) -> FullState:
+    """Returns parameters, optimizer state, buffers and the buffers of the last exchange, all in full tensors."""
+    module, agreed = trained_model.model.module, dict(trained_model.model.agreed_buffers)
+    exchanges = trained_model.model.exchange_state()
+    pending = [pending_exchange.pop("pieces") for pending_exchange in exchanges["trips"]]
+    if not isinstance(module, Sharded):
+        return {
+            "parameters": dict(module.named_parameters()),
+            "optimizer": trained_model.optimizer.state_dict(),
+            "buffers": dict(module.named_buffers()),
+            "agreed": agreed,
+            "exchanges": exchanges,
+            "pending": pending,
+        }
+    full = full_state_dict(module, trained_model.optimizer, device="cpu")
+    if not full:
+        raise CheckpointError(
+            "a checkpoint was asked for, but this rank has no share of the network and cannot keep its state. "
+            "Leave the rank out of the run, or give it a share."
+        )
+    buffers = dict(module.named_buffers())
+    names = {name for name, _ in module.named_parameters()}
+    return {
+        "parameters": {name: value for name, value in full["model"].items() if name in names},
+        "optimizer": {**full["optimizer"], "dropout": full["dropout"], "class": full["optimizer_class"]},
+        "buffers": {name: value for name, value in full["model"].items() if name in buffers},
+        "agreed": {name: _whole(buffers[name], value) for name, value in agreed.items()},
+        "exchanges": {
+            **exchanges,
+            "trips": [_with_buffers(pending_exchange, _whole, buffers) for pending_exchange in exchanges["trips"]],
+        },
+        "pending": [[_whole_piece(module, piece) for piece in pending_exchange] for pending_exchange in pending],
+    }
+
+
+def own_exchanges(trained_model: TrainedModel, node: NodeState, rank: LocalState) -> Saved | None:
+    """Returns what a checkpoint has of the last exchanges and of those under way, cut as the network is here."""
+    saved, module = rank["exchanges"], trained_model.model.module
+    if saved is None:
+        return None
+    homes, buffers = (dict(named) for named in (module.named_parameters(), module.named_buffers()))
+    pending_exchanges = []
+    for pending_exchange, pieces in zip(saved["trips"], node["pending"], strict=True):
+        own = [{**piece, "value": part_of(homes[piece["home"]], piece["value"])} for piece in pieces]
+        pending_exchanges.append({**_with_buffers(pending_exchange, part_of, buffers), "pieces": own})
+    return {**saved, "trips": pending_exchanges}
+
+
+def _with_buffers(
+    pending_exchange: Saved, act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], owners: dict[str, torch.Tensor]
+) -> Saved:
+    """Returns a saved exchange whose buffers, as they were and as agreed on, are made whole or cut."""
+    kinds = ("snapshot", "buffers")
+    return {
+        **pending_exchange,
+        **{kind: {name: act(owners[name], value) for name, value in pending_exchange[kind].items()} for kind in kinds},
+    }
+
+
+def put_state(trained_model: TrainedModel, node: NodeState, rank: LocalState) -> None:
+    """Puts a state in full tensors into the network and its optimizer."""
+    module, optimizer = trained_model.model.module, dict(node["optimizer"])
+    dropout, kind = optimizer.pop("dropout", None), optimizer.pop("class", type(trained_model.optimizer).__name__)
+    if isinstance(module, Sharded):
+        model = {**node["parameters"], **rank["buffers"]}
+        state = {"model": model, "optimizer": optimizer, "optimizer_class": kind, "dropout": dropout}
+        load_full_state_dict(module, state, trained_model.optimizer, strict=False)
+        return
+    with torch.no_grad():
+        for name, buffer in _last_first(module.named_buffers(), set(module.state_dict())):
+            if name in rank["buffers"]:
+                buffer.copy_(rank["buffers"][name])
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        for name, parameter in _last_first(module.named_parameters(), trained):
+            parameter.copy_(node["parameters"][name])
+    trained_model.optimizer.load_state_dict(optimizer)
+
+
+def _last_first(named: Iterable[tuple[str, torch.Tensor]], preferred: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields tensors such that of those that share memory the one that exchanges treat comes last, and holds."""
+    order = sorted(enumerate(named), key=lambda row: (row[1][0] in preferred, row[1][1].nbytes, -row[0]))
+    return (row for _, row in order)
+
+
+def part_of(owner: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a full tensor, cut like its owner."""
+    placement = local_shard_of(owner)
+    return full if placement is None else placement.part(full)
+
+
+def _whole_piece(module: torch.nn.Module, piece: Saved) -> Saved:
+    return {**piece, "value": _whole(dict(module.named_parameters())[piece["home"]], piece["value"])}
+
+
+def _whole(owner: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    placement = local_shard_of(owner)
+    return part if placement is None else placement.full(part)

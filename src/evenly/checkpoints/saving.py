@@ -1,0 +1,258 @@
+"""Saving and resuming a whole run: every node's parameters, every rank's buffers, random states and positions.
+
+Nodes differ inside a period, so each node's full tensors are kept. On the same cluster a run goes on bit for bit; on
+another one it starts from the average that the next exchange would have made.
+"""
+
+import logging
+import random
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar, cast
+
+import numpy as np
+import torch
+
+from evenly.checkpoints import folder
+from evenly.checkpoints.full_state import TrainedModel, full_state, own_exchanges, part_of, put_state
+from evenly.checkpoints.merge import merge
+from evenly.checkpoints.ownership import FolderOwner
+from evenly.checkpoints.states import (
+    FullState,
+    LocalState,
+    Manifest,
+    NodeState,
+    RandomState,
+    RankState,
+    Restored,
+    Stateful,
+)
+from evenly.comm import ObjectGatherer, full_shape
+from evenly.errors import CheckpointError
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one run in the folder `root`; all ranks call each method together."""
+
+    def __init__(
+        self,
+        root: Path,
+        gatherer: ObjectGatherer,
+        *,
+        rank: int,
+        nodes: list[list[int]],
+        owner: FolderOwner | None = None,
+    ) -> None:
+        self.root = root
+        self.rank = rank
+        self.nodes = nodes
+        self._owner = owner
+        self._gatherer = gatherer
+        self._node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
+        self._leads = nodes[self._node][0] == rank
+
+    def save(
+        self, step: int, trained_models: list[TrainedModel], tracked: Mapping[str, Stateful], *, epoch: int, keep: int
+    ) -> Path:
+        """Writes the run's state as the checkpoint of `step` and returns its folder."""
+        token, step = self._together(lambda: self._begin(step), "begin a checkpoint in", self.root)[0]
+        name = f"step-{step:09d}"
+        partial = self.root / f".{name}.{token}"
+        owner = self._open(partial)
+        digests = self._together(
+            lambda: self._write(partial, trained_models, tracked), "write the checkpoint", self.root / name
+        )
+        manifest: Manifest = {
+            "step": step,
+            "epoch": epoch,
+            "nodes": self.nodes,
+            "models": {trained_model.name: _form(trained_model.model.module) for trained_model in trained_models},
+            "files": {file: digest for part in digests for file, digest in part.items()},
+        }
+
+        def finish() -> None:
+            if owner:
+                folder.seal(partial, self.root / name, manifest)
+
+        self._together(finish, "complete the checkpoint", self.root / name)
+        self._together(lambda: folder.clear(self.root, keep=keep) if owner else None, "clear", self.root)
+        return self.root / name
+
+    def latest(self) -> Path | None:
+        """Returns the newest checkpoint that every rank can see, or None."""
+        self._together(lambda: folder.recover(self.root) if self._leads else None, "look into", self.root)
+        seen = self._together(lambda: [path.name for path in folder.checkpoints(self.root)], "look into", self.root)
+        common = set(seen[0]).intersection(*seen[1:])
+        if not common and any(seen):
+            parts = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(seen))
+            raise CheckpointError(
+                f"the ranks have no checkpoint in common in {self.root} ({parts}). "
+                "Bring the missing files back, or start afresh with resume=False."
+            )
+        return self.root / max(common) if common else None
+
+    def set_aside(self) -> None:
+        """Moves the checkpoints of an earlier run into a folder of their own: a new run begins here."""
+        at_rank_0 = self.rank == 0
+        self._together(lambda: folder.set_aside(self.root) if at_rank_0 else None, "clear", self.root)
+        self._together(lambda: folder.set_aside(self.root) if self._leads else None, "clear", self.root)
+
+    def load(self, path: Path) -> Restored:
+        """Returns the state this rank goes on from, read and checked on every rank."""
+        read: list[Restored] = []
+        self._together(lambda: read.append(self._read(path)), "read the checkpoint", path)
+        return read[0]
+
+    def _begin(self, step: int) -> tuple[str, int]:
+        """Returns a new token and the step; those of rank 0 count, as nodes may have made other numbers of steps."""
+        if self._owner is not None:
+            self._owner.require()
+        return secrets.token_hex(4), step
+
+    def _open(self, partial: Path) -> bool:
+        """Makes the folder to write into; returns whether this rank owns it (each file system has one owner)."""
+
+        def at_rank_0() -> None:
+            if self.rank == 0:
+                partial.mkdir(parents=True)
+
+        def elsewhere() -> bool:
+            if not (self.rank and self._leads):
+                return self.rank == 0
+            try:
+                partial.mkdir(parents=True)
+            except FileExistsError:  # rank 0's, or that of another node on this file system
+                return False
+            return True
+
+        self._together(at_rank_0, "make the folder", partial)
+        return bool(self._together(elsewhere, "make the folder", partial)[self.rank])
+
+    def _write(
+        self, partial: Path, trained_models: list[TrainedModel], tracked: Mapping[str, Stateful]
+    ) -> dict[str, str]:
+        digests: dict[str, str] = {}
+        full = {t.name: full_state(t) for t in trained_models}  # ranks that hold a network together meet here
+        if self._leads:
+            value = {name: _node_state(state) for name, state in full.items()}
+            digests |= folder.write_part(partial, f"node-{self._node}", value)
+        mine: RankState = {
+            "trainees": {t.name: _local_state(t, full[t.name]) for t in trained_models},
+            "tracked": {name: thing.state_dict() for name, thing in tracked.items()},
+            "random": _random_state(),
+        }
+        return digests | folder.write_part(partial, f"rank-{self.rank}", mine)
+
+    def _read(self, path: Path) -> Restored:
+        manifest = folder.read_manifest(path)
+        files = manifest["files"]
+        if manifest["nodes"] == self.nodes:
+            node = folder.read_part(path, f"node-{self._node}", files)
+            rank = folder.read_part(path, f"rank-{self.rank}", files)
+        else:
+            nodes = [folder.read_part(path, f"node-{index}", files) for index in range(len(manifest["nodes"]))]
+            ranks = [folder.read_part(path, f"rank-{r}", files) for r in range(sum(map(len, manifest["nodes"])))]
+            node, rank = merge(nodes, ranks, manifest["nodes"])
+        return {"manifest": manifest, "node": node, "rank": rank}
+
+    def _together(self, act: Callable[[], T], what: str, path: Path) -> list[T]:
+        """Returns every rank's result; if one rank fails, all raise, naming it."""
+        result: T | None = None
+        error = None
+        try:
+            result = act()
+        except Exception as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        rows = self._gatherer.gather((result, error), what, where=f" {path}")
+        failed = {rank: reason for rank, (_, reason) in enumerate(rows) if reason}
+        if failed:
+            rank, reason = next(iter(failed.items()))
+            raise CheckpointError(f"ranks {list(failed)} could not {what} {path}. Rank {rank} says: {reason}")
+        return [cast("T", theirs) for theirs, _ in rows]  # there is a result where there is no error
+
+
+def apply(state: Restored, trained_model: TrainedModel) -> None:
+    """Puts a loaded state into the model, its optimizer, its schedule and its batches."""
+    saved = state["manifest"]["models"].get(trained_model.name)
+    _require_same_form(saved, _form(trained_model.model.module), trained_model.name)
+    node, rank = state["node"][trained_model.name], state["rank"]["trainees"][trained_model.name]
+    put_state(trained_model, node, rank)
+    device = next(trained_model.model.module.parameters()).device
+    agreed, buffers = rank["agreed"], dict(trained_model.model.module.named_buffers())
+    trained_model.model.resume(
+        rank["progress"],
+        None if agreed is None else {name: part_of(buffers[name], value.to(device)) for name, value in agreed.items()},
+        own_exchanges(trained_model, node, rank),
+    )
+    if trained_model.feed is not None:
+        trained_model.feed.resume(rank["feed"] or {})
+
+
+def restore_random_state(state: Restored) -> None:
+    """Sets torch's, Python's and numpy's generators as they were; a rank that is new keeps its own."""
+    saved = state["rank"]["random"]
+    if saved is None:
+        return
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])
+    random.setstate(saved["python"])
+    name, keys, position, has_gauss, gauss = saved["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+
+
+def _random_state() -> RandomState:
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if _uses_cuda() else None,
+        "python": random.getstate(),
+        "numpy": [
+            name,
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ],
+    }
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch has no annotation here
+
+
+def _node_state(full: FullState) -> NodeState:
+    return {"parameters": full["parameters"], "optimizer": full["optimizer"], "pending": full["pending"]}
+
+
+def _local_state(trained_model: TrainedModel, full: FullState) -> LocalState:
+    return {
+        "buffers": full["buffers"],
+        "agreed": full["agreed"],
+        "progress": trained_model.model.progress(),
+        "exchanges": full["exchanges"],
+        "feed": trained_model.feed.state() if trained_model.feed is not None else None,
+    }
+
+
+def _form(module: torch.nn.Module) -> dict[str, str]:
+    return {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(full_shape(tensor))}"
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+
+
+def _require_same_form(saved: dict[str, str] | None, now: dict[str, str], trained_model: str) -> None:
+    if saved is None:
+        raise CheckpointError(f"the checkpoint has no model {trained_model!r}. Resume with the program that saved it.")
+    for name in [*saved, *now]:
+        if saved.get(name) != now.get(name):
+            raise CheckpointError(
+                f"the checkpoint was saved from another model: {name!r} is {saved.get(name, 'absent')} there "
+                f"and {now.get(name, 'absent')} here. Build the same model, or start a new run folder."
+            )

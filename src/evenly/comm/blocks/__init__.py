@@ -1,0 +1,1 @@
+"""Which ranks hold which indices of a tensor, and sums over them."""

@@ -1,0 +1,220 @@
+"""Collectives that name who is missing, and values as JSON between ranks."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from evenly.comm.failure_monitor import FailureMonitor
+from evenly.comm.heartbeats import AwakeClock
+from evenly.errors import LockstepError, PeerError
+
+T = TypeVar("T")
+
+QUIET_S = 2.0  # a longer wait for others to come is told to them
+
+
+class PausableClock(Protocol):
+    """A clock that stands still while a rank waits for others."""
+
+    def pause(self) -> None:
+        """A wait begins."""
+
+    def resume(self) -> None:
+        """A wait is over."""
+
+
+class CollectiveWaiter:
+    """Waits for collectives at one place of the program, listening to the alarm meanwhile."""
+
+    def __init__(
+        self, monitor: FailureMonitor, *, place: str, step: int = 0, timeout_s: float = 600.0, tells: bool = True
+    ) -> None:
+        self.monitor = monitor
+        self.place = place
+        self.step = step
+        self.timeout_s = timeout_s
+        self._tells = tells  # whether others hear of a long wait; in the background it keeps nobody
+        self.on_quiet: Callable[[], None] | None = None  # called once in a wait that is not short
+        self.watch: PausableClock | None = None
+
+    def wait(self, graph_costs: Iterable[dist.Work], *, waits_for_ranks: bool = False) -> None:
+        """Returns when all `graph_costs` are done; raises `PeerError` for a rank that failed, left or did not come.
+
+        A `waits_for_ranks` is a small message that only waits for others to come: who waits long there tells the others.
+        """
+        if self.watch is not None:
+            self.watch.pause()
+        self._wait(graph_costs, waits_for_ranks=waits_for_ranks)
+        if self.watch is not None:
+            self.watch.resume()
+
+    def _wait(self, graph_costs: Iterable[dist.Work], *, waits_for_ranks: bool) -> None:
+        clock, told = AwakeClock(), self.on_quiet is None
+        for work in graph_costs:
+            done = threading.Event()
+            work.get_future().add_done_callback(partial(_set, done))
+            while not done.wait(0.1):
+                waited_s = clock.read()
+                if not told and self.on_quiet is not None and waited_s > 1.0:
+                    told = True
+                    self.on_quiet()
+                self._listen(waited_s, waits_for_ranks=waits_for_ranks)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self.monitor.settle_cause(f"at {self.place} after step {self.step}")
+                self.monitor.check()
+                raise self._left(error) from error
+
+    def wait_for(self, done: threading.Event) -> None:
+        """Returns when a thread of this rank has `done` its work with others, listening as `wait` does."""
+        clock = AwakeClock()
+        while not done.wait(0.1):
+            self._listen(clock.read(), waits_for_ranks=True)
+
+    def barrier(self) -> None:
+        """Returns when every rank of the party has come to this place; nothing but the store is needed."""
+        keys = [f"roll/{self.place}/{rank}" for rank in range(self.monitor.rank_group.size)]
+        self.monitor.announce(keys[self.monitor.rank_group.rank])
+        self.monitor.learn(self.read_all(keys))
+        self.monitor.hear()  # the others may have given up before this rank came
+
+    def read_all(self, keys: list[str]) -> list[bytes]:
+        """Returns what the store has under these keys, one of each rank, once all are there."""
+        store = self.monitor.rank_group.store
+        clock, pause_s = AwakeClock(), 0.002
+        while not store.check(keys):
+            self.monitor.check()
+            waited_s = clock.read()
+            if waited_s > self.timeout_s:
+                error = self._late(waited_s, [rank for rank, key in enumerate(keys) if not store.check([key])])
+                self.monitor.report(error)
+                raise error
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+        return store.get_all(keys)
+
+    def _listen(self, waited_s: float, *, waits_for_ranks: bool) -> None:
+        self.monitor.check()
+        if not self._tells and self.monitor.has_failed:  # the others may have heard of it before they came here
+            raise PeerError(
+                f"rank {self.monitor.rank_group.rank} has failed and waits no longer at {self.place}. Look at its own "
+                "error."
+            )
+        self.monitor.require_store()
+        if waits_for_ranks and self._tells and waited_s > min(QUIET_S, self.timeout_s / 4):
+            self.monitor.waiting(self.place, self.step)
+        if waited_s > self.timeout_s:
+            absent = self.monitor.absent(self.place) if waits_for_ranks else []
+            self.monitor.check()  # asking who is absent may have found that nobody can say it
+            error = self._late(waited_s, absent)
+            self.monitor.report(error)
+            raise error
+
+    def _late(self, waited_s: float, absent: list[int]) -> PeerError:
+        who = "all ranks arrived but the transfer did not end."
+        if absent:
+            who = f"ranks {absent} did not arrive ({self.monitor.who(absent)})."
+        if (missing := self.monitor.missing()) is not None:
+            who = f"{who if absent else 'the others did not answer.'} {missing}"
+        return PeerError(
+            f"rank {self.monitor.rank_group.rank} waited {waited_s:.0f} s at {self.place} after step {self.step}: "
+            f"{who} "
+            "Look at those ranks' output; for a slow link give a larger timeout_s."
+        )
+
+    def _left(self, error: RuntimeError) -> PeerError:
+        return PeerError(
+            f"at {self.place} after step {self.step} the connection of rank {self.monitor.rank_group.rank} to another "
+            "rank "
+            f"broke: {first_line(error)}. A rank has ended or cannot be reached; look at the other ranks' output."
+        )
+
+
+def _set(event: threading.Event, _: object) -> None:
+    event.set()
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, largest: bool = False) -> dist.Work:
+    """Starts the sum (or maximum) of `tensor` over the group, in place."""
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group, async_op=True)
+    return _work(work)
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, *, source: int) -> dist.Work:
+    """Starts sending `tensor` from the group's member number `source` to the others, in place."""
+    return _work(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
+
+
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    """Starts collecting the members' tensors, all of one shape; the result is [members, ...] once the work is done."""
+    rows = tensor.new_empty(group.size(), *tensor.shape)
+    return rows, _work(dist.all_gather(list(rows.unbind()), tensor, group=group, async_op=True))
+
+
+def all_to_all(
+    received: torch.Tensor, sent: torch.Tensor, takes: list[int], gives: list[int], group: dist.ProcessGroup
+) -> dist.Work:
+    """Starts sending `gives[r]` elements of a flat tensor to member r and receiving `takes[r]` from it."""
+    return _work(dist.all_to_all_single(received, sent, takes, gives, group=group, async_op=True))
+
+
+def gather_json(value: T, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> list[T]:
+    """Returns every member's `value`, in the members' order; values are what JSON can say, and tuples become lists."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes, work = all_gather(torch.tensor([text.numel()]), group)
+    waiter.wait([work], waits_for_ranks=True)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: text.numel()] = text
+    rows, work = all_gather(padded, group)
+    waiter.wait([work])
+    return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes[:, 0], strict=True)]
+
+
+class ObjectGatherer:
+    """Meetings of a whole party, one after another, each a place of its own."""
+
+    def __init__(self, monitor: FailureMonitor, group: dist.ProcessGroup, *, timeout_s: float) -> None:
+        self._monitor = monitor
+        self._group = group
+        self._timeout_s = timeout_s
+        self._number = 0
+
+    def gather(self, value: T, what: str, *, where: str = "") -> list[T]:
+        """Returns every rank's `value`; `what` says in an error what the ranks met for, and `where` with which files.
+
+        Raises:
+            LockstepError: on every rank, where ranks met for different things.
+        """
+        self._number += 1
+        waiter = CollectiveWaiter(
+            self._monitor, place=f"{what}{where} (meeting {self._number})", timeout_s=self._timeout_s
+        )
+        rows = gather_json((what, value), self._group, waiter)
+        self._monitor.passed(waiter.place)
+        if any(asked != what for asked, _ in rows):
+            calls = "; ".join(f"rank {rank}: {asked}" for rank, (asked, _) in enumerate(rows))
+            raise LockstepError(
+                f"the ranks of a session have come to different calls ({calls}). Every rank must make the same calls "
+                "of the session in the same order: move the call out of what only some ranks run."
+            )
+        return [theirs for _, theirs in rows]
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise PeerError(
+            "a collective was started by a rank that is not in the group. Every rank must use its own groups."
+        )
+    return work

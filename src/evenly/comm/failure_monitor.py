@@ -1,0 +1,345 @@
+"""Tells every rank when one of them fails, without a collective and long before any timeout.
+
+Ranks leave notes in the store they share. A thread of each rank looks for new notes twice a second, and for the signs
+of life of the others. Whoever waits for others asks the alarm instead of sleeping on, and a gradient that will never
+come is let go.
+"""
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import torch
+
+from evenly import errors
+from evenly.comm.heartbeats import ENDED, INTERVAL_S, SILENT_S, AwakeClock, Heartbeats, identity
+from evenly.comm.rank_group import RankGroup
+
+logger = logging.getLogger(__name__)
+
+LOST_S = 3.0  # who still waits for others so long after the host of the store has gone waits in vain
+
+
+@dataclass(frozen=True)
+class FailureNote:
+    """What one rank tells the others: it failed, or it has been waiting for a while."""
+
+    kind: str  # "failed" or "waiting"
+    rank: int
+    host: str
+    text: str
+    error: str = "PeerError"
+    place: str = ""
+    step: int = 0
+    begun: int = 0
+    averages_with: tuple[int, ...] = ()  # ranks that average gradients with the one that waits
+    pid: int = 0
+
+
+class FailureMonitor:
+    """The notes of a party as one rank sees them."""
+
+    def __init__(
+        self, rank_group: RankGroup, *, averages_with: tuple[int, ...] = (), parent: "FailureMonitor | None" = None
+    ) -> None:
+        self.rank_group = rank_group
+        self.begun = 0  # backwards whose gradients this rank has started to average
+        self._parents = [parent] if parent is not None else []  # what rings there rings here too
+        self._averages_with = averages_with
+        self._host = socket.gethostname()
+        self._seen = 0
+        self._waiting: dict[str, set[int]] = {}
+        self._posted: set[str] = set()
+        self._passed: set[str] = set()
+        self._open_notes: dict[tuple[int, str], FailureNote] = {}  # of ranks that wait where this rank has not been
+        self._error: errors.EvenlyError | None = None
+        self._has_reported = False
+        self._futures: dict[int, tuple[torch.futures.Future[torch.Tensor], torch.Tensor, float]] = {}
+        self._clock = AwakeClock()
+        self._beats = Heartbeats(rank_group)
+        self._is_root = parent is None  # one alarm of a process gives signs of life for those that follow it
+        self._lock = threading.Lock()
+        self._reading = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=_watch, args=(weakref.ref(self), self._stop), name="evenly-alarm", daemon=True
+        )
+        self._end = weakref.finalize(self, _end, self._stop, self._thread, rank_group, self._beats)  # also at exit
+        if rank_group.size > 1:
+            self._thread.start()
+
+    def report(self, error: BaseException) -> None:
+        """Tells all other ranks that this one failed; only the first call counts, and it never raises."""
+        if self._has_reported or self.rank_group.size == 1 or (self._error is not None and error is self._error):
+            return
+        self._has_reported = True
+        kind = type(error).__name__ if isinstance(error, errors.EvenlyError) else "PeerError"
+        text = str(error) if isinstance(error, errors.EvenlyError) else f"{type(error).__name__}: {error}"
+        self._post(FailureNote("failed", self.rank_group.rank, self._host, text, error=kind, pid=os.getpid()))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank or another one has failed."""
+        return self._has_reported or self._error is not None
+
+    def check(self) -> None:
+        """Raises the error that another rank rang the alarm for, if any."""
+        for parent in self._parents:
+            parent.check()
+        if self._error is not None:
+            raise self._error
+
+    def hear(self) -> None:
+        """Reads what others have told until now; raises as `check` does."""
+        for parent in self._parents:
+            parent.hear()
+        self._poll()
+        self.check()
+
+    def follow(self, parent: "FailureMonitor") -> None:
+        """From now on what rings at `parent` rings here too."""
+        self._parents = [*self._parents, parent]
+
+    def leave(self, parent: "FailureMonitor") -> None:
+        """Ends what `follow` began."""
+        self._parents = [known for known in self._parents if known is not parent]
+
+    def begin(self) -> None:
+        """Counts a backward; a rank that waits and will never join it is found now."""
+        self.begun += 1
+        for note in list(self._open_notes.values()):
+            self._compare(note)
+
+    def fail(self, error: errors.EvenlyError) -> None:
+        """Remembers a failure seen in a background thread, so that the next `check` raises it."""
+        with self._lock:
+            self._error = self._error or error
+            held, self._futures = list(self._futures.values()), {}
+        for future, tensor, _ in held:
+            _settle(future, tensor)
+
+    def settle_cause(self, where: str = "") -> None:
+        """Waits a moment for a note that explains a broken connection, or until it is clear which rank has gone."""
+        deadline = time.monotonic() + SILENT_S + 3 * INTERVAL_S
+        while not self.has_error and time.monotonic() < deadline and not self._stop.is_set():
+            self._poll()
+            if (error := self.missing(where)) is not None:
+                self.fail(error)
+            time.sleep(0.05)
+
+    @property
+    def has_error(self) -> bool:
+        """Whether `check` would raise."""
+        return self._error is not None or any(parent.has_error for parent in self._parents)
+
+    def missing(self, where: str = "") -> errors.PeerError | None:
+        """Returns an error that names the ranks which have gone or are stopped, as far as that can be seen now."""
+        for parent in self._parents:
+            if (error := parent.missing(where)) is not None:
+                return error
+        store = self.rank_group.store
+        if store.lost_s > 0 and not self._host_has_ended():
+            return store.error
+        if store.unanswered_s >= SILENT_S:
+            return store.hung(store.unanswered_s)
+        silent = self._beats.silent()
+        if not silent:
+            return None
+        who = ", ".join(self._beats.who(rank) for rank in silent)
+        return errors.PeerError(
+            f"{who} {'have' if len(silent) > 1 else 'has'} given no sign of life for {min(silent.values()):.0f} s"
+            f"{where and f', seen by rank {self.rank_group.rank} {where}'}: "
+            "the process has ended, is stopped or cannot be reached. Look at its output and its host; if it only needs "
+            "longer, give a larger timeout_s."
+        )
+
+    def who(self, ranks: list[int]) -> str:
+        """Returns ranks with their hosts and process ids, as far as they are known."""
+        return ", ".join(self._beats.who(rank) for rank in ranks)
+
+    def announce(self, key: str) -> None:
+        """Says under `key` that this rank has come, and who it is."""
+        if self._is_root and self.rank_group.size > 1:
+            self.rank_group.store.run(self._beats.beat)
+        self.rank_group.store.set(key, identity())
+
+    def learn(self, identities: list[bytes]) -> None:
+        """Notes who the ranks are, once all have announced themselves."""
+        self._beats.learn(identities)
+
+    def require_store(self) -> None:
+        """Raises if the host of the store has gone for a while: nobody can tell this rank what it waits for."""
+        if self.rank_group.store.lost_s > LOST_S and not self._host_has_ended():
+            raise self.rank_group.store.error or errors.PeerError("the store is gone.")
+
+    def _host_has_ended(self) -> bool:
+        host = self.rank_group.store_rank
+        seen = host is not None and self._beats.has_ended(host)
+        return seen or any(parent._host_has_ended() for parent in self._parents)
+
+    def waiting(self, place: str, step: int) -> None:
+        """Lets the others know that this rank waits at `place` after `step` steps."""
+        if place not in self._posted and self.rank_group.size > 1:
+            self._posted.add(place)
+            me = (self.rank_group.rank, self._host, "")
+            self._post(
+                FailureNote("waiting", *me, place=place, step=step, begun=self.begun, averages_with=self._averages_with)
+            )
+
+    def passed(self, place: str) -> None:
+        """Notes that this rank has met the others at `place`: whoever waited there waits no more."""
+        self._passed.add(place)
+        self._open_notes = {key: note for key, note in self._open_notes.items() if note.place != place}
+
+    def absent(self, place: str) -> list[int]:
+        """Returns the ranks that have not said that they wait at `place`."""
+        self._poll()
+        arrived = self._waiting.get(place, set()) | {self.rank_group.rank}
+        return [rank for rank in range(self.rank_group.size) if rank not in arrived]
+
+    def hold(self, future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Lets `future` go with `tensor` if the alarm rings before it is done."""
+        with self._lock:
+            if self._error is None:
+                self._futures[id(future)] = (future, tensor, self._clock.seconds)
+                return
+        _settle(future, tensor)
+
+    def release(self, future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Completes a held future with `tensor`."""
+        with self._lock:
+            self._futures.pop(id(future), None)
+        _settle(future, tensor)
+
+    def close(self) -> None:
+        """Ends the watching thread and tells the others that they need not watch this rank any more."""
+        self._end()
+
+    def _post(self, note: FailureNote) -> None:
+        try:
+            number = self.rank_group.store.add("notes", 1)
+            self.rank_group.store.set(f"note/{number}", json.dumps(asdict(note)))
+        except errors.PeerError as error:
+            logger.debug("the note %s could not be left: %s", note, error)
+
+    def _tick(self) -> None:
+        """What the watching thread does at every interval."""
+        self._poll()
+        for parent in self._parents:
+            if parent._error is not None:
+                self.fail(parent._error)
+        now_s, timeout_s = self._clock.read(), self.rank_group.store.timeout_s
+        with self._lock:
+            waited_s = now_s - min((since_s for *_, since_s in self._futures.values()), default=now_s)
+        if waited_s > min(timeout_s, LOST_S):  # somebody waits: a rank that has gone for good is reason to end it
+            try:
+                self.require_store()
+            except errors.PeerError as lost:
+                self.fail(lost)
+        if waited_s > timeout_s:
+            self.fail(self.missing("in a step") or self._unexplained(waited_s))
+        if self._beats.silent(least_s=timeout_s) and (error := self.missing()) is not None:
+            self.fail(error)
+
+    def _unexplained(self, waited_s: float) -> errors.PeerError:
+        return errors.PeerError(
+            f"rank {self.rank_group.rank} waited {waited_s:.0f} s in a step for gradients of other ranks, which give "
+            "signs "
+            "of life but did not send them. Look at their output; for a slow step or link give a larger timeout_s."
+        )
+
+    def _poll(self) -> None:
+        for note in self._fresh():
+            self._read(note)
+
+    def _fresh(self) -> list[FailureNote]:
+        store = self.rank_group.store
+        if store.error is not None or not self._reading.acquire(timeout=2 * INTERVAL_S):  # the thread may hang in it
+            return []
+        try:
+            return store.run(self._ask)
+        except errors.PeerError as error:
+            if not store.lost_s:  # it hangs; a host that has gone may just have come to its end
+                self.fail(error)
+            logger.debug("the notes could not be read: %s", error)
+            return []
+        finally:
+            self._reading.release()
+
+    def _ask(self) -> list[FailureNote]:
+        """Returns the new notes; direct calls of the store, with a sign of life and a look for those of the others."""
+        store = self.rank_group.store.raw
+        if self._is_root and not self._stop.is_set():
+            self._beats.beat()
+        notes: list[FailureNote] = []
+        count = store.add("notes", 0)
+        while self._seen < count and store.check([f"note/{self._seen + 1}"]):
+            notes.append(_note(store.get(f"note/{self._seen + 1}")))
+            self._seen += 1
+        if self._is_root:
+            self._beats.sample()
+        return notes
+
+    def _read(self, note: FailureNote) -> None:
+        if note.rank == self.rank_group.rank:
+            return
+        if note.kind == "waiting":
+            self._waiting.setdefault(note.place, set()).add(note.rank)
+            if self.rank_group.rank in note.averages_with and note.place not in self._passed:
+                self._open_notes[note.rank, note.place] = note
+                self._compare(note)
+        else:
+            kind = getattr(errors, note.error, errors.PeerError)
+            self.fail(kind(f"rank {note.rank} on {note.host} (pid {note.pid}) stopped: {note.text}"))
+
+    def _compare(self, note: FailureNote) -> None:
+        if self.begun <= note.begun or note.place in self._passed:
+            return
+        error = errors.LockstepError(
+            f"rank {self.rank_group.rank} is in its step {note.step + self.begun - note.begun} but rank {note.rank} on "
+            f"{note.host} made only {note.step} steps and waits for the exchange: "
+            "ranks were given unequal numbers of batches, or one called step() without a backward. "
+            "Give every rank the same number of steps (evenly.feed does), or drop the surplus."
+        )
+        self.report(error)
+        self.fail(error)
+
+
+def _end(stop: threading.Event, thread: threading.Thread, rank_group: RankGroup, beats: Heartbeats) -> None:
+    """Ends a watching thread: one that is inside the store when Python ends would abort the process."""
+    stop.set()
+    if not thread.is_alive():
+        return
+    is_hung = rank_group.store.error is not None or rank_group.store.unanswered_s >= INTERVAL_S
+    if thread is not threading.current_thread():
+        thread.join(timeout=0.1 if is_hung else 4 * INTERVAL_S)
+    if not is_hung:
+        with suppress(errors.PeerError):
+            rank_group.store.run(lambda: beats.beat(ENDED), limit_s=4 * INTERVAL_S)
+
+
+def _watch(monitor: "weakref.ref[FailureMonitor]", stop: threading.Event) -> None:
+    while not stop.wait(INTERVAL_S):
+        watched = monitor()
+        if watched is None:
+            return
+        watched._tick()
+        del watched
+
+
+def _note(text: bytes) -> FailureNote:
+    fields = json.loads(text)
+    return FailureNote(**{**fields, "averages_with": tuple(fields["averages_with"])})
+
+
+def _settle(future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
+    try:
+        future.set_result(tensor)
+    except RuntimeError as error:  # two threads may settle it
+        logger.debug("the future was settled already: %s", error)

@@ -1,0 +1,33 @@
+"""Tensors on their way to a wire that only knows the host's memory."""
+
+import torch
+import torch.distributed as dist
+
+from evenly._torch.process_groups import backend_name
+
+
+def to_host(tensor: torch.Tensor, group: dist.ProcessGroup, *, filled: bool = True) -> torch.Tensor:
+    """Returns `tensor` where the group can take it: itself, or a pinned copy on the host for a GPU behind gloo.
+
+    Only the current stream is waited for, so other streams of the device run on. Where a rank only receives, the copy
+    need not be `filled`.
+    """
+    if not tensor.is_cuda or _serves_cuda(group):
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    if not filled:
+        return copy
+    copy.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
+    done.record(torch.cuda.current_stream(tensor.device))
+    done.synchronize()
+    return copy
+
+
+def to_device(received: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns `received` on `device`."""
+    return received if received.device == device else received.to(device, non_blocking=True)
+
+
+def _serves_cuda(group: dist.ProcessGroup) -> bool:
+    return backend_name(group, "cuda") == "nccl"

@@ -1,0 +1,67 @@
+"""Where a local parameter lies in the full one."""
+
+from dataclasses import dataclass
+
+import torch
+
+from evenly.comm.shard_group import ShardGroup, take
+from evenly.spec.layout import Segments
+
+_MARK = "_evenly_placement"
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """Rank r of the wire holds the indices `segments[r]` of `dim` of a tensor of `shape`; with dim None all of it."""
+
+    name: str
+    shape: torch.Size
+    shard_group: ShardGroup
+    dim: int | None = None
+    segments: tuple[Segments, ...] = ()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank holds a part only."""
+        return self.dim is not None
+
+    def part(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's own copy of its part of the full tensor."""
+        if self.dim is None:
+            return full.detach().clone()
+        piece = take(full.detach(), self.dim, self.segments[self.shard_group.rank])
+        shared = piece.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+        return piece.clone() if shared else piece  # a view would keep the whole tensor alive
+
+    def full(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the full tensor; all ranks of the wire call it together."""
+        if self.dim is None:
+            return part.detach().clone()
+        return self.shard_group.gather(part.detach(), self.dim, self.segments, name="state").wait()
+
+
+def place(tensor: torch.Tensor, placement: LocalShard) -> None:
+    """Notes on a parameter or buffer where it lies."""
+    setattr(tensor, _MARK, placement)
+
+
+def retire(tensor: torch.Tensor) -> None:
+    """Notes on a parameter that another one has taken its place, as its part has another size now."""
+    setattr(tensor, _MARK, "retired")
+
+
+def is_retired(tensor: torch.Tensor) -> bool:
+    """Returns whether another parameter has taken the place of this one."""
+    return getattr(tensor, _MARK, None) == "retired"
+
+
+def full_shape(tensor: torch.Tensor) -> torch.Size:
+    """Returns the shape of the tensor of which a parameter or buffer is a part."""
+    placement = local_shard_of(tensor)
+    return tensor.shape if placement is None else placement.shape
+
+
+def local_shard_of(tensor: torch.Tensor) -> LocalShard | None:
+    """Returns where a parameter of a sharded network lies; None for any other tensor."""
+    found = getattr(tensor, _MARK, None)
+    return found if isinstance(found, LocalShard) else None

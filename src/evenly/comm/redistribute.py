@@ -1,0 +1,81 @@
+"""The six moves between states of a tensor, each a linear map over ranks and its adjoint.
+
+| move | forward | backward |
+|---|---|---|
+| copy | nothing | sum |
+| reduce | sum | nothing |
+| reduce_scatter | scattered sum | gather |
+| gather_for_ranks | gather | scattered sum |
+| gather_for_all | gather | own part |
+| slice | own part | gather |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from evenly.comm.shard_group import PendingTensor, Segments, ShardGroup, take
+
+Map = Literal["same", "sum", "gather", "scatter_sum", "take"]
+
+MOVES: dict[str, tuple[Map, Map]] = {
+    "copy": ("same", "sum"),
+    "reduce": ("sum", "same"),
+    "reduce_scatter": ("scatter_sum", "gather"),
+    "gather_for_ranks": ("gather", "scatter_sum"),
+    "gather_for_all": ("gather", "take"),
+    "slice": ("take", "gather"),
+}
+
+
+@dataclass(frozen=True)
+class Redistribute:
+    """One move over one wire; `segments` are the indices of `dim` that each rank holds on the sharded side."""
+
+    shard_group: ShardGroup
+    name: str
+    dim: int = 0
+    segments: Sequence[Segments] = ()
+
+    def forward(self, x: torch.Tensor) -> PendingTensor:
+        """Starts the move."""
+        return self._start(MOVES[self.name][0], x)
+
+    def backward(self, gradient: torch.Tensor) -> PendingTensor:
+        """Starts the adjoint move of a gradient."""
+        return self._start(MOVES[self.name][1], gradient)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the moved tensor, differentiable."""
+        moved: torch.Tensor = _Redistributed.apply(x, self)  # type: ignore[no-untyped-call]  # torch has no annotation here
+        return moved
+
+    def _start(self, kind: Map, x: torch.Tensor) -> PendingTensor:
+        match kind:
+            case "sum":
+                return self.shard_group.sum(x, name=self.name)
+            case "gather":
+                return self.shard_group.gather(x, self.dim, self.segments, name=self.name)
+            case "scatter_sum":
+                return self.shard_group.scatter_sum(x, self.dim, self.segments, name=self.name)
+            case "take":
+                return PendingTensor(lambda: take(x, self.dim, self.segments[self.shard_group.rank]))
+            case _:
+                return PendingTensor(lambda: x)
+
+
+class _Redistributed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shift: Redistribute) -> torch.Tensor:
+        ctx.shift = shift
+        moved = shift.forward(x).wait()
+        return moved.view_as(moved) if moved is x else moved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        with ctx.shift.shard_group.telling():
+            return ctx.shift.backward(gradient).wait(), None

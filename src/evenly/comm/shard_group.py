@@ -1,0 +1,305 @@
+"""Sums, gathers and scattered sums of tensors that ranks hold in unequal parts, with every byte counted."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenly.comm.collectives import CollectiveWaiter, PausableClock, all_reduce, all_to_all, broadcast, gather_json
+from evenly.comm.failure_monitor import FailureMonitor
+from evenly.comm.groups import close_groups
+from evenly.errors import MismatchError, SpecError
+
+Segments = Sequence[tuple[int, int]]
+
+
+@dataclass
+class Traffic:
+    """What all ranks of a wire have sent together: collectives, and bytes as a ring or a direct exchange sends them."""
+
+    messages: int = 0
+    sent_bytes: int = 0
+    by_name: Counter[str] = field(default_factory=Counter)
+
+    def add(self, name: str, sent_bytes: int) -> None:
+        """Counts one collective."""
+        self.messages += 1
+        self.sent_bytes += sent_bytes
+        self.by_name[name] += sent_bytes
+
+    def clear(self) -> None:
+        """Starts counting anew."""
+        self.messages = self.sent_bytes = 0
+        self.by_name.clear()
+
+
+class PendingTensor:
+    """A tensor on its way; `wait` gives it."""
+
+    def __init__(
+        self,
+        finish: Callable[[], torch.Tensor],
+        graph_costs: Sequence[dist.Work] = (),
+        waiter: CollectiveWaiter | None = None,
+    ):
+        self._finish = finish
+        self._works = graph_costs
+        self._waiter = waiter
+
+    def wait(self) -> torch.Tensor:
+        """Returns the tensor once all ranks have sent their part."""
+        if self._waiter is not None and self._works:
+            self._waiter.wait(self._works)
+        return self._finish()
+
+
+class ShardGroup:
+    """The group of ranks that hold the shards of one network, on any mix of devices."""
+
+    def __init__(self, group: dist.ProcessGroup, monitor: FailureMonitor, *, timeout_s: float = 600.0) -> None:
+        self.group = group
+        self.monitor = monitor
+        self.rank, self.size = group.rank(), group.size()
+        self.traffic = Traffic()
+        self.batch: tuple[int, list[float]] = (0, [])  # the number of the pass; samples, mode, trace, and some data
+        self.failed: Exception | None = None
+        self._waiter = CollectiveWaiter(monitor, place="a layer cut over ranks", timeout_s=timeout_s)
+        self._waiter.on_quiet = self._tell_batch
+
+    def watch(self, clock: PausableClock | None) -> None:
+        """Lets a clock stand still while this rank waits for others."""
+        self._waiter.watch = clock
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tells the other ranks of an error inside, so that they do not wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            self.failed = error
+            self.monitor.report(error)
+            raise
+
+    def agree_on_batch(self, ranks: Sequence[int]) -> None:
+        """Returns once all `ranks` of the party have said that they have such a batch in this pass, or raises.
+
+        Messages of unequal size would end the process. Who has another size than before asks; the others, if they have
+        no reason to ask, tell theirs when they wait for long.
+        """
+        if self.size == 1:
+            return
+        self._tell_batch()
+        number, mine = self.batch
+        found = [json.loads(text) for text in self._waiter.read_all([f"batch/{number}/{rank}" for rank in ranks])]
+        if any(other[0] != mine[0] for other in found):
+            said = {rank: int(other[0]) for rank, other in zip(ranks, found, strict=True)}
+            raise MismatchError(
+                f"the ranks of one network were given batches of unequal size in pass {number}: {said} samples. Give "
+                "all ranks the same batches: no DistributedSampler, and one seed for shuffling."
+            )
+        if any(other[1] != mine[1] for other in found):
+            modes = {rank: "train" if other[1] else "eval" for rank, other in zip(ranks, found, strict=True)}
+            raise MismatchError(
+                f"the ranks of one network are in different modes in pass {number}: {modes}. Call train() or eval() on "
+                "all of them."
+            )
+        changed = [rank for rank, other in zip(ranks, found, strict=True) if other[2] != mine[2]]
+        if changed:
+            raise MismatchError(
+                f"ranks {changed} of one network have other attributes, submodules or modes of submodules than this "
+                f"rank in pass {number}: these were changed on some ranks only. Make such changes on all of them."
+            )
+        strange = [rank for rank, other in zip(ranks, found, strict=True) if not _alike(mine, other)]
+        if strange:
+            raise MismatchError(
+                f"ranks {strange} of one network were given other data than this rank in pass {number}. Give all ranks "
+                "the same batches: no DistributedSampler, and one seed for shuffling."
+            )
+
+    def _tell_batch(self) -> None:
+        number, mine = self.batch
+        self.monitor.rank_group.store.set(f"batch/{number}/{self.monitor.rank_group.rank}", json.dumps(mine))
+
+    def sum(self, x: torch.Tensor, *, name: str = "sum", largest: bool = False) -> PendingTensor:
+        """Starts the sum (or maximum) over ranks of a tensor that has one shape everywhere; 16-bit ones in float32."""
+        if self.size == 1 or not x.numel():
+            return PendingTensor(lambda: x)
+        if x.dtype.itemsize < 4 and not largest:
+            return self._short_sum(x, name)
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        self.traffic.add(name, 2 * (self.size - 1) * total.nbytes)
+        return PendingTensor(lambda: total, [all_reduce(total, self.group, largest=largest)], self._waiter)
+
+    def gather(
+        self, part: torch.Tensor, dim: int, segments: Sequence[Segments], *, name: str | None = "gather"
+    ) -> PendingTensor:
+        """Starts collecting a tensor of which rank r holds the indices `segments[r]` of `dim`; None is not counted."""
+        if self.size == 1:
+            return PendingTensor(lambda: part)
+        counts = [count_of(ranges) for ranges in segments]
+        rest = part.shape[:dim] + part.shape[dim + 1 :]
+        sizes = [count * rest.numel() for count in counts]
+        if not sum(sizes):
+            return PendingTensor(lambda: part.new_empty(*part.shape[:dim], sum(counts), *part.shape[dim + 1 :]))
+        sent = part.detach().reshape(-1).repeat(self.size)
+        received = sent.new_empty(sum(sizes))
+        work = all_to_all(received, sent, sizes, [sizes[self.rank]] * self.size, self.group)
+        if name is not None:
+            self.traffic.add(name, (self.size - 1) * received.nbytes)
+
+        def finish() -> torch.Tensor:
+            whole = part.new_empty(*part.shape[:dim], sum(counts), *part.shape[dim + 1 :])
+            for block, count, ranges in zip(torch.split(received, sizes), counts, segments, strict=True):
+                piece = block.view(*part.shape[:dim], count, *part.shape[dim + 1 :])
+                put(whole, piece, dim, ranges)
+            return whole
+
+        return PendingTensor(finish, [work], self._waiter)
+
+    def redeal(
+        self, part: torch.Tensor, dim: int, before: Sequence[Segments], after: Sequence[Segments]
+    ) -> PendingTensor:
+        """Starts dealing a tensor out anew: rank r has the indices `before[r]` of `dim` and will have `after[r]`.
+
+        Only what changes hands travels.
+        """
+        own, wanted = before[self.rank], after[self.rank]
+        if self.size == 1 or tuple(before) == tuple(after):
+            return PendingTensor(lambda: part)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        going = {rank: within(own, shared(own, after[rank])) for rank in others}
+        coming = {rank: within(wanted, shared(before[rank], wanted)) for rank in others}
+        rest = part.shape[:dim] + part.shape[dim + 1 :]
+        counts = [count_of(coming[rank]) if rank in coming else 0 for rank in range(self.size)]
+        pieces = [take(part.detach(), dim, going.get(rank, ())).reshape(-1) for rank in range(self.size)]
+        sent = torch.cat(pieces)
+        received = sent.new_empty(sum(counts) * rest.numel())
+        sizes = [count * rest.numel() for count in counts]
+        work = all_to_all(received, sent, sizes, [piece.numel() for piece in pieces], self.group)
+        stay = sum(count_of(shared(a, b)) for a, b in zip(before, after, strict=True))
+        moving = sum(map(count_of, after)) - stay
+        self.traffic.add("units", moving * rest.numel() * part.element_size())
+
+        def finish() -> torch.Tensor:
+            made = part.new_empty(*part.shape[:dim], count_of(wanted), *part.shape[dim + 1 :])
+            stays = shared(own, wanted)
+            put(made, take(part.detach(), dim, within(own, stays)), dim, within(wanted, stays))
+            for rank, block in enumerate(torch.split(received, sizes)):
+                piece = block.view(*part.shape[:dim], counts[rank], *part.shape[dim + 1 :])
+                put(made, piece, dim, coming.get(rank, ()))
+            return made
+
+        return PendingTensor(finish, [work], self._waiter)
+
+    def scatter_sum(
+        self, summand: torch.Tensor, dim: int, segments: Sequence[Segments], *, name: str = "scatter_sum"
+    ) -> PendingTensor:
+        """Starts the sum over ranks, in rank order, of which rank r keeps the indices `segments[r]` of `dim`."""
+        if self.size == 1 or not summand.numel():
+            return PendingTensor(lambda: take(summand, dim, segments[self.rank]))
+        pieces = [take(summand.detach(), dim, ranges) for ranges in segments]
+        sent = torch.cat([piece.reshape(-1) for piece in pieces])
+        own = pieces[self.rank]
+        received = sent.new_empty(self.size * own.numel())
+        sizes = [piece.numel() for piece in pieces]
+        work = all_to_all(received, sent, [own.numel()] * self.size, sizes, self.group)
+        self.traffic.add(name, (self.size - 1) * sent.nbytes)
+
+        def finish() -> torch.Tensor:
+            rows = received.view(self.size, -1)
+            wide = torch.float32 if rows.dtype.itemsize < 4 else rows.dtype
+            return rows.sum(0, dtype=wide).to(rows.dtype).view(own.shape)
+
+        return PendingTensor(finish, [work], self._waiter)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """Returns x as rank `source` has it, written in place on the others."""
+        if not x.is_contiguous():
+            raise SpecError("a tensor that is not contiguous was to be broadcast; ranks would read it in other orders.")
+        if self.size > 1 and x.numel():
+            self._waiter.wait([broadcast(x.view(-1).view(torch.uint8), self.group, source=source)])
+        return x
+
+    def tell(self, value: Any, source: int) -> Any:
+        """Returns what rank `source` says; values are what JSON can say."""
+        return gather_json(value if self.rank == source else None, self.group, self._waiter)[source]
+
+    def gather_numbers(self, row: Sequence[float], device: torch.device) -> list[list[float]]:
+        """Returns every rank's row, all of one length; it is not counted as traffic."""
+        rows = tuple(((rank, rank + 1),) for rank in range(self.size))
+        part = torch.tensor([row], dtype=torch.float64, device=device)
+        return list(self.gather(part, 0, rows, name=None).wait().tolist())
+
+    def _short_sum(self, x: torch.Tensor, name: str) -> PendingTensor:
+        flat, count = x.detach().reshape(-1), x.numel()
+        edges = [count * rank // self.size for rank in range(self.size + 1)]
+        segments = [((edges[rank], edges[rank + 1]),) for rank in range(self.size)]
+        part = self.scatter_sum(flat, 0, segments, name=name).wait()
+        whole = self.gather(part, 0, segments, name=name)
+        self.traffic.messages -= 1  # the two count as one, as any sum
+        return PendingTensor(lambda: whole.wait().view(x.shape))
+
+    def close(self) -> None:
+        """Shuts the group down."""
+        self.monitor.close()
+        close_groups([self.group], failed=self.monitor.has_failed)
+
+
+def _alike(mine: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two batches have like numbers; devices may round differently."""
+    pairs = list(zip(mine[3:], other[3:], strict=False))
+    scale = max((abs(a) for a, _ in pairs), default=0.0)
+    return all(abs(a - b) <= 1e-3 * scale or a != a for a, b in pairs)
+
+
+def count_of(ranges: Segments) -> int:
+    """Returns how many indices the ranges hold."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def shared(some: Segments, others: Segments) -> Segments:
+    """Returns the indices that are in both, in the order of `others`.
+
+    >>> shared(((0, 4), (8, 10)), ((2, 9),))
+    ((2, 4), (8, 9))
+    """
+    common = ((max(a, c), min(b, d)) for c, d in others for a, b in sorted(some))
+    return tuple((start, stop) for start, stop in common if start < stop)
+
+
+def within(own: Segments, ranges: Segments) -> Segments:
+    """Returns where indices lie in the part of a rank that holds `own`; each range lies in one of its own.
+
+    >>> within(((0, 4), (8, 10)), ((2, 4), (8, 9)))
+    ((2, 4), (4, 5))
+    """
+    starts = dict(zip(own, accumulate([0, *(stop - start for start, stop in own)]), strict=False))
+    found = []
+    for start, stop in ranges:
+        home = next(segment for segment in own if segment[0] <= start and stop <= segment[1])
+        found.append((starts[home] + start - home[0], starts[home] + stop - home[0]))
+    return tuple(found)
+
+
+def take(x: torch.Tensor, dim: int, ranges: Segments) -> torch.Tensor:
+    """Returns the indices `ranges` of `dim`, in that order, contiguous."""
+    if len(ranges) == 1:
+        start, stop = ranges[0]
+        return x.narrow(dim, start, stop - start).contiguous()
+    if not ranges:
+        return x.narrow(dim, 0, 0).contiguous()
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+def put(whole: torch.Tensor, piece: torch.Tensor, dim: int, ranges: Segments) -> None:
+    """Writes `piece` to the indices `ranges` of `dim`."""
+    offset = 0
+    for start, stop in ranges:
+        whole.narrow(dim, start, stop - start).copy_(piece.narrow(dim, offset, stop - start))
+        offset += stop - start

@@ -1,0 +1,26 @@
+"""Across nodes: what travels, how it is coded, what was agreed on last, what is pending."""
+
+from evenly.exchange.buffers import add_change, is_torn, same
+from evenly.exchange.codecs import Codec, add_codec
+from evenly.exchange.exchanger import Exchanger
+from evenly.exchange.membership import Membership, Quorum, StaticMembership, Vote, fractions
+from evenly.exchange.payload import SQUARES
+from evenly.exchange.pending import ExchangeSummary
+from evenly.exchange.tensors.ordered import extreme
+
+__all__ = [
+    "SQUARES",
+    "Codec",
+    "ExchangeSummary",
+    "Exchanger",
+    "Membership",
+    "Quorum",
+    "StaticMembership",
+    "Vote",
+    "add_change",
+    "add_codec",
+    "extreme",
+    "fractions",
+    "is_torn",
+    "same",
+]

@@ -1,0 +1,150 @@
+"""In what form values travel between nodes: two functions each, floats to bytes and back.
+
+What travels are differences to the last agreed point, and what a code loses is added to the next difference.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from evenly.errors import SpecError
+
+TRIED = (1, 7, 300)  # numbers of values with which a new codec is tried
+
+Encode = Callable[[torch.Tensor], torch.Tensor]
+Decode = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How a flat vector of floats becomes bytes, and bytes become float32 again, on any device.
+
+    The number of bytes must depend on the number of values only.
+    """
+
+    encode: Encode  # [n] floats -> [bytes] of torch.uint8
+    decode: Decode  # [bytes], n -> [n] float32
+    _lengths: dict[tuple[int, torch.dtype], int] = field(default_factory=dict, compare=False, repr=False)
+
+    def code_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the code of a vector; the others wait for as many bytes as zeros would have."""
+        code, kind = self.encode(values), (values.numel(), values.dtype)
+        if kind not in self._lengths:
+            self._lengths[kind] = self.encode(torch.zeros_like(values)).numel()
+        expected = self._lengths[kind]
+        if code.numel() != expected:
+            raise SpecError(
+                f"a codec made {code.numel()} bytes of {values.numel()} values, and {expected} of as many zeros. Their "
+                "number must depend on the number of values only."
+            )
+        return code
+
+
+def add_codec(name: str, encode: Encode, decode: Decode) -> None:
+    """Makes a codec known as `name`; every rank calls it before `synchronize`.
+
+    Args:
+        name: what `codec=` is to be given.
+        encode: a flat tensor of floats to a flat tensor of `torch.uint8` on the same device. Its length must depend on
+            the number of values only.
+        decode: such bytes and the number of values to a flat tensor of float32.
+    """
+    if name in ("fp32", *CODECS):
+        raise SpecError(f"a codec named {name!r} is known already. Give yours another name.")
+    codec = Codec(encode, decode)
+    for size in TRIED:
+        _try(name, codec, size)
+    CODECS[name] = codec
+
+
+def find_codec(name: str) -> Codec | None:
+    """Returns the codec `name`; None for the one that sends values as they are."""
+    if name == "fp32":
+        return None
+    if name not in CODECS:
+        raise SpecError(
+            f"codec={name!r} was asked for, but there are only {', '.join(['fp32', *CODECS])}. "
+            "Take one of these, or make yours known by evenly.exchange.add_codec on every rank."
+        )
+    return CODECS[name]
+
+
+def _try(name: str, codec: Codec, size: int) -> None:
+    """Refuses a codec that cannot carry `size` values."""
+    given = torch.ones(size)
+    zeros, ones = codec.encode(torch.zeros(size)), codec.encode(given)
+    if not torch.equal(given, torch.ones(size)):
+        raise SpecError(f"the codec {name!r} changes the values that it encodes. Let it work on a copy: x.clone().")
+    if zeros.dtype != torch.uint8 or zeros.ndim != 1 or zeros.shape != ones.shape:
+        raise SpecError(
+            f"the codec {name!r} made of {size} values {zeros.dtype} {list(zeros.shape)}, and of others "
+            f"{list(ones.shape)}. It must be a flat tensor of torch.uint8 whose length depends on their number only."
+        )
+    values = codec.decode(ones, size)
+    if not values.is_floating_point() or values.shape != (size,):
+        raise SpecError(
+            f"the codec {name!r} made {values.dtype} {list(values.shape)} of the code of {size} values. Decode as many "
+            "floats as were encoded."
+        )
+
+
+def _to_bf16(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.bfloat16).view(torch.uint8)
+
+
+def _from_bf16(code: torch.Tensor, size: int) -> torch.Tensor:
+    return code.view(torch.bfloat16).float()
+
+
+INT8_BLOCK = 256  # values that share a scale
+INT4_BLOCK = 64
+
+
+def _to_int8(values: torch.Tensor) -> torch.Tensor:
+    blocks = _blocks(values, INT8_BLOCK)  # [blocks, 256]
+    scales = _scales(blocks, 127)  # [blocks, 1]
+    digits = blocks.div_(scales).round_().to(torch.int8)
+    return torch.cat([scales.flatten().view(torch.uint8), digits.flatten().view(torch.uint8)[: values.numel()]])
+
+
+def _from_int8(code: torch.Tensor, size: int) -> torch.Tensor:
+    head = 4 * -(-size // INT8_BLOCK)
+    digits = _blocks(code[head:].view(torch.int8), INT8_BLOCK)
+    return digits.mul_(code[:head].clone().view(torch.float32)[:, None]).flatten()[:size]
+
+
+def _to_int4(values: torch.Tensor) -> torch.Tensor:
+    blocks = _blocks(values, INT4_BLOCK)  # [blocks, 64]
+    scales = _scales(blocks, 7, torch.bfloat16)  # [blocks, 1]
+    digits = blocks.div_(scales.float()).round_().clamp_(-7, 7).add_(8).to(torch.uint8).flatten()
+    pairs = digits[0::2] | (digits[1::2] << 4)
+    return torch.cat([scales.flatten().view(torch.uint8), pairs])
+
+
+def _from_int4(code: torch.Tensor, size: int) -> torch.Tensor:
+    head = 2 * -(-size // INT4_BLOCK)
+    pairs = code[head:]
+    digits = torch.stack([pairs & 15, pairs >> 4], dim=1).view(-1, INT4_BLOCK).float().sub_(8)
+    return digits.mul_(code[:head].clone().view(torch.bfloat16).float()[:, None]).flatten()[:size]
+
+
+def _blocks(values: torch.Tensor, block: int) -> torch.Tensor:
+    """Returns a copy of the values as float32, [blocks, block], filled up with zeros."""
+    count = -(-values.numel() // block)
+    blocks = torch.zeros(count * block, dtype=torch.float32, device=values.device)
+    blocks[: values.numel()].copy_(values)
+    return blocks.view(count, block)
+
+
+def _scales(blocks: torch.Tensor, largest: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns what one digit stands for in each block; of zeros it is 1, and what is not finite stays so."""
+    scales = blocks.abs().amax(1, keepdim=True).div_(largest).to(dtype)
+    return scales.masked_fill_(scales == 0, 1.0)
+
+
+CODECS: dict[str, Codec] = {
+    "bf16": Codec(_to_bf16, _from_bf16),
+    "int8": Codec(_to_int8, _from_int8),
+    "int4": Codec(_to_int4, _from_int4),
+}

@@ -1,0 +1,149 @@
+"""Ranks that should hold the same parameters and do not: noticed in the vote before an exchange, and named."""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenly.comm import CollectiveWaiter, Groups, gather_json
+from evenly.errors import MismatchError
+from evenly.exchange.membership import Quorum
+from evenly.exchange.replica_exchange import ReplicaExchange
+from evenly.exchange.tensors.fingerprint import Fingerprint, apart, are_apart
+
+logger = logging.getLogger(__name__)
+
+INSIDE = (
+    "They must be equal after every step. Something has changed them on some ranks only: gradients or parameters set "
+    "by hand, other settings or state of the optimizer, a random number. Nothing was merged. Do the same on all ranks "
+    "of a node."
+)
+ACROSS = (
+    "Nodes must be equal after an exchange, and no step of the optimizer that synchronize was given came since: "
+    "something else has changed parameters. Nothing was merged. Train with that optimizer, or load the same parameters "
+    "on all ranks."
+)
+JOINT = (
+    "Ranks that average all gradients must be equal after every step. Something has changed parameters on some ranks "
+    "only: by hand, by other settings or state of the optimizer. Nothing was merged. Do the same on all ranks."
+)
+
+
+class DivergenceCheck:
+    """Compares what ranks have said that they hold, and finds out where they differ."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Groups,
+        replica_exchange: ReplicaExchange,
+        *,
+        joint: bool,
+    ) -> None:
+        self._optimizer = optimizer
+        self._groups = groups
+        self._replica_exchange = replica_exchange
+        self._joint = joint
+        self._has_warned = False
+
+    def require_same(
+        self, quorum: Quorum, held: Fingerprint, waiter: CollectiveWaiter, *, step: int, since: int, everywhere: bool
+    ) -> None:
+        """Raises `MismatchError` where networks of this node differ, or, if they may not, those of different nodes.
+
+        `held` is this rank's. All ranks that see the difference call it together. They had `since` steps in which
+        rounding may differ.
+        """
+        self._warn_of_rates(quorum, step=step)
+        node, world = self._groups.node_votes, self._groups.world
+        if are_apart(quorum.held, held.elements, steps=since):
+            self._refuse(held, dict(enumerate(self._groups.ranks)), node, waiter, INSIDE, step=step, since=since)
+        if (everywhere or self._joint) and are_apart(quorum.held_by_nodes, held.elements, steps=since):
+            why, ranks = JOINT if self._joint else ACROSS, dict(enumerate(range(self._groups.rank_group.size)))
+            self._refuse(held, ranks, world, waiter, why, step=step, since=since)
+
+    def _warn_of_rates(self, quorum: Quorum, *, step: int) -> None:
+        """Says it once if nodes train with different learning rates: often a scheduler follows one node's loss."""
+        if self._has_warned or len(set(quorum.learning_rates)) < 2:
+            return
+        self._has_warned = True
+        if self._groups.rank_group.rank == 0:
+            rates = ", ".join(f"node {node}: {rate:g}" for node, rate in enumerate(quorum.learning_rates))
+            logger.warning(
+                "nodes have different learning rates at step %d (%s); their parameters are averaged all the same. If a "
+                "scheduler follows a loss, give it the mean of all nodes",
+                step,
+                rates,
+            )
+
+    def _refuse(
+        self,
+        held: Fingerprint,
+        ranks: dict[int, int],
+        group: dist.ProcessGroup,
+        waiter: CollectiveWaiter,
+        why: str,
+        *,
+        step: int,
+        since: int,
+    ) -> None:
+        own: dict[str, Any] = {
+            "holds": held.by_tensor(),
+            "platform": held.read().platform,
+            "settings": [_settings(group) for group in self._optimizer.param_groups],
+            "with": [self._groups.ranks[place] for place in self._holders()],
+        }
+        rows = {ranks[place]: row for place, row in enumerate(gather_json(own, group, waiter))}
+        networks = sorted({tuple(row["with"]) for row in rows.values()})
+        name, others = _first_apart(networks, rows, since=since)
+        raise MismatchError(
+            f"ranks {list(networks[0])} and {others} held different parameters after step {step}: {name!r} is the "
+            f"first that differs{_other_settings(rows)}. {why}"
+        )
+
+    def _holders(self) -> tuple[int, ...]:
+        place = self._groups.local_rank
+        return next((holders for holders in self._replica_exchange.holders if place in holders), (place,))
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> float:
+    """Returns the learning rate of the first parameter group; 0 for one on an accelerator, which is not read."""
+    rate = optimizer.param_groups[0].get("lr", 0.0)
+    is_near = isinstance(rate, int | float) or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
+    return float(rate) if is_near else 0.0
+
+
+def _first_apart(
+    networks: Sequence[tuple[int, ...]], rows: dict[int, dict[str, Any]], *, since: int
+) -> tuple[str, list[int]]:
+    """Returns the first parameter that differs between networks, and the ranks that hold another one than the first."""
+    is_alike = all(row["platform"] == rows[networks[0][0]]["platform"] for row in rows.values())
+    for place, (name, *_) in enumerate(rows[networks[0][0]]["holds"]):
+        parts = [[rows[rank]["holds"][place] for rank in ranks] for ranks in networks]
+        values = [math.fsum(value for _, value, *_ in part) for part in parts]
+        units = [max(unit for _, _, unit, _ in part) for part in parts]
+        elements = parts[0][0][3] if is_alike else 0
+        if found := apart(values, units, steps=since, alike=elements):
+            return name, [rank for network in found for rank in networks[network]]
+    return "some", [rank for ranks in networks[1:] for rank in ranks]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, str]:
+    return {key: repr(value) for key, value in sorted(group.items()) if key != "params"}
+
+
+def _other_settings(rows: dict[int, dict[str, Any]]) -> str:
+    """Returns, in words, the first setting of the optimizer that is not the same on all ranks."""
+    (first, reference), *others = ((rank, row["settings"]) for rank, row in rows.items())
+    for rank, settings in others:
+        if json.dumps(settings) != json.dumps(reference):
+            for number, (ours, theirs) in enumerate(zip(reference, settings, strict=False)):
+                for key in ours.keys() & theirs.keys():
+                    if ours[key] != theirs[key]:
+                        said = f"{ours[key]} on rank {first} and {theirs[key]} on rank {rank}"
+                        return f"; the optimizer's setting {key!r} of group {number} is {said}"
+    return ""

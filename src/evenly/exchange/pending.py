@@ -1,0 +1,124 @@
+"""One exchange on its way: from the snapshot over the wire to the merge."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from evenly.errors import CheckpointError
+from evenly.exchange.anchors import TransferStats
+from evenly.exchange.background import BackgroundExchange
+from evenly.exchange.payload import Payload
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ExchangeSummary:
+    """One exchange as a rank saw it.
+
+    It followed `step` and was merged after `merged` steps. All ranks were there after `met_s`, and it took `seconds`
+    more; training waited `waited_s` for both. The node had gone away from the average by `drift` times the length of
+    the parameters.
+    """
+
+    number: int
+    step: int
+    merged: int
+    seconds: float
+    met_s: float
+    waited_s: float
+    sent_bytes: int
+    weights: tuple[float, ...]
+    fragments: tuple[int, ...] = (0,)
+    drift: float = 0.0
+
+
+@dataclass
+class PendingExchange:
+    """One exchange from its snapshot to its merge."""
+
+    number: int
+    begun: int  # step after which the snapshot was taken
+    due: int  # step after which it is merged
+    fragments: tuple[int, ...]
+    stateful: tuple[int, ...]  # those of which the optimizer's state is treated too
+    steps: int  # in which nodes went apart
+    place: str
+    payload: Payload
+    snapshot: Tensors  # of buffers
+    background: "BackgroundExchange[ExchangeOutcome | None] | None" = None
+    outcome: "ExchangeOutcome | None" = None
+    loaded: set[str] = field(default_factory=set)  # parameters and buffers that have got other values meanwhile
+    is_state_loaded: bool = False
+
+    def told(self, outcome: "ExchangeOutcome", merged: int, waited_s: float) -> ExchangeSummary:
+        """Returns what is told of it once it is merged."""
+        carried = outcome.carried
+        steps, times = (self.number, self.begun, merged), (outcome.seconds, outcome.met_s, waited_s)
+        return ExchangeSummary(*steps, *times, carried.sent_bytes, outcome.weights, self.fragments, carried.drift)
+
+    def drop_loaded(self) -> Tensors:
+        """Makes nothing of what was agreed on for tensors that were loaded meanwhile; returns it for buffers."""
+        self.payload.drop(self.loaded, state=self.is_state_loaded)
+        agreed = {} if self.outcome is None else self.outcome.buffers
+        return {name: agreed.pop(name) for name in self.loaded & agreed.keys()}
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of an exchange that has arrived."""
+        outcome = self.outcome
+        if outcome is None:
+            raise CheckpointError("an exchange that is under way cannot be saved. Wait until it has arrived.")
+        carried = outcome.carried
+        return {
+            **{
+                name: getattr(self, name) for name in ("number", "begun", "due", "steps", "snapshot", "is_state_loaded")
+            },
+            "fragments": list(self.fragments),
+            "stateful": list(self.stateful),
+            "pieces": self.payload.saved(),
+            "weights": list(outcome.weights),
+            "carried": [carried.sent_bytes, carried.distance, carried.length],
+            "times": [outcome.seconds, outcome.met_s],
+            "measured": list(outcome.measured),
+            "buffers": outcome.buffers,
+        }
+
+
+@dataclass(frozen=True)
+class ExchangeOutcome:
+    """What came of an exchange."""
+
+    weights: tuple[float, ...]
+    carried: TransferStats
+    seconds: float  # from when all ranks were there
+    met_s: float  # until all ranks were there
+    measured: tuple[float, ...]  # by the slowest rank, before this exchange
+    buffers: Tensors = field(default_factory=dict)  # agreed values of those that had changed
+
+
+def restored(saved: dict[str, Any], payload: Payload, place: str, device: torch.device) -> PendingExchange:
+    """Returns the exchange that was saved, with what was agreed on in `payload`."""
+    payload.put(saved["pieces"])
+    (seconds, met_s), measured = saved["times"], tuple(saved["measured"])
+    agreed = _moved(saved["buffers"], device)
+    outcome = ExchangeOutcome(
+        tuple(saved["weights"]), TransferStats(*saved["carried"]), seconds, met_s, measured, agreed
+    )
+    return PendingExchange(
+        number=saved["number"],
+        begun=saved["begun"],
+        due=saved["due"],
+        fragments=tuple(saved["fragments"]),
+        stateful=tuple(saved["stateful"]),
+        steps=saved["steps"],
+        place=place,
+        payload=payload,
+        snapshot=_moved(saved["snapshot"], device),
+        outcome=outcome,
+        is_state_loaded=saved.get("is_state_loaded", False),
+    )
+
+
+def _moved(tensors: Tensors, device: torch.device) -> Tensors:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -1,0 +1,1 @@
+"""The tensors of an exchange: flat vectors, optimizer state, fingerprints, fragments."""

@@ -1,0 +1,73 @@
+"""What becomes of each buffer at an exchange: what the user says, else what its module and its type call for."""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+
+from evenly._torch.modules import SPECTRAL_NORM, UNIT_VECTORS, forward_pre_hooks
+from evenly.errors import SpecError
+from evenly.exchange.tensors.optimizer_state import averages, kept_buffers
+from evenly.spec import BufferPolicy, Exchange
+
+_OBSERVERS = "torch.ao.quantization.observer"
+_EXTREMES: Mapping[str, BufferPolicy] = {"min_val": "min", "max_val": "max"}
+_BY_CLASS: Mapping[str, Mapping[str, BufferPolicy]] = {  # by full name, as some classes are private or may go
+    SPECTRAL_NORM: dict.fromkeys(UNIT_VECTORS, "first"),
+    f"{_OBSERVERS}.MinMaxObserver": _EXTREMES,
+    f"{_OBSERVERS}.PerChannelMinMaxObserver": _EXTREMES,
+    f"{_OBSERVERS}.MovingAverageMinMaxObserver": {},
+    f"{_OBSERVERS}.MovingAveragePerChannelMinMaxObserver": {},
+    f"{_OBSERVERS}.HistogramObserver": {"histogram": "first", "min_val": "first", "max_val": "first"},
+    "torch.ao.quantization.fake_quantize.FakeQuantize": {"scale": "first", "zero_point": "first"},  # belong together
+}
+_SPECTRAL_HOOK = "torch.nn.utils.spectral_norm.SpectralNorm"
+
+
+def policies_of(module: torch.nn.Module, settings: Exchange) -> dict[str, BufferPolicy]:
+    """Returns the policy of each buffer that belongs to the state of `module`, none of them auto.
+
+    Raises `SpecError` where a policy does not go with the type of a buffer, or a pattern fits no buffer.
+    """
+    buffers, known = kept_buffers(module), dict(_known(module))
+    for pattern in () if isinstance(settings.buffers, str) else settings.buffers:
+        if not any(fnmatchcase(name, pattern) for name in buffers):
+            raise SpecError(
+                f"buffers= names {pattern!r}, but the network has no buffer of such a name, with memory of its own and "
+                f"persistent: it has {', '.join(map(repr, buffers)) or 'none at all'}. Correct the pattern."
+            )
+    chosen = {name: settings.buffer_policy(name) for name in buffers}
+    for name, buffer in buffers.items():
+        if chosen[name] == "auto":
+            chosen[name] = known.get(name) or ("average" if averages(buffer) else "max")
+        _require_fit(name, buffer, chosen[name])
+    return chosen
+
+
+def _require_fit(name: str, buffer: torch.Tensor, policy: BufferPolicy) -> None:
+    if policy == "average" and not averages(buffer):
+        case = "numbers that are no floats have no exact average"
+    elif policy == "average" and buffer.dtype.itemsize == 1:
+        case = "torch cannot add such numbers"
+    elif policy in ("max", "min") and buffer.is_complex():
+        case = "complex numbers have no order"
+    elif policy != "keep" and (buffer.layout != torch.strided or buffer.is_quantized):
+        case = f"it is {'quantized' if buffer.is_quantized else buffer.layout}, and ranks exchange plain tensors"
+    else:
+        return
+    raise SpecError(
+        f"the buffer {name!r} of {buffer.dtype} was to be treated as {policy!r} at exchanges, but {case}. Choose "
+        f"another policy by buffers={{{name!r}: ...}}, such as 'first' or 'keep', or register it with persistent=False."
+    )
+
+
+def _known(module: torch.nn.Module) -> Iterator[tuple[str, BufferPolicy]]:
+    """Yields the buffers of torch's own modules that are no plain statistics."""
+    for prefix, part in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(part).__mro__)
+        rules = next((_BY_CLASS[name] for name in names if name in _BY_CLASS), {})
+        yield from ((f"{dot}{name}", policy) for name, policy in rules.items())
+        for hook in forward_pre_hooks(part):  # torch.nn.utils.spectral_norm has no module of its own
+            if f"{type(hook).__module__}.{type(hook).__qualname__}" == _SPECTRAL_HOOK:
+                yield from ((f"{dot}{hook.name}_{vector}", "first") for vector in "uv")

@@ -1,0 +1,182 @@
+"""One backward: buckets of gradients summed over a group, weighted by samples, and checked for what is not finite."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evenly.comm import FailureMonitor, all_reduce, first_line
+from evenly.errors import PeerError
+
+
+@dataclass
+class _Bucket:
+    """Gradients on their way."""
+
+    future: torch.futures.Future[torch.Tensor]
+    buffer: torch.Tensor
+    summed: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # over ranks, in at least 32 bits
+    kept: torch.Tensor | None = None  # as it was before, where this rank has no samples
+
+
+class BucketAveraging:
+    """The buckets of one backward on their way to sum_r b_r g_r / sum_r b_r, with b_r samples on rank r.
+
+    A single small message behind the last bucket carries every rank's samples and whether its gradients were finite;
+    the sums are divided once it is there. Collectives start on the thread that runs backward, in the same order on
+    every rank; callbacks only compute.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, monitor: FailureMonitor, *, step: int) -> None:
+        self.samples, self.step = 0.0, step
+        self._group, self._monitor = group, monitor
+        self.has_started = False
+        self.nbytes = 0  # of all buckets
+        self._queued: list[_Bucket] = []  # until the weight is known
+        self._sent: list[_Bucket] = []
+        self._checks: list[torch.Tensor] = []
+        self._sums: list[torch.futures.Future[Any]] = []
+        self._lock = threading.Lock()
+        self._awaited = 1  # the message behind the last bucket
+        self._tally = torch.empty(0)  # of all: [members] gradients not finite, samples, [parameters] with a gradient
+        self._event: torch.cuda.Event | None = None
+
+    def add(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Takes a bucket; the future holds it once it is averaged."""
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
+        self._queued.append(_Bucket(future, buffer))
+        self.nbytes += buffer.nbytes
+        if self._group.size() > 1:
+            self._monitor.hold(future, buffer)
+        if self.has_started:
+            self._send()
+        return future
+
+    def leave(self) -> None:
+        """Gives back what was taken as it was, where the backward turns out not to be averaged."""
+        buckets, self._queued = self._queued, []
+        for bucket in buckets:
+            self._monitor.release(bucket.future, bucket.buffer)
+
+    def start(self, samples: float) -> None:
+        """Sends what was taken, and sends from now on what is taken; only the first call counts."""
+        if not self.has_started:
+            self.has_started, self.samples = True, samples
+            self._send()
+
+    def _send(self) -> None:
+        buckets, self._queued = self._queued, []
+        for bucket in buckets:
+            buffer = bucket.buffer
+            if self.samples != 0:
+                self._checks.append(torch.sum(buffer, dtype=torch.float32 if buffer.dtype.itemsize < 4 else None))
+            if self._group.size() == 1:
+                if self.samples == 0:
+                    buffer.copy_(finite(buffer))
+                bucket.future.set_result(buffer)
+                continue
+            if self.samples == 0:
+                bucket.kept = finite(buffer)  # averaged before, or nothing; stays if no rank has samples
+                buffer.zero_()  # 0 * NaN would not be 0
+            bucket.summed = buffer.float() if buffer.dtype.itemsize < 4 else buffer  # 16 bits cannot hold the products
+            if self.samples not in (0, 1):
+                bucket.summed.mul_(self.samples)
+            self._sent.append(bucket)
+            with self._lock:
+                self._awaited += 1
+            self._start(all_reduce(bucket.summed, self._group))
+
+    def close(self, device: torch.device, held: Sequence[bool] = ()) -> None:
+        """Follows the last bucket with the message about samples, finiteness and the parameters with a gradient."""
+        size = self._group.size()
+        self._tally = torch.zeros(size + 1 + len(held), dtype=torch.float64, device=device)
+        self._tally[size] = self.samples
+        if held:
+            self._tally[size + 1 :] = torch.tensor(held, dtype=torch.float64)
+        if self._checks:
+            total = torch.stack([check.double().real for check in self._checks]).sum()
+            self._tally[self._group.rank()] = (~torch.isfinite(total)).double()
+        if size > 1:
+            self._start(all_reduce(self._tally, self._group))
+
+    @property
+    def immediate(self) -> bool:
+        """Whether reading the tally stalls no device."""
+        return not self._tally.is_cuda and self._event is None
+
+    def fetch(self) -> None:
+        """Starts the copy of the tally to the host."""
+        if self._tally.is_cuda:
+            self._tally = self._tally.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
+            self._event.record()
+
+    def nonfinite_members(self) -> list[int]:
+        """Returns the members of the group whose gradients were not finite."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[int] = self._tally[: self._group.size()].nonzero().flatten().tolist()
+        return found
+
+    def unused(self, places: Sequence[int]) -> list[int]:
+        """Returns those of the parameters at `places` that have no gradient on any rank."""
+        if not places:
+            return []
+        used = self._tally[self._group.size() + 1 :].tolist()
+        return [place for place in places if not used[place]]
+
+    def release(self) -> None:
+        """Frees what only the running backward needs: 32-bit copies of gradients, and gradients from before."""
+        self._sent = []
+        self._sums = []
+        self._checks = []
+
+    def _start(self, work: dist.Work) -> None:
+        reduced = work.get_future()
+        self._sums.append(reduced)
+        reduced.add_done_callback(self._arrived)
+
+    def _arrived(self, reduced: torch.futures.Future[Any]) -> None:
+        with self._lock:
+            self._awaited -= 1
+            complete = self._awaited == 0
+        try:
+            reduced.value()
+            if complete:
+                self._divide()
+        except RuntimeError as error:
+            self._lose(error)
+
+    def _divide(self) -> None:
+        for reduced in self._sums:
+            reduced.wait()  # done already: this orders the device's streams
+        total = self._tally[self._group.size()]
+        is_empty = total == 0
+        divisor = torch.where(is_empty, 1.0, total)
+        for bucket in self._sent:
+            average = bucket.summed.div_(divisor if divisor.is_cuda else float(divisor))
+            if bucket.kept is not None:
+                average = torch.where(is_empty, bucket.kept, average)
+            if average is not bucket.buffer:
+                bucket.buffer.copy_(average)
+            self._monitor.release(bucket.future, bucket.buffer)
+
+    def _lose(self, error: RuntimeError) -> None:
+        self._monitor.settle_cause()
+        self._monitor.fail(
+            PeerError(
+                f"rank {self._monitor.rank_group.rank} lost the connection to another rank while gradients were "
+                "averaged in "
+                f"step {self.step}: {first_line(error)}. That rank has ended or cannot be reached; look at its output."
+            )
+        )
+
+
+def finite(buffer: torch.Tensor) -> torch.Tensor:
+    """Returns a copy with zeros in place of what is not finite: a batch of no samples may give such gradients."""
+    return torch.where(torch.isfinite(buffer), buffer, torch.zeros_like(buffer))

@@ -1,0 +1,140 @@
+"""Which forwards a backward belongs to: their samples are its weight, and they say whether it is averaged.
+
+A hook on the outputs of each forward fires in every backward that passes through them. So several forwards may share a
+backward, several backwards a forward, and forwards whose outputs nobody uses count nothing.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from evenly._torch.autograd import NO_BACKWARD, at_end_of_backward, backward_number, in_backward, next_operation
+from evenly.gradients.outputs import KeptTensors, Outputs
+
+
+class Forward:
+    """One forward of the synchronized module; as a hook on its outputs it lives as long as their graph."""
+
+    def __init__(self, log: "ForwardLog", samples: float, *, is_averaged: bool) -> None:
+        self._log = weakref.ref(log)  # a graph that somebody keeps does not keep the network
+        self.samples = samples
+        self.is_averaged = is_averaged  # not made inside no_sync()
+        self.number: int | None = None  # of autograd, before it ran, where it may keep tensors in modules
+        self.has_counted = False  # a backward through it was complete, so its samples are counted
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Notes the backward; a batch without samples adds nothing to the gradients of those before it."""
+        log = self._log()
+        if log is not None:
+            log.reached(self)
+        return None if self.samples else torch.zeros_like(gradient)
+
+
+class LogOwner(Protocol):
+    """Who is told about backwards that reach a forward."""
+
+    def begin_task(self) -> None:
+        """A backward has reached its first forward."""
+
+    def reached_empty(self, *, is_first: bool) -> None:
+        """It has reached one whose batch counts no samples, or another one after that."""
+
+    def end_task(self) -> None:
+        """It is over."""
+
+
+class ForwardLog:
+    """The forwards of one network, and those that the running backward has passed through."""
+
+    def __init__(self, owner: "LogOwner", module: torch.nn.Module) -> None:
+        self._owner = weakref.ref(owner)  # it holds this log
+        self._kept = KeptTensors(module)
+        self._alive: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self._reached: list[Forward] = []  # by backwards since the last complete one
+        self._task = NO_BACKWARD  # number of the running backward, as autograd counts them
+        self._members: list[Forward] = []
+        self._unseen: dict[str, None] = {}  # what forwards have returned and nobody can look into
+
+    def begin(self, samples: float, *, is_averaged: bool) -> Forward:
+        """Returns the record of a forward that is about to run."""
+        if not in_backward():
+            self._task, self._members = NO_BACKWARD, []  # of a backward that has failed
+        forward = Forward(self, samples, is_averaged=is_averaged)
+        if self._kept.is_due:
+            forward.number = next_operation()
+        return forward
+
+    def watch(self, forward: Forward, output: Any, *, given: Sequence[Any] = ()) -> None:
+        """Lets `forward` notice every backward through its outputs; what it was `given` belongs to others."""
+        outputs = Outputs(output)
+        if forward.number is None:
+            self._kept.skip()
+        else:
+            outputs.tensors.extend(self._kept.since(forward.number))
+        for tensor in outputs.tensors:
+            if tensor.grad_fn is not None and not any(tensor is value for value in given):
+                tensor.register_hook(forward)  # type: ignore[no-untyped-call]  # torch has no annotation here
+                self._alive.add(forward)
+        if outputs.unseen:
+            self._unseen[outputs.unseen] = None
+
+    def unseen(self) -> str:
+        """Returns a remark on what forwards have returned and nobody can look into, if there is something."""
+        return f", in which there was a {', a '.join(self._unseen)} that cannot be looked into" if self._unseen else ""
+
+    def reached(self, forward: Forward) -> None:
+        """Notes that the running backward passes through `forward`."""
+        task = backward_number()
+        if task != self._task:
+            self._task, self._members = task, []
+            if (owner := self._owner()) is not None:
+                owner.begin_task()
+            at_end_of_backward(self._await_others)
+        if forward not in self._members:
+            self._members.append(forward)
+            self._reached.append(forward)
+            if not all(member.samples for member in self._members) and (owner := self._owner()) is not None:
+                owner.reached_empty(is_first=len(self._members) == 1)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward that has reached a forward runs now; activation checkpoints run others inside it."""
+        return self._task != NO_BACKWARD
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether the running backward may yet pass through forwards that it has not reached."""
+        return any(forward not in self._members for forward in self._alive)
+
+    def members(self) -> list[Forward]:
+        """Returns the forwards that the running backward has reached."""
+        return list(self._members)
+
+    def reached_since(self) -> list[Forward]:
+        """Returns the forwards that backwards have reached since the last complete one."""
+        return list(self._reached)
+
+    def complete(self) -> None:
+        """Notes that a backward has given all parameters their gradients, or all that it gives."""
+        self._reached = []
+
+    def _await_others(self) -> None:
+        """Goes behind what others, such as DDP, have queued for the end of the backward meanwhile."""
+        at_end_of_backward(self._end_task)
+
+    def _end_task(self) -> None:
+        if (owner := self._owner()) is not None:
+            owner.end_task()
+        self._task, self._members = NO_BACKWARD, []
+
+
+def uncounted(forwards: Iterable[Forward]) -> float:
+    """Returns the samples of forwards that no complete backward has counted, and counts them."""
+    samples = 0.0
+    for forward in forwards:
+        if not forward.has_counted:
+            forward.has_counted = True
+            samples += forward.samples
+    return samples

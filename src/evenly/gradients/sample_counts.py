@@ -1,0 +1,37 @@
+"""How many samples a batch has, from what is given to `forward`."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from evenly.errors import SpecError
+
+LEAST, MOST = 1e-6, 1e12  # samples of a batch; products with gradients keep their precision
+
+
+def counted_samples(count: Callable[..., Any], args: Any, kwargs: Any) -> float:
+    """Returns the samples of a batch as `count` sees them; raises `SpecError` where that is no number of samples."""
+    found = count(*args, **kwargs)
+    try:
+        samples = float(found)
+    except (TypeError, ValueError, RuntimeError):
+        samples = math.nan
+    if samples != 0 and not LEAST <= samples <= MOST:
+        raise SpecError(
+            f"count= gave {found!r} for a batch. It must return its samples: 0, or a number from {LEAST:g} to "
+            f"{MOST:g}, since gradients are multiplied by it."
+        )
+    return samples
+
+
+def leading_dim(*args: Any, **kwargs: Any) -> float:
+    """Returns the leading dim of the first tensor among the arguments: the samples of a batch."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return float(value.shape[0])
+    raise SpecError(
+        "the samples of a batch are counted by the leading dim of the first tensor given to forward; none was given. "
+        "Pass count=, a function of forward's arguments that returns the number of samples."
+    )

@@ -1,0 +1,262 @@
+"""The cheapest states for all tensors of a network: a walk along its operations that keeps the best few ways so far.
+
+At every operation the ways differ only in the states of tensors that are still needed. For chains and residual networks
+these are few, and the walk is an exact shortest path; where very many tensors are alive (dense blocks) it is a beam.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from evenly.errors import SpecError
+from evenly.layouts.cuts import DimCuts
+from evenly.layouts.layer_context import LayerContext, LayerOption, State
+from evenly.layouts.preferred_units import PreferredUnits, channels_of, preferred_units_of
+from evenly.layouts.rules import options_of
+from evenly.planner.costs import work_of
+from evenly.spec.graph import Graph, Layer, Tensor
+from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, Choice, Move, MoveName, TensorPlacement
+
+WEIGHTED = {"conv", "linear", "embedding"}  # layers that are to be cut: whole only if nothing else can be done
+FORBIDDEN = 1e18
+BEAM = 48
+
+
+@dataclass(frozen=True)
+class TransferCosts:
+    """What moving costs compared with computing, in floating-point operations of all devices together."""
+
+    flops_per_byte: float = 100.0  # sent by one rank
+    flops_per_message: float = 2e4
+
+
+@dataclass(frozen=True)
+class SearchStep:
+    """One way of computing a layer: the states of its tensors then, what moves, and what that costs."""
+
+    states: Mapping[str, State]
+    choice: Choice
+    moves: tuple[Move, ...] = ()
+    costs: tuple[float, ...] = ()
+
+    def cost_after(self, cost: float) -> float:
+        """Returns the cost of a way that goes on with this step."""
+        for part in self.costs:
+            cost += part
+        return cost
+
+
+@dataclass(frozen=True)
+class SearchPath:
+    """One way of computing the network up to some operation."""
+
+    cost: float
+    states: Mapping[str, State]  # of tensors that are needed later
+    parent: "SearchPath | None" = None
+    step: SearchStep | None = None
+
+    def steps(self) -> list[SearchStep]:
+        """Returns all steps of this way, the first one first."""
+        found, way = [], self
+        while way.step is not None and way.parent is not None:
+            found.append(way.step)
+            way = way.parent
+        return found[::-1]
+
+
+@dataclass
+class Search:
+    """Everything that the walk needs to know."""
+
+    graph: Graph
+    cuts: DimCuts
+    rates: TransferCosts
+    allowed: Mapping[str, Sequence[str]]
+    shares: Mapping[str, tuple[float, ...]]  # of tensors whose layer has its own
+    tensors: dict[str, Tensor] = field(init=False)
+    wishes: PreferredUnits = field(init=False)
+    channels: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensors, self.wishes = self.graph.tensors, preferred_units_of(self.graph)
+        self.channels = channels_of(self.graph)
+        self.batches = self._batches() if self.cuts.batch else {}
+        self._choices: dict[tuple[str, LayerOption], Choice] = {}
+        self._moves: dict[tuple[str, str, TensorPlacement, TensorPlacement], Move] = {}
+        self._work_of: dict[tuple[str, bool], float] = {}
+        self.size = len(self.cuts.shares)
+        self.slowdown = sum(self.cuts.shares) / min(self.cuts.shares)  # of work that every rank does whole
+
+    def _batches(self) -> dict[str, TensorPlacement]:
+        """Returns how every tensor is cut if the inputs are cut along the batch, as far as that goes through."""
+        found: dict[str, TensorPlacement] = {}
+        for layer in self.graph.layers:
+            if layer.op == "input" and layer.outputs and layer.outputs[0].shape[:1] == (self.cuts.batch,):
+                found[layer.outputs[0].name] = TensorPlacement("sharded", 0, self.cuts.of_batch())
+            if not any(name in found for name in layer.inputs):
+                continue
+            states: list[State] = [frozenset([found[n]]) if n in found else None for n in layer.inputs]
+            for option in options_of(self._context(layer, states, {})):
+                given = [r for r in option.gives if r.state == "sharded" and self.cuts.table[r.cut].rows]
+                if len(given) == len(layer.outputs) and given:
+                    found.update(zip((tensor.name for tensor in layer.outputs), given, strict=True))
+        return found
+
+    def run(self) -> SearchPath:
+        """Returns the cheapest way through the whole network."""
+        last = {name: number for number, layer in enumerate(self.graph.layers) for name in layer.inputs}
+
+        def needed(states: Mapping[str, State], number: int) -> dict[str, State]:
+            return {name: state for name, state in states.items() if last.get(name, -1) > number}
+
+        ways = [SearchPath(0.0, {})]
+        for number, layer in enumerate(self.graph.layers):
+            if layer.kind == "source":
+                (step,) = self.steps(layer, ())
+                made = needed(step.states, number)
+                ways = [SearchPath(way.cost, {**way.states, **made} if made else way.states, way, step) for way in ways]
+                continue
+            found: dict[frozenset[tuple[str, State]], SearchPath] = {}
+            known: dict[tuple[State, ...], list[tuple[SearchStep, dict[str, State]]]] = {}
+            for way in ways:
+                given = tuple(map(way.states.get, layer.inputs))
+                if given not in known:  # a step depends on nothing else of the way before it
+                    known[given] = [(step, needed(step.states, number)) for step in self.steps(layer, given)]
+                going = needed(way.states, number)
+                for step, made in known[given]:
+                    kept = SearchPath(step.cost_after(way.cost), {**going, **made}, way, step)
+                    key = frozenset(kept.states.items())
+                    if key not in found or kept.cost < found[key].cost:
+                        found[key] = kept
+            if not found:
+                raise SpecError(
+                    f"the operation {layer.name!r} ({layer.where or layer.op}) was to run as "
+                    f"{list(self.allowed.get(layer.name, []))}, which its inputs do not allow. Allow it other modes."
+                )
+            ways = sorted(found.values(), key=lambda w: w.cost)[:BEAM]
+        return ways[0]
+
+    def steps(self, layer: Layer, given: Sequence[State]) -> list[SearchStep]:
+        """Returns every way to compute this layer from inputs in these states."""
+        if layer.kind == "source":
+            is_free = layer.op in ("parameter", "buffer")  # in no state yet
+            states: dict[str, State] = {} if is_free else {t.name: frozenset([REPLICATED]) for t in layer.outputs}
+            return [
+                SearchStep(states, Choice(layer=layer.name, mode="source", gives=(REPLICATED,) * len(layer.outputs)))
+            ]
+        context = self._context(layer, given, self.batches)
+        options = [option for option in options_of(context) if self._allows(layer, option)]
+        return [step for option in options if (step := self.take(context, option)) is not None]
+
+    def _context(self, layer: Layer, states: Sequence[State], batches: Mapping[str, TensorPlacement]) -> LayerContext:
+        inputs = tuple(self.tensors[name] for name in layer.inputs)
+        return LayerContext(layer, inputs, tuple(states), self.cuts, self.wishes, self.channels, batches, self.shares)
+
+    def _allows(self, layer: Layer, option: LayerOption) -> bool:
+        modes = self.allowed.get(layer.name)
+        return modes is None or option.mode in modes
+
+    def take(self, context: LayerContext, option: LayerOption) -> SearchStep | None:
+        """Returns the step that computes a layer in this mode; None where a tensor cannot be brought to its state."""
+        states: dict[str, State] = dict(zip(context.layer.inputs, context.states, strict=True))
+        moves: list[Move] = []
+        for tensor, need in zip(context.inputs, option.needs, strict=True):
+            state = states[tensor.name]
+            held = "." in tensor.name and state is not None  # of a module that is called: it lives in one way, for good
+            if held and state is not None and need not in state and not (need == COPIED and REPLICATED in state):
+                return None
+            reached = self.reach(tensor, state, need)
+            if reached is None:
+                return None
+            states[tensor.name], steps = reached
+            moves += steps
+        sent = option.sent * 2 * (self.size - 1) * _width(context)
+        inside = sent / self.size * self.rates.flops_per_byte + option.messages * self.rates.flops_per_message
+        for tensor, record in zip(context.layer.outputs, option.gives, strict=True):
+            states[tensor.name] = frozenset([record])
+        costs = (self._work(context, option), sum(self._price(move) for move in moves), inside)
+        return SearchStep(states, self._choice(context.layer, option, sent), tuple(moves), costs)
+
+    def _choice(self, layer: Layer, option: LayerOption, sent: int) -> Choice:
+        key = (layer.name, option)
+        if key not in self._choices:
+            self._choices[key] = Choice.model_construct(
+                layer=layer.name,
+                mode=option.mode,
+                op=layer.op,
+                where=layer.where,
+                needs=option.needs,
+                gives=option.gives,
+                messages=option.messages if self.size > 1 else 0,
+                sent_bytes=sent,
+                note=layer.note,
+            )
+        return self._choices[key]
+
+    def reach(self, tensor: Tensor, state: State, need: TensorPlacement) -> tuple[State, list[Move]] | None:
+        """Returns the states of a tensor once it is brought to `need`, and the moves on the way."""
+        if state is None:  # a parameter that is used for the first time lives as it is needed
+            start = REPLICATED if need == COPIED else need
+            if start == PARTIAL:
+                return None
+            state = frozenset([start])
+        if need in state:
+            return state, []
+        if need == PARTIAL:
+            return None
+        have = {record.state: record for record in sorted(state)}
+        steps: list[Move] = []
+        if need.state == "sharded" and "partial" in have:
+            steps = [self._move(tensor, "reduce_scatter", have["partial"], need)]
+        elif need.state == "sharded":
+            source = have.get("replicated")
+            if source is None:
+                steps = self._gather(tensor, have["sharded"], REPLICATED)
+            steps.append(self._move(tensor, "slice", REPLICATED, need))
+        elif "sharded" in have:
+            steps = self._gather(tensor, have["sharded"], need)
+        else:
+            if "replicated" not in have:
+                steps = [self._move(tensor, "reduce", PARTIAL, REPLICATED)]
+            if need == COPIED:
+                steps.append(self._move(tensor, "copy", REPLICATED, COPIED))
+        return state | {step.after for step in steps}, steps
+
+    def _gather(self, tensor: Tensor, source: TensorPlacement, need: TensorPlacement) -> list[Move]:
+        name: MoveName = "gather_for_ranks" if need == COPIED else "gather_for_all"
+        return [self._move(tensor, name, source, need)]
+
+    def _move(self, tensor: Tensor, name: MoveName, before: TensorPlacement, after: TensorPlacement) -> Move:
+        key = (tensor.name, name, before, after)
+        if key not in self._moves:
+            self._moves[key] = self._new_move(tensor, name, before, after)
+        return self._moves[key]
+
+    def _new_move(self, tensor: Tensor, name: MoveName, before: TensorPlacement, after: TensorPlacement) -> Move:
+        once = tensor.size_bytes * (self.size - 1)
+        forward = {"reduce": 2, "reduce_scatter": 1, "gather_for_ranks": 1, "gather_for_all": 1}.get(name, 0)
+        backward = {"copy": 2, "reduce_scatter": 1, "gather_for_ranks": 1, "slice": 1}.get(name, 0)
+        back = backward * once if tensor.has_grad else 0
+        return Move.model_construct(
+            tensor=tensor.name, name=name, before=before, after=after, forward_bytes=forward * once, backward_bytes=back
+        )
+
+    def _price(self, move: Move) -> float:
+        sent = (move.forward_bytes + move.backward_bytes) / self.size
+        messages = (move.forward_bytes > 0) + (move.backward_bytes > 0)
+        return sent * self.rates.flops_per_byte + messages * self.rates.flops_per_message
+
+    def _work(self, context: LayerContext, option: LayerOption) -> float:
+        layer = context.layer
+        if option.is_whole and layer.op in WEIGHTED and len(context.inputs) > 1:
+            return FORBIDDEN
+        whole = option.is_whole or option.mode == "summand"
+        key = (layer.name, whole)
+        if key not in self._work_of:
+            flops = work_of(layer)
+            self._work_of[key] = flops * self.slowdown if whole else flops
+        return self._work_of[key]
+
+
+def _width(context: LayerContext) -> int:
+    """Returns the bytes of one element of what a layer sums inside: at least those of float32."""
+    return max(4, context.inputs[0].size_bytes // max(1, context.inputs[0].numel)) if context.inputs else 0

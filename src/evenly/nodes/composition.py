@@ -1,0 +1,58 @@
+"""Module + optimizer + who trains together -> the synchronized module, in one way for all callers."""
+
+from collections.abc import Callable
+
+import torch
+
+from evenly.comm import FailureMonitor, RankGroup
+from evenly.errors import SpecError
+from evenly.nodes import Synchronized, join_nodes
+from evenly.shards import GradScaler, Sharded
+from evenly.shards.optim.optimizers import state_placement
+from evenly.spec import AnyPeriod, Cluster, Exchange
+
+
+def compose_synchronized(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank_group: RankGroup,
+    cluster: Cluster,
+    period: AnyPeriod,
+    exchange: Exchange,
+    count: Callable[..., float] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    find_unused_parameters: bool = False,
+    parent: FailureMonitor | None = None,
+) -> Synchronized:
+    """Returns `module`, whole or cut over ranks, kept in step with the ranks of `rank_group`; every rank calls it together.
+
+    Sessions, loops by hand and trial steps all come here, so that what a network cut over ranks needs (a scaler that
+    looks at all ranks, the places of factored optimizer state) is given in all of them.
+
+    Raises:
+        SpecError: where a scaler of torch is given for a network that is cut over ranks.
+    """
+    require_scaler(module, scaler)
+    return join_nodes(
+        module,
+        optimizer,
+        rank_group=rank_group,
+        cluster=cluster,
+        period=period,
+        exchange=exchange,
+        count=count,
+        scaler=scaler,
+        parent=parent,
+        find_unused_parameters=find_unused_parameters,
+        state_placement=state_placement,
+    )
+
+
+def require_scaler(model: torch.nn.Module, scaler: torch.amp.GradScaler | None) -> None:
+    """Raises `SpecError` if one rank alone would decide to skip a step of a network that is cut over ranks."""
+    if isinstance(model, Sharded) and scaler is not None and not isinstance(scaler, GradScaler):
+        raise SpecError(
+            "torch's GradScaler was given for a network that is cut over ranks; it looks at one rank's part of the "
+            "gradients and would skip steps on that rank alone. Use evenly.shards.GradScaler, with the same arguments."
+        )

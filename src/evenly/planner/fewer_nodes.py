@@ -1,0 +1,134 @@
+"""Whether fewer nodes are faster: each one more takes part in the work, and in every exchange."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, combinations
+
+from evenly.spec.cluster import Cluster
+from evenly.spec.exchange import Exchange
+from evenly.spec.period import Adaptive, EveryGradient, EverySeconds, EverySteps, Period
+from evenly.spec.profile import Profile
+
+FEW = 8  # nodes, of which all sets are tried
+STARTS = 4  # strong nodes, and sites, from which sets of near nodes are grown
+SITE = 2  # so many times farther than the nearest is not of one site
+ALL = 32  # so many sizes of sets are all tried
+
+Distances = dict[int, dict[int, float]]  # seconds from node to node
+
+
+def mean_step_s(period: Period, exchange: Exchange, *, step_s: float, exchange_s: float) -> float:
+    """Returns the seconds of a step with its part of what exchanges hold up.
+
+    Where it is not known how many steps lie between two (an epoch of a length that nobody said, a wish for drift) they
+    count for nothing.
+
+    >>> mean_step_s(EverySteps(4), Exchange(), step_s=0.25, exchange_s=0.5)
+    0.375
+    """
+    match period:
+        case EveryGradient():
+            return step_s + exchange_s
+        case EverySteps(steps=number):
+            steps = number
+        case Adaptive(start=number, drift=None):
+            steps = number
+        case EverySeconds():
+            steps = period.steps(step_s)
+        case _:
+            return step_s
+    return step_s + max(0.0, exchange_s - exchange.hidden_steps(steps) * step_s) / steps
+
+
+def distances(cluster: Cluster, profile: Profile, size_bytes: int) -> Distances:
+    """Returns how long a message of this size takes from node to node, where that was measured; the slower way."""
+    nodes = {node.ranks[0]: index for index, node in enumerate(cluster.nodes)}
+    found: Distances = {}
+    for lane in profile.lanes:
+        if lane.source in nodes and lane.target in nodes:
+            seconds = lane.rate.latency_s + size_bytes / lane.rate.bytes_per_s
+            a, b = nodes[lane.source], nodes[lane.target]
+            for one, other in ((a, b), (b, a)):
+                near = found.setdefault(one, {})
+                near[other] = max(seconds, near.get(other, 0.0))
+    return found
+
+
+def try_sets(
+    strong: Mapping[int, int],
+    able: Mapping[int, int],
+    far: Distances,
+    batch: int,
+    mean_of: Callable[[frozenset[int]], float],
+) -> None:
+    """Asks for the mean step of sets of fewer nodes that can do the work: the strongest of them, and near ones.
+
+    If wires are alike, the strongest are the best of each size. If they are not, all sets of few nodes are tried.
+
+    Args:
+        strong: the samples that each node can do while all take part.
+        able: those that it can do in the time that is to be beaten.
+        far: seconds from node to node, where they are known.
+        batch: the samples to do.
+        mean_of: says the mean step of a set.
+    """
+    for order in _orders(sorted(strong, key=lambda node: (-strong[node], node)), far):
+        totals = [*accumulate(able[node] for node in order)]
+        least = next((size for size, total in enumerate(totals, start=1) if total >= batch), len(order))
+        sizes, means = _sizes(least, len(order)), dict[int, float]()
+        while sizes:
+            means |= {size: mean_of(frozenset(order[:size])) for size in sizes}
+            sizes = _between(means, len(order))
+    for size in range(1, len(strong)) if far and len(strong) <= FEW else ():
+        for nodes in combinations(sorted(strong), size):
+            if sum(able[node] for node in nodes) >= batch:
+                mean_of(frozenset(nodes))
+
+
+def _orders(nodes: Sequence[int], far: Distances) -> Iterator[Sequence[int]]:
+    """Returns orders in which to take nodes: as they are, and from some of them on each time the nearest to all."""
+    yield nodes
+    for start in _starts(nodes, far) if far else ():
+        order, rest = [start], [node for node in nodes if node != start]
+        away = {node: far.get(node, {}).get(start, 0.0) for node in rest}
+        while rest:
+            nearest = min(rest, key=lambda node: away[node] or _nearest_s(node, far))
+            order.append(nearest)
+            rest.remove(nearest)
+            for node in rest:
+                away[node] = max(away[node], far.get(node, {}).get(nearest, 0.0))
+        yield order
+
+
+def _starts(nodes: Sequence[int], far: Distances) -> list[int]:
+    """Returns the strongest nodes, and one of each site: nodes that have near ones, but are far from those before."""
+    op_instances: list[int] = []
+    for node in sorted(nodes, key=lambda node: _nearest_s(node, far)):  # those with fast wires, the strongest first
+        apart = [far.get(node, {}).get(start, 0.0) for start in op_instances]
+        if len(op_instances) < STARTS and all(seconds > SITE * _nearest_s(node, far) for seconds in apart):
+            op_instances.append(node)
+    return list(dict.fromkeys([*nodes[:STARTS], *op_instances]))
+
+
+def _nearest_s(node: int, far: Distances) -> float:
+    return min(far.get(node, {}).values(), default=float("inf"))
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    """Returns numbers of nodes from `least` on, fewer than `most`: all, or some near both and fewer in between."""
+    if most - least <= ALL:
+        return list(range(least, most))
+    differences = [2**power for power in range(most.bit_length())]
+    near = {
+        least,
+        *(least + difference for difference in differences),
+        *(most - difference for difference in differences),
+    }
+    return sorted(size for size in near if least <= size < most)
+
+
+def _between(means: Mapping[int, float], most: int) -> list[int]:
+    """Returns the sizes half way from the best one to those beside it, until there are none."""
+    found = min(means, key=lambda size: (means[size], -size))
+    beside = [max((size for size in means if size < found), default=found)]
+    beside.append(min((size for size in means if size > found), default=most))
+    return sorted({(found + other) // 2 for other in beside} - means.keys())

@@ -1,0 +1,55 @@
+"""Ways to use the ranks of a node: which of them, and which hold one network together."""
+
+from collections.abc import Iterator, Sequence
+
+Grouping = tuple[tuple[int, ...], ...]  # the replicas: ranks that hold one network together
+MANY = 16  # ranks of a node; of more, fewer ways are looked at
+
+
+def groupings(ranks: Sequence[int], *, cut: bool = True) -> Iterator[Grouping]:
+    """Returns ways to use ranks that are given fastest first: simple ones first, then those with networks cut.
+
+    Every rank for itself, the slowest ones left out one after another, or one of them alone; then networks held by
+    two, three, ... ranks together. Of many ranks the fastest alone, or as many as can be grouped, are cut over.
+
+    >>> list(formations([0, 1]))
+    [((0,), (1,)), ((0,),), ((1,),), ((0, 1),)]
+    """
+    seen: set[Grouping] = set()
+    for size in _sizes(len(ranks)) if cut else [1]:
+        whole = len(ranks) - len(ranks) % size
+        few = [tuple(ranks[:whole]), tuple(ranks[:size])]
+        for chosen in _subsets(ranks) if size == 1 or len(ranks) <= MANY else few:
+            if len(chosen) % size == 0:
+                formed = _grouped(chosen, size)
+                if formed not in seen:
+                    seen.add(formed)
+                    yield formed
+
+
+def _sizes(count: int) -> list[int]:
+    """Returns how many ranks may hold one network together.
+
+    >>> _sizes(3), _sizes(70)[-4:]
+    ([1, 2, 3], [16, 32, 64, 70])
+    """
+    large = [MANY << power for power in range(1, count.bit_length()) if MANY << power < count]
+    return sorted({*range(1, min(count, MANY) + 1), *large, count})
+
+
+def _subsets(ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Returns prefixes, and all but one, of the ranks."""
+    for count in range(len(ranks), 0, -1):
+        yield tuple(ranks[:count])
+    for left_out in range(len(ranks) - 1):
+        yield tuple(rank for place, rank in enumerate(ranks) if place != left_out)
+
+
+def _grouped(ranks: Sequence[int], size: int) -> Grouping:
+    """Returns groups of alike strength: the fastest with the slowest, to and fro."""
+    count = len(ranks) // size
+    groups: list[list[int]] = [[] for _ in range(count)]
+    for place, rank in enumerate(ranks):
+        turn, index = divmod(place, count)
+        groups[index if turn % 2 == 0 else count - 1 - index].append(rank)
+    return tuple(tuple(group) for group in groups)

@@ -1,0 +1,178 @@
+"""How a node can be used: crews that average their gradients, and how many samples they can do in some time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from evenly.planner.balance import largest
+from evenly.planner.costs import GraphCosts, sum_seconds
+from evenly.planner.groupings import Grouping, groupings
+from evenly.planner.replica_options import ReplicaOption, eased, replica_options_of
+from evenly.spec.profile import Profile
+
+WORTH = 1.1  # so many times as fast it must seem possible before a network is cut to find out
+
+
+@dataclass(frozen=True)
+class NodeOption:
+    """The crews of one node that average gradients together, what that costs a step, and what memory allows each."""
+
+    replica_options: tuple[ReplicaOption, ...]
+    averaging_s: tuple[float, ...]
+    limits: tuple[int, ...]
+    kinds: tuple[int, ...]  # crews of one kind do the same in the same time, in whatever line of the node they are
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of all crews."""
+        return [rank for replica_option in self.replica_options for rank in replica_option.ranks]
+
+    def samples(self, seconds: float, known: dict[int, int] | None = None) -> list[int]:
+        """Returns how many samples each crew can do in this time; what is `known` of their kinds is not asked again."""
+        known = {} if known is None else known
+        for kind, replica_option, averaging, top in zip(
+            self.kinds, self.replica_options, self.averaging_s, self.limits, strict=True
+        ):
+            if kind not in known:
+                known[kind] = largest(replica_option.seconds, top, seconds - averaging)
+        return [known[kind] for kind in self.kinds]
+
+    def end_s(self, place: int, samples: int) -> float:
+        """Returns when a crew has finished so many samples and averaged its gradients."""
+        return self.replica_options[place].seconds(samples) + self.averaging_s[place]
+
+    def least_s(self, samples: int) -> float:
+        """Returns the least time for so many samples; infinite where memory does not allow them."""
+        if sum(self.limits) < samples:
+            return float("inf")
+        low, high = 0.0, 1e-3
+        while sum(self.samples(high)) < samples:
+            low, high = high, 2 * high
+        for _ in range(30):
+            middle = (low + high) / 2
+            low, high = (low, middle) if sum(self.samples(middle)) >= samples else (middle, high)
+        return high
+
+    def on(self, ranks: Mapping[int, int]) -> "NodeOption":
+        """Returns the same line with the ranks of another node that is equal."""
+        replica_options = [
+            replace(replica_option, ranks=tuple(ranks[rank] for rank in replica_option.ranks))
+            for replica_option in self.replica_options
+        ]
+        return replace(self, replica_options=tuple(replica_options))
+
+
+Kinds = dict[tuple[object, ...], int]  # the numbers of the kinds of crews of one node
+
+
+def single_options(
+    ranks: Sequence[int], graph_costs: GraphCosts, profile: Profile, free: Sequence[int], batch: int, kinds: Kinds
+) -> list[NodeOption]:
+    """Returns the lines in which every rank is for itself."""
+    return [
+        option
+        for grouping in groupings(_fastest_first(ranks, profile), cut=False)
+        for option in _formed(grouping, ranks, graph_costs, profile, free, batch, kinds, {})
+    ]
+
+
+def cut_options(
+    ranks: Sequence[int],
+    graph_costs: GraphCosts,
+    profile: Profile,
+    free: Sequence[int],
+    batch: int,
+    kinds: Kinds,
+    *,
+    seconds: float,
+    samples: int,
+) -> list[NodeOption]:
+    """Returns the lines in which ranks hold a network together, and may do clearly more than `samples` in `seconds`."""
+    found: list[NodeOption] = []
+    known: Known = {}
+    for grouping in groupings(_fastest_first(ranks, profile)):
+        if all(len(replica_option) == 1 for replica_option in grouping):
+            continue
+        each = max(1.0, samples / len(grouping))
+        hoped_s = (
+            1
+            / sum(1 / _hoped_s(replica_option, graph_costs, profile, each) for replica_option in grouping)
+            * samples
+            / each
+        )
+        if seconds and WORTH * hoped_s > seconds:
+            continue
+        found += _formed(grouping, ranks, graph_costs, profile, free, batch, kinds, known)
+    return found
+
+
+Known = dict[tuple[object, ...], list[ReplicaOption]]
+
+
+def _crews(
+    ranks: tuple[int, ...], graph_costs: GraphCosts, profile: Profile, free: Sequence[int], samples: int, known: Known
+) -> list[ReplicaOption]:
+    """Returns the ways in which ranks hold a network; equal ranks hold it in equal ways."""
+    devices = [profile.devices[rank] for rank in ranks]
+    own = [(device.step, device.rank if device.layers else -1, free[device.rank]) for device in devices]
+    key = (*own, samples)
+    if key not in known:
+        known[key] = replica_options_of(ranks, graph_costs, profile, free=free, samples=samples)
+    return [replace(replica_option, ranks=ranks) for replica_option in known[key]]
+
+
+def _formed(
+    grouping: Grouping,
+    node: Sequence[int],
+    graph_costs: GraphCosts,
+    profile: Profile,
+    free: Sequence[int],
+    batch: int,
+    kinds: Kinds,
+    known: Known,
+) -> Iterator[NodeOption]:
+    busy = [rank for replica_option in grouping for rank in replica_option]
+    rate = profile.rate(busy)
+    each = -(-batch // len(grouping))  # samples of a crew, if all are alike
+    ways = [
+        [eased(way, busy, node) for way in _crews(replica_option, graph_costs, profile, free, each, known)]
+        for replica_option in grouping
+    ]
+    for number in range(max(len(way) for way in ways)):
+        replica_options = tuple(way[min(number, len(way) - 1)] for way in ways)
+        size = graph_costs.travelling_bytes // max(len(replica_option.ranks) for replica_option in replica_options)
+        limits = tuple(min(batch, replica_option.most_samples(free)) for replica_option in replica_options)
+        estimated = sum_seconds(size, len(replica_options), rate)
+        averaging = tuple(
+            estimated if replica_option.averaging_s is None or len(replica_options) < 2 else replica_option.averaging_s
+            for replica_option in replica_options
+        )
+        if any(limits):
+            own = [
+                (_speed(replica_option), *rest)
+                for replica_option, *rest in zip(replica_options, averaging, limits, strict=True)
+            ]
+            yield NodeOption(
+                replica_options, averaging, limits, tuple(kinds.setdefault(kind, len(kinds)) for kind in own)
+            )
+
+
+def _speed(replica_option: ReplicaOption) -> tuple[object, ...]:
+    """Returns what the time of a crew depends on."""
+    if replica_option.layout is None:
+        return replica_option.profile.devices[replica_option.ranks[0]].step, replica_option.ease
+    return (object(),)  # like nothing else
+
+
+def _fastest_first(ranks: Sequence[int], profile: Profile) -> list[int]:
+    return sorted(ranks, key=lambda rank: (profile.devices[rank].step.at(profile.batch_size), rank))
+
+
+def _hoped_s(ranks: Sequence[int], graph_costs: GraphCosts, profile: Profile, samples: float) -> float:
+    """Returns less time than ranks could need together: work divided without loss, and the least that must travel."""
+    together = 1 / sum(1 / profile.devices[rank].step.at(samples) for rank in ranks)
+    if len(ranks) == 1:
+        return together
+    times, sizes = samples / profile.batch_size, graph_costs.bytes_around
+    least = sum(min(times * before, 2 * weight, times * after) for before, weight, after in sizes)  # of each layer
+    gathers = profile.meeting(ranks).gathers
+    return together + len(sizes) * gathers.at(1) + max(0.0, gathers.at(least) - gathers.at(1))

@@ -1,0 +1,1 @@
+"""Periods, the agreed step counter, adaptive periods, the step clock."""

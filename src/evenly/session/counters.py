@@ -1,0 +1,137 @@
+"""Counts what a run does: steps, samples, exchanges, bytes, and where its seconds go; and tells it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import psutil
+
+from evenly.checkpoints.full_state import TrainedModel
+from evenly.exchange import ExchangeSummary
+from evenly.nodes import Synchronized
+from evenly.session.recorder import Recorder
+from evenly.spec import ExchangeDone, PeriodChosen, Phases, RunFinished, StepsDone
+
+TELL_S = 1.0  # progress is told at most this often
+
+
+class Counters:
+    """The sums of one rank since the session began."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.step = 0
+        self.samples = self._all_samples = self.exchange_seconds = 0.0
+        self.steps_made = self.exchanges = self.sent_bytes = 0
+        self._exchange_s = self._waiting_s = 0.0  # in which training stood still
+        self._recorder = recorder
+        self._models: list[Synchronized] = []
+        self.start()
+
+    def start(self) -> None:
+        """Starts the clock: training begins here."""
+        self._began = self._told = time.monotonic()
+        self._interfaces_before = interface_bytes()
+
+    def watch(self, model: Synchronized) -> None:
+        """Counts what this model does."""
+        self._models.append(model)
+        model.clock.is_wanted = True
+        model.on_exchange.append(self.count_exchange)
+        model.on_period.append(self.tell_period)
+
+    def count_steps(self, trained_model: TrainedModel, epoch: Callable[[], int], *, ranks: int) -> None:
+        """Adds every step that is made with a model from now on."""
+        trained_model.model.on_step.append(
+            lambda step, samples: self._count_step(step, samples, epoch=epoch(), times=trained_model.times(ranks))
+        )
+
+    def _count_step(self, step: int, samples: float, *, epoch: int, times: float) -> None:
+        """Adds a step; tells progress from time to time: all ranks take so many `times` the samples of this one."""
+        self.step = step
+        self.steps_made += 1
+        self.samples += samples
+        self._all_samples += times * samples
+        if time.monotonic() - self._told > TELL_S:
+            self._told = time.monotonic()
+            self._recorder.tell(StepsDone, epoch=epoch, step=step, samples=round(self._all_samples))
+
+    def count_exchange(self, done: ExchangeSummary) -> None:
+        """Adds an exchange and tells it."""
+        self.exchanges += 1
+        self.exchange_seconds += done.seconds
+        waiting_s = min(done.met_s, done.waited_s) if done.merged == done.step else 0.0
+        self._waiting_s += waiting_s
+        self._exchange_s += done.waited_s - waiting_s
+        self.sent_bytes += done.sent_bytes
+        self._recorder.tell(ExchangeDone, **asdict(done))
+
+    def tell_period(self, step: int, steps: int, why: str) -> None:
+        """Tells a new period."""
+        self._recorder.tell(PeriodChosen, step=step, steps=steps, why=why)
+
+    def sums(self) -> dict[str, float]:
+        """Returns what the totals need of each rank."""
+        return {
+            "samples": self.samples,
+            "sent_bytes": self.sent_bytes,
+            "interface_bytes": interface_bytes() - self._interfaces_before,
+            "compute_s": sum(model.clock.computing_s for model in self._models),
+            "gradients_s": sum(model.clock.averaging_s for model in self._models),
+            "exchange_s": self._exchange_s,
+            "waiting_s": self._waiting_s,
+            "gradient_bytes": sum(model.gradient_bytes for model in self._models),
+        }
+
+    def record_totals(self, rows: list[dict[str, float]], nodes: list[list[int]]) -> None:
+        """Tells the end of the run, given the sums of every rank."""
+        seconds = time.monotonic() - self._began
+        samples = int(sum(row["samples"] for row in rows))
+        self._recorder.tell(
+            RunFinished,
+            seconds=seconds,
+            steps=self.steps_made,
+            samples=samples,
+            samples_per_s=samples / seconds,
+            exchanges=self.exchanges,
+            exchange_seconds=self.exchange_seconds,
+            sent_bytes=int(sum(row["sent_bytes"] for row in rows)),
+            interface_bytes=tuple(int(rows[ranks[0]]["interface_bytes"]) for ranks in nodes),
+            phases=phases_of(rows, nodes, seconds, joint=any(model.is_joint for model in self._models)),
+        )
+
+
+def phases_of(
+    rows: list[dict[str, float]], nodes: list[list[int]], seconds: float, *, joint: bool = False
+) -> tuple[Phases, ...]:
+    """Returns where the seconds of each rank went; if gradients are `joint`, all ranks are as one node in that.
+
+    All ranks of a node leave the averaging of gradients together. Who came last did not wait: what it needed is what
+    averaging takes, and what the others needed more is the time in which they waited for it.
+    """
+    found = []
+    for index, ranks in enumerate(nodes):
+        averaging_s = min(rows[rank]["gradients_s"] for rank in (range(len(rows)) if joint else ranks))
+        for rank in ranks:
+            row = rows[rank]
+            waiting_s = row["waiting_s"] + row["gradients_s"] - averaging_s
+            known_s = row["compute_s"] + averaging_s + row["exchange_s"] + waiting_s
+            found.append(
+                Phases(
+                    rank=rank,
+                    node=index,
+                    compute_s=row["compute_s"],
+                    gradients_s=averaging_s,
+                    exchange_s=row["exchange_s"],
+                    waiting_s=waiting_s,
+                    other_s=max(0.0, seconds - known_s),
+                    gradient_bytes=int(row["gradient_bytes"]),
+                    exchange_bytes=int(row["sent_bytes"]),
+                )
+            )
+    return tuple(sorted(found, key=lambda phases: phases.rank))
+
+
+def interface_bytes() -> int:
+    """Returns the bytes this machine or network namespace has sent over its interfaces, loopback left out."""
+    counters = psutil.net_io_counters(pernic=True)
+    return sum(count.bytes_sent for name, count in counters.items() if not name.startswith("lo"))

@@ -1,0 +1,1 @@
+"""What optimizes: optimizers, clipping and scaling that are exact on cut parameters."""

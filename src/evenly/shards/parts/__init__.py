@@ -1,0 +1,1 @@
+"""Tensors that hold one rank's part of a parameter or buffer."""

@@ -1,0 +1,302 @@
+"""Tensors that hold one rank's part and refuse what a part cannot give: norms, sums, single elements, layers.
+
+Parameters and buffers of a cut network, their gradients, and what is computed from these element by element are such
+tensors. What treats each element alone works as ever; what looks at several raises. This library itself, and an
+optimizer while it steps, get plain tensors.
+"""
+
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenly._torch import pytree
+from evenly._torch.operators import OpOverload, TorchDispatchMode, operator_name, without_torch_function
+from evenly._torch.tensors import set_class
+from evenly.comm import first_line
+from evenly.errors import EvenlyError, SpecError
+from evenly.shards.parts.local_shards import LocalShard, local_shard_of, place
+
+_MARK = "_evenly_part_of"
+_KIND = "_evenly_kind_of_part"
+
+COPIES = {  # operations that are not called pointwise, but leave each element alone
+    "_to_copy", "_unsafe_view", "alias", "cat", "contiguous", "copy", "copy_", "detach", "detach_", "empty_like",
+    "expand", "fill", "fill_", "flatten", "full_like", "lift_fresh", "masked_fill", "masked_fill_", "ones_like",
+    "permute", "reshape", "scalar_tensor", "squeeze", "stack", "t", "transpose", "unsqueeze", "view", "view_as_complex",
+    "view_as_real", "zero", "zero_", "zeros_like",
+}  # fmt: skip
+FACTORIES = {"arange", "empty", "full", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "zeros"}
+LEAVE = {"__repr__", "__format__", "__reduce_ex__", "as_subclass", "tolist", "numpy", "__array__"}
+GRADIENT, PARAMETER, BUFFER = "the gradient of", "the parameter", "the buffer"
+_GRAD: Any = torch.Tensor.grad
+ACCESS = {"__get__", "__set__", "__delete__"}  # of attributes such as p.shape, p.data, p.grad
+
+
+class PartTensor(torch.Tensor):
+    """A rank's part of a tensor; an operation on it that would look at several elements raises `SpecError`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _guarded(func, args, kwargs or {})
+
+
+class PartParameter(nn.Parameter):
+    """A rank's part of a parameter, which refuses the same."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _guarded(func, args, kwargs or {})
+
+    @property
+    def grad(self) -> Any:
+        """The gradient, guarded too; read and set here, since torch's way to `__torch_function__` takes longer."""
+        with without_torch_function():
+            found = _GRAD.__get__(self)
+        if type(found) is not torch.Tensor or called_by_us():
+            return found
+        return as_part(found, local_shard_of(self), GRADIENT)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        with without_torch_function():
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with without_torch_function():
+            _GRAD.__delete__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PartParameter":
+        """Returns a parameter that is the same part of the same tensor."""
+        made = nn.Parameter(_plain(self).detach().clone(), requires_grad=self.requires_grad)
+        placement = local_shard_of(self)
+        if placement is not None:
+            place(made, placement)
+        memo[id(self)] = as_part(made, placement)
+        return memo[id(self)]  # type: ignore[no-any-return]  # its class was set
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saves this rank's part as a plain parameter."""
+        return nn.Parameter(_plain(self).detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch has none
+
+
+def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns what a function of torch gives for parts, as parts, or raises `SpecError`."""
+    name = getattr(func, "__name__", "")
+    with without_torch_function():
+        if name in ACCESS:
+            result = func(*args, **kwargs)
+            if type(result) is not torch.Tensor or called_by_us(above=2):
+                return result
+            return as_part(result, part_of(args[0]), _kind_of(args[0]))
+        if called_by_us(above=2):
+            return func(*args, **kwargs)
+        if name in LEAVE:  # what leaves torch, or comes out plain, is this rank's part: that is seen
+            return func(*pytree.tree_map(_plain, args), **kwargs)
+        if name in SPECIAL:
+            return SPECIAL[name](func, args, kwargs)
+        parts = _parts((args, kwargs))
+        try:
+            with _OnlyElementwise(name, parts):
+                result = func(*args, **kwargs)
+        except EvenlyError:
+            raise
+        except Exception as error:  # torch looks at shapes first
+            if any(own.shape != placement.shape for own in parts if (placement := part_of(own)) is not None):
+                raise _refusal(f"{name} ({first_line(error)})", parts) from error
+            raise
+    return _as_parts(result, args, kwargs)
+
+
+def _copied(func: Any, args: Any, kwargs: Any) -> Any:
+    part = args[0]
+    return as_part(func(_plain(part), *args[1:], **kwargs), part_of(part), _kind_of(part))
+
+
+def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
+    """Registers a hook, which is given the gradient as a part."""
+    part, hook, *rest = args
+
+    def run(grad: torch.Tensor) -> Any:
+        return _plain(hook(as_part(grad.detach(), part_of(part), GRADIENT)))
+
+    return func(part, run, *rest, **kwargs)
+
+
+def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns gradients, those of parts as parts."""
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1] if len(args) > 1 else ()
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    outputs = args[0] if args else kwargs["outputs"]
+    _refuse_backward([outputs] if isinstance(outputs, torch.Tensor) else list(outputs))
+    grads = func(*args, **kwargs)
+    for own, grad in zip(inputs, grads, strict=True):
+        if is_part(own) and grad is not None:
+            as_part(grad, part_of(own), GRADIENT)
+    return grads
+
+
+def _refuse_backward(outputs: Iterable[Any]) -> None:
+    for own in outputs:
+        if is_part(own):
+            raise _refusal("backward", [own])
+
+
+def _backward(func: Any, args: Any, kwargs: Any) -> Any:
+    _refuse_backward(args[:1])
+    return func(*args, **kwargs)
+
+
+SPECIAL = {"__deepcopy__": _copied, "register_hook": _hooked, "grad": _differentiated, "backward": _backward}
+
+
+class _OnlyElementwise(TorchDispatchMode):
+    """Raises `SpecError` at an operation that does not treat each element alone."""
+
+    def __init__(self, name: str, parts: list[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        self._name, self._parts = name, parts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _is_elementwise(func):
+            raise _refusal(f"{func} (in {self._name})", self._parts)
+        if _keeps_shape(func):
+            self._require_shape(func, [x for x in args if isinstance(x, torch.Tensor)])
+        return func(*args, **(kwargs or {}))
+
+    def _require_shape(self, func: Any, tensors: list[torch.Tensor]) -> None:
+        """Raises `SpecError` if a part would be repeated to fit a larger tensor: on one device it may not fit."""
+        parts = [x.shape for x in tensors if any(x is own for own in self._parts)]
+        broadcast: Any = torch.broadcast_shapes
+        if parts and broadcast(*(x.shape for x in tensors)) not in parts:
+            case = " and ".join(str(list(x.shape)) for x in tensors)
+            raise _refusal(f"{func} (in {self._name}) of {case}", self._parts)
+
+
+def _refusal(asked: str, parts: list[torch.Tensor]) -> SpecError:
+    placement = next((found for own in parts if (found := part_of(own)) is not None), None)
+    kind = _kind_of(*parts)
+    of = f"{kind} {placement.name!r}" if placement is not None else f"{kind} a cut network"
+    if kind == GRADIENT:
+        advice = (
+            "To clip, call torch.nn.utils.clip_grad_norm_ or evenly.shards.clip_grad_norm_ on all ranks. "
+            "placement_of(parameter).full(parameter.grad), on all ranks, is the whole gradient "
+            "(evenly.shards.placement_of); parameter.grad.as_subclass(torch.Tensor) is this rank's part. torch's "
+            "GradScaler must be evenly.shards.GradScaler."
+        )
+    else:
+        advice = (
+            "A penalty in the loss: compute it inside forward, and return it with the output. A layer: call the whole "
+            "network. Initial values: set them before evenly.shard. For a look, torch.nn.utils.get_total_norm("
+            "model.parameters()) and placement_of(parameter).full(parameter) (evenly.shards.placement_of), on all "
+            "ranks, give the norm of all parameters and the whole tensor; parameter.as_subclass(torch.Tensor) is this "
+            "rank's part."
+        )
+    return SpecError(
+        f"{asked} was asked for on {of}, but the tensor is cut over ranks and this rank holds only a part: the result "
+        f"would be another one than on one device. {advice}"
+    )
+
+
+@cache
+def _is_elementwise(op: OpOverload) -> bool:
+    space, _, name = operator_name(op).partition("::")
+    if space != "aten" or torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    if name in COPIES | FACTORIES or torch.Tag.pointwise in op.tags:
+        return True
+    single = name.removeprefix("_foreach_")
+    packet = getattr(torch.ops.aten, single.removesuffix("_"), None)
+    if single == name or packet is None:
+        return False
+    tags = [getattr(packet, overload).tags for overload in packet.overloads()]
+    return single in COPIES or any(torch.Tag.pointwise in own for own in tags)
+
+
+@cache
+def _keeps_shape(op: OpOverload) -> bool:
+    """Returns whether the result of an operation has the shape to which its operands are broadcast."""
+    name = operator_name(op).partition("::")[2]
+    return torch.Tag.pointwise in op.tags or name in {"copy", "copy_", "masked_fill", "masked_fill_"}
+
+
+def called_by_us(*, directly: bool = False, above: int = 1) -> bool:
+    """Returns whether the code that called torch is this library's; not `directly`, it may have called torch's code."""
+    frame = sys._getframe(above + 1)
+    while frame is not None:
+        room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if room != "torch" or directly:
+            return room == "evenly"
+        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+    return False
+
+
+def is_part(value: Any) -> bool:
+    """Returns whether a value is guarded."""
+    return type(value) is PartTensor or type(value) is PartParameter
+
+
+def part_of(value: torch.Tensor) -> LocalShard | None:
+    """Returns where a guarded tensor lies in the full one; None if that is not known, or it is not guarded."""
+    if type(value) is PartParameter:
+        return local_shard_of(value)
+    return vars(value).get(_MARK) if type(value) is PartTensor else None
+
+
+def as_part(value: Any, placement: LocalShard | None, kind: str = PARAMETER) -> Any:
+    """Returns the same tensor, guarded; what is no dense plain tensor or parameter stays as it is."""
+    if type(value) is nn.Parameter:
+        set_class(value, PartParameter)
+    elif type(value) is torch.Tensor and value.ndim > 0 and value.layout is torch.strided:
+        set_class(value, PartTensor)
+        vars(value)[_KIND] = kind
+        if placement is not None:
+            vars(value)[_MARK] = placement
+    elif type(value) is PartTensor and kind == GRADIENT:  # a gradient was added to it
+        vars(value)[_KIND] = kind
+    return value
+
+
+def as_plain(value: Any) -> Any:
+    """Returns the same tensor, no longer guarded."""
+    if type(value) is PartParameter:
+        set_class(value, nn.Parameter)
+    elif type(value) is PartTensor:
+        vars(value).pop(_MARK, None)  # a plain tensor can be copied, a placement cannot
+        vars(value).pop(_KIND, None)
+        set_class(value, torch.Tensor)
+    return value
+
+
+def _as_parts(result: Any, args: Any, kwargs: Any) -> Any:
+    """Returns what an operation on parts gives, as parts; of lists that are treated one by one, those from parts."""
+    if isinstance(result, torch.Tensor):
+        parts = _parts((args, kwargs))
+        alike = [own for own in parts if own.shape == result.shape]
+        return as_part(result, part_of(alike[0]) if alike else None, _kind_of(*parts))
+    if isinstance(result, list | tuple):
+        given = args[0] if args and isinstance(args[0], list | tuple) and len(args[0]) == len(result) else None
+        for number, own in enumerate(result):
+            if given is None:
+                as_part(own, None, _kind_of(*_parts((args, kwargs))))
+            elif is_part(given[number]):
+                as_part(own, part_of(given[number]), _kind_of(given[number]))
+    return result
+
+
+def _kind_of(*parts: torch.Tensor) -> str:
+    kinds = [vars(own).get(_KIND, PARAMETER) if type(own) is PartTensor else PARAMETER for own in parts]
+    return GRADIENT if GRADIENT in kinds else str(kinds[0])
+
+
+def _plain(value: Any) -> Any:
+    """Returns an alias that is not guarded."""
+    return value.as_subclass(torch.Tensor) if is_part(value) else value
+
+
+def _parts(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if is_part(leaf)]

@@ -1,0 +1,1 @@
+"""What runs: the cut network and the program of one rank."""

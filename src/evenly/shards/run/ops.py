@@ -1,0 +1,264 @@
+"""Operations whose local form is not simply torch's: sums over ranks inside, or places counted in the full tensor."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F  # noqa: N812
+
+from evenly._torch.modules import BatchNorm
+from evenly._torch.operators import assert_later
+from evenly.comm import ShardGroup
+from evenly.spec.layout import Segments
+
+
+class _Hollow(torch.autograd.Function):
+    """Zeros of a given shape that hang on tensors, so that backward passes through a rank that has nothing to do."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Sequence[int], like: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.shapes = [(x.shape, x.dtype, x.device) for x in (like, *inputs)]
+        return like.new_zeros(tuple(shape))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
+
+
+def hollow(shape: Sequence[int], *inputs: torch.Tensor) -> torch.Tensor:
+    """Returns zeros of `shape` whose gradient reaches the inputs as zeros."""
+    zeros: torch.Tensor = _Hollow.apply(shape, *inputs)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    return zeros
+
+
+class _Standard(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) over dims of which this rank holds a part; also mean and variance."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dims: tuple[int, ...], count: int, eps: float, centred: bool, shard_group: ShardGroup
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        mean = wide.new_zeros(())
+        if centred:
+            mean = shard_group.sum(wide.sum(dims, keepdim=True), name="moments").wait() / count
+        shifted = wide - mean
+        variance = shard_group.sum((shifted * shifted).sum(dims, keepdim=True), name="moments").wait() / count
+        scale = torch.rsqrt(variance + eps)
+        ctx.dims = dims
+        ctx.count = count
+        ctx.centred = centred
+        ctx.shard_group = shard_group
+        standard = shifted * scale
+        ctx.save_for_backward(standard, scale)
+        ctx.mark_non_differentiable(mean, variance)
+        return standard.to(x.dtype), mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        standard, scale = ctx.saved_tensors
+        wide = gradient.to(standard.dtype)
+        slope = (wide * standard).sum(ctx.dims, keepdim=True)
+        sums = torch.stack([wide.sum(ctx.dims, keepdim=True), slope]) if ctx.centred else slope[None]
+        sums = ctx.shard_group.sum(sums, name="moments").wait() / ctx.count
+        back = wide - standard * sums[-1] - (sums[0] if ctx.centred else 0.0)
+        return (back * scale).to(gradient.dtype), None, None, None, None, None
+
+
+def standardize(
+    x: torch.Tensor, dims: Sequence[int], count: int, eps: float, shard_group: ShardGroup, *, centred: bool = True
+) -> torch.Tensor:
+    """Returns x with mean 0 and variance 1 over `dims`, `count` elements of all ranks together."""
+    result: torch.Tensor = _Standard.apply(x, tuple(dims), count, eps, centred, shard_group)[0]  # type: ignore[no-untyped-call]  # torch has no annotation here
+    return result
+
+
+def batch_norm(
+    x: torch.Tensor, module: BatchNorm, affine: Sequence[torch.Tensor], samples: int, shard_group: ShardGroup
+) -> torch.Tensor:
+    """Returns the batch norm of a batch of which this rank holds a part of `samples`; updates running statistics."""
+    weight, bias = affine if affine else (None, None)
+    mean, variance = module.running_mean, module.running_var
+    if not module.training and mean is not None:
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, module.eps)
+    dims = (0, *range(2, x.ndim))
+    count = samples * prod(x.shape[2:])
+    y: torch.Tensor
+    y, now_mean, now_variance = _Standard.apply(x, dims, count, module.eps, True, shard_group)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    if module.training and mean is not None and variance is not None:
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+        rate = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked or 1)
+        mean.lerp_(now_mean.view(-1).to(mean.dtype), rate)
+        variance.lerp_(now_variance.view(-1).to(variance.dtype) * (count / max(1, count - 1)), rate)
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    return y if weight is None or bias is None else y * weight.view(shape) + bias.view(shape)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    size: int,
+    eps: float,
+    shard_group: ShardGroup,
+) -> torch.Tensor:
+    """Returns the layer norm over the last dim, of which this rank holds a part of `size`."""
+    y = standardize(x, (-1,), size, eps, shard_group)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, size: int, eps: float | None, shard_group: ShardGroup
+) -> torch.Tensor:
+    """Returns x divided by its root mean square over the last dim, of which this rank holds a part of `size`."""
+    small = torch.finfo(x.dtype).eps if eps is None else eps
+    y = standardize(x, (-1,), size, small, shard_group, centred=False)
+    return y if weight is None else y * weight
+
+
+class _GroupStandard(torch.autograd.Function):
+    """Group norm without its affine part, where groups reach over ranks: sums over channels, then over ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, member: torch.Tensor, count: int, eps: float, shard_group: ShardGroup
+    ) -> torch.Tensor:
+        # x: [n, channels here, rest], member: [groups, channels here], 1 where a channel is in a group
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        member = member.to(wide.dtype)
+
+        def over_group(
+            per_channel: torch.Tensor,
+        ) -> torch.Tensor:  # [n, channels] -> the group's mean, [n, channels, 1]
+            total = shard_group.sum(per_channel @ member.T, name="moments").wait() / count
+            return (total @ member).unsqueeze(-1)
+
+        shifted = wide - over_group(wide.sum(-1))
+        scale = torch.rsqrt(over_group((shifted * shifted).sum(-1)) + eps)
+        ctx.shard_group, ctx.count = shard_group, count
+        standard = shifted * scale
+        ctx.save_for_backward(standard, scale, member)
+        return standard.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        standard, scale, member = ctx.saved_tensors
+        wide = gradient.to(standard.dtype)
+        sums = torch.stack([wide.sum(-1), (wide * standard).sum(-1)]) @ member.T  # [2, n, groups]
+        sums = (ctx.shard_group.sum(sums, name="moments").wait() / ctx.count) @ member
+        back = (wide - sums[0].unsqueeze(-1) - standard * sums[1].unsqueeze(-1)) * scale
+        return back.to(gradient.dtype), None, None, None, None
+
+
+def group_norm(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    channels: int,
+    segments: Segments,
+    shard_group: ShardGroup,
+) -> torch.Tensor:
+    """Returns the group norm of a tensor of which this rank holds the channels `segments`."""
+    each = channels // groups
+    held = [c // each for start, stop in segments for c in range(start, stop)]
+    member = torch.zeros(groups, len(held), dtype=x.dtype, device=x.device)
+    member[held, range(len(held))] = 1
+    flat = x.reshape(x.shape[0], x.shape[1], prod(x.shape[2:]))
+    count = each * prod(x.shape[2:])
+    y: torch.Tensor = _GroupStandard.apply(flat, member, count, eps, shard_group)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    y = y.view(x.shape)
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    y = y if weight is None else y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
+
+
+def embed_rows(
+    ids: torch.Tensor, weight: torch.Tensor, segments: Segments, size: int, padding: int | None
+) -> torch.Tensor:
+    """Returns this rank's summand of a look-up: zeros for ids whose row it does not hold."""
+    places = torch.full((size,), -1, dtype=torch.long, device=ids.device)
+    offset = 0
+    for start, stop in segments:
+        places[start:stop] = torch.arange(offset, offset + stop - start, device=ids.device)
+        offset += stop - start
+    assert_later((ids >= 0).all())
+    local = places[ids]
+    if not weight.shape[0]:
+        return hollow((*ids.shape, weight.shape[1]), weight)
+    own = int(places[padding]) if padding is not None else -1
+    rows = F.embedding(local.clamp_min(0), weight, padding_idx=own if own >= 0 else None)
+    return rows * (local >= 0).unsqueeze(-1)
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Cross-entropy of logits [n, classes here, ...] whose classes are cut over ranks; one loss per target."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        segments: Segments,
+        size: int,
+        ignored: int,
+        shard_group: ShardGroup,
+    ) -> torch.Tensor:
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits
+        rows = wide.movedim(1, -1)  # [n, ..., classes here]
+        low = torch.finfo(wide.dtype).min
+        peak = rows.amax(-1) if rows.shape[-1] else torch.full_like(target, low, dtype=wide.dtype)
+        peak = shard_group.sum(peak, name="vocabulary", largest=True).wait()
+        exps = torch.exp(rows - peak.unsqueeze(-1))
+        place = torch.full_like(target, -1)
+        offset = 0
+        for start, stop in segments:
+            here = (target >= start) & (target < stop)
+            place = torch.where(here, target - start + offset, place)
+            offset += stop - start
+        own = torch.zeros_like(peak)
+        if rows.shape[-1]:
+            picked = rows.gather(-1, place.clamp_min(0).unsqueeze(-1)).squeeze(-1) - peak
+            own = torch.where(place >= 0, picked, own)
+        total, chosen = shard_group.sum(torch.stack([exps.sum(-1), own]), name="vocabulary").wait()
+        counted = target != ignored
+        assert_later((((target >= 0) & (target < size)) | ~counted).all())
+        ctx.save_for_backward(exps, total, place, counted)
+        ctx.kind = logits.dtype
+        return torch.where(counted, total.log() - chosen, torch.zeros_like(total))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        exps, total, place, counted = ctx.saved_tensors
+        back = exps / total.unsqueeze(-1)
+        if back.shape[-1]:
+            one = (place >= 0).to(back.dtype).unsqueeze(-1)
+            back = back.scatter_add(-1, place.clamp_min(0).unsqueeze(-1), -one)
+        back = back * torch.where(counted, gradient, torch.zeros_like(gradient)).unsqueeze(-1)
+        return back.movedim(-1, 1).to(ctx.kind), None, None, None, None, None
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    segments: Segments,
+    shard_group: ShardGroup,
+    *,
+    size: int,
+    ignored: int,
+    reduction: str,
+) -> torch.Tensor:
+    """Returns the cross-entropy of logits whose classes (dim 1) are cut over ranks, with two small messages."""
+    each: torch.Tensor = _VocabularyLoss.apply(logits, target, segments, size, ignored, shard_group)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    if reduction == "none":
+        return each
+    return each.sum() if reduction == "sum" else each.sum() / (target != ignored).sum()

@@ -1,0 +1,179 @@
+"""Whether the ranks of a cut network still do the same: equal steps, settings, losses, and tensors that all hold whole.
+
+Each rank trains its parts from its own loss, so a step left out, another learning rate or other labels on one rank
+would leave parts of different networks. A row of numbers is compared every few passes.
+"""
+
+import struct
+import weakref
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from evenly.comm import ShardGroup
+from evenly.errors import MismatchError
+from evenly.shards.parts.local_shards import local_shard_of
+
+EARLY_PASSES = (2, 3)  # most mistakes show at once
+EVERY = 16  # passes between comparisons later
+SAMPLED = 1 << 20  # elements of a tensor that are read
+NUMBERS = (bool, int, float)
+_UNCUT = "_evenly_uncut"
+ADVICE = "All ranks of a cut network must make the same calls with the same batches, labels and settings."
+
+
+class StepTally:
+    """What a rank has done with the parameters of one cut network."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.settings = 0  # checksum of the settings of all steps
+        self.lr = 0.0  # of the first group in the last step
+        self.passes: int | None = None  # with gradients since the last step; None where no network counts them
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Counts a step."""
+        self.steps += 1
+        self.passes = None if self.passes is None else 0
+        values = [float(value) for group in optimizer.param_groups for value in _numbers(group)]
+        self.settings = zlib.crc32(struct.pack(f"{len(values)}d", *values), self.settings)
+        lr = optimizer.param_groups[0].get("lr", 0.0)
+        self.lr = float(lr) if isinstance(lr, NUMBERS) else 0.0
+
+
+_tallies: "weakref.WeakKeyDictionary[ShardGroup, StepTally]" = weakref.WeakKeyDictionary()
+
+
+def tally_of(shard_group: ShardGroup) -> StepTally:
+    """Returns the tally of the network that is cut over this wire."""
+    return _tallies.setdefault(shard_group, StepTally())
+
+
+def mark_uncut(parameters: Iterable[torch.Tensor], tally: StepTally) -> None:
+    """Notes on the parameters of the uncut network what the cut one does; copies of them have no such note."""
+    for parameter in parameters:
+        setattr(parameter, _UNCUT, weakref.ref(tally))
+
+
+def tally_of_uncut(parameter: torch.Tensor) -> StepTally | None:
+    """Returns the tally of the cut network that was made from the network of this parameter."""
+    mark = getattr(parameter, _UNCUT, None)
+    return mark() if mark is not None else None
+
+
+class RankCheck:
+    """Compares the ranks that have a share of a cut network, every few passes; they call its methods together."""
+
+    def __init__(self, model: nn.Module, shard_group: ShardGroup) -> None:
+        self._model = weakref.ref(model)
+        self._shard_group = shard_group
+        self._tally = tally_of(shard_group)
+        self._tally.passes = 0
+        self._comparisons = 0
+        self._output_gradients: list[float] = [0.0, 0.0, 0.0]  # sum of sizes, weighted sum, tolerance
+
+    def before_pass(self, number: int) -> None:
+        """Compares where it is time to."""
+        if torch.is_grad_enabled() and self._tally.passes is not None:
+            self._tally.passes += 1
+        if _is_due(number):
+            self.require_same(f"before pass {number}")
+
+    def watch_outputs(self, outputs: Iterable[Any], number: int) -> None:
+        """Notes the gradients of these outputs, if they are compared before the next pass."""
+        if not _is_due(number + 1):
+            return
+        self._output_gradients = [0.0, 0.0, 0.0]
+        for output in outputs:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(self._note_gradient)  # type: ignore[no-untyped-call]  # torch has no annotation
+
+    def end(self) -> None:
+        """Notes that the network is no longer trained."""
+        self._tally.passes = 0
+
+    def require_same(self, when: str) -> None:
+        """Raises `MismatchError` on every rank unless all have done the same."""
+        if self._shard_group.size == 1:
+            return
+        tensors = self._whole_tensors()
+        name = list(tensors)[self._comparisons % len(tensors)] if tensors else ""  # each in its turn
+        self._comparisons += 1
+        row = [self._tally.steps, self._tally.settings, self._tally.lr, *self._output_gradients]
+        row += _digest(tensors[name]) if name else [0.0, 0.0, 0.0]
+        first, *others = rows = self._shard_group.gather_numbers(row, self._device())
+        if any(theirs[0] != first[0] for theirs in others):
+            counts = {rank: int(theirs[0]) for rank, theirs in enumerate(rows)}
+            raise MismatchError(
+                f"the ranks of a cut network have made unequal numbers of optimizer steps {when}: {counts}. {ADVICE}"
+            )
+        if any(theirs[1] != first[1] for theirs in others):
+            rates = {rank: theirs[2] for rank, theirs in enumerate(rows)}
+            raise MismatchError(
+                f"the ranks of a cut network have made steps with other settings of the optimizer {when}; the learning "
+                f"rates of the last step were {rates}. {ADVICE}"
+            )
+        for place, what in ((3, "gradients of the outputs"), (6, f"values of {name!r}")):
+            strange = [rank for rank, theirs in enumerate(rows) if not _alike(first, theirs, place)]
+            if strange:
+                raise MismatchError(f"ranks {strange} of a cut network have other {what} than rank 0 {when}. {ADVICE}")
+
+    def _device(self) -> torch.device:
+        model = self._model()
+        parameter = None if model is None else next(model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    @torch.no_grad()
+    def _note_gradient(self, gradient: torch.Tensor) -> None:
+        size, weighted, tolerance = _digest(gradient)
+        before = self._output_gradients
+        self._output_gradients = [before[0] + size, before[1] + weighted, max(before[2], tolerance)]
+
+    def _whole_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters and buffers that all ranks hold whole."""
+        model = self._model()
+        named = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
+        found = {name: (tensor.detach(), local_shard_of(tensor)) for name, tensor in named}
+        return {
+            name: tensor
+            for name, (tensor, placement) in found.items()
+            if placement is not None and not placement.is_cut and tensor.is_floating_point() and tensor.numel()
+        }
+
+
+def _is_due(number: int) -> bool:
+    return number in EARLY_PASSES or number % EVERY == 0
+
+
+def _numbers(group: dict[str, Any]) -> Iterable[float]:
+    """Yields the numbers among the settings of a parameter group, but for switches that differ between devices."""
+    for name in sorted(group):
+        value = group[name]
+        if name in ("params", "foreach", "fused", "capturable"):
+            continue
+        if isinstance(value, NUMBERS):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from (item for item in value if isinstance(item, NUMBERS))
+        elif isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
+            yield float(value)
+
+
+def _digest(tensor: torch.Tensor) -> list[float]:
+    """Returns the sum of sizes, a weighted sum, and how much of the first may lie between ranks by rounding."""
+    flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
+    step = -(-flat.numel() // SAMPLED)
+    few = flat[::step].double()
+    places = torch.arange(1, few.numel() + 1, dtype=torch.float64, device=few.device)
+    size, weighted = torch.stack([few.abs().sum(), (few * places.cos()).sum()]).tolist()
+    return [size, weighted, max(1e-4, 4 * torch.finfo(flat.dtype).eps)]
+
+
+def _alike(mine: Sequence[float], theirs: Sequence[float], place: int) -> bool:
+    tolerance = max(mine[place + 2], theirs[place + 2]) * max(abs(mine[place]), abs(theirs[place]))
+    pairs = zip(mine[place : place + 2], theirs[place : place + 2], strict=True)
+    return all(a == b or (a != a and b != b) or abs(a - b) <= tolerance for a, b in pairs)

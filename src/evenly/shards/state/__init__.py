@@ -1,0 +1,1 @@
+"""What moves state: full state in and out, units that change ranks."""

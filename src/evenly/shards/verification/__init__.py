@@ -1,0 +1,1 @@
+"""What verifies: a cut network against the uncut one, ranks against each other."""

@@ -1,0 +1,169 @@
+"""Where a cut network first leaves the uncut one: every tensor in between, forward and then backward."""
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from evenly.graph import Traced, name_of
+from evenly.graph.tracer import is_tensor_list
+from evenly.shards.run.op_instance import ForwardContext, switch
+from evenly.shards.run.program import Program
+from evenly.shards.run.sharded import Sharded
+from evenly.shards.verification.tolerance import Differences
+from evenly.spec.layout import TensorPlacement
+
+
+def chances(traced: Traced) -> tuple[set[str], list[str]]:
+    """Returns the modules whose mode switches a dropout function off, and the functions that nothing switches off."""
+    owners: set[str] = set()
+    always: list[str] = []
+    for node in traced.program.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        name = name_of(node)
+        if node.name in traced.switches and ("dropout" in name or name == "scaled_dot_product_attention"):
+            owners.add(owner_of(node))
+        elif _probability(node, name) and node.name not in traced.switches:
+            always.append(node.name)
+    return owners, always
+
+
+def owner_of(node: fx.Node) -> str:
+    """Returns the path of the module in whose forward an operation stands."""
+    return next(iter(reversed(list(node.meta.get("nn_module_stack") or {}))), "")
+
+
+def _probability(node: fx.Node, name: str) -> Any:
+    """Returns with what probability a function drops elements, as it stands in the graph."""
+
+    def given(place: int, key: str, default: Any) -> Any:
+        return node.args[place] if len(node.args) > place else node.kwargs.get(key, default)
+
+    if name == "scaled_dot_product_attention":
+        return given(4, "dropout_p", 0.0)
+    return given(1, "p", 0.5) if "dropout" in name and given(2, "training", True) else 0.0
+
+
+class LayerRecorder(fx.Interpreter):
+    """Runs the traced operations of an uncut network, which may be changed, and keeps all tensors and gradients."""
+
+    def __init__(self, plain: nn.Module, traced: Traced) -> None:
+        super().__init__(plain, graph=traced.program.graph)
+        for module in plain.modules():
+            if getattr(module, "inplace", False):
+                vars(module)["inplace"] = False  # a tensor that is changed later could not be compared
+        self._traced = traced
+        self.inputs = [str(node.target) for node in traced.program.graph.nodes if node.op == "placeholder"]
+        self.values: dict[str, torch.Tensor] = {}
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs one node and keeps its value."""
+        value = super().run_node(n)
+        if n.op.startswith("call"):
+            named = {n.name: value} | (
+                {f"{n.name}#{i}": x for i, x in enumerate(value)} if is_tensor_list(value) else {}
+            )
+            for name, tensor in named.items():
+                if isinstance(tensor, torch.Tensor):
+                    self.values[name] = tensor.detach()
+                    _keep_gradient(tensor, name, self.gradients)
+        return value
+
+    def fetch_attr(self, target: str) -> Any:
+        """Returns a parameter, buffer or module; constants that tracing made are the traced network's."""
+        try:
+            return operator.attrgetter(target)(self.module)
+        except AttributeError:
+            return operator.attrgetter(target)(self._traced.program)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a node's arguments, as the mode of its module has them."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        switches = self._traced.switches.get(n.name)
+        if not switches:
+            return args, kwargs
+        path = owner_of(n)
+        return switch(args, kwargs, switches, self.module.get_submodule(path) if path else self.module)
+
+
+class Trace:
+    """Runs a cut network and compares every tensor as it is made; all ranks call each method together.
+
+    Args:
+        sharded: the network.
+        program: its steps.
+        truth: the tensors of the uncut one.
+        exact: the same in longer numbers, if that is not what they are.
+    """
+
+    def __init__(self, sharded: Sharded, program: Program, truth: LayerRecorder, exact: LayerRecorder | None) -> None:
+        self._sharded = sharded
+        self._program = program
+        self._truth = truth
+        self._exact = exact
+        self._made: dict[str, tuple[TensorPlacement, torch.Tensor]] = {}  # in forward order; without their history
+        self._grads: dict[str, torch.Tensor] = {}
+
+    def run(self, arguments: Mapping[str, Any], differences: Differences) -> Any:
+        """Returns the outputs, and adds all tensors to `differences`."""
+        self._now = ForwardContext(
+            self._sharded.shard_group, self._sharded._dropout_stream, self._sharded.layout, arguments
+        )
+        known, exact = self._truth.values, self._exact.values if self._exact is not None else {}
+
+        def hear(name: str, record: TensorPlacement, value: Any) -> None:
+            if name in known and isinstance(value, torch.Tensor):
+                self._made[name] = record, value.detach()
+                _keep_gradient(value, name, self._grads)
+                differences.add(
+                    name, self._whole(value.detach(), record, summed="partial"), known[name], exact.get(name)
+                )
+
+        self._program.listener = hear
+        try:
+            return self._program.run(arguments)
+        finally:
+            self._program.listener = None
+
+    def gradients(self, differences: Differences) -> Differences:
+        """Adds the gradients of all tensors to `differences`, the last one first."""
+        known, exact = self._truth.gradients, self._exact.gradients if self._exact is not None else {}
+        for name, (record, value) in reversed(self._made.items()):
+            if name in known:
+                grad = self._grads.get(name, torch.zeros_like(value))
+                differences.add(name, self._whole(grad, record, summed="copied"), known[name], exact.get(name))
+        return differences
+
+    def first(
+        self, compared: list[Differences], settled: Callable[[Differences], dict[str, float]], rtol: float
+    ) -> str | None:
+        """Returns the layer whose output, or then whose output's gradient, is the first to differ."""
+        layers = self._program.traced.graph.layers
+        where = {tensor.name: layer.where or layer.name for layer in layers for tensor in layer.outputs}
+        for differences in compared:
+            for name, difference in settled(differences).items():
+                if not difference <= rtol:
+                    return where[name]
+        return None
+
+    def _whole(self, value: torch.Tensor, record: TensorPlacement, *, summed: str) -> torch.Tensor:
+        shard_group = self._sharded.shard_group
+        if record.state == "sharded":
+            return shard_group.gather(value, record.dim, self._now.segments(record), name="verify").wait()
+        return shard_group.sum(value, name="verify").wait() if record.state == summed else value
+
+
+def _keep_gradient(tensor: torch.Tensor, name: str, kept: dict[str, torch.Tensor]) -> None:
+    if tensor.requires_grad:
+        tensor.register_hook(partial(kept.__setitem__, name))  # type: ignore[no-untyped-call]  # torch has no annotation here
+
+
+def backward(loss: torch.Tensor | None) -> None:
+    """Computes gradients, if there are any to compute."""
+    if loss is not None and loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here

@@ -1,0 +1,84 @@
+"""How long ranks of a node need to sum and to gather a tensor together, against its bytes."""
+
+import time
+from collections.abc import Callable, Sequence
+from math import ceil
+
+import torch
+
+from evenly.comm import GroupContext, ShardGroup, open_temporarily
+from evenly.spec import CollectiveTimings, Curve
+from evenly.survey.stopwatch import finish
+
+SIZES = (1 << 12, 1 << 18, 1 << 21)  # bytes: 4 KiB, 256 KiB, 2 MiB
+
+
+def measure_meetings(
+    context: GroupContext,
+    groups: Sequence[Sequence[int]],
+    *,
+    device: torch.device,
+    backend: str,
+    row_s: float,
+    tell: Callable[[str], None],
+) -> list[CollectiveTimings]:
+    """Returns how each group of ranks meets, told by its first rank; the groups follow each other in this order.
+
+    Messages are sent in rows of about `row_s`: see `Stopwatch`.
+    """
+    found = []
+    rank_group, monitor, timeout_s = context.rank_group, context.monitor, context.waiter.timeout_s
+    for ranks in groups:
+        if rank_group.rank not in ranks:
+            continue
+        tell(f"ranks {list(ranks)} summing and gathering")
+        name = f"meeting {list(ranks)}"
+        with open_temporarily(rank_group, name, ranks, monitor=monitor, backend=backend, timeout_s=timeout_s) as group:
+            meeting = _Room(ShardGroup(group, monitor, timeout_s=timeout_s), device, row_s).meeting(ranks)
+        if rank_group.rank == ranks[0]:
+            found.append(meeting)
+    return found
+
+
+class _Room:
+    """Messages of different sizes on one wire."""
+
+    def __init__(self, shard_group: ShardGroup, device: torch.device, row_s: float) -> None:
+        self._shard_group = shard_group
+        self._device = device
+        self._row_s = row_s
+
+    def meeting(self, ranks: Sequence[int]) -> CollectiveTimings:
+        """Returns the seconds of sums and gathers."""
+        sums = [self._time(self._sum(size)) for size in SIZES]
+        gathers = [self._time(self._gather(size)) for size in SIZES]
+        return CollectiveTimings(
+            ranks=tuple(ranks),
+            sums=Curve(sizes=SIZES, seconds=tuple(sums)),
+            gathers=Curve(sizes=SIZES, seconds=tuple(gathers)),
+        )
+
+    def _sum(self, size: int) -> Callable[[], object]:
+        x = torch.zeros(size // 4, device=self._device)
+        return lambda: self._shard_group.sum(x).wait()
+
+    def _gather(self, size: int) -> Callable[[], object]:
+        """Returns the gathering of equal parts of rows of 32 numbers."""
+        rows = size // 128
+        edges = [rows * place // self._shard_group.size for place in range(self._shard_group.size + 1)]
+        segments = [((edges[place], edges[place + 1]),) for place in range(self._shard_group.size)]
+        own = torch.zeros(edges[self._shard_group.rank + 1] - edges[self._shard_group.rank], 32, device=self._device)
+        return lambda: self._shard_group.gather(own, 0, segments).wait()
+
+    def _time(self, act: Callable[[], object]) -> float:
+        """Returns the seconds of one message in a row; the longest of all ranks."""
+        times, seconds = 1, 0.0
+        for _ in range(3):  # warms up, tells how many make a row, counts
+            began = time.perf_counter()
+            for _ in range(times):
+                act()
+            finish(self._device)
+            own = torch.tensor([(time.perf_counter() - began) / times], device=self._device)
+            seconds = float(self._shard_group.sum(own, largest=True).wait()[0])
+            times = max(1, min(100, ceil(self._row_s / max(1e-6, seconds))))
+        return max(seconds, 1e-9)
