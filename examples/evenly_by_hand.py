@@ -36,7 +36,7 @@ def main() -> None:
 
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    model = evenly.synchronize(model, optimizer, every=5)  # nodes average their parameters every 5 steps
+    model = evenly.synchronize(model, optimizer, every=5)  # nodes average every 5 steps
 
     for epoch in range(10):
         sampler.set_epoch(epoch)

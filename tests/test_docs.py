@@ -142,3 +142,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "No issues found" in done.stdout + done.stderr
     assert "synchronize" in (tmp_path / "site" / "api" / "index.html").read_text()
+
+
+def test_the_glossary_is_short() -> None:
+    assert len(re.findall(r"^:   ", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)) <= 35
+
+
+def test_the_readme_fits_its_frame() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 100] == []

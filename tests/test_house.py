@@ -186,6 +186,49 @@ def _root(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def test_class_names_are_unique() -> None:
+    homes: dict[str, list[str]] = {}
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(spot(path, node))
+    assert {name: spots for name, spots in homes.items() if len(spots) > 1} == {}
+
+
+def test_folders_do_not_import_each_other() -> None:
+    """A folder may import what lies deeper in it, and folders that do not import it."""
+    arrows: dict[str, set[str]] = {}
+    for path, tree in trees():
+        own = str(path.parent.relative_to(ROOT))
+        if path.name == "__init__.py" or path.parent == ROOT:
+            continue  # these only pass names on
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("evenly."):
+                target = ROOT.joinpath(*(node.module or "").split(".")[1:])
+                folder = str((target if target.is_dir() else target.parent).relative_to(ROOT))
+                if folder not in (own, "."):  # errors.py lies at the root
+                    arrows.setdefault(own, set()).add(folder)
+    assert _cycles(arrows) == []
+
+
+def _cycles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Returns paths along arrows that lead back to where they began, one for each folder on one."""
+    found = []
+    for start in arrows:
+        paths, seen = [[start]], set[str]()
+        while paths:
+            path = paths.pop()
+            for folder in arrows.get(path[-1], ()):
+                if folder == start:
+                    found.append([*path, start])
+                    paths = []
+                    break
+                if folder not in seen:
+                    seen.add(folder)
+                    paths.append([*path, folder])
+    return found
+
+
 def test_sizes_are_told(record_property: Callable[[str, object], None]) -> None:
     """Sizes are an aim, not a limit: what is larger is only listed."""
     for path, tree in trees():

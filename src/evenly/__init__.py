@@ -1,21 +1,22 @@
 """Train one network on uneven machines.
 
-Names are loaded when first used, so that `evenly --help` and the values of `evenly.spec` need no torch.
+Names are loaded when first used, so that `evenly --help` and the values of `evenly.spec` need no torch. Beside the
+names here these modules are public: `evenly.errors`, `evenly.spec` (values: `Role`, `Exchange`, `Device`, `Node`, ...),
+`evenly.planner` (`simulate`), `evenly.shards`, `evenly.exchange` and `evenly.checkpoints`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from evenly import checkpoints as checkpoints
+    from evenly import errors as errors
+    from evenly import exchange as exchange
+    from evenly import planner as planner
+    from evenly import shards as shards
+    from evenly import spec as spec
     from evenly.batches import feed
-    from evenly.errors import (
-        CheckpointError,
-        EvenlyError,
-        MismatchError,
-        NonFiniteError,
-        PeerError,
-        SpecError,
-    )
+    from evenly.errors import EvenlyError
     from evenly.graph import trace
     from evenly.planner import plan
     from evenly.reports import report
@@ -26,14 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ROOMS = {
-    "evenly.errors": [
-        "CheckpointError",
-        "EvenlyError",
-        "MismatchError",
-        "NonFiniteError",
-        "PeerError",
-        "SpecError",
-    ],
+    "evenly.errors": ["EvenlyError"],
     "evenly.batches": ["feed"],
     "evenly.graph": ["trace"],
     "evenly.reports": ["report"],
@@ -42,24 +36,20 @@ _ROOMS = {
     "evenly.shards": ["verify"],
     "evenly.spec": ["Adaptive", "Cluster", "EveryEpoch", "EverySteps", "Graph", "Plan", "Profile", "Run"],
 }
+_MODULES = ("checkpoints", "errors", "exchange", "planner", "shards", "spec")
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
     "Adaptive",
-    "CheckpointError",
     "Cluster",
     "EvenlyError",
     "EveryEpoch",
     "EverySteps",
     "Graph",
-    "MismatchError",
-    "NonFiniteError",
-    "PeerError",
     "Plan",
     "Profile",
     "Run",
     "Session",
-    "SpecError",
     "discover",
     "feed",
     "measure",
@@ -73,6 +63,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"evenly.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'evenly' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from evenly.comm import open_group
+from evenly.comm.blocks.slice import Slice
 from evenly.errors import SpecError
 from evenly.exchange import add_codec
-from evenly.exchange.anchors import Anchors, Slice
+from evenly.exchange.anchors import Anchors
 from evenly.exchange.membership import Quorum
 from evenly.exchange.payload import Agreed, _add_state
 from evenly.exchange.tensors.fragments import split, within

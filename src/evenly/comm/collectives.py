@@ -46,7 +46,8 @@ class CollectiveWaiter:
     def wait(self, graph_costs: Iterable[dist.Work], *, waits_for_ranks: bool = False) -> None:
         """Returns when all `graph_costs` are done; raises `PeerError` for a rank that failed, left or did not come.
 
-        A `waits_for_ranks` is a small message that only waits for others to come: who waits long there tells the others.
+        With `waits_for_ranks` it is a small message that only waits for others to come: a rank that waits long tells the
+        others.
         """
         if self.watch is not None:
             self.watch.pause()

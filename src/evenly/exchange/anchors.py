@@ -18,22 +18,13 @@ import torch
 import torch.distributed as dist
 
 from evenly.comm import CollectiveWaiter, all_gather, all_reduce, all_to_all, to_device, to_host
+from evenly.comm.blocks.slice import Slice
 from evenly.errors import MismatchError, NonFiniteError, SpecError
 from evenly.exchange.codecs import Codec, find_codec
 from evenly.exchange.membership import Quorum
 from evenly.spec import Exchange, Outer
 
 NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
-
-
-@dataclass
-class Slice:
-    """A flat vector that one rank of every node speaks for; `group` has these ranks in the order of the nodes."""
-
-    values: torch.Tensor  # before: of this node; after: those agreed on, or the change to them
-    group: dist.ProcessGroup
-    key: str = ""  # of the point that is remembered; without one the values are averaged as they are
-    change: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from evenly._torch.operators import add_all_, copy_all_
 from evenly.comm.blocks.reducer import PackedSlice
 from evenly.comm.blocks.replicas import FLAT
+from evenly.comm.blocks.slice import Slice
 from evenly.errors import CheckpointError
-from evenly.exchange.anchors import Slice
 from evenly.exchange.tensors.flat import Flat, real
 from evenly.exchange.tensors.optimizer_state import StateEntry
 

@@ -1,7 +1,7 @@
 """What averages gradients inside a node promises, and when a step may use them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,7 +12,6 @@ from evenly._torch.autograd import version_of
 from evenly.comm import CollectiveWaiter, FailureMonitor, all_reduce, to_device, to_host
 from evenly.errors import SpecError
 from evenly.gradients.forwards import Forward, ForwardLog, uncounted
-from evenly.schedule.step_clock import StepClock
 
 
 class Verdict(Protocol):
@@ -35,7 +34,7 @@ class Gradients(ABC):
 
     step: int = 1  # the step that the next backward belongs to
     pending: bool = False  # a backward was averaged and no step has used it yet
-    clock: StepClock | None = None  # told when this rank's own backward is done
+    on_backward_done: Callable[[], None] | None = None  # called when this rank's own backward is done
     sent_bytes: int = 0  # to other ranks, for all gradients so far
     _speaks: bool = True  # whether this rank answers for its batch; of a network cut over ranks one does
 

@@ -186,8 +186,8 @@ class NodeGradients(Gradients):
     def _send(
         self, averaging: BucketAveraging, forwards: Sequence[Forward], held: list[bool], device: torch.device
     ) -> None:
-        if self.clock is not None:
-            self.clock.end()
+        if self.on_backward_done is not None:
+            self.on_backward_done()
         self._start(averaging, forwards)
         averaging.close(device, held)
         ranks = self._group.size()

@@ -126,8 +126,8 @@ class ReplicaGradients(Gradients):
             self._note_gradients()
             return
         self._begun = False
-        if self.clock is not None:
-            self.clock.end()
+        if self.on_backward_done is not None:
+            self.on_backward_done()
         weight = self._weight(forwards)
         self._was_averaged(weight, uncounted(forwards))
         waiter = CollectiveWaiter(

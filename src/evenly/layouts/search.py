@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from evenly.errors import SpecError
 from evenly.layouts.cuts import DimCuts
+from evenly.layouts.graph_work import work_of
 from evenly.layouts.layer_context import LayerContext, LayerOption, State
 from evenly.layouts.preferred_units import PreferredUnits, channels_of, preferred_units_of
 from evenly.layouts.rules import options_of
-from evenly.planner.costs import work_of
 from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, Choice, Move, MoveName, TensorPlacement
 

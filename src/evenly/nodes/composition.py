@@ -25,7 +25,7 @@ def compose_synchronized(
     find_unused_parameters: bool = False,
     parent: FailureMonitor | None = None,
 ) -> Synchronized:
-    """Returns `module`, whole or cut over ranks, kept in step with the ranks of `rank_group`; every rank calls it together.
+    """Returns `module`, whole or cut over ranks, kept in step with the ranks of `rank_group`; all of them call it.
 
     Sessions, loops by hand and trial steps all come here, so that what a network cut over ranks needs (a scaler that
     looks at all ranks, the places of factored optimizer state) is given in all of them.

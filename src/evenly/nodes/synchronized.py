@@ -77,7 +77,7 @@ class Synchronized(torch.nn.Module):
             self._optimized = OptimizedParameters(module, optimizer)
             self._gradients = replica_exchange.gradients(module, find_unused_parameters=find_unused_parameters)
             self.clock = StepClock(next(module.parameters(), torch.empty(0)).device)
-            self._gradients.clock = self.clock
+            self._gradients.on_backward_done = self.clock.end
             self._shard_group = shard_group_of(module)
             if self._shard_group is not None:
                 self._shard_group.watch(self.clock)

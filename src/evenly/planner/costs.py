@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from evenly.layouts.graph_work import work_of
 from evenly.layouts.preferred_units import PreferredUnits, preferred_units_of
 from evenly.spec.exchange import Exchange
 from evenly.spec.graph import Graph, Layer
 from evenly.spec.layout import Choice, Layout, Move
 from evenly.spec.profile import CollectiveTimings, DeviceProfile, Profile, Rate
 
-POINTWISE = 12  # work of one element of an operation that only moves memory, in floating-point operations
 FORWARD = 1 / 3  # of the time of a layer
 BUCKETS_BYTES = 25 * 2**20  # in which DDP sends gradients
 
@@ -78,11 +78,6 @@ class GraphCosts:
         others = sum(weight for name, weight in self.weights.items() if name not in known)
         fitting = min(1.0, whole / measured) if measured else 1.0  # layers one by one can take longer than together
         return DeviceCosts(self, device, known, fitting, (whole - fitting * measured) / others if others else 0.0)
-
-
-def work_of(layer: Layer) -> float:
-    """Returns the floating-point operations of forward and backward, those that only move memory included."""
-    return 3.0 * layer.flops + POINTWISE * sum(tensor.numel for tensor in layer.outputs)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from evenly.comm import CollectiveWaiter, all_reduce, broadcast, close_groups, to_host
 from evenly.comm.blocks.index_blocks import Side, Where, index_blocks
 from evenly.comm.blocks.replicas import FLAT, ReplicaRanks, Shape
-from evenly.exchange.anchors import Slice
+from evenly.comm.blocks.slice import Slice
 
 Items = Sequence[tuple[str, torch.Tensor]]  # the tensor of whose form it is, or FLAT, and this rank's part
 Ranks = tuple[int, ...]
