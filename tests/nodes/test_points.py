@@ -17,8 +17,8 @@ from tests.ranks import run_ranks
 
 
 class _Patient:
-    def wait(self, graph_costs, waits_for_ranks=False):
-        for work in graph_costs:
+    def wait(self, works, waits_for_ranks=False):
+        for work in works:
             work.wait()
 
 

@@ -43,21 +43,21 @@ class CollectiveWaiter:
         self.on_quiet: Callable[[], None] | None = None  # called once in a wait that is not short
         self.watch: PausableClock | None = None
 
-    def wait(self, graph_costs: Iterable[dist.Work], *, waits_for_ranks: bool = False) -> None:
-        """Returns when all `graph_costs` are done; raises `PeerError` for a rank that failed, left or did not come.
+    def wait(self, works: Iterable[dist.Work], *, waits_for_ranks: bool = False) -> None:
+        """Returns when all `works` are done; raises `PeerError` for a rank that failed, left or did not come.
 
-        With `waits_for_ranks` it is a small message that only waits for others to come: a rank that waits long tells the
-        others.
+        With `waits_for_ranks` it is a small message that only waits for others to come: a rank that waits long tells
+        the others.
         """
         if self.watch is not None:
             self.watch.pause()
-        self._wait(graph_costs, waits_for_ranks=waits_for_ranks)
+        self._wait(works, waits_for_ranks=waits_for_ranks)
         if self.watch is not None:
             self.watch.resume()
 
-    def _wait(self, graph_costs: Iterable[dist.Work], *, waits_for_ranks: bool) -> None:
+    def _wait(self, works: Iterable[dist.Work], *, waits_for_ranks: bool) -> None:
         clock, told = AwakeClock(), self.on_quiet is None
-        for work in graph_costs:
+        for work in works:
             done = threading.Event()
             work.get_future().add_done_callback(partial(_set, done))
             while not done.wait(0.1):

@@ -45,11 +45,11 @@ class PendingTensor:
     def __init__(
         self,
         finish: Callable[[], torch.Tensor],
-        graph_costs: Sequence[dist.Work] = (),
+        works: Sequence[dist.Work] = (),
         waiter: CollectiveWaiter | None = None,
     ):
         self._finish = finish
-        self._works = graph_costs
+        self._works = works
         self._waiter = waiter
 
     def wait(self) -> torch.Tensor:
