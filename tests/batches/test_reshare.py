@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from evenly import SpecError
 from evenly.batches import Feed
+from evenly.errors import SpecError
 from tests.batches.samples import Numbers, Stream, cases, epoch_of, feeds, taken
 
 SHARES = st.integers(1, 7)

@@ -19,8 +19,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from evenly import SpecError
 from evenly.batches import Feed
+from evenly.errors import SpecError
 from tests.batches.samples import Numbers, Stream, cases, epoch_of, feeds, taken
 
 

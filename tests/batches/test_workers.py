@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from evenly import SpecError
 from evenly.batches import Feed
+from evenly.errors import SpecError
 from tests.batches.samples import Numbers, Stream, epoch_of, feeds, taken
 from tests.batches.test_streams import Divided, DropoutStream
 

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from evenly import CheckpointError, Session, SpecError
+from evenly import Session
 from evenly.cli import main
+from evenly.errors import CheckpointError, SpecError
 from evenly.lab import load_cluster
 from evenly.recipes.fashion import FashionConfig
 from evenly.spec import Cluster, Graph, Plan, Profile, Run

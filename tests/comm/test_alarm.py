@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from evenly import EvenlyError, PeerError
+from evenly import EvenlyError
 from evenly.comm import CollectiveWaiter, FailureMonitor, RankGroup, all_reduce, first_line, open_group
-from evenly.errors import DataError
+from evenly.errors import DataError, PeerError
 from tests.ranks import RankError, run_ranks
 
 SOON_S = 2.0

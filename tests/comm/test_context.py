@@ -49,7 +49,7 @@ def test_an_error_inside_a_group_of_some_ranks_reaches_all():
     def act(rank_group: RankGroup) -> None:
         with open_context(rank_group, "all", **LIMITS) as context:
             if rank_group.rank < 2:
-                limits = {"alarm": context.monitor, "backend": "gloo", "timeout_s": 20.0}
+                limits = {"monitor": context.monitor, "backend": "gloo", "timeout_s": 20.0}
                 with open_temporarily(rank_group, "some", [0, 1], **limits) as group:
                     assert group.size() == 2
                     if rank_group.rank == 0:

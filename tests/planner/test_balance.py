@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenly import SpecError
+from evenly.errors import SpecError
 from evenly.planner import balance
 from evenly.planner.balance import _steadily
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from evenly import SpecError, trace
+from evenly import trace
+from evenly.errors import SpecError
 from evenly.planner import plan, simulate
 from evenly.planner.memory import MemoryNeed
 from evenly.planner.reasons import why_cut

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from evenly import SpecError
+from evenly.errors import SpecError
 from evenly.recipes.fashion import FashionConfig
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from evenly import Run, SpecError
+from evenly import Run
+from evenly.errors import SpecError
 from evenly.recipes.fashion import FashionConfig, train_fashion
 from evenly.recipes.resnet import SmallResNet
 from evenly.reports import row_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly import SpecError
+from evenly.errors import SpecError
 from evenly.recipes.published import PublishedCifarNet, PublishedMnistNet
 
 CIFAR, MNIST = torch.zeros(2, 3, 32, 32), torch.zeros(2, 1, 28, 28)

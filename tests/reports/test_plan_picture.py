@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from evenly import SpecError
+from evenly.errors import SpecError
 from evenly.reports import Panel, draw_picture, plan_picture, rank_rows, require_picture
 from tests.reports.plans import planned
 

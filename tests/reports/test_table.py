@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import given
 
-from evenly import Run, SpecError, report
+from evenly import Run, report
+from evenly.errors import SpecError
 from evenly.reports import HEADERS, TableRow, cells, notes, row_of
 from tests.reports.runs import WARM, checkpoint, epoch, failed, finished, measured, started, steps, write
 from tests.spec.values import runs

@@ -5,10 +5,10 @@ import hashlib
 import pytest
 import torch
 
-from evenly import CheckpointError
 from evenly.checkpoints import folder
 from evenly.checkpoints.merge import merge
 from evenly.checkpoints.tree import flatten, restore
+from evenly.errors import CheckpointError
 
 
 def seal(root, name, value=1):

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from evenly import CheckpointError, Session
+from evenly import Session
 from evenly.checkpoints import ownership
 from evenly.checkpoints.ownership import OWNER, is_held_by, take_folder
+from evenly.errors import CheckpointError
 from tests.processes import Rank, collect, start_processes
 from tests.ranks import ragged
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from evenly import SpecError
 from evenly.comm import RankGroup
+from evenly.errors import SpecError
 from evenly.nodes.composition import require_scaler
 from evenly.session.sharding import plan_replicas
 from evenly.shards import GradScaler, shard_model

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from evenly import MismatchError, Plan, SpecError
+from evenly import Plan
 from evenly.comm import RankGroup
+from evenly.errors import MismatchError, SpecError
 from evenly.graph import trace
 from evenly.layouts import lay_out
 from evenly.shards import shard_model

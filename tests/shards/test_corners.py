@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from evenly import SpecError, trace
+from evenly import trace
 from evenly.comm import RankGroup
+from evenly.errors import SpecError
 from evenly.graph import follow
 from evenly.layouts import TransferCosts, lay_out
 from evenly.shards import Lamb, clip_grad_norm_, full_state_dict, join_shards, shard_model

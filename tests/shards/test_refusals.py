@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from evenly import MismatchError, SpecError, trace
+from evenly import trace
 from evenly.comm import RankGroup
+from evenly.errors import MismatchError, SpecError
 from evenly.shards import full_state_dict, shard_model
 from tests.ranks import RankError, run_ranks
 from tests.shards.compare import compare

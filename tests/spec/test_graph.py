@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from evenly import SpecError
+from evenly.errors import SpecError
 from evenly.spec import Graph
 from tests.reports.plans import graph_of
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenly import EverySteps, SpecError
+from evenly import EverySteps
+from evenly.errors import SpecError
 from evenly.spec import EveryEpoch, EveryGradient, period_of
 from tests.spec.values import periods
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 
-from evenly import SpecError
+from evenly.errors import SpecError
 from evenly.spec import (
     Cluster,
     Device,

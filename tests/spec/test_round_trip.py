@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from evenly import SpecError
+from evenly.errors import SpecError
 from evenly.spec import Cluster, EverySteps, Measured, Period, Plan, Run
 from tests.spec.values import clusters, forecasts, periods, plans, profiles, runs
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenly import Run, SpecError
+from evenly import Run
+from evenly.errors import SpecError
 from evenly.spec import EpochDone, Measured, RunFailed, StepsDone
 from tests.spec.values import events
 

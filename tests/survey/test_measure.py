@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from evenly import Profile, SpecError
+from evenly import Profile
+from evenly.errors import SpecError
 from evenly.graph import Traced, follow
 from evenly.spec import Curve, DeviceProfile
 from evenly.survey.devices import DeviceSurvey

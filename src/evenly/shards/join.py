@@ -21,6 +21,7 @@ from evenly.comm import (
 from evenly.errors import SpecError
 from evenly.graph import Example, Traced, follow
 from evenly.layouts import lay_out
+from evenly.shards.optim.probe import watch_optimizers
 from evenly.shards.parts.local_shards import LocalShard
 from evenly.shards.run.cutting import copy_tree, cut_model
 from evenly.shards.run.rank_check import mark_uncut, tally_of
@@ -92,7 +93,9 @@ def _join(
     local = cut_model(traced, layout, shard_group, share=lambda tensor: stage.broadcast(tensor, source))
     if shard_group.size > 1:
         mark_uncut(traced.model.parameters(), tally_of(shard_group))
-    return Sharded(traced, layout, shard_group, local, seed=seed, stage=stage, source=source)
+    sharded = Sharded(traced, layout, shard_group, local, seed=seed, stage=stage, source=source)
+    sharded.on_close.append(watch_optimizers())
+    return sharded
 
 
 def example_of(layout: Layout) -> dict[str, torch.Tensor]:
@@ -109,7 +112,9 @@ def _left_out(traced: Traced, layout: Layout, alone: ShardGroup, stage: ShardGro
         stage.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), source)
         return LocalShard(name, tensor.shape, alone, 0, ((),)) if tensor.ndim else LocalShard(name, tensor.shape, alone)
 
-    return Sharded(traced, layout, alone, copy_tree(traced, nothing), seed=0, stage=stage, source=source)
+    sharded = Sharded(traced, layout, alone, copy_tree(traced, nothing), seed=0, stage=stage, source=source)
+    sharded.on_close.append(watch_optimizers())
+    return sharded
 
 
 def _settings(traced: Traced, layout: Layout) -> list[str]:

@@ -17,7 +17,6 @@ from evenly._torch.modules import WatchedModule, child_names, is_registered, sha
 from evenly.comm import ShardGroup, Traffic, close_groups, first_line
 from evenly.errors import SpecError
 from evenly.graph import Traced, refuse_strange_tensors
-from evenly.shards.optim.probe import watch_optimizers
 from evenly.shards.parts.guard import apart, guard, unguarded
 from evenly.shards.parts.local_shards import local_shard_of, place
 from evenly.shards.run.dropout import DropoutStream
@@ -29,7 +28,7 @@ from evenly.spec.layout import Layout
 
 OWN = {
     "layout",
-    "wire",
+    "shard_group",
     "_dropout_stream",
     "_signature",
     "_shapes",
@@ -39,7 +38,7 @@ OWN = {
     "_program",
     "_plain",
 }
-OWN |= {"_stand", "_passes", "_is_closed", "_network", "_traced_program", "_rank_check", "_unwatch_optimizers"}
+OWN |= {"_stand", "_passes", "_is_closed", "_network", "_traced_program", "_rank_check", "on_close"}
 OWN |= {"on_first_batch"}
 
 
@@ -88,7 +87,7 @@ class Sharded(WatchedModule):
         self._stand = (0, False, 0)  # the samples, the mode and the trace of the last pass
         self._is_closed = False
         self.on_first_batch: Callable[[Mapping[str, Any]], None] | None = None  # is given the arguments of forward
-        self._unwatch_optimizers = watch_optimizers()
+        self.on_close: list[Callable[[], None]] = []
         self._network = [local]  # no child of this one; it keeps the attributes of the network
 
     def __getattr__(self, name: str) -> Any:
@@ -258,7 +257,8 @@ class Sharded(WatchedModule):
         """Ends the connections; the module can no longer be called, nor its full state be collected."""
         self._is_closed = True
         self._rank_check.end()
-        self._unwatch_optimizers()
+        for act in self.on_close:
+            act()
         if self._stage is not self.shard_group:
             close_groups([self._stage.group], failed=self.shard_group.monitor.has_failed)
         self.shard_group.close()
