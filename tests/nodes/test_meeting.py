@@ -5,33 +5,36 @@ import torch
 
 from evenly.comm import CollectiveWaiter, FailureMonitor, open_group, owners_of_slices
 from evenly.comm.blocks.reducer import BlockReducer
-from evenly.comm.blocks.replicas import FLAT, Replica, TensorCut, whole_replicas
+from evenly.comm.blocks.replicas import FLAT, ReplicaRanks, TensorCut, whole_replicas
 from tests.ranks import run_ranks
 
 SHAPES = {"rows": (7, 4), "mixed": (5, 6, 3), "whole": (4, 9), "number": (), "thin": (1, 5), "empty": (0, 3)}
-FIRST = Replica(
+SHAPES["complex number"] = ()  # it travels as a pair of numbers
+FIRST = ReplicaRanks(
     (0, 1, 2),
     {
         "rows": TensorCut(0, (((5, 7), (0, 1)), (), ((1, 5),))),
         "mixed": TensorCut(1, (((0, 2),), ((2, 3), (4, 6)), ((3, 4),))),
         "whole": TensorCut(),
         "number": TensorCut(),
+        "complex number": TensorCut(),
         "thin": TensorCut(0, ((), ((0, 1),), ())),
         "empty": TensorCut(0, ((), (), ())),
     },
 )
-SECOND = Replica(
+SECOND = ReplicaRanks(
     (3, 4),
     {
         "rows": TensorCut(1, (((0, 3),), ((3, 4),))),
         "mixed": TensorCut(0, (((3, 5),), ((0, 3),))),
         "whole": TensorCut(1, (((0, 4), (8, 9)), ((4, 8),))),
         "number": TensorCut(),
+        "complex number": TensorCut(),
         "thin": TensorCut(),
         "empty": TensorCut(),
     },
 )
-THIRD = Replica((5,), dict.fromkeys(SHAPES, TensorCut()))
+THIRD = ReplicaRanks((5,), dict.fromkeys(SHAPES, TensorCut()))
 MEETINGS = {
     "two replicas": [[FIRST], [SECOND]],
     "three replicas": [[SECOND], [FIRST], [THIRD]],
@@ -49,8 +52,9 @@ def part(full, form, place):
 
 def values(side, dtype=torch.float64):
     g = torch.Generator().manual_seed(side)
+    shapes = {**SHAPES, "complex number": (2,)}
     return {
-        name: torch.randn(shape, generator=g, dtype=torch.float64).mul(50).to(dtype) for name, shape in SHAPES.items()
+        name: torch.randn(shape, generator=g, dtype=torch.float64).mul(50).to(dtype) for name, shape in shapes.items()
     }
 
 

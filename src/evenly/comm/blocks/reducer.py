@@ -70,6 +70,7 @@ class BlockReducer:
         self._labels = labels or {}
         self._own = next(place for place, side in enumerate(sides) if any(rank in r.everybody for r in side))
         self._routes = {tensor: self._route(tensor, shape or (1,)) for tensor, shape in shapes.items()}
+        self._scalars = {tensor for tensor, shape in shapes.items() if not shape}
         self._vectors: dict[int, Route] = {}  # flat ones, by their length
         circles = {ranks for route in self._routes.values() for ranks in (*route.sums, *(c for c, _ in route.casts))}
         known = groups or {}
@@ -130,11 +131,15 @@ class BlockReducer:
 
     def _sums(self, items: Items) -> Iterator[tuple[Ranks, list[torch.Tensor]]]:
         for together in _together(items):
-            yield from _by_circle((tensor, self._route_of(name, tensor).sums) for name, tensor in together)
+            yield from _by_circle((self._indexed(*item), self._route_of(*item).sums) for item in together)
 
     def _casts(self, items: Items) -> Iterator[tuple[tuple[Ranks, int], list[torch.Tensor]]]:
         for together in _together(items):
-            yield from _by_circle((tensor, self._route_of(name, tensor).casts) for name, tensor in together)
+            yield from _by_circle((self._indexed(*item), self._route_of(*item).casts) for item in together)
+
+    def _indexed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor with a dim to index also where it is a scalar; a complex one is a pair of numbers here."""
+        return tensor.detach()[None] if name in self._scalars else tensor.detach()
 
     def _route_of(self, name: str, tensor: torch.Tensor) -> Route:
         return self._vector(tensor.numel()) if name == FLAT else self._routes.get(name, Route())
@@ -187,13 +192,8 @@ def _by_circle(
     found: dict[Circle, list[torch.Tensor]] = {}
     for tensor, blocks in routed:
         for circle, places in blocks.items():
-            found.setdefault(circle, []).extend(_dense(tensor)[where] for where in places)
+            found.setdefault(circle, []).extend(tensor[where] for where in places)
     yield from found.items()
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    detached = tensor.detach()
-    return detached if detached.ndim else detached.view(1)
 
 
 def scale(buffer: torch.Tensor, weight: float) -> None:
