@@ -18,8 +18,8 @@ class Decision:
     """A value of which Python asked the truth, the number or the length, and what it was told."""
 
     name: str
-    asked: Callable[[Any], Any]
-    told: Any
+    evaluate: Callable[[Any], Any]  # bool, len, or the number itself
+    result: Any
     where: str
 
 
@@ -28,7 +28,7 @@ class Decisions:
     """All that one traced forward decided; `require` raises where another batch would decide otherwise."""
 
     program: fx.GraphModule | None = None
-    made: list[Decision] = field(default_factory=list)
+    entries: list[Decision] = field(default_factory=list)
     conditions: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)  # of torch.export
 
     def require(self, model: str, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -36,37 +36,37 @@ class Decisions:
         sizes = {name: tuple(x.shape[:1]) for name, x in inputs.items()}
         for condition, symbols in self.conditions:
             _require_condition(condition, symbols, inputs, model)
-        if self.program is None or not self.made:
+        if self.program is None or not self.entries:
             return
         order = [str(node.target) for node in self.program.graph.nodes if node.op == "placeholder"]
-        found = Shapes(self.program, may_overwrite=True).run(*[inputs.get(name) for name in order])
-        for decision, value in zip(self.made, found, strict=True):
-            if decision.asked(value) != decision.told:
+        values = Shapes(self.program, may_overwrite=True).run(*[inputs.get(name) for name in order])
+        for decision, value in zip(self.entries, values, strict=True):
+            if decision.evaluate(value) != decision.result:
                 raise SpecError(
                     f"forward of {model} was traced with an example for which {decision.name!r} in "
-                    f"{decision.where or 'its forward'!r} was {decision.told}; for inputs of {sizes} samples it is "
-                    f"{decision.asked(value)}, and forward may do other things. Give batches as the example was, or "
+                    f"{decision.where or 'its forward'!r} was {decision.result}; for inputs of {sizes} samples it is "
+                    f"{decision.evaluate(value)}, and forward may do other things. Give batches as the example was, or "
                     "move what depends on the batch into a module of its own."
                 )
 
 
-def decisions_of(root: torch.nn.Module, graph: fx.Graph, made: list[tuple[fx.Node, Decision]]) -> Decisions:
+def decisions_of(root: torch.nn.Module, graph: fx.Graph, decided_nodes: list[tuple[fx.Node, Decision]]) -> Decisions:
     """Returns the decisions with the part of the graph that they were made of."""
-    if not made:
+    if not decided_nodes:
         return Decisions()
-    needed, todo = set(), [node for node, _ in made]
-    while todo:
-        node = todo.pop()
+    needed, pending = set(), [node for node, _ in decided_nodes]
+    while pending:
+        node = pending.pop()
         if node not in needed:
             needed.add(node)
-            todo += node.all_input_nodes
+            pending += node.all_input_nodes
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node in needed or node.op == "placeholder":
             copies[node] = part.node_copy(node, lambda n: copies[n])
-    part.output(tuple(copies[node] for node, _ in made))
-    return Decisions(fx.GraphModule(root, part), [decision for _, decision in made])
+    part.output(tuple(copies[node] for node, _ in decided_nodes))
+    return Decisions(fx.GraphModule(root, part), [decision for _, decision in decided_nodes])
 
 
 def _require_condition(condition: Any, symbols: dict[str, Any], inputs: Mapping[str, torch.Tensor], model: str) -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from evenly._torch.operators import OpOverload, out_of_place
 from evenly.errors import SpecError
-from evenly.graph.own import function_name, is_own_function, module_name
+from evenly.graph.own import function_name, is_torch_function, module_name
 
 IN_PLACE = {
     operator.iadd: operator.add,
@@ -76,30 +76,30 @@ def lower(traced: fx.GraphModule) -> None:
     """Brings a traced graph into plain form, in place."""
     graph = traced.graph
     _share_attributes(traced)
-    _leave_in_place(graph)
+    _replace_in_place_operations(graph)
     for node in list(graph.nodes):
         name = name_of(node)
         if node.op in ("call_function", "call_method"):
             node.kwargs = {_NUMPY.get(key, key): value for key, value in node.kwargs.items()}
-        if node.op != "call_function" or not is_own_function(node.target):
+        if node.op != "call_function" or not is_torch_function(node.target):
             continue
-        _place_arguments(node, name)
+        _make_positional(node, name)
         if node.target in CONVS or (name.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose"))):
-            _part_bias(node, 2, dim=-1 - int(name[name.index("d") - 1]))
+            _split_bias(node, 2, dim=-1 - int(name[name.index("d") - 1]))
             _subsample(traced, node)
         elif name == "linear":
-            _part_bias(node, 2, dim=-1)
+            _split_bias(node, 2, dim=-1)
         elif name == "addmm" and len(node.args) == 3 and not node.kwargs:
-            _open_addmm(node)
+            _decompose_addmm(node)
         elif name == "glu":
-            _open_glu(node)
+            _decompose_glu(node)
         elif node.target is getattr and node.args[1] == "mT":
-            _open_transpose(node)
+            _decompose_transpose(node)
     graph.eliminate_dead_code()
     graph.lint()
 
 
-def _place_arguments(node: fx.Node, name: str) -> None:
+def _make_positional(node: fx.Node, name: str) -> None:
     """Lets tensors that were given by keyword (`F.linear(input=x, weight=w)`) stand where the tables look for them."""
     names = next((order for kinds, order in LEADING if name.startswith(kinds)), ("input", "other"))
     args, kwargs = list(node.args), dict(node.kwargs)
@@ -110,24 +110,24 @@ def _place_arguments(node: fx.Node, name: str) -> None:
 
 def _share_attributes(traced: fx.GraphModule) -> None:
     """Lets tied parameters be one node, and places every parameter right where it is first used."""
-    first: dict[int, fx.Node] = {}
+    first_nodes: dict[int, fx.Node] = {}
     for node in list(traced.graph.nodes):
         if node.op != "get_attr":
             continue
         value = operator.attrgetter(str(node.target))(traced)
-        known = first.setdefault(id(value), node)
-        if known is not node:
-            node.replace_all_uses_with(known)
+        first_node = first_nodes.setdefault(id(value), node)
+        if first_node is not node:
+            node.replace_all_uses_with(first_node)
             traced.graph.erase_node(node)
 
 
-def _leave_in_place(graph: fx.Graph) -> None:
+def _replace_in_place_operations(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         target: Callable[..., Any] | str | None = None
         _refuse_overwriting(node)
         if node.op == "call_function" and node.target in IN_PLACE:
             target = IN_PLACE[node.target]
-        elif node.op == "call_function" and not is_own_function(node.target):
+        elif node.op == "call_function" and not is_torch_function(node.target):
             target = None  # whether it changes its inputs is seen when it is run
         elif node.op == "call_function" and isinstance(node.target, OpOverload):
             target = out_of_place(node.target)
@@ -158,7 +158,7 @@ def _leave_in_place(graph: fx.Graph) -> None:
         node.target = target
         if not _is_number(changed):
             _refuse_views(changed, node)
-            _later_see(changed, node)
+            _redirect_later_users(changed, node)
 
 
 def _refuse_overwriting(node: fx.Node) -> None:
@@ -188,21 +188,21 @@ def _is_number(node: fx.Node) -> bool:
 
 def _refuse_views(changed: fx.Node, node: fx.Node) -> None:
     """Raises `SpecError` where another tensor shares memory with the one that is changed, and is used afterwards."""
-    order = {n: place for place, n in enumerate(node.graph.nodes)}
-    family, todo = {changed}, [changed]
-    while todo:
-        here = todo.pop()
-        near = [
-            n for n in here.users if name_of(n) in VIEWS and n.all_input_nodes[0] is here and order[n] < order[node]
+    order = {n: position for position, n in enumerate(node.graph.nodes)}
+    aliases, pending = {changed}, [changed]
+    while pending:
+        alias = pending.pop()
+        neighbours = [
+            n for n in alias.users if name_of(n) in VIEWS and n.all_input_nodes[0] is alias and order[n] < order[node]
         ]
-        near += here.all_input_nodes[:1] if name_of(here) in VIEWS else []
-        todo += [n for n in near if n not in family]
-        family |= set(near)
-    late = [n for n in family - {changed} for user in n.users if order[user] > order[node]]
-    if late:
+        neighbours += alias.all_input_nodes[:1] if name_of(alias) in VIEWS else []
+        pending += [n for n in neighbours if n not in aliases]
+        aliases |= set(neighbours)
+    used_later = [n for n in aliases - {changed} for user in n.users if order[user] > order[node]]
+    if used_later:
         raise SpecError(
-            f"forward changes {changed.name!r} in place, which shares memory with {late[0].name!r} that is used later. "
-            "Write the change as a new tensor, such as x = x + 1 instead of x += 1."
+            f"forward changes {changed.name!r} in place, but {used_later[0].name!r}, which shares memory with it, is "
+            "used later. Write the change as a new tensor, such as x = x + 1 instead of x += 1."
         )
 
 
@@ -211,20 +211,20 @@ def _module(node: fx.Node) -> nn.Module | None:
     return owner.get_submodule(str(node.target)) if owner is not None else None
 
 
-def _later_see(changed: fx.Node, result: fx.Node) -> None:
+def _redirect_later_users(changed: fx.Node, result: fx.Node) -> None:
     """Whoever used `changed` after it was changed in place uses the result instead."""
-    seen = False
+    is_after_result = False
     later = set()
     for node in result.graph.nodes:
-        if seen:
+        if is_after_result:
             later.add(node)
-        seen = seen or node is result
+        is_after_result = is_after_result or node is result
     for user in list(changed.users):
         if user in later:
             user.replace_input_with(changed, result)
 
 
-def _part_bias(node: fx.Node, position: int, *, dim: int) -> None:
+def _split_bias(node: fx.Node, position: int, *, dim: int) -> None:
     """Computes without bias, then adds it: a sum over ranks may have to come between."""
     bias = node.args[position] if len(node.args) > position else node.kwargs.get("bias")
     if bias is None or not _is_plain_bias(node, bias):
@@ -244,8 +244,8 @@ def _is_plain_bias(node: fx.Node, bias: Any) -> bool:
     owner = node.graph.owning_module
     if not isinstance(bias, fx.Node) or bias.op != "get_attr" or owner is None:
         return True
-    found = operator.attrgetter(str(bias.target))(owner)
-    return not isinstance(found, torch.Tensor) or (found.ndim == 1 and found.numel() > 1)
+    value = operator.attrgetter(str(bias.target))(owner)
+    return not isinstance(value, torch.Tensor) or (value.ndim == 1 and value.numel() > 1)
 
 
 def _subsample(traced: fx.GraphModule, node: fx.Node) -> None:
@@ -267,7 +267,7 @@ def _subsample(traced: fx.GraphModule, node: fx.Node) -> None:
     node.args = (fewer, weight, node.args[2], (1,) * len(kernel), *node.args[4:])
 
 
-def _open_addmm(node: fx.Node) -> None:
+def _decompose_addmm(node: fx.Node) -> None:
     bias, x, weight = node.args
     with node.graph.inserting_before(node):
         product = node.graph.call_function(torch.matmul, (x, weight))
@@ -276,14 +276,14 @@ def _open_addmm(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _open_transpose(node: fx.Node) -> None:
+def _decompose_transpose(node: fx.Node) -> None:
     with node.graph.inserting_before(node):
-        turned = node.graph.call_method("transpose", (node.args[0], -2, -1))
-    node.replace_all_uses_with(turned)
+        transposed = node.graph.call_method("transpose", (node.args[0], -2, -1))
+    node.replace_all_uses_with(transposed)
     node.graph.erase_node(node)
 
 
-def _open_glu(node: fx.Node) -> None:
+def _decompose_glu(node: fx.Node) -> None:
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
     with node.graph.inserting_before(node):
         halves = node.graph.call_method("chunk", (node.args[0], 2), {"dim": dim})

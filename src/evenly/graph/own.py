@@ -30,16 +30,16 @@ PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 @cache
 def _functions() -> frozenset[Any]:
     """Returns the functions that rules may know by name."""
-    homes = (torch, F, operator, builtins, torch.special, FUNCTIONAL)
-    found = {value for home in homes for value in vars(home).values() if _is_function(value)}
-    return frozenset(found)
+    namespaces = (torch, F, operator, builtins, torch.special, FUNCTIONAL)
+    functions = {value for namespace in namespaces for value in vars(namespace).values() if _is_function(value)}
+    return frozenset(functions)
 
 
 def _is_function(value: Any) -> bool:
     return isinstance(value, FunctionType | BuiltinFunctionType) or value is getattr
 
 
-def is_own_function(target: Any) -> bool:
+def is_torch_function(target: Any) -> bool:
     """Whether a function or operator is torch's or Python's, or one that this package puts into graphs."""
     if isinstance(target, OpOverload):
         return target.namespace in NAMESPACES
@@ -55,34 +55,35 @@ def function_name(target: Any) -> str:
     """Returns the bare name of torch's functions and operators; of others the full name, which has no rule."""
     if isinstance(target, OpOverload):
         name = operator_name(target)
-        return name.split("::")[1] if is_own_function(target) else name
-    if isinstance(target, OpOverloadPacket) and not is_own_function(target):
+        return name.split("::")[1] if is_torch_function(target) else name
+    if isinstance(target, OpOverloadPacket) and not is_torch_function(target):
         return packet_name(target)
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or type(target).__name__
-    if is_own_function(target):
+    if is_torch_function(target):
         return str(getattr(target, "__name__", name))
     return f"{getattr(target, '__module__', None) or type(target).__module__}:{name}"
 
 
-def is_own_class(kind: type) -> bool:
+def is_torch_class(kind: type) -> bool:
     """Whether a class is torch's, and its forward is the one that it came with."""
     if not kind.__module__.startswith("torch."):
         return False
-    home = sys.modules.get(kind.__module__)
+    defining_module = sys.modules.get(kind.__module__)
     forward = getattr(kind, "forward", None)
-    return getattr(home, kind.__qualname__, None) is kind and getattr(forward, "__module__", "").startswith("torch.")
+    is_original = getattr(defining_module, kind.__qualname__, None) is kind
+    return is_original and getattr(forward, "__module__", "").startswith("torch.")
 
 
-def own_kind(module: nn.Module) -> type | None:
+def torch_class_of(module: nn.Module) -> type | None:
     """Returns the class of torch whose code a module runs, though it may be of a subclass; None if it runs other code.
 
     Other code is a method that a subclass overrides, or one that was put into the instance.
     """
-    line = type(module).__mro__
-    kind = next((kind for kind in line if is_own_class(kind)), None)
+    mro = type(module).__mro__
+    kind = next((kind for kind in mro if is_torch_class(kind)), None)
     if kind is None:
         return None
-    added = {name for below in line[: line.index(kind)] for name in vars(below)} - HARMLESS
+    added = {name for subclass in mro[: mro.index(kind)] for name in vars(subclass)} - HARMLESS
     if any(hasattr(kind, name) for name in added):
         return None
     patched = (name for name, value in vars(module).items() if callable(value) and name not in HARMLESS)
@@ -92,17 +93,17 @@ def own_kind(module: nn.Module) -> type | None:
 def module_name(module: nn.Module) -> str:
     """Returns the bare name of torch's modules; of others the full name, which has no rule."""
     kind = type(module)
-    return kind.__name__ if own_kind(module) is kind else f"{kind.__module__}:{kind.__qualname__}"
+    return kind.__name__ if torch_class_of(module) is kind else f"{kind.__module__}:{kind.__qualname__}"
 
 
-def refuse_own_call(module: nn.Module, path: str) -> None:
+def refuse_overridden_call(module: nn.Module, path: str) -> None:
     """Raises `SpecError` if a module is called in a way of its own, which a graph of forward would not hold."""
     for kind in type(module).__mro__:
-        found = [name for name in CALL_METHODS if name in vars(kind)]
-        if found and not kind.__module__.startswith("torch."):
+        overridden = [name for name in CALL_METHODS if name in vars(kind)]
+        if overridden and not kind.__module__.startswith("torch."):
             raise SpecError(
                 f"{type(module).__name__} at {path or 'the root'!r} was to be traced, but {kind.__name__} overrides "
-                f"{found[0]}, which a graph of its forward does not hold. Move that code into forward."
+                f"{overridden[0]}, which a graph of its forward does not hold. Move that code into forward."
             )
 
 

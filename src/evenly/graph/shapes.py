@@ -26,11 +26,11 @@ class Shapes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node and keeps its value."""
-        counter, dropout_stream = FlopCounterMode(display=False), _Dice()
-        given = [x for m in n.all_input_nodes if isinstance(x := self.values[m.name], torch.Tensor)]
-        before = [version_of(x) for x in given]
+        counter, random_watch = FlopCounterMode(display=False), _Dice()
+        input_tensors = [x for m in n.all_input_nodes if isinstance(x := self.values[m.name], torch.Tensor)]
+        before = [version_of(x) for x in input_tensors]
         try:
-            with counter, dropout_stream, torch.device("meta"):
+            with counter, random_watch, torch.device("meta"):
                 value = super().run_node(n)
         except Exception as error:
             raise SpecError(
@@ -38,14 +38,14 @@ class Shapes(fx.Interpreter):
                 f"{(str(error).splitlines() or [type(error).__name__])[0]}. Shapes must not depend on values; "
                 "and the example must fit the network."
             ) from error
-        overwrites = not self._may_overwrite and [version_of(x) for x in given] != before
+        overwrites = not self._may_overwrite and [version_of(x) for x in input_tensors] != before
         if overwrites and not self._is_lowered(n):
             raise SpecError(
                 f"the operation {n.name!r} changes its input in place, which has no rule for a network whose layers "
                 "are cut. Let it give a new tensor."
             )
         self.values[n.name], self.work[n.name] = value, counter.get_total_flops()
-        if dropout_stream.drawn:
+        if random_watch.drawn:
             self.random.add(n.name)
         return value
 
@@ -61,7 +61,7 @@ class Shapes(fx.Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Runs a module with parameters without data."""
         module = self.fetch_attr(str(target))
-        return call_hollow(module, *args, **kwargs)
+        return call_on_meta(module, *args, **kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function; devices become the one without data."""
@@ -77,8 +77,8 @@ def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = argument_names(func)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return "dropout_p" not in names or bool(given.get("dropout_p"))
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(arguments.get("dropout_p"))
 
 
 class _Dice(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
@@ -99,38 +99,38 @@ def shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
 
 
-def call_hollow(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_on_meta(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Returns what a module gives for tensors without data; the module stays as it is."""
     if isinstance(module, RunningNorm) and args:  # counts batches by value
-        needs = args[0].requires_grad or any(p.requires_grad for p in module.parameters())
-        return torch.empty_like(args[0]).requires_grad_(needs).clone()
+        requires_grad = args[0].requires_grad or any(p.requires_grad for p in module.parameters())
+        return torch.empty_like(args[0]).requires_grad_(requires_grad).clone()
     try:
         return copy.deepcopy(module).to("meta").forward(*args, **kwargs)
     except RuntimeError:  # it looks at values: any will do
         with torch.device("cpu"):
-            given = pytree.tree_map_only(
+            cpu_arguments = pytree.tree_map_only(
                 torch.Tensor,
                 lambda x: torch.zeros_like(x, device="cpu").requires_grad_(x.requires_grad),
                 (args, kwargs),
             )
-            tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+            tensors = [x for x in pytree.tree_leaves(cpu_arguments) if isinstance(x, torch.Tensor)]
             before = [version_of(x) for x in tensors]
-            made = _on_cpu(module).forward(*given[0], **given[1])
+            outputs = _on_cpu(module).forward(*cpu_arguments[0], **cpu_arguments[1])
             if [version_of(x) for x in tensors] != before:
                 raise SpecError(f"{type(module).__name__} changes its input in place, which has no rule.") from None
-        return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), made)
+        return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), outputs)
 
 
 def _on_cpu(module: nn.Module) -> nn.Module:
     """Returns a copy with data, zeros where there were none."""
-    made = copy.deepcopy(module)
-    if not any(x.is_meta for x in (*made.parameters(), *made.buffers())):
-        return made.to("cpu")
-    made.to_empty(device="cpu")
+    cpu_copy = copy.deepcopy(module)
+    if not any(x.is_meta for x in (*cpu_copy.parameters(), *cpu_copy.buffers())):
+        return cpu_copy.to("cpu")
+    cpu_copy.to_empty(device="cpu")
     with torch.no_grad():
-        for tensor in (*made.parameters(), *made.buffers()):
+        for tensor in (*cpu_copy.parameters(), *cpu_copy.buffers()):
             tensor.zero_()
-    return made
+    return cpu_copy
 
 
 def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,8 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
         """Runs an operation and looks whether it is random and has data."""
         result = func(*args, **(kwargs or {}))
         if is_random(func, args, kwargs or {}):
-            made = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
-            if any(x.device.type != "meta" for x in made):
+            tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+            if any(x.device.type != "meta" for x in tensors):
                 raise SpecError(
                     f"forward draws random numbers ({func.__name__}); every rank would draw others. Use dropout, or "
                     "draw them outside and pass them as an input."
@@ -41,7 +41,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
 
 
 @contextmanager
-def keeping_functions() -> Iterator[None]:
+def intercepting_torch() -> Iterator[None]:
     """Lets an autograd function be one operation: fx would follow its forward and forget its backward.
 
     Refuses that a module keeps what is traced, which would not be a tensor, and hooks on it, which would be lost.
@@ -50,11 +50,11 @@ def keeping_functions() -> Iterator[None]:
 
     def recording(plain: Any) -> Callable[..., Any]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            found = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)), None)
-            own = plain.__get__(None, cls)
-            if found is None:
-                return own(*args, **kwargs)
-            return found.tracer.create_proxy("call_function", own, args, kwargs)
+            proxy = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)), None)
+            bound_apply = plain.__get__(None, cls)
+            if proxy is None:
+                return bound_apply(*args, **kwargs)
+            return proxy.tracer.create_proxy("call_function", bound_apply, args, kwargs)
 
         return apply
 
@@ -123,7 +123,7 @@ def forward_of_class(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_chance() -> Iterator[None]:
+def refusing_python_random() -> Iterator[None]:
     """Refuses numbers that forward draws with Python or numpy: what was drawn while tracing would stay for ever."""
 
     def states() -> list[Any]:
@@ -139,11 +139,11 @@ def without_chance() -> Iterator[None]:
         )
 
 
-def forgetting(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.GraphModule:
+def restoring_attributes(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.GraphModule:
     """Returns what is made; the network is left as it was, also where its forward notes something in itself."""
-    before = {module: _noted(module) for module in model.modules()}
+    before = {module: _attributes_of(module) for module in model.modules()}
     try:
-        made = make()
+        program = make()
     finally:
         for name in [name for name in vars(model) if is_constant(name)]:
             delattr(model, name)
@@ -154,43 +154,44 @@ def forgetting(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.Graph
             f"forward of {type(module).__name__} changes its attribute {key!r}, which a network whose layers are cut "
             "would not do. Keep such notes outside of forward."
         )
-    return made
+    return program
 
 
-def keeping_nothing(model: nn.Module, make: Callable[[], T]) -> T:
+def refusing_stored_tensors(model: nn.Module, make: Callable[[], T]) -> T:
     """Returns what is made with torch.export; refuses that forward keeps a tensor in a module, which has no data."""
     before = {module: dict(vars(module)) for module in model.modules()}
-    made = make()
-    for module, held in before.items():
+    result = make()
+    for module, attributes_before in before.items():
         for key, value in list(vars(module).items()):
             if key not in OF_TORCH and any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value)):
                 vars(module).pop(key)
-                vars(module).update({key: held[key]} if key in held else {})
+                vars(module).update({key: attributes_before[key]} if key in attributes_before else {})
                 raise SpecError(
                     f"forward of {type(module).__name__} keeps a tensor in its attribute {key!r}, which a network "
                     "whose layers are cut would not do. Return it beside the output"
                 )
-    return made
+    return result
 
 
-def _noted(module: nn.Module) -> dict[str, Any]:
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
     """Returns the attributes of a module, with copies of those that can be added to."""
     return {key: copy.copy(value) if type(value) in (list, dict, set) else value for key, value in vars(module).items()}
 
 
 def _restore(module: nn.Module, before: dict[str, Any]) -> list[str]:
     """Brings a module's attributes back, and returns which had changed."""
-    now = vars(module)
-    changed = [key for key in now if key not in before or not _same(now[key], before[key])]
-    changed += [key for key in before if key not in now]
+    attributes = vars(module)
+    changed = [key for key in attributes if key not in before or not _same(attributes[key], before[key])]
+    changed += [key for key in before if key not in attributes]
     for key in changed:
-        if type(now.get(key)) in (list, dict, set) and type(now[key]) is type(before.get(key)):
-            now[key].clear()
-            now[key].extend(before[key]) if isinstance(now[key], list) else now[key].update(before[key])
+        if type(attributes.get(key)) in (list, dict, set) and type(attributes[key]) is type(before.get(key)):
+            container = attributes[key]
+            container.clear()
+            container.extend(before[key]) if isinstance(container, list) else container.update(before[key])
         elif key in before:
-            now[key] = before[key]
+            attributes[key] = before[key]
         else:
-            del now[key]
+            del attributes[key]
     return changed
 
 
@@ -217,11 +218,11 @@ def refuse_hooks_on_all() -> None:
 def refuse_hooks(model: nn.Module) -> None:
     """Raises `SpecError` if a module has hooks: they would see parts of tensors."""
     for name, module in model.named_modules():
-        found = [kind.strip("_").replace("_", " ") for kind in HOOKS if getattr(module, kind, None)]
-        if found:
+        hook_names = [kind.strip("_").replace("_", " ") for kind in HOOKS if getattr(module, kind, None)]
+        if hook_names:
             raise SpecError(
-                f"the module {name or type(model).__name__!r} has {found[0]}, which would see parts of tensors once "
-                "its layers are cut. Remove them before sharding; the parametrizations of torch.nn.utils do work."
+                f"the module {name or type(model).__name__!r} has {hook_names[0]}, which would see parts of tensors "
+                "once its layers are cut. Remove them before sharding; the parametrizations of torch.nn.utils do work."
             )
     for name, parameter in model.named_parameters():
         if has_hooks(parameter):
