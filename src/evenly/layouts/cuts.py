@@ -91,9 +91,9 @@ class DimCuts:
             span = after[target]
             outer_out = prod(after[d] for d in group[1] if d < target)
             inner_out = prod(after[d] for d in group[1] if d > target)
-            found = [_periodic(part, outer_out, span, inner_out) for part in flat]
-            if all(part is not None for part in found):
-                return target, self.add(span, [part or () for part in found])
+            periodic_parts = [_periodic(part, outer_out, span, inner_out) for part in flat]
+            if all(part is not None for part in periodic_parts):
+                return target, self.add(span, [part or () for part in periodic_parts])
         return None
 
     def _viewed_batch(
@@ -116,13 +116,13 @@ def matched(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, ra
         return None
     groups, i, j = [], 0, 0
     while i < len(before) and j < len(after):
-        first_i, first_j, left, right = i, j, before[i], after[j]
+        first_i, first_j, size_before, size_after = i, j, before[i], after[j]
         i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left, i = left * before[i], i + 1
+        while size_before != size_after:
+            if size_before < size_after:
+                size_before, i = size_before * before[i], i + 1
             else:
-                right, j = right * after[j], j + 1
+                size_after, j = size_after * after[j], j + 1
         groups.append((range(first_i, i), range(first_j, j)))
     if groups and (i < len(before) or j < len(after)):  # ones at the end
         first_i, first_j = groups[-1][0].start, groups[-1][1].start

@@ -37,39 +37,41 @@ class LayerContext:
     inputs: tuple[Tensor, ...]
     states: tuple[State, ...]
     cuts: DimCuts
-    wishes: PreferredUnits
+    preferred_units: PreferredUnits
     channels: dict[str, int]
     batches: Mapping[str, TensorPlacement]  # how tensors would be cut along the batch, where that is allowed
     shares: Mapping[str, tuple[float, ...]]  # of tensors whose layer has its own
 
     def sharded(self, index: int, dim: int, *, batch: bool = False) -> list[TensorPlacement]:
         """Returns the cuts along `dim` in which input `index` is at hand, and the one it could be brought to."""
-        found = sorted(r for r in self.states[index] or () if r.state == "sharded" and r.dim == dim)
-        if batch or any(self.cuts.table[r.cut].rows for r in found):
-            return found
+        placements = sorted(r for r in self.states[index] or () if r.state == "sharded" and r.dim == dim)
+        if batch or any(self.cuts.table[r.cut].rows for r in placements):
+            return placements
         canonical = self.own_cut(self.inputs[index], dim)
-        return found if canonical in found else [*found, canonical]
+        return placements if canonical in placements else [*placements, canonical]
 
     def cut_dims(self, index: int) -> list[TensorPlacement]:
         """Returns the cuts in which input `index` is at hand."""
-        found = sorted(r for r in self.states[index] or () if r.state == "sharded")
-        along = self.batches.get(self.inputs[index].name)
-        whole = along is not None and not found and self.has("replicated", index)
-        return [along] if whole and along is not None and self.layer.kind == "mixing" else found
+        placements = sorted(r for r in self.states[index] or () if r.state == "sharded")
+        batch_placement = self.batches.get(self.inputs[index].name)
+        is_whole = not placements and self.has("replicated", index)
+        if batch_placement is not None and is_whole and self.layer.kind == "mixing":
+            return [batch_placement]
+        return placements
 
     def own_cut(self, tensor: Tensor, dim: int) -> TensorPlacement:
         """Returns the cut in which a tensor is made if nothing else decides."""
         shares = self.shares.get(tensor.name)
-        return TensorPlacement("sharded", dim, self.cuts.of_parts(parts_of(self.wishes, tensor, dim), shares))
+        return TensorPlacement("sharded", dim, self.cuts.of_parts(parts_of(self.preferred_units, tensor, dim), shares))
 
     def spread(self, index: int) -> list[TensorPlacement]:
         """Returns the cuts along its channels to which a tensor that is a sum can be brought."""
         dim = self.channels.get(self.inputs[index].name)
         return [self.own_cut(self.inputs[index], dim)] if dim is not None and self.has("partial", index) else []
 
-    def rows(self, record: TensorPlacement) -> int:
+    def rows(self, placement: TensorPlacement) -> int:
         """Returns the rows a sample of a cut along the batch; 0 for other cuts."""
-        return self.cuts.table[record.cut].rows
+        return self.cuts.table[placement.cut].rows
 
     def has(self, state: str, index: int = 0) -> bool:
         """Whether input `index` is at hand in this state."""
@@ -77,14 +79,16 @@ class LayerContext:
 
 
 def others(
-    context: LayerContext, first: Sequence[TensorPlacement], record: TensorPlacement
+    context: LayerContext, first: Sequence[TensorPlacement], placement: TensorPlacement
 ) -> tuple[TensorPlacement, ...]:
     """Returns the states of all inputs: `first`, then `record` for each that is left."""
-    return tuple(first) + (record,) * (len(context.layer.inputs) - len(first))
+    return tuple(first) + (placement,) * (len(context.layer.inputs) - len(first))
 
 
 def bystander(context: LayerContext, touched: Sequence[int]) -> Iterator[LayerOption]:
     """The input is cut along a dim that the operation treats like a batch: parameters are copied."""
-    for record in context.cut_dims(0):
-        if record.dim not in touched:
-            yield LayerOption("bystander", others(context, [record], COPIED), (record,) * len(context.layer.outputs))
+    for placement in context.cut_dims(0):
+        if placement.dim not in touched:
+            yield LayerOption(
+                "bystander", others(context, [placement], COPIED), (placement,) * len(context.layer.outputs)
+            )

@@ -39,13 +39,13 @@ def balance(units: int, seconds: Sequence[Seconds], limits: Sequence[int] | None
     best = bisect_left(
         range(len(bounds)), True, key=lambda i: bool(_reach(units, tables, order, bounds[i])[-1] >> units & 1)
     )
-    reach, left = _reach(units, tables, order, bounds[best]), units
+    reach, remaining = _reach(units, tables, order, bounds[best]), units
     counts = [0] * len(tables)
-    for place in range(len(order) - 1, -1, -1):  # the slowest gets as little as the others leave
-        table = tables[order[place]]
-        fits = (c for c, value in enumerate(table) if value <= bounds[best] and c <= left)
-        counts[order[place]] = next(c for c in fits if reach[place] >> (left - c) & 1)
-        left -= counts[order[place]]
+    for position in range(len(order) - 1, -1, -1):  # the slowest gets as little as the others leave
+        table = tables[order[position]]
+        fits = (c for c, value in enumerate(table) if value <= bounds[best] and c <= remaining)
+        counts[order[position]] = next(c for c in fits if reach[position] >> (remaining - c) & 1)
+        remaining -= counts[order[position]]
     return counts
 
 

@@ -15,16 +15,16 @@ def group_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> list[i
     """Returns the ranks of a node that do best with whole networks, by what is known so far; two of them at least."""
     graph_costs, batch = GraphCosts(graph), profile.batch_size
     free = [device.free_bytes for device in profile.devices]
-    lines = single_options(ranks, graph_costs, profile, free, batch, {})
-    best = min(lines, key=lambda option: option.least_s(batch), default=None)
+    options = single_options(ranks, graph_costs, profile, free, batch, {})
+    best = min(options, key=lambda option: option.least_s(batch), default=None)
     if best is None or best.least_s(batch) == float("inf"):
         return sorted(ranks)
     counts = best.samples(best.least_s(batch))
-    found = [
+    busy_ranks = [
         replica_option.ranks[0] for replica_option, count in zip(best.replica_options, counts, strict=True) if count
     ]
     fastest = sorted(ranks, key=lambda rank: (profile.devices[rank].step.at(batch), rank))
-    return sorted(found if len(found) > 1 else fastest[:2])
+    return sorted(busy_ranks if len(busy_ranks) > 1 else fastest[:2])
 
 
 def cut_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> ReplicaOption | None:
@@ -39,8 +39,8 @@ def cut_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> ReplicaO
         default=float("inf"),
     )
     seconds = whole_s if whole_s < float("inf") else 0.0
-    lines = cut_options(ranks, graph_costs, profile, free, batch, {}, seconds=seconds, samples=batch)
-    best = min(lines, key=lambda option: option.least_s(batch), default=None)
+    options = cut_options(ranks, graph_costs, profile, free, batch, {}, seconds=seconds, samples=batch)
+    best = min(options, key=lambda option: option.least_s(batch), default=None)
     if best is None or best.least_s(batch) >= PROMISING * whole_s:  # or there is no memory for it
         return None
     return max(

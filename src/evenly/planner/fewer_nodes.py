@@ -42,15 +42,15 @@ def mean_step_s(period: Period, exchange: Exchange, *, step_s: float, exchange_s
 def distances(cluster: Cluster, profile: Profile, size_bytes: int) -> Distances:
     """Returns how long a message of this size takes from node to node, where that was measured; the slower way."""
     nodes = {node.ranks[0]: index for index, node in enumerate(cluster.nodes)}
-    found: Distances = {}
-    for lane in profile.lanes:
-        if lane.source in nodes and lane.target in nodes:
-            seconds = lane.rate.latency_s + size_bytes / lane.rate.bytes_per_s
-            a, b = nodes[lane.source], nodes[lane.target]
+    seconds_by_node: Distances = {}
+    for link in profile.lanes:
+        if link.source in nodes and link.target in nodes:
+            seconds = link.rate.latency_s + size_bytes / link.rate.bytes_per_s
+            a, b = nodes[link.source], nodes[link.target]
             for one, other in ((a, b), (b, a)):
-                near = found.setdefault(one, {})
-                near[other] = max(seconds, near.get(other, 0.0))
-    return found
+                neighbours = seconds_by_node.setdefault(one, {})
+                neighbours[other] = max(seconds, neighbours.get(other, 0.0))
+    return seconds_by_node
 
 
 def try_sets(
@@ -101,12 +101,12 @@ def _orders(nodes: Sequence[int], far: Distances) -> Iterator[Sequence[int]]:
 
 def _starts(nodes: Sequence[int], far: Distances) -> list[int]:
     """Returns the strongest nodes, and one of each site: nodes that have near ones, but are far from those before."""
-    op_instances: list[int] = []
+    sites: list[int] = []
     for node in sorted(nodes, key=lambda node: _nearest_s(node, far)):  # those with fast wires, the strongest first
-        apart = [far.get(node, {}).get(start, 0.0) for start in op_instances]
-        if len(op_instances) < STARTS and all(seconds > SITE * _nearest_s(node, far) for seconds in apart):
-            op_instances.append(node)
-    return list(dict.fromkeys([*nodes[:STARTS], *op_instances]))
+        apart = [far.get(node, {}).get(start, 0.0) for start in sites]
+        if len(sites) < STARTS and all(seconds > SITE * _nearest_s(node, far) for seconds in apart):
+            sites.append(node)
+    return list(dict.fromkeys([*nodes[:STARTS], *sites]))
 
 
 def _nearest_s(node: int, far: Distances) -> float:
@@ -128,7 +128,7 @@ def _sizes(least: int, most: int) -> list[int]:
 
 def _between(means: Mapping[int, float], most: int) -> list[int]:
     """Returns the sizes half way from the best one to those beside it, until there are none."""
-    found = min(means, key=lambda size: (means[size], -size))
-    beside = [max((size for size in means if size < found), default=found)]
-    beside.append(min((size for size in means if size > found), default=most))
-    return sorted({(found + other) // 2 for other in beside} - means.keys())
+    best_size = min(means, key=lambda size: (means[size], -size))
+    neighbours = [max((size for size in means if size < best_size), default=best_size)]
+    neighbours.append(min((size for size in means if size > best_size), default=most))
+    return sorted({(best_size + other) // 2 for other in neighbours} - means.keys())

@@ -15,16 +15,16 @@ def groupings(ranks: Sequence[int], *, cut: bool = True) -> Iterator[Grouping]:
     >>> list(formations([0, 1]))
     [((0,), (1,)), ((0,),), ((1,),), ((0, 1),)]
     """
-    seen: set[Grouping] = set()
+    yielded: set[Grouping] = set()
     for size in _sizes(len(ranks)) if cut else [1]:
-        whole = len(ranks) - len(ranks) % size
-        few = [tuple(ranks[:whole]), tuple(ranks[:size])]
-        for chosen in _subsets(ranks) if size == 1 or len(ranks) <= MANY else few:
+        num_grouped = len(ranks) - len(ranks) % size
+        large_subsets = [tuple(ranks[:num_grouped]), tuple(ranks[:size])]
+        for chosen in _subsets(ranks) if size == 1 or len(ranks) <= MANY else large_subsets:
             if len(chosen) % size == 0:
-                formed = _grouped(chosen, size)
-                if formed not in seen:
-                    seen.add(formed)
-                    yield formed
+                grouping = _grouped(chosen, size)
+                if grouping not in yielded:
+                    yielded.add(grouping)
+                    yield grouping
 
 
 def _sizes(count: int) -> list[int]:
@@ -42,14 +42,14 @@ def _subsets(ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
     for count in range(len(ranks), 0, -1):
         yield tuple(ranks[:count])
     for left_out in range(len(ranks) - 1):
-        yield tuple(rank for place, rank in enumerate(ranks) if place != left_out)
+        yield tuple(rank for position, rank in enumerate(ranks) if position != left_out)
 
 
 def _grouped(ranks: Sequence[int], size: int) -> Grouping:
     """Returns groups of alike strength: the fastest with the slowest, to and fro."""
     count = len(ranks) // size
     groups: list[list[int]] = [[] for _ in range(count)]
-    for place, rank in enumerate(ranks):
-        turn, index = divmod(place, count)
+    for position, rank in enumerate(ranks):
+        turn, index = divmod(position, count)
         groups[index if turn % 2 == 0 else count - 1 - index].append(rank)
     return tuple(tuple(group) for group in groups)

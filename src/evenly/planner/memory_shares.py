@@ -29,18 +29,18 @@ def fitting_shares(speeds: Sequence[float], free: Sequence[float], needs: Needs)
         shares = capped(speeds, caps)
         if shares is None:
             return None
-        wanted = needs(shares)
-        over = [rank for rank, size in enumerate(wanted) if size > free[rank]]
+        needed_bytes = needs(shares)
+        over = [rank for rank, size in enumerate(needed_bytes) if size > free[rank]]
         if not over:
             return shares
         if len(over) == len(speeds):
             return None
-        nothing = needs([1.0 if rank not in over else 1e-4 for rank in range(len(speeds))])
+        least_bytes = needs([1.0 if rank not in over else 1e-4 for rank in range(len(speeds))])
         for rank in over:
-            room, grown = free[rank] - nothing[rank], wanted[rank] - nothing[rank]
-            if room <= 0 or grown <= 0:
+            free_for_share, share_bytes = free[rank] - least_bytes[rank], needed_bytes[rank] - least_bytes[rank]
+            if free_for_share <= 0 or share_bytes <= 0:
                 return None
-            caps[rank] = min(caps[rank] * SLACK, SLACK * shares[rank] * room / grown)
+            caps[rank] = min(caps[rank] * SLACK, SLACK * shares[rank] * free_for_share / share_bytes)
     return None
 
 
@@ -52,12 +52,14 @@ def capped(speeds: Sequence[float], caps: Sequence[float]) -> list[float] | None
     """
     if sum(caps) < 1:
         return None
-    held: dict[int, float] = {}
+    fixed_shares: dict[int, float] = {}
     while True:
-        rest = 1 - sum(held.values())
-        total = sum(speed for rank, speed in enumerate(speeds) if rank not in held)
-        found = {rank: rest * speed / total for rank, speed in enumerate(speeds) if rank not in held and total}
-        beyond = {rank: caps[rank] for rank, share in found.items() if share > caps[rank]}
-        if not beyond:
-            return [held.get(rank, found.get(rank, 0.0)) for rank in range(len(speeds))]
-        held |= beyond
+        rest = 1 - sum(fixed_shares.values())
+        total = sum(speed for rank, speed in enumerate(speeds) if rank not in fixed_shares)
+        proportional = {
+            rank: rest * speed / total for rank, speed in enumerate(speeds) if rank not in fixed_shares and total
+        }
+        over_cap = {rank: caps[rank] for rank, share in proportional.items() if share > caps[rank]}
+        if not over_cap:
+            return [fixed_shares.get(rank, proportional.get(rank, 0.0)) for rank in range(len(speeds))]
+        fixed_shares |= over_cap

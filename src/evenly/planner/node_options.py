@@ -26,19 +26,19 @@ class NodeOption:
         """The ranks of all crews."""
         return [rank for replica_option in self.replica_options for rank in replica_option.ranks]
 
-    def samples(self, seconds: float, known: dict[int, int] | None = None) -> list[int]:
+    def samples(self, seconds: float, samples_by_kind: dict[int, int] | None = None) -> list[int]:
         """Returns how many samples each crew can do in this time; what is `known` of their kinds is not asked again."""
-        known = {} if known is None else known
+        samples_by_kind = {} if samples_by_kind is None else samples_by_kind
         for kind, replica_option, averaging, top in zip(
             self.kinds, self.replica_options, self.averaging_s, self.limits, strict=True
         ):
-            if kind not in known:
-                known[kind] = largest(replica_option.seconds, top, seconds - averaging)
-        return [known[kind] for kind in self.kinds]
+            if kind not in samples_by_kind:
+                samples_by_kind[kind] = largest(replica_option.seconds, top, seconds - averaging)
+        return [samples_by_kind[kind] for kind in self.kinds]
 
-    def end_s(self, place: int, samples: int) -> float:
+    def end_s(self, position: int, samples: int) -> float:
         """Returns when a crew has finished so many samples and averaged its gradients."""
-        return self.replica_options[place].seconds(samples) + self.averaging_s[place]
+        return self.replica_options[position].seconds(samples) + self.averaging_s[position]
 
     def least_s(self, samples: int) -> float:
         """Returns the least time for so many samples; infinite where memory does not allow them."""
@@ -71,7 +71,7 @@ def single_options(
     return [
         option
         for grouping in groupings(_fastest_first(ranks, profile), cut=False)
-        for option in _formed(grouping, ranks, graph_costs, profile, free, batch, kinds, {})
+        for option in _node_options(grouping, ranks, graph_costs, profile, free, batch, kinds, {})
     ]
 
 
@@ -87,40 +87,40 @@ def cut_options(
     samples: int,
 ) -> list[NodeOption]:
     """Returns the lines in which ranks hold a network together, and may do clearly more than `samples` in `seconds`."""
-    found: list[NodeOption] = []
-    known: Known = {}
+    options: list[NodeOption] = []
+    cache: OptionCache = {}
     for grouping in groupings(_fastest_first(ranks, profile)):
-        if all(len(replica_option) == 1 for replica_option in grouping):
+        if all(len(group) == 1 for group in grouping):
             continue
         each = max(1.0, samples / len(grouping))
-        hoped_s = (
-            1
-            / sum(1 / _hoped_s(replica_option, graph_costs, profile, each) for replica_option in grouping)
-            * samples
-            / each
-        )
+        hoped_s = 1 / sum(1 / _hoped_s(group, graph_costs, profile, each) for group in grouping) * samples / each
         if seconds and WORTH * hoped_s > seconds:
             continue
-        found += _formed(grouping, ranks, graph_costs, profile, free, batch, kinds, known)
-    return found
+        options += _node_options(grouping, ranks, graph_costs, profile, free, batch, kinds, cache)
+    return options
 
 
-Known = dict[tuple[object, ...], list[ReplicaOption]]
+OptionCache = dict[tuple[object, ...], list[ReplicaOption]]
 
 
-def _crews(
-    ranks: tuple[int, ...], graph_costs: GraphCosts, profile: Profile, free: Sequence[int], samples: int, known: Known
+def _replica_options(
+    ranks: tuple[int, ...],
+    graph_costs: GraphCosts,
+    profile: Profile,
+    free: Sequence[int],
+    samples: int,
+    cache: OptionCache,
 ) -> list[ReplicaOption]:
     """Returns the ways in which ranks hold a network; equal ranks hold it in equal ways."""
     devices = [profile.devices[rank] for rank in ranks]
-    own = [(device.step, device.rank if device.layers else -1, free[device.rank]) for device in devices]
-    key = (*own, samples)
-    if key not in known:
-        known[key] = replica_options_of(ranks, graph_costs, profile, free=free, samples=samples)
-    return [replace(replica_option, ranks=ranks) for replica_option in known[key]]
+    device_keys = [(device.step, device.rank if device.layers else -1, free[device.rank]) for device in devices]
+    key = (*device_keys, samples)
+    if key not in cache:
+        cache[key] = replica_options_of(ranks, graph_costs, profile, free=free, samples=samples)
+    return [replace(replica_option, ranks=ranks) for replica_option in cache[key]]
 
 
-def _formed(
+def _node_options(
     grouping: Grouping,
     node: Sequence[int],
     graph_costs: GraphCosts,
@@ -128,13 +128,13 @@ def _formed(
     free: Sequence[int],
     batch: int,
     kinds: Kinds,
-    known: Known,
+    cache: OptionCache,
 ) -> Iterator[NodeOption]:
     busy = [rank for replica_option in grouping for rank in replica_option]
     rate = profile.rate(busy)
     each = -(-batch // len(grouping))  # samples of a crew, if all are alike
     ways = [
-        [eased(way, busy, node) for way in _crews(replica_option, graph_costs, profile, free, each, known)]
+        [eased(way, busy, node) for way in _replica_options(replica_option, graph_costs, profile, free, each, cache)]
         for replica_option in grouping
     ]
     for number in range(max(len(way) for way in ways)):
@@ -147,12 +147,12 @@ def _formed(
             for replica_option in replica_options
         )
         if any(limits):
-            own = [
+            kind_keys = [
                 (_speed(replica_option), *rest)
                 for replica_option, *rest in zip(replica_options, averaging, limits, strict=True)
             ]
             yield NodeOption(
-                replica_options, averaging, limits, tuple(kinds.setdefault(kind, len(kinds)) for kind in own)
+                replica_options, averaging, limits, tuple(kinds.setdefault(kind, len(kinds)) for kind in kind_keys)
             )
 
 
