@@ -1,15 +1,15 @@
-"""The samples that nodes do in some time, and a batch dealt out to them."""
+"""How many samples nodes can process in a given time, and how a global batch is divided over them."""
 
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heapreplace
 
 from evenly.planner.node_options import NodeOption
 
-Groups = dict[int, list[int]]  # equal nodes, by the first of all that are equal to them
+Groups = dict[int, list[int]]  # the nodes that are equal, by the first of them
 
 
 def best(options: Sequence[NodeOption], seconds: float) -> tuple[int, NodeOption | None, list[int]]:
-    """Returns the line that does the most samples in this time, with how many each crew does; the first of equals."""
+    """Returns the option with the most samples in this time, and the samples of each replica; ties: the first."""
     samples_by_kind: dict[int, int] = {}
     candidates = [(option, option.samples(seconds, samples_by_kind)) for option in options]
     option, samples = max(candidates, key=lambda candidate: sum(candidate[1]), default=(None, []))
@@ -17,12 +17,12 @@ def best(options: Sequence[NodeOption], seconds: float) -> tuple[int, NodeOption
 
 
 def capacity(options: Mapping[int, Sequence[NodeOption]], groups: Groups, seconds: float) -> int:
-    """Returns the samples that nodes do together in this time."""
+    """Returns the samples that all nodes together can process in this time."""
     return sum(len(members) * best(options[first], seconds)[0] for first, members in groups.items())
 
 
 def ends(options: Sequence[NodeOption | None], counts: Sequence[list[int]]) -> list[float]:
-    """Returns when each node has finished its samples."""
+    """Returns the seconds after which each node has finished its samples."""
     return [
         max(option.end_s(position, samples) for position, samples in enumerate(node_counts) if samples)
         for option, node_counts in zip(options, counts, strict=True)
@@ -31,7 +31,7 @@ def ends(options: Sequence[NodeOption | None], counts: Sequence[list[int]]) -> l
 
 
 def trim(options: Sequence[NodeOption | None], counts: list[list[int]], batch: int) -> None:
-    """Takes away the samples that are too many, each from whoever finishes last; of equals from the later."""
+    """Removes surplus samples one by one, each from the replica that finishes last; ties: from the later one."""
     latest = [
         (-option.end_s(position, samples), -index, -position)
         for index, option in enumerate(options)

@@ -1,4 +1,4 @@
-"""What is worth trying before a plan is made: real steps tell how far the sum of their parts can be trusted."""
+"""Which groups and cuts to time with real steps before planning: they correct what is predicted from layer times."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from evenly.planner.replica_options import ReplicaOption
 from evenly.spec.graph import Graph
 from evenly.spec.profile import Profile
 
-PROMISING = 1.15  # a cut whose parts take so much longer than whole networks at most
+PROMISING = 1.15  # a cut is tried if it is predicted to take at most this times the step of whole networks
 
 
 def group_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> list[int]:
-    """Returns the ranks of a node that do best with whole networks, by what is known so far; two of them at least."""
+    """Returns the ranks of a node, at least two, that are predicted to be fastest with a whole network each."""
     graph_costs, batch = GraphCosts(graph), profile.batch_size
     free = [device.free_bytes for device in profile.devices]
     options = single_options(ranks, graph_costs, profile, free, batch, {})
@@ -28,9 +28,9 @@ def group_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> list[i
 
 
 def cut_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> ReplicaOption | None:
-    """Returns the ranks of a node, and the layout, of the most promising cut network; None if there is none.
+    """Returns the most promising way to cut the network over ranks of a node; None if there is none.
 
-    Promising is one that may be faster than whole networks on each rank, or the only one for which there is memory.
+    A cut is promising if it may be faster than a whole network on each rank, or if only it fits into memory.
     """
     graph_costs, batch = GraphCosts(graph), profile.batch_size
     free = [device.free_bytes for device in profile.devices]

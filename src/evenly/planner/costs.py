@@ -1,4 +1,4 @@
-"""How long it takes: the layers of a network on one device, what a cut network's ranks do between meetings, wires."""
+"""Predicted seconds: layers on one device, a step of a cut network, sums over ranks and exchanges."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ BUCKETS_BYTES = 25 * 2**20  # in which DDP sends gradients
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """The operations of a network that take time, with the weight of each where it was not measured by itself."""
+    """The operations of a network that take time, with a weight for those that were not measured by themselves."""
 
     graph: Graph
-    layouts: dict[tuple[tuple[float, ...], bool], Layout] = field(default_factory=dict)  # found so far, by proportions
+    layouts: dict[tuple[tuple[float, ...], bool], Layout] = field(default_factory=dict)  # by proportions of shares
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
@@ -57,17 +57,17 @@ class GraphCosts:
 
     @cached_property
     def travelling_bytes(self) -> int:
-        """The bytes of all parameters as they travel between ranks: short numbers in float32."""
+        """The bytes of all parameters as ranks send them: float32 at least."""
         parameters = [layer.outputs[0] for layer in self.graph.layers if layer.op == "parameter"]
         return sum(max(tensor.size_bytes, 4 * tensor.numel) for tensor in parameters)
 
     def exchanged_bytes(self, exchange: Exchange) -> int:
-        """Returns the bytes of all parameters as they travel in an exchange between nodes, coded or not."""
+        """Returns the bytes of all parameters as an exchange sends them, coded or not."""
         return int(exchange.coded_part * self.travelling_bytes)
 
     @cached_property
     def preferred_units(self) -> PreferredUnits:
-        """The units in which tensors are to be dealt out."""
+        """The units in which tensors should be cut."""
         return preferred_units_of(self.graph)
 
     def on(self, device: DeviceProfile) -> "DeviceCosts":
@@ -84,14 +84,14 @@ class GraphCosts:
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """The seconds of each operation on one device, for any part of it."""
+    """The seconds of any part of each operation on one device."""
 
     graph_costs: GraphCosts
     device: DeviceProfile
     measured_forms: dict[str, str]
     fitting: float
     per_weight: float
-    parts: dict[float, float] = field(default_factory=dict)  # what was asked for before
+    parts: dict[float, float] = field(default_factory=dict)  # cache of `_of_step`
 
     def of(self, name: str, mode: str, part: float, count: int) -> float:
         """Returns the seconds of `part` of an operation: `count` outputs, inputs or samples, as its mode says."""
@@ -113,7 +113,7 @@ class DeviceCosts:
         return self.fitting * self.device.layers[form].outputs.seconds[-1]
 
     def _of_step(self, part: float) -> float:
-        """Returns the part of a step's time that a part of its work takes: more, where there is a fixed cost."""
+        """Returns the fraction of a step's time that this fraction of its work takes; fixed costs make it larger."""
         if part not in self.parts:
             batch = self.graph_costs.graph.batch_size
             self.parts[part] = self.device.step.at(part * batch) / self.device.step.at(batch)
@@ -122,7 +122,7 @@ class DeviceCosts:
 
 @dataclass(frozen=True)
 class TimelineSegment:
-    """What the ranks of a replica do between two meetings, in seconds, and the meeting at the end."""
+    """The seconds each rank of a replica computes between two collectives, and those of the collective at the end."""
 
     seconds: tuple[float, ...]
     collective_s: float = 0.0
@@ -130,13 +130,13 @@ class TimelineSegment:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of a replica: stretches of work, each of which ends when its slowest rank does."""
+    """A step of a replica: segments of work, each of which ends when its slowest rank does."""
 
     segments: tuple[TimelineSegment, ...]
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds from begin to end."""
+        """Seconds of the whole step."""
         return sum(max(segment.seconds) + segment.collective_s for segment in self.segments)
 
     @cached_property
@@ -148,7 +148,7 @@ class Timeline:
 def timeline_of(
     graph_costs: GraphCosts, layout: Layout, devices: Sequence[DeviceCosts], timings: CollectiveTimings
 ) -> Timeline:
-    """Returns the step of a network cut as `layout` says over these devices, its members in order."""
+    """Returns the step of a network with this layout over these devices, in the order of the layout's members."""
     segments = [*_segments(list(_choices_with_moves(graph_costs, layout)), layout, devices, timings, forward=True)]
     segments += _segments(list(_choices_with_moves(graph_costs, layout))[::-1], layout, devices, timings, forward=False)
     return Timeline(tuple(segments))
@@ -189,7 +189,7 @@ def _segments(
 def _collective_seconds(
     choice: Choice, moves: Sequence[Move], size: int, timings: CollectiveTimings, *, forward: bool
 ) -> Iterator[float]:
-    """Returns the seconds of every message that comes with an operation."""
+    """Returns the seconds of every collective of an operation."""
     others = max(1, size - 1)
     for move in moves:
         count = move.forward_bytes if forward else move.backward_bytes
@@ -204,7 +204,7 @@ def _collective_seconds(
 
 
 def _seconds(choice: Choice, layout: Layout, devices: Sequence[DeviceCosts]) -> list[float]:
-    """Returns what an operation takes on each member."""
+    """Returns the seconds of an operation on each member."""
     if choice.mode == "source" or not devices or choice.layer not in devices[0].graph_costs.layers:
         return [0.0] * len(devices)
     placements = choice.needs if choice.mode == "reduced" else (*choice.gives, *choice.needs)
@@ -226,7 +226,7 @@ def sum_seconds(size_bytes: int, ranks: int, rate: Rate) -> float:
 
 
 def exchange_seconds(size_bytes: int, nodes: Sequence[Sequence[int]], profile: Profile) -> float:
-    """Returns the seconds in which nodes with these ranks average parameters: across, and spread inside each."""
+    """Returns the seconds of an exchange between nodes with these ranks: across nodes, then inside each node."""
     if len(nodes) < 2:
         return 0.0
     across = sum_seconds(size_bytes, len(nodes), profile.rate_across(nodes))

@@ -1,4 +1,4 @@
-"""How much memory a rank needs: parameters with gradients and optimizer state, and what is kept for backward."""
+"""How much memory a rank needs: parameters, gradients, optimizer state, and activations for backward."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from evenly.planner.costs import GraphCosts
 from evenly.spec.graph import Graph
 from evenly.spec.layout import Layout, TensorPlacement
 
-UNKNOWN = 1 << 40  # samples that a device of unknown memory holds
+UNKNOWN = 1 << 40  # samples that fit into a device of unknown memory
 COPIES = 4  # of every parameter: itself, its gradient, two slots of the optimizer
 
 
@@ -18,19 +18,19 @@ class MemoryNeed:
     sample_bytes: int
 
     def samples_in(self, free_bytes: int) -> int:
-        """Returns the samples that fit; free memory of 0 bytes is not known and holds everything."""
+        """Returns the samples that fit; `free_bytes` of 0 means unknown, and everything fits."""
         if not free_bytes:
             return UNKNOWN
         return max(0, free_bytes - self.fixed_bytes) // max(1, self.sample_bytes)
 
 
 def whole_need(graph_costs: GraphCosts, sample_bytes: int) -> MemoryNeed:
-    """Returns what a rank needs that holds the whole network."""
+    """Returns the memory of a rank that holds the whole network."""
     return MemoryNeed(COPIES * graph_costs.parameter_bytes, sample_bytes)
 
 
 def cut_needs(graph_costs: GraphCosts, layout: Layout, sample_bytes: int) -> list[MemoryNeed]:
-    """Returns what each member of a layout needs: its parts of parameters and of what is computed, what it gathers."""
+    """Returns the memory of each member of a layout: its part of parameters and activations, and gathered tensors."""
     size = len(layout.members)
     fixed_bytes, activation_bytes, total_bytes = [0.0] * size, [0.0] * size, 0.0
     placements: dict[str, TensorPlacement] = {}
@@ -48,7 +48,7 @@ def cut_needs(graph_costs: GraphCosts, layout: Layout, sample_bytes: int) -> lis
                     activation_bytes[member] += tensor.size_bytes * part
     for move in layout.moves:
         is_gathered = move.before.state == "sharded" and move.after.state != "sharded"
-        if is_gathered and graph_costs.kinds.get(move.tensor) != "parameter":  # all of it is kept, beside the part
+        if is_gathered and graph_costs.kinds.get(move.tensor) != "parameter":  # the full tensor is kept beside the part
             for member, part in enumerate(_parts(layout, move.before)):
                 activation_bytes[member] += tensors[move.tensor].size_bytes * (1 - part)
     for layer in graph_costs.graph.layers:

@@ -1,4 +1,4 @@
-"""Shares of a cut network that follow memory where it, and not speed, is the limit."""
+"""Shares of a cut network where memory, not speed, is the limit."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,15 +9,15 @@ Needs = Callable[[list[float]], list[float]]  # the bytes that each rank needs w
 
 
 def fitting_shares(speeds: Sequence[float], free: Sequence[float], needs: Needs) -> list[float] | None:
-    """Returns shares in proportion to speed, but for ranks whose memory holds less; None if none were found.
+    """Returns shares in proportion to speed, reduced for ranks with too little memory; None if none were found.
 
-    What a rank needs grows with its share, but how is only known by trying: who needs too much is held to the share
-    for which its memory should do, and the others take over the rest, in proportion to their speed.
+    The memory of a rank grows with its share, but only `needs` knows how. A rank that needs too much is capped at the
+    share for which its memory should suffice; the others take the rest in proportion to their speed.
 
     Args:
         speeds: of each rank.
-        free: the bytes that each may use; infinite where that is not known.
-        needs: the bytes that each rank needs with some shares.
+        free: the bytes that each may use; infinite if unknown.
+        needs: returns the bytes that each rank needs with given shares.
 
     >>> fitting_shares([1.0, 1.0], [10.0, 100.0], lambda shares: [20 + 60 * share for share in shares]) is None
     True
@@ -45,7 +45,7 @@ def fitting_shares(speeds: Sequence[float], free: Sequence[float], needs: Needs)
 
 
 def capped(speeds: Sequence[float], caps: Sequence[float]) -> list[float] | None:
-    """Returns parts of 1 in proportion to speed, none above its cap; None where the caps leave too little.
+    """Returns shares that add up to 1 in proportion to speed, none above its cap; None if the caps add up to less.
 
     >>> capped([1.0, 1.0, 2.0], [0.1, 1.0, 1.0]), capped([1.0, 1.0], [0.2, 0.3])
     ([0.1, 0.3, 0.6], None)
