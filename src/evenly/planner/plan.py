@@ -1,4 +1,4 @@
-"""Cluster + Profile + Graph + wishes -> Plan: the least time in which all devices finish one global batch together."""
+"""Cluster + Profile + Graph + settings -> Plan: the least time in which all devices together finish a global batch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from evenly.spec.period import Adaptive, Every, EveryGradient, EverySteps, Perio
 from evenly.spec.plan import MOST_SAMPLES, Plan, Prediction, Replica, Role
 from evenly.spec.profile import Profile
 
-BUDGET = 0.05  # of the time may go into exchanges between nodes, if nothing else is wished
+BUDGET = 0.05  # default part of the time for exchanges between nodes
 LEAST_BUDGET = 1e-6
 
 
@@ -36,21 +36,21 @@ def plan(
     memory_bytes: Sequence[int] | None = None,
     exchange: Exchange | None = None,
 ) -> Plan:
-    """Returns who does what so that a step over the global batch takes the least time, exchanges included.
+    """Returns the roles of all ranks for which a step over the global batch is shortest, exchanges included.
 
     Every node may use some or all of its ranks, each for itself with its own number of samples, or several holding one
     network together. For a time T it is known how many samples each node can do; the least T for which they are enough
-    is found by halving; where exchanges cost time, also for fewer nodes.
+    is found by bisection; where exchanges cost time, also for fewer nodes.
 
     Args:
         cluster: the nodes and ranks.
         profile: what was measured on them, or `Profile.from_speeds`.
         graph: the network, from `evenly.trace`.
-        batch_size: samples of all ranks together in one step; those of the example if left out.
-        every: the period K'; if left out, so many steps that exchanges take no more than `exchange_budget`.
+        batch_size: samples of all ranks together in one step; by default those of the example.
+        every: the period K'; by default so many steps that exchanges take no more than `exchange_budget`.
         cut: whether several ranks may hold one network together.
         exchange_budget: the part of the time that may go into exchanges between nodes.
-        memory_bytes: what each rank may use; the profile's free memory if left out.
+        memory_bytes: what each rank may use; by default the profile's free memory.
         exchange: how exchanges are made.
     """
     profile.require_fit(cluster, graph)
@@ -67,8 +67,8 @@ def plan(
     return _Task(cluster, profile, GraphCosts(graph), free, wishes).plan()
 
 
-IDLE, HELP = 0.1, 0.03  # ranks that would wait for such a part of a step must do so much of the work, at least
-FEWER = 0.99  # of the time, at most, fewer nodes must take
+IDLE, HELP = 0.1, 0.03  # ranks that wait for more than IDLE of a step must do at least HELP of the work
+FEWER = 0.99  # fewer nodes must take at most this part of the time
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Wishes:
 
 @dataclass(frozen=True)
 class _Deal:
-    """What each node does in a step, the seconds of a step, and of one with its part of the exchanges."""
+    """The option and samples of each node, the seconds of a step, and its mean including exchanges."""
 
     options: list[NodeOption | None]
     counts: list[list[int]]
@@ -90,7 +90,7 @@ class _Deal:
     step_s: float
     exchange_s: float
     mean_s: float
-    idle: dict[int, str]  # ranks that would wait for long, and why they are left out
+    idle: dict[int, str]  # ranks that would mostly wait, and why they are left out
 
     @cached_property
     def nodes(self) -> frozenset[int]:
@@ -143,7 +143,7 @@ class _Task:
 
     @cached_property
     def _kinds(self) -> dict[int, tuple[object, ...]]:
-        """What tells one node from another: equal ones are planned once."""
+        """A key of each node; nodes with equal keys are planned once."""
         kinds = {}
         measured_groups = [set(meeting.ranks) for meeting in self.profile.meetings]
         measured_groups += [set(cut.ranks) for cut in self.profile.cuts]
@@ -164,7 +164,7 @@ class _Task:
 
     @cached_property
     def _node_options(self) -> dict[int, list[NodeOption]]:
-        """The ways to use the first node of each group of equal ones."""
+        """The options of the first node of each group of equal nodes."""
         arguments = (self.graph_costs, self.profile, self.free, self.batch)
         kinds: dict[int, Kinds] = {first: {} for first in self._groups}
         options = {
@@ -178,12 +178,12 @@ class _Task:
         return options
 
     def _most(self, options: Mapping[int, Sequence[NodeOption]], groups: Groups) -> int:
-        """Returns how many samples memory allows these nodes."""
+        """Returns the most samples that fit into the memory of these nodes."""
         each = {first: max((sum(option.limits) for option in options[first]), default=0) for first in groups}
         return sum(len(members) * each[first] for first, members in groups.items())
 
     def _least_s(self, options: Mapping[int, Sequence[NodeOption]], groups: Groups) -> float:
-        """Returns the least time in which these nodes together do the global batch."""
+        """Returns the least time in which these nodes together process the global batch."""
         able = partial(capacity, options, groups)
         low, high = 0.0, 1e-3
         while able(high) < self.batch:
@@ -219,20 +219,21 @@ class _Task:
         return min(fast, key=lambda candidate: (-len(candidate.nodes), candidate.mean_s))
 
     def _may_take(self, mean_s: float, groups: Groups, nodes: Collection[int]) -> bool:
-        """Returns whether these nodes could do the batch in a mean step of so long; a deal takes longer to find."""
+        """Returns whether these nodes may process the batch within this mean step; cheaper than `_deal`."""
         exchange_s = self._exchange_s(nodes)
         times = {"step_s": mean_s, "exchange_s": exchange_s}
-        longer = mean_step_s(self._period(**times), self.wishes.exchange, **times) / mean_s  # more, in shorter steps
+        # exchanges lengthen shorter steps by a larger factor
+        longer = mean_step_s(self._period(**times), self.wishes.exchange, **times) / mean_s
         return capacity(self._node_options, groups, mean_s / longer / FEWER) >= self.batch
 
     def _capacities(self, deal: _Deal, seconds: float) -> dict[int, int]:
-        """Returns the samples that each node that is used can do in some time."""
+        """Returns the samples that each used node can process in this time."""
         each = {first: best(self._node_options[first], seconds)[0] for first in self._groups}
         used = deal.nodes
         return {x: each[first] for first, members in self._groups.items() for x in members if x in used}
 
     def _reasons(self, deal: _Deal, whole: _Deal) -> dict[int, str]:
-        """Returns why ranks have nothing to do in a deal, where `whole` is the one without regard to exchanges."""
+        """Returns why ranks have no samples in a deal; `whole` is the deal that ignores exchanges."""
         need = whole_need(self.graph_costs, self.profile.sample_bytes)
         busy, helped = deal.ranks, whole.ranks
         reasons = {}
@@ -247,7 +248,7 @@ class _Task:
         return reasons
 
     def _deal(self, groups: Groups) -> _Deal:
-        """Returns the line and samples of each of these nodes, for the least time of a step; equal ones do the same."""
+        """Returns the option and samples of each of these nodes for the shortest step; equal nodes do the same."""
         options, counts, step_s = self._distribute(self._node_options, groups)
         idle = self._idle(options, counts, step_s, groups)
         busy_options = {
@@ -271,7 +272,7 @@ class _Task:
     def _distribute(
         self, options: Mapping[int, Sequence[NodeOption]], groups: Groups
     ) -> tuple[list[NodeOption | None], list[list[int]], float]:
-        """Returns the line of the first of equal nodes for each, the samples, and the least time of a step."""
+        """Returns the option and samples of each node, and the least time of a step; ranks are the first node's."""
         seconds = self._least_s(options, groups)
         options_of_nodes: list[NodeOption | None] = [None] * len(self.cluster.nodes)
         counts: list[list[int]] = [[]] * len(self.cluster.nodes)
@@ -285,9 +286,9 @@ class _Task:
     def _idle(
         self, options: Sequence[NodeOption | None], counts: Sequence[list[int]], step_s: float, groups: Groups
     ) -> dict[int, str]:
-        """Returns ranks that would wait for much of every step and together do next to nothing of the work, and why.
+        """Returns ranks that would mostly wait and together do almost none of the work, with the reason.
 
-        Samples are whole, so there may be no number of them that fills the time of a slow rank.
+        Samples are whole, so a slow rank may be idle for much of a step with any number of them.
         """
         waiting = []
         for first, members in groups.items():
@@ -384,7 +385,7 @@ class _Task:
 
     @cached_property
     def _most_whole(self) -> int:
-        """The samples for which there is memory if every rank has a network of its own."""
+        """The samples that fit into memory if every rank holds a whole network."""
         whole = {
             first: [
                 option

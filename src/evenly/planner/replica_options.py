@@ -1,4 +1,4 @@
-"""One replica: a rank alone, or several that hold one network together, and the seconds it takes for some samples."""
+"""One replica: one rank, or several that hold one network together, and the seconds it takes for given samples."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ from evenly.planner.memory_shares import fitting_shares
 from evenly.spec.layout import Choice, Layout
 from evenly.spec.profile import Profile
 
-OVERHEAD = 1.12  # what a step of a cut network takes over its layers and messages, where none was tried
-LIKED = 1.03  # what a block may take longer to be dealt out in the multiples of filters that devices like
-MANY = 8  # samples a rank, from which on a batch is divided finely enough
+OVERHEAD = 1.12  # step of a cut network over the sum of its layers and messages, if not calibrated
+LIKED = 1.03  # a block may take this much longer if filters then come in the multiples that devices prefer
+MANY = 8  # samples per rank from which on a cut along the batch is fine enough
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class ReplicaOption:
     graph_costs: GraphCosts
     profile: Profile
     layout: Layout | None = None
-    ease: float = 1.0  # what of its time it needs, as not all of its node work
+    ease: float = 1.0  # part of its time that it needs while other ranks of its node are idle
 
     @cached_property
     def times(self) -> list[DeviceCosts]:
-        """What each rank takes for each operation."""
+        """The seconds of each operation on each rank."""
         return [self.graph_costs.on(self.profile.devices[rank]) for rank in self.ranks]
 
     @cached_property
@@ -54,29 +54,29 @@ class ReplicaOption:
         return [needs_by_member.get(position, MemoryNeed(0, 0)) for position in range(len(self.ranks))]
 
     def most_samples(self, free: Sequence[int]) -> int:
-        """Returns the samples for which every rank has memory; `free` is by rank."""
+        """Returns the most samples that fit into the memory of every rank; `free` is by rank."""
         return min(need.samples_in(free[rank]) for rank, need in zip(self.ranks, self.needs, strict=True))
 
     @cached_property
     def averaging_s(self) -> float | None:
-        """What averaging gradients with other crews adds to a step; None where that was not measured."""
+        """The seconds that averaging gradients with other replicas adds to a step; None if not measured."""
         seconds_of_ranks = [self.profile.devices[rank].averaging_s for rank in self.ranks]
         measured_s = [seconds for seconds in seconds_of_ranks if seconds is not None]
         return max(measured_s) / len(self.ranks) if len(measured_s) == len(seconds_of_ranks) else None
 
     @cached_property
     def overhead(self) -> float:
-        """What a step of a cut network takes over what its layers and messages take one by one."""
+        """The ratio of a cut network's step to the sum of its layers and messages."""
         return self.profile.cut_factor(self.ranks, otherwise=OVERHEAD)
 
     def seconds(self, samples: int) -> float:
-        """Returns what a step with `samples` samples takes."""
+        """Returns the seconds of a step with `samples` samples."""
         if self.layout is None:
             return self.ease * self.profile.devices[self.ranks[0]].step.at(samples)
         return self.overhead * self.ease * self.timeline.step_s * self._factor(samples)
 
     def compute_s(self, samples: int) -> list[float]:
-        """Returns what each rank computes of it."""
+        """Returns the seconds that each rank computes in such a step."""
         if self.layout is None:
             return [self.ease * self.profile.devices[self.ranks[0]].step.at(samples)]
         seconds_by_member = dict(zip(self.layout.members, self.timeline.compute_s, strict=True))
@@ -86,13 +86,13 @@ class ReplicaOption:
         ]
 
     def _factor(self, samples: int) -> float:
-        """Returns how much longer a step with so many samples takes than one with those of the example."""
+        """Returns the ratio of a step with so many samples to one with those of the example."""
         step = self.profile.devices[self.ranks[0]].step
         return step.at(samples) / step.at(self.profile.batch_size)
 
 
 def eased(replica_option: ReplicaOption, busy: Sequence[int], node: Sequence[int]) -> ReplicaOption:
-    """Returns a crew as fast as it is while only `busy` ranks of its node work."""
+    """Returns the replica with its speed while only the `busy` ranks of its node work."""
     return replace(
         replica_option, ease=max(replica_option.profile.ease(rank, busy, node) for rank in replica_option.ranks)
     )
@@ -103,7 +103,7 @@ def replica_options_of(
 ) -> list[ReplicaOption]:
     """Returns the ways in which ranks can hold one network: cut by their speeds, and balanced block by block.
 
-    If none of these has the memory (`free`, by rank) for so many samples, also cut as their memory allows it.
+    If so many samples fit into the memory (`free`, by rank) of none of them, one cut by memory is added.
     """
     alone = ReplicaOption(ranks, graph_costs, profile)
     if len(ranks) == 1:
@@ -134,7 +134,7 @@ def replica_options_of(
 def _fitting(
     alone: ReplicaOption, speeds: Sequence[float], rates: TransferCosts, free: Sequence[float], samples: int
 ) -> Iterator[ReplicaOption]:
-    """Yields the crew in shares for which there is memory, cut along the batch too if that fits, if not then not."""
+    """Yields the replica with shares that fit into memory, if there are any; preferably also cut along the batch."""
 
     def option_of(shares: Sequence[float], cut_batch: bool) -> ReplicaOption:
         return replace(alone, layout=_laid_out(alone.graph_costs, shares, rates, cut_batch=cut_batch))
@@ -151,7 +151,7 @@ def _fitting(
 
 
 def _laid_out(graph_costs: GraphCosts, speeds: Sequence[float], rates: TransferCosts, *, cut_batch: bool) -> Layout:
-    """Returns the layout for ranks of these speeds; ranks of equal proportions have the one that was found first."""
+    """Returns the layout for ranks of these speeds; cached by the proportions of the speeds."""
     parts = tuple(round(speed / max(speeds), 6) for speed in speeds)
     key = (parts, cut_batch)
     if key not in graph_costs.layouts:
@@ -162,7 +162,7 @@ def _laid_out(graph_costs: GraphCosts, speeds: Sequence[float], rates: TransferC
 def balanced_shares(graph_costs: GraphCosts, layout: Layout, times: Sequence[DeviceCosts]) -> dict[str, list[float]]:
     """Returns, for modules whose outputs are cut, the units of each rank for which all finish together.
 
-    All layers that follow one cut are balanced as one block: what a rank takes for it is the sum over them.
+    All layers with the same cut are balanced as one block: the time of a rank is the sum over them.
     """
     blocks: dict[int, list[tuple[str, str]]] = {}
     producers_by_cut: dict[int, list[Choice]] = {}
@@ -178,7 +178,9 @@ def balanced_shares(graph_costs: GraphCosts, layout: Layout, times: Sequence[Dev
     shares: dict[str, list[float]] = {}
     for number, producers in producers_by_cut.items():
         size, unit = layout.cuts[number].size, _unit(graph_costs, producers[0])
-        if size // unit < 2 or size % unit:  # parts of unlike units, as fused queries and fewer keys, go by speed
+        if (
+            size // unit < 2 or size % unit
+        ):  # parts with different units (fused queries and fewer keys) are cut by speed
             continue
         counts = _dealt(blocks[number], size, unit, times)
         shares |= {choice.where: [float(count) for count in counts] for choice in producers}
@@ -186,7 +188,7 @@ def balanced_shares(graph_costs: GraphCosts, layout: Layout, times: Sequence[Dev
 
 
 def _dealt(members: Sequence[tuple[str, str]], size: int, unit: int, times: Sequence[DeviceCosts]) -> list[int]:
-    """Returns the filters of each rank: in the multiples that devices like, where that costs next to nothing.
+    """Returns the filters of each rank, in the multiples that devices prefer if that costs almost nothing.
 
     Curves are measured at few sizes and do not show what odd ones cost.
     """
@@ -202,7 +204,7 @@ def _dealt(members: Sequence[tuple[str, str]], size: int, unit: int, times: Sequ
 
 
 def _unit(graph_costs: GraphCosts, maker: Choice) -> int:
-    """Returns in how many filters at least the outputs of a layer are dealt out."""
+    """Returns the unit, in filters, in which the outputs of a layer are cut."""
     placement = next(placement for placement in maker.gives if placement.state == "sharded")
     parts = parts_of(graph_costs.preferred_units, graph_costs.layers[maker.layer].outputs[0], placement.dim)
     return lcm(*(unit for _, unit in parts))

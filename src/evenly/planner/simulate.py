@@ -1,4 +1,4 @@
-"""A plan, played through: who computes, who waits, what travels; also for clusters that do not exist."""
+"""Simulates a plan: seconds of computing and waiting, and bytes sent; also for clusters that do not exist."""
 
 from dataclasses import dataclass
 
@@ -31,17 +31,17 @@ def simulate(
     steps_per_epoch: int = 1000,
     seed: int = 0,
 ) -> Forecast:
-    """Returns what a plan takes on a cluster, step by step.
+    """Returns the time and traffic of a plan on a cluster, simulated step by step.
 
-    In every step the ranks of a node meet to average gradients; nodes meet only at exchanges, so a node that is late in
-    one step may catch up until then.
+    The ranks of a node wait for each other in every step; nodes wait only at exchanges, so a node that is late in
+    one step can catch up until then.
 
     Args:
         plan: who does what.
         cluster: the nodes and ranks.
-        profile: how fast they are; it may be another one than the plan was made for.
+        profile: how fast they are; not necessarily the one the plan was made for.
         graph: the network.
-        steps: how many to play.
+        steps: how many to simulate.
         jitter: how much a rank's time varies from step to step: the standard deviation over the mean.
         steps_per_epoch: for plans that exchange once an epoch.
         seed: of the jitter.
@@ -69,7 +69,7 @@ def _every(plan: Plan, steps_per_epoch: int) -> int:
         case Adaptive(start=number):
             return number
         case EverySeconds():
-            return 0  # as many as the slowest rank makes
+            return 0  # replaced by as many as the slowest rank completes in that time
         case EveryGradient():
             return 1
 
@@ -93,7 +93,7 @@ class _Play:
         random = np.random.default_rng(seed)
         clock, waited, computed = np.zeros(len(starts)), np.zeros(len(compute)), np.zeros(len(compute))
         exchange_s, exchanges, overlap = self._exchange_s(), 0, self.plan.exchange.hidden_steps(every)
-        stop_s = 0.0 if overlap else exchange_s  # of training, in which the wire works
+        stop_s = 0.0 if overlap else exchange_s  # training stops only if the exchange is not overlapped
         steps_done = 0
         while steps_done < steps:
             count = min(every, steps - steps_done)
@@ -152,7 +152,7 @@ class _Play:
         )
 
     def _each_step(self) -> tuple[Numbers, list[float], list[float]]:
-        """Returns what each rank computes in a step, how long it is on the wires, and the bytes it sends."""
+        """Returns for each rank the seconds it computes and communicates in a step, and the bytes it sends."""
         compute = np.zeros(len(self.plan.roles))
         communication_s, sent = [0.0] * len(compute), [0.0] * len(compute)
         size = self.graph_costs.travelling_bytes
@@ -208,7 +208,7 @@ class _Play:
 
 
 def _factors(random: np.random.Generator, count: int, jitter: float) -> Numbers:
-    """Returns factors of mean 1 with this spread; times have long tails to one side."""
+    """Returns log-normal factors of mean 1 with this relative spread."""
     sigma = np.sqrt(np.log1p(jitter**2))
     factors: Numbers = np.exp(sigma * random.standard_normal(count) - sigma**2 / 2)
     return factors
