@@ -1,4 +1,4 @@
-"""Graph + shares -> Layout: which state every tensor has, so that narrow tensors travel."""
+"""Graph + shares -> Layout: the placement of every tensor, chosen so that few bytes are sent."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,8 +25,8 @@ def lay_out(
         shares: one number for each rank; 0 leaves the rank out.
         layer_shares: shares of single layers, by module name or the beginning of it; 0 leaves a rank out of that layer.
         modes: for operations by name, the modes that they may have.
-        rates: what moving costs compared with computing.
-        cut_batch: whether layers may also be cut along the batch, where fewer bytes travel then.
+        rates: the cost of moving compared with computing.
+        cut_batch: whether layers may also be cut along the batch, where that sends fewer bytes.
     """
     numbers = check_shares(shares)
     unknown_layers = set(modes or {}) - {layer.name for layer in graph.layers}
@@ -56,7 +56,7 @@ def lay_out(
 def relaid(graph: Graph, layout: Layout, factors: Sequence[float]) -> Layout:
     """Returns the same layout with other shares: every rank has `factors[rank]` times what it had of each layer.
 
-    What layers do stays as it is, where the new shares allow it.
+    The modes of layers stay the same.
 
     Args:
         graph: the network.
@@ -74,7 +74,7 @@ def relaid(graph: Graph, layout: Layout, factors: Sequence[float]) -> Layout:
     return lay_out(graph, shares, layer_shares=layer_shares, modes=modes, cut_batch=cut_batch)
 
 
-LEAST = 0.25  # units that a rank without any in a layer is taken to have, as it may become fast
+LEAST = 0.25  # units counted for a rank that has none in a layer, so that its share can grow
 
 
 def _output_counts(layout: Layout, choice: Choice) -> list[float]:
@@ -87,7 +87,7 @@ def _output_counts(layout: Layout, choice: Choice) -> list[float]:
 def _shares_by_tensor(
     graph: Graph, layer_shares: Mapping[str, Sequence[float]], ranks: int, members: tuple[int, ...]
 ) -> dict[str, tuple[float, ...]]:
-    """Returns the shares of every tensor whose layer has shares of its own."""
+    """Returns the shares of every tensor whose layer is named in `layer_shares`."""
     if not isinstance(layer_shares, Mapping) or not all(isinstance(prefix, str) for prefix in layer_shares):
         raise SpecError(f"layer_shares={layer_shares!r} was given, but a dict from module names to shares is needed.")
     checked = {prefix: check_shares(shares, ranks=ranks) for prefix, shares in layer_shares.items()}

@@ -1,6 +1,6 @@
-"""In which units each tensor would best be cut: asked by its consumers, passed back to whoever makes it.
+"""The units in which each tensor should be cut: preferences of its consumers, passed back to its producer.
 
-A wish only makes a layout cheaper: where it does not come true, the consumer gathers.
+A preference only makes a layout cheaper: where it is not met, the consumer gathers.
 """
 
 from math import gcd, lcm, prod
@@ -15,7 +15,7 @@ SAME |= {"rms_norm"}
 
 
 def preferred_units_of(graph: Graph) -> PreferredUnits:
-    """Returns the parts in which each tensor's dims should be dealt out, where that is not one by one."""
+    """Returns the parts, with their units, in which dims should be cut; dims of unit 1 are left out."""
     tensors, preferred = graph.tensors, PreferredUnits()
     for _ in range(2):  # the second pass lets the operands of a join agree
         for layer in reversed(graph.layers):
@@ -25,12 +25,12 @@ def preferred_units_of(graph: Graph) -> PreferredUnits:
 
 
 def parts_of(preferred: PreferredUnits, tensor: Tensor, dim: int) -> Parts:
-    """Returns the parts of one dim; a single part of unit 1 where nobody wished for more."""
+    """Returns the parts of one dim; a single part of unit 1 if there is no preference."""
     return preferred.get((tensor.name, dim), ((tensor.shape[dim], 1),))
 
 
 def channels_of(graph: Graph) -> dict[str, int]:
-    """Returns the dim along which each tensor has its channels, as far as the layers tell."""
+    """Returns the channel dim of each tensor, where the layers determine it."""
     tensors, channels = graph.tensors, dict[str, int]()
     for layer in graph.layers:
         if not layer.inputs or not layer.outputs:
@@ -106,7 +106,7 @@ def _unit(parts: Parts | None) -> int:
 
 
 def _heads(queries_keys_values: list[Tensor], preferred: PreferredUnits) -> None:
-    """Heads stay whole, and with fewer keys than queries a key keeps all queries that use it."""
+    """Keeps heads whole; with fewer keys than queries, a key stays with all queries that use it."""
     query, key, _ = queries_keys_values
     dim = len(query.shape) - 3
     units = [max(1, query.shape[dim] // key.shape[dim]), 1, 1]
@@ -188,7 +188,7 @@ def _view(x: Tensor, out: Tensor, preferred: PreferredUnits) -> None:
 
 
 def kept_dims(layer: Layer, ndim: int) -> dict[int, int]:
-    """Returns where the dims that an operation leaves whole stand afterwards: {dim before: dim after}."""
+    """Returns the dims that an operation does not change: {dim before: dim after}."""
     options = layer.options
     match layer.op:
         case "index":

@@ -1,6 +1,6 @@
-"""What each operation can do with tensors that are cut: the states it needs, the states it gives.
+"""The options of each operation for cut tensors: the placements it needs and the placements it gives.
 
-One function a kind of operation; a new layer is one rule here. An operation always has the way of being computed whole,
+One function per kind of operation; a new layer is one rule here. Every operation can also be computed whole,
 from replicated tensors, on every rank.
 """
 
@@ -13,7 +13,7 @@ from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, TensorPlacement
 
 
 def options_of(context: LayerContext) -> Iterator[LayerOption]:
-    """Returns every way of computing a layer."""
+    """Yields every option to compute a layer."""
     layer = context.layer
     if layer.op in ("input", "parameter", "buffer", "constant", "number"):
         return
@@ -89,7 +89,7 @@ def _bias(context: LayerContext) -> Iterator[LayerOption]:
 
 
 def _per_channel(context: LayerContext) -> Iterator[LayerOption]:
-    """Every channel for itself; parameters and statistics are cut like the channels."""
+    """Yields options for operations on single channels; parameters and statistics are cut like the channels."""
     parameter_placements = (
         [r for r in (context.states[1] or ()) if r.state == "sharded"] if len(context.states) > 1 else []
     )
@@ -172,7 +172,7 @@ def _matmul(context: LayerContext) -> Iterator[LayerOption]:
     last = len(out.shape) - 1
     for placement in context.cut_dims(0):
         dim = placement.dim + len(out.shape) - len(a.shape)
-        if placement.dim == len(a.shape) - 1:  # along what is summed
+        if placement.dim == len(a.shape) - 1:  # along the summed dim
             for other in context.sharded(1, len(b.shape) - 2):
                 if other.cut == placement.cut:
                     yield LayerOption("reduced", (placement, other), (PARTIAL,))

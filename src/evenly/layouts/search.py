@@ -1,7 +1,8 @@
-"""The cheapest states for all tensors of a network: a walk along its operations that keeps the best few ways so far.
+"""The cheapest placements of all tensors of a network: a search along its operations that keeps the best few paths.
 
-At every operation the ways differ only in the states of tensors that are still needed. For chains and residual networks
-these are few, and the walk is an exact shortest path; where very many tensors are alive (dense blocks) it is a beam.
+At every operation, paths differ only in the states of tensors that are still needed. For chains and residual networks
+these are few, and the search finds the shortest path; where very many tensors are alive (dense blocks) it is a beam
+search.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +17,14 @@ from evenly.layouts.rules import options_of
 from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, Choice, Move, MoveName, TensorPlacement
 
-WEIGHTED = {"conv", "linear", "embedding"}  # layers that are to be cut: whole only if nothing else can be done
+WEIGHTED = {"conv", "linear", "embedding"}  # computed whole only if there is no other option
 FORBIDDEN = 1e18
 BEAM = 48
 
 
 @dataclass(frozen=True)
 class TransferCosts:
-    """What moving costs compared with computing, in floating-point operations of all devices together."""
+    """The cost of moving compared with computing, in floating-point operations of all devices together."""
 
     flops_per_byte: float = 100.0  # sent by one rank
     flops_per_message: float = 2e4
@@ -31,7 +32,7 @@ class TransferCosts:
 
 @dataclass(frozen=True)
 class SearchStep:
-    """One way of computing a layer: the states of its tensors then, what moves, and what that costs."""
+    """One option to compute a layer: the states of its tensors afterwards, its moves and its costs."""
 
     states: Mapping[str, State]
     choice: Choice
@@ -39,7 +40,7 @@ class SearchStep:
     costs: tuple[float, ...] = ()
 
     def cost_after(self, cost: float) -> float:
-        """Returns the cost of a way that goes on with this step."""
+        """Returns the cost of a path of this cost after this step."""
         for part in self.costs:
             cost += part
         return cost
@@ -47,7 +48,7 @@ class SearchStep:
 
 @dataclass(frozen=True)
 class SearchPath:
-    """One way of computing the network up to some operation."""
+    """The choices for all operations up to some operation."""
 
     cost: float
     states: Mapping[str, State]  # of tensors that are needed later
@@ -55,7 +56,7 @@ class SearchPath:
     step: SearchStep | None = None
 
     def steps(self) -> list[SearchStep]:
-        """Returns all steps of this way, the first one first."""
+        """Returns all steps of this path in order."""
         steps, path = [], self
         while path.step is not None and path.parent is not None:
             steps.append(path.step)
@@ -65,7 +66,7 @@ class SearchPath:
 
 @dataclass
 class Search:
-    """Everything that the walk needs to know."""
+    """The search for the cheapest path through a graph."""
 
     graph: Graph
     cuts: DimCuts
@@ -84,10 +85,10 @@ class Search:
         self._moves: dict[tuple[str, str, TensorPlacement, TensorPlacement], Move] = {}
         self._work_of: dict[tuple[str, bool], float] = {}
         self.size = len(self.cuts.shares)
-        self.slowdown = sum(self.cuts.shares) / min(self.cuts.shares)  # of work that every rank does whole
+        self.slowdown = sum(self.cuts.shares) / min(self.cuts.shares)  # of work that every rank repeats
 
     def _batches(self) -> dict[str, TensorPlacement]:
-        """Returns how every tensor is cut if the inputs are cut along the batch, as far as that goes through."""
+        """Returns how every tensor is cut if the inputs are cut along the batch, where rules allow it."""
         placements: dict[str, TensorPlacement] = {}
         for layer in self.graph.layers:
             if layer.op == "input" and layer.outputs and layer.outputs[0].shape[:1] == (self.cuts.batch,):
@@ -102,7 +103,7 @@ class Search:
         return placements
 
     def run(self) -> SearchPath:
-        """Returns the cheapest way through the whole network."""
+        """Returns the cheapest path through the whole network."""
         last = {name: number for number, layer in enumerate(self.graph.layers) for name in layer.inputs}
 
         def needed(states: Mapping[str, State], number: int) -> dict[str, State]:
@@ -122,7 +123,7 @@ class Search:
             steps_by_states: dict[tuple[State, ...], list[tuple[SearchStep, dict[str, State]]]] = {}
             for path in paths:
                 input_states = tuple(map(path.states.get, layer.inputs))
-                if input_states not in steps_by_states:  # a step depends on nothing else of the way before it
+                if input_states not in steps_by_states:  # steps depend on nothing else of the path
                     steps_by_states[input_states] = [
                         (step, needed(step.states, number)) for step in self.steps(layer, input_states)
                     ]
@@ -141,9 +142,9 @@ class Search:
         return paths[0]
 
     def steps(self, layer: Layer, input_states: Sequence[State]) -> list[SearchStep]:
-        """Returns every way to compute this layer from inputs in these states."""
+        """Returns every step that computes this layer from inputs in these states."""
         if layer.kind == "source":
-            is_free = layer.op in ("parameter", "buffer")  # in no state yet
+            is_free = layer.op in ("parameter", "buffer")  # placed at their first use
             states: dict[str, State] = {} if is_free else {t.name: frozenset([REPLICATED]) for t in layer.outputs}
             return [
                 SearchStep(states, Choice(layer=layer.name, mode="source", gives=(REPLICATED,) * len(layer.outputs)))
@@ -163,7 +164,7 @@ class Search:
         return modes is None or option.mode in modes
 
     def take(self, context: LayerContext, option: LayerOption) -> SearchStep | None:
-        """Returns the step that computes a layer in this mode; None where a tensor cannot be brought to its state."""
+        """Returns the step that computes a layer in this mode; None if an input cannot be redistributed as needed."""
         states: dict[str, State] = dict(zip(context.layer.inputs, context.states, strict=True))
         moves: list[Move] = []
         for tensor, need in zip(context.inputs, option.needs, strict=True):
@@ -200,8 +201,8 @@ class Search:
         return self._choices[key]
 
     def reach(self, tensor: Tensor, state: State, need: TensorPlacement) -> tuple[State, list[Move]] | None:
-        """Returns the states of a tensor once it is brought to `need`, and the moves on the way."""
-        if state is None:  # a parameter that is used for the first time lives as it is needed
+        """Returns the states of a tensor once it is redistributed to `need`, and the moves for that."""
+        if state is None:  # a parameter is placed as its first use needs it
             start = REPLICATED if need == COPIED else need
             if start == PARTIAL:
                 return None
@@ -265,5 +266,5 @@ class Search:
 
 
 def _width(context: LayerContext) -> int:
-    """Returns the bytes of one element of what a layer sums inside: at least those of float32."""
+    """Returns the bytes of one element of what a layer sums over ranks: at least those of float32."""
     return max(4, context.inputs[0].size_bytes // max(1, context.inputs[0].numel)) if context.inputs else 0

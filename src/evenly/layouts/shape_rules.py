@@ -1,4 +1,4 @@
-"""What joining and reshaping operations can do with tensors that are cut: the record follows its dim where it can."""
+"""The options of joining and reshaping operations for cut tensors: the cut follows its dim where it can."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from evenly.spec.layout import COPIED, PARTIAL, TensorPlacement
 
 
 def join(context: LayerContext) -> Iterator[LayerOption]:
-    """Operands are brought to one layout."""
+    """Yields options in which all operands are cut alike."""
     out = context.layer.outputs[0]
     yielded: set[TensorPlacement] = set()
     for index, tensor in enumerate(context.inputs):
@@ -26,7 +26,7 @@ def join(context: LayerContext) -> Iterator[LayerOption]:
 
 
 def _aligned(context: LayerContext, output_placement: TensorPlacement) -> tuple[TensorPlacement, ...]:
-    """Returns what each operand must be: cut alike where it has the dim, copied where it is broadcast along it."""
+    """Returns the placement of each operand: cut alike if it has the dim, copied if it is broadcast along it."""
     ndim = len(context.layer.outputs[0].shape)
     size = context.layer.outputs[0].shape[output_placement.dim]
     needs = []
