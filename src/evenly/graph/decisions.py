@@ -1,4 +1,4 @@
-"""What forward decided by the sizes of the example, to be decided again for every other batch."""
+"""Branches that forward took because of the sizes of the example; other batches must take the same."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Decision:
-    """A value of which Python asked the truth, the number or the length, and what it was told."""
+    """A traced value whose truth, number or length Python used, and what that was for the example."""
 
     name: str
     evaluate: Callable[[Any], Any]  # bool, len, or the number itself
@@ -25,14 +25,14 @@ class Decision:
 
 @dataclass
 class Decisions:
-    """All that one traced forward decided; `require` raises where another batch would decide otherwise."""
+    """All decisions of one traced forward; `require` raises if another batch would change one."""
 
     program: fx.GraphModule | None = None
     entries: list[Decision] = field(default_factory=list)
     conditions: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)  # of torch.export
 
     def require(self, model: str, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Raises `SpecError` if forward does other things for these inputs, tensors without data, than when traced."""
+        """Raises `SpecError` if forward would take other branches for these inputs (meta tensors) than when traced."""
         sizes = {name: tuple(x.shape[:1]) for name, x in inputs.items()}
         for condition, symbols in self.conditions:
             _require_condition(condition, symbols, inputs, model)
@@ -51,7 +51,7 @@ class Decisions:
 
 
 def decisions_of(root: torch.nn.Module, graph: fx.Graph, decided_nodes: list[tuple[fx.Node, Decision]]) -> Decisions:
-    """Returns the decisions with the part of the graph that they were made of."""
+    """Returns the decisions with the part of the graph that computes them."""
     if not decided_nodes:
         return Decisions()
     needed, pending = set(), [node for node, _ in decided_nodes]
@@ -70,11 +70,11 @@ def decisions_of(root: torch.nn.Module, graph: fx.Graph, decided_nodes: list[tup
 
 
 def _require_condition(condition: Any, symbols: dict[str, Any], inputs: Mapping[str, torch.Tensor], model: str) -> None:
-    """Raises unless a condition that torch.export noted, and those it takes for granted, hold."""
+    """Raises unless a guard of torch.export and its implicit conditions hold."""
     values: dict[Any, int] = {}
     for name, symbol in symbols.items():
         size = inputs[name].shape[0]
-        if size < 2 or values.setdefault(symbol, size) != size:  # export takes 0 and 1 for other networks
+        if size < 2 or values.setdefault(symbol, size) != size:  # torch.export specializes on sizes 0 and 1
             condition = False
     if not bool(condition if isinstance(condition, bool) else condition.xreplace(values)):
         sizes = {name: inputs[name].shape[0] for name in symbols}

@@ -1,4 +1,4 @@
-"""A network as torch.export sees it, for those whose own forward fx cannot follow."""
+"""Networks traced by torch.export, for those whose forward fx cannot trace."""
 
 import operator
 from collections.abc import Iterator
@@ -19,10 +19,7 @@ from evenly.graph.reads import OF_TORCH
 
 
 def exported(model: nn.Module, example_inputs: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, Decisions]:
-    """Returns the exported network as a plain graph: loops unrolled, branches decided, the batch left open.
-
-    Also what of the batch the branches were decided by.
-    """
+    """Returns the exported network as a plain graph with a dynamic batch, and the conditions on the batch size."""
     shapes = {name: {0: Dim.AUTO} if tensor.ndim else None for name, tensor in example_inputs.items()}
     program = export(model, (), kwargs=example_inputs, dynamic_shapes=shapes, strict=False)
     decisions = Decisions(conditions=_open_batch(program, list(example_inputs)))
@@ -67,7 +64,7 @@ def _open_batch(program: ExportedProgram, names: list[str]) -> list[tuple[Any, d
 
 
 def _name_constants(model: nn.Module, module: fx.GraphModule) -> None:
-    """Gives tensors that forward makes the names that fx gives to constants; what the network keeps is refused."""
+    """Gives tensors created in forward the names that fx gives to constants; refuses unregistered tensors."""
     names: dict[str, str] = {}
     unregistered_storages = {
         x.untyped_storage().data_ptr()
@@ -93,10 +90,10 @@ def _attributes(module: nn.Module) -> list[Any]:
 
 
 def _unregistered_tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """Yields the tensors in attributes that are not registered."""
+    """Yields the tensors in attributes that are neither parameters nor buffers."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, nn.Module) and depth:  # one that is not registered either
+    elif isinstance(value, nn.Module) and depth:  # a module that is not registered either
         yield from (*value.parameters(), *value.buffers())
     elif isinstance(value, list | tuple | set | dict) and depth < 3:
         for item in value.values() if isinstance(value, dict) else value:
@@ -104,12 +101,12 @@ def _unregistered_tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def _restore_batch_norm(path: str, norm: nn.Module, module: fx.GraphModule) -> None:
-    """Lets a BatchNorm of the network itself do what it does there, as it also counts its batches."""
+    """Replaces the exported operations of a BatchNorm by a call of the module, which also counts its batches."""
     nodes: list[fx.Node] = list(module.graph.nodes)
     attribute_nodes = {str(node.target): node for node in nodes if node.op == "get_attr"}
     mean, counter = (attribute_nodes.get(f"{path}.{name}") for name in ("running_mean", "num_batches_tracked"))
     norms = [node for node in nodes if node.target is torch.ops.aten.batch_norm.default and node.args[3] is mean]
-    counts: list[fx.Node] = []  # the first adds to the counter, each other one to what the one before gave
+    counts: list[fx.Node] = []  # the first adds to the counter, each later one to the result before
     for node in nodes:
         if node.target is torch.ops.aten.add_.Tensor and node.args == (counts[-1] if counts else counter, 1):
             counts.append(node)

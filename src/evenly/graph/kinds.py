@@ -12,7 +12,7 @@ from evenly.spec.graph import Kind
 
 @dataclass(frozen=True)
 class OpKind:
-    """What an operation is: kind, name in the common vocabulary, options."""
+    """The kind of an operation, its name in our vocabulary, and its options."""
 
     kind: Kind
     op: str
@@ -22,7 +22,7 @@ class OpKind:
 
 @dataclass(frozen=True)
 class OpInputs:
-    """A node with the values it was seen with."""
+    """A node with the meta values of all nodes."""
 
     node: fx.Node
     name: str
@@ -30,20 +30,20 @@ class OpInputs:
     module: nn.Module | None = None
 
     def argument(self, position: int, key: str, default: Any = None) -> Any:
-        """Returns an argument as written, with nodes replaced by what they gave."""
+        """Returns an argument with nodes replaced by their values."""
         args, kwargs = self.node.args, self.node.kwargs
         raw = args[position] if len(args) > position else kwargs.get(key, default)
         return fx.map_arg(raw, lambda node: self.values[node.name])
 
     @property
     def first(self) -> torch.Tensor:
-        """The first tensor given."""
+        """The first input tensor."""
         value: torch.Tensor = self.values[self.node.all_input_nodes[0].name]
         return value
 
     @property
     def ndim(self) -> int:
-        """The dims of the first tensor."""
+        """The number of dims of the first tensor."""
         return self.first.ndim
 
 
@@ -109,7 +109,7 @@ def _unary(call: OpInputs) -> OpKind:
     tensors = [node for node in call.node.all_input_nodes if isinstance(call.values[node.name], torch.Tensor)]
     if len(tensors) > 1:
         return OpKind("joining", "join", {"linear": False})
-    out = call.values[call.node.name]  # a sum of whole numbers is not the whole number of a sum
+    out = call.values[call.node.name]  # a cast to integers is not linear
     return OpKind(
         "pointwise", "unary", {"linear": call.name in LINEAR and (out.is_floating_point() or out.is_complex())}
     )

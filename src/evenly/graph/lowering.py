@@ -1,4 +1,4 @@
-"""A traced graph in plain form: no operation in place, biases apart, every tensor of a tuple with a name of its own."""
+"""Normalizes a traced graph: no in-place operations, biases as separate operations, positional tensor arguments."""
 
 import operator
 from collections.abc import Callable
@@ -41,7 +41,7 @@ CONVS = {
     F.conv_transpose2d,
     F.conv_transpose3d,
 }
-_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch takes numpy's words too
+_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch accepts numpy's keywords too
 LEADING: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("conv1d", "conv2d", "conv3d", "conv_transpose", "linear", "embedding"), ("input", "weight")),
     (("scaled_dot_product_attention",), ("query", "key", "value")),
@@ -55,7 +55,7 @@ def add_bias(x: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def name_of(node: fx.Node) -> str:
-    """Returns the name of an operation of torch: `conv2d`, `add`, `view`, `ReLU`; of others a full name."""
+    """Returns the short name of a torch operation (`conv2d`, `add`, `ReLU`); the qualified name of any other."""
     if node.op == "call_module":
         owner = node.graph.owning_module
         return module_name(owner.get_submodule(str(node.target))) if owner is not None else str(node.target)
@@ -65,7 +65,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def path_of(node: fx.Node) -> str:
-    """Returns the module in whose forward a node stands."""
+    """Returns the path of the module in whose forward a node was traced."""
     stack = node.meta.get("nn_module_stack") or {}
     key, value = next(iter(reversed(list(stack.items()))), ("", ""))
     path = value[0] if isinstance(value, tuple) else key
@@ -73,7 +73,7 @@ def path_of(node: fx.Node) -> str:
 
 
 def lower(traced: fx.GraphModule) -> None:
-    """Brings a traced graph into plain form, in place."""
+    """Normalizes a traced graph in place."""
     graph = traced.graph
     _share_attributes(traced)
     _replace_in_place_operations(graph)
@@ -100,7 +100,7 @@ def lower(traced: fx.GraphModule) -> None:
 
 
 def _make_positional(node: fx.Node, name: str) -> None:
-    """Lets tensors that were given by keyword (`F.linear(input=x, weight=w)`) stand where the tables look for them."""
+    """Makes tensor arguments positional that were passed by keyword (`F.linear(input=x, weight=w)`)."""
     names = next((order for kinds, order in LEADING if name.startswith(kinds)), ("input", "other"))
     args, kwargs = list(node.args), dict(node.kwargs)
     while len(args) < len(names) and names[len(args)] in kwargs:
@@ -109,7 +109,7 @@ def _make_positional(node: fx.Node, name: str) -> None:
 
 
 def _share_attributes(traced: fx.GraphModule) -> None:
-    """Lets tied parameters be one node, and places every parameter right where it is first used."""
+    """Merges the nodes of tied parameters into the first one."""
     first_nodes: dict[int, fx.Node] = {}
     for node in list(traced.graph.nodes):
         if node.op != "get_attr":
@@ -128,7 +128,7 @@ def _replace_in_place_operations(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target in IN_PLACE:
             target = IN_PLACE[node.target]
         elif node.op == "call_function" and not is_torch_function(node.target):
-            target = None  # whether it changes its inputs is seen when it is run
+            target = None  # `Shapes` checks whether it changes its inputs
         elif node.op == "call_function" and isinstance(node.target, OpOverload):
             target = out_of_place(node.target)
         elif node.op == "call_function" and name_of(node).endswith("_") and name_of(node)[0] != "_":
@@ -139,7 +139,7 @@ def _replace_in_place_operations(graph: fx.Graph) -> None:
             target = node.target
             node.kwargs = {**node.kwargs, "inplace": False}
         elif node.op == "call_module" and getattr(_module(node), "inplace", False):
-            target = node.target  # the copy that is called has inplace off
+            target = node.target  # the copy of the module that is called has inplace=False
         if target is None:
             continue
         changed = node.args[0]
@@ -162,7 +162,7 @@ def _replace_in_place_operations(graph: fx.Graph) -> None:
 
 
 def _refuse_overwriting(node: fx.Node) -> None:
-    """Raises `SpecError` for an operation that only exists in place: it fills a tensor, or a part of it."""
+    """Raises `SpecError` for an operation that only exists in place and writes into a tensor."""
     name = name_of(node)
     fills = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
     if (
@@ -177,7 +177,7 @@ def _refuse_overwriting(node: fx.Node) -> None:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a value is made of sizes: those are not changed in place by `+=`."""
+    """Whether a value is a number computed from sizes; `+=` does not change numbers in place."""
     if node.op == "call_method":
         return node.target in ("size", "dim", "numel", "__len__")
     if node.target is getattr:
@@ -187,7 +187,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _refuse_views(changed: fx.Node, node: fx.Node) -> None:
-    """Raises `SpecError` where another tensor shares memory with the one that is changed, and is used afterwards."""
+    """Raises `SpecError` if a tensor that shares memory with the changed one is used afterwards."""
     order = {n: position for position, n in enumerate(node.graph.nodes)}
     aliases, pending = {changed}, [changed]
     while pending:
@@ -212,7 +212,7 @@ def _module(node: fx.Node) -> nn.Module | None:
 
 
 def _redirect_later_users(changed: fx.Node, result: fx.Node) -> None:
-    """Whoever used `changed` after it was changed in place uses the result instead."""
+    """Makes users of `changed` that come after the in-place operation use its result."""
     is_after_result = False
     later = set()
     for node in result.graph.nodes:
@@ -225,7 +225,7 @@ def _redirect_later_users(changed: fx.Node, result: fx.Node) -> None:
 
 
 def _split_bias(node: fx.Node, position: int, *, dim: int) -> None:
-    """Computes without bias, then adds it: a sum over ranks may have to come between."""
+    """Adds the bias as a separate operation, so that a sum over ranks can come before it."""
     bias = node.args[position] if len(node.args) > position else node.kwargs.get("bias")
     if bias is None or not _is_plain_bias(node, bias):
         return
@@ -240,7 +240,7 @@ def _split_bias(node: fx.Node, position: int, *, dim: int) -> None:
 
 
 def _is_plain_bias(node: fx.Node, bias: Any) -> bool:
-    """Whether a bias is one number for each output, as far as that can be seen."""
+    """Whether a bias has one number for each output; true if its value is not known."""
     owner = node.graph.owning_module
     if not isinstance(bias, fx.Node) or bias.op != "get_attr" or owner is None:
         return True
@@ -249,7 +249,7 @@ def _is_plain_bias(node: fx.Node, bias: Any) -> bool:
 
 
 def _subsample(traced: fx.GraphModule, node: fx.Node) -> None:
-    """A strided convolution with a kernel of one pixel drops pixels first: fewer have to travel."""
+    """Makes a strided 1x1 convolution a slice and an unstrided convolution: ranks send fewer pixels."""
     x, weight = node.args[:2]
     strides = node.args[3] if len(node.args) > 3 else 1
     padding = node.args[4] if len(node.args) > 4 else 0

@@ -1,4 +1,4 @@
-"""What is torch's own: rules hold for torch's very functions, operators and modules, not for others of their names."""
+"""Which functions, operators and modules are torch's: rules apply only to these, not to others of the same name."""
 
 import builtins
 import operator
@@ -29,7 +29,7 @@ PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 @cache
 def _functions() -> frozenset[Any]:
-    """Returns the functions that rules may know by name."""
+    """Returns the functions that rules can refer to by name."""
     namespaces = (torch, F, operator, builtins, torch.special, FUNCTIONAL)
     functions = {value for namespace in namespaces for value in vars(namespace).values() if _is_function(value)}
     return frozenset(functions)
@@ -40,19 +40,19 @@ def _is_function(value: Any) -> bool:
 
 
 def is_torch_function(target: Any) -> bool:
-    """Whether a function or operator is torch's or Python's, or one that this package puts into graphs."""
+    """Whether a function or operator is torch's or Python's, or one that this package inserts into graphs."""
     if isinstance(target, OpOverload):
         return target.namespace in NAMESPACES
     if isinstance(target, OpOverloadPacket):
         return packet_name(target).split("::")[0] in NAMESPACES
     try:
         return target in _functions() or str(getattr(target, "__module__", "")).startswith("evenly.graph.")
-    except TypeError:  # it cannot be hashed, so it is no function
+    except TypeError:  # not hashable, so not a function
         return False
 
 
 def function_name(target: Any) -> str:
-    """Returns the bare name of torch's functions and operators; of others the full name, which has no rule."""
+    """Returns the short name of torch's functions and operators; the qualified name, without a rule, of others."""
     if isinstance(target, OpOverload):
         name = operator_name(target)
         return name.split("::")[1] if is_torch_function(target) else name
@@ -65,7 +65,7 @@ def function_name(target: Any) -> str:
 
 
 def is_torch_class(kind: type) -> bool:
-    """Whether a class is torch's, and its forward is the one that it came with."""
+    """Whether a class is torch's and its forward was not replaced."""
     if not kind.__module__.startswith("torch."):
         return False
     defining_module = sys.modules.get(kind.__module__)
@@ -75,9 +75,9 @@ def is_torch_class(kind: type) -> bool:
 
 
 def torch_class_of(module: nn.Module) -> type | None:
-    """Returns the class of torch whose code a module runs, though it may be of a subclass; None if it runs other code.
+    """Returns the torch class whose code a module runs, also for a subclass of it; None if it runs other code.
 
-    Other code is a method that a subclass overrides, or one that was put into the instance.
+    Other code is a method overridden by a subclass or set on the instance.
     """
     mro = type(module).__mro__
     kind = next((kind for kind in mro if is_torch_class(kind)), None)
@@ -91,13 +91,13 @@ def torch_class_of(module: nn.Module) -> type | None:
 
 
 def module_name(module: nn.Module) -> str:
-    """Returns the bare name of torch's modules; of others the full name, which has no rule."""
+    """Returns the short name of torch's modules; the qualified name, without a rule, of others."""
     kind = type(module)
     return kind.__name__ if torch_class_of(module) is kind else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def refuse_overridden_call(module: nn.Module, path: str) -> None:
-    """Raises `SpecError` if a module is called in a way of its own, which a graph of forward would not hold."""
+    """Raises `SpecError` if a module overrides how it is called: a graph of forward would lose that code."""
     for kind in type(module).__mro__:
         overridden = [name for name in CALL_METHODS if name in vars(kind)]
         if overridden and not kind.__module__.startswith("torch."):
@@ -108,7 +108,7 @@ def refuse_overridden_call(module: nn.Module, path: str) -> None:
 
 
 def refuse_strange_tensors(named: Mapping[str, Any]) -> None:
-    """Raises `SpecError` for a tensor whose methods may not be torch's: one of a subclass, or with methods put in."""
+    """Raises `SpecError` for a tensor whose methods may not be torch's: of a subclass, or with patched methods."""
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             continue

@@ -1,4 +1,4 @@
-"""nn.Module -> Graph: layers, shapes, work, who feeds whom, what may be cut."""
+"""nn.Module -> Graph: layers, shapes, work, data flow, what may be cut."""
 
 import inspect
 import operator
@@ -44,22 +44,22 @@ Example = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Traced:
-    """A network, the fx graph of its operations, and the same as a value."""
+    """A network, the fx graph of its operations, and the same as a `Graph`."""
 
     model: nn.Module
     program: fx.GraphModule
     graph: Graph
-    form: pytree.TreeSpec | None  # of what forward returns; None: as the program gives it
+    form: pytree.TreeSpec | None  # of what forward returns; None: as the program returns it
     example: dict[str, tuple[int, ...]]  # shapes of the arguments that are tensors
     switches: Switches
-    inputs: dict[str, torch.Tensor]  # the arguments that are tensors, without data
-    modes: dict[str, bool]  # which modules were in training when the network was given
+    inputs: dict[str, torch.Tensor]  # the arguments that are tensors, on the meta device
+    modes: dict[str, bool]  # `training` of each module before tracing
     reads: Reads  # what forward read while it was traced
-    decisions: tuple[Decisions, ...]  # what forward decided by sizes
+    decisions: tuple[Decisions, ...]  # branches of forward that depend on sizes
 
 
 def trace(model: nn.Module, example: Example) -> Graph:
-    """Returns the network's operations as a value: shapes, floating-point work, who feeds whom, what may be cut.
+    """Returns the network's operations as a value: shapes, floating-point work, data flow, what may be cut.
 
     Args:
         model: the network; it is not changed.
@@ -74,7 +74,7 @@ def follow(model: nn.Module, example: Example, *, modes: Mapping[str, bool] | No
     Args:
         model: the network; it is not changed.
         example: a batch as forward takes it.
-        modes: which modules are in training; without, both modes of the whole network are followed.
+        modes: `training` of each module; by default the network is traced in training and in evaluation.
     """
     if not isinstance(model, nn.Module):
         raise SpecError(f"{type(model).__name__} was given as a network, but a torch.nn.Module is needed.")
@@ -130,7 +130,7 @@ def _follow(model: nn.Module, arguments: dict[str, Any], modes: Mapping[str, boo
 
 
 def _refuse_changes(model: nn.Module, watch: ChangeWatch) -> None:
-    """Raises `SpecError` if forward changed what it reads: a cut network runs its Python code only once."""
+    """Raises `SpecError` if forward changed what it reads: a cut network runs forward's Python code only once."""
     changes = watch.changes()
     if changes:
         raise SpecError(
@@ -167,7 +167,7 @@ def _arguments(model: nn.Module, example: Example) -> dict[str, Any]:
 
 @contextmanager
 def _mode(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
-    """Sets every module's mode for a while."""
+    """Sets `training` of every module and restores it at exit."""
     before = {name: module.training for name, module in model.named_modules()}
     for name, module in model.named_modules():
         module.training = modes.get(name, module.training)
@@ -215,7 +215,7 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
     named = {str(i): value for i, value in enumerate(node.args)} | dict(node.kwargs)
     for position, argument in enumerate(arguments_of(node.target)):
         if argument.has_default_value() and not argument.kwarg_only and argument.name not in named:
-            named.setdefault(str(position), argument.default_value)  # torch leaves them out where they are the default
+            named.setdefault(str(position), argument.default_value)  # fx leaves out default values
     return {key: fx.map_arg(value, lambda n: n.name) for key, value in named.items()}
 
 
@@ -227,7 +227,7 @@ def _shapes(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> Shapes
 
 
 def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> None:
-    """Gives every tensor of a tuple a node of its own, once."""
+    """Gives every tensor of a tuple exactly one node."""
     values = _shapes(program, tensors).values
     graph = program.graph
     for node in list(graph.nodes):
@@ -279,7 +279,7 @@ def _layers(program: fx.GraphModule, shapes: Shapes, closed: dict[str, str]) -> 
     for node in program.graph.nodes:
         value = values[node.name]
         if node.target is operator.getitem and is_tensor_list(values[node.all_input_nodes[0].name]):
-            continue  # named as an output of the node that gives the tuple
+            continue  # an output of the node that returns the tuple
         layer = _layer(program, node, value, shapes, closed)
         new_names = [name for name in layer.inputs if name not in values and name not in listed_names]
         listed_names.update(new_names)
@@ -289,7 +289,7 @@ def _layers(program: fx.GraphModule, shapes: Shapes, closed: dict[str, str]) -> 
 
 
 def _module_tensor_layer(program: fx.GraphModule, name: str) -> Layer:
-    """Returns the parameter or buffer of a module that is one operation."""
+    """Returns the layer of a parameter or buffer whose module is a single operation."""
     tensor = operator.attrgetter(name)(program)
     op = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     return Layer(name=name, op=op, kind="source", where=name, outputs=(_tensor(name, tensor),))
@@ -351,7 +351,7 @@ def _row(
         return OpKind("source", "input")
     if node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(program)
-        if is_constant(str(node.target)):  # made in forward
+        if is_constant(str(node.target)):  # created in forward
             return OpKind("source", "constant")
         return OpKind("source", "parameter" if isinstance(value, nn.Parameter) else "buffer")
     name = name_of(node)

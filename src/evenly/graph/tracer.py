@@ -1,4 +1,4 @@
-"""A network as an fx graph of functions: modules with weights are opened, what cannot be traced stays closed."""
+"""Traces a network to an fx graph of functions: modules with weights are opened, untraceable ones stay closed."""
 
 import inspect
 import operator
@@ -56,7 +56,7 @@ DEVICES = {"device", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "get_de
 
 @dataclass(frozen=True)
 class Opened:
-    """A traced network: its operations, what stayed closed and why, what was read and decided on the way."""
+    """A traced network: its operations, closed modules with the reason, recorded reads and decisions."""
 
     program: fx.GraphModule
     closed: dict[str, str]
@@ -66,10 +66,10 @@ class Opened:
 
 
 class TracedValue(fx.Proxy):
-    """A value while it is traced; fx would read `x += 1` as `x = x + 1`, which another name of x does not see."""
+    """A traced value; unlike fx's, `x += 1` is an in-place operation, which other names of x see too."""
 
     def __index__(self) -> int:
-        """Returns a size that does not depend on the batch, where Python wants a number: range(n), torch.ones(n)."""
+        """Returns a size that does not depend on the batch, where Python needs a number: range(n), torch.ones(n)."""
         number: int = self.tracer.number(self)  # type: ignore[attr-defined]  # our tracer
         return number
 
@@ -80,7 +80,7 @@ class TracedValue(fx.Proxy):
         return Attribute(self, k)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Keeps what fx notes; forward cannot change attributes of a tensor."""
+        """Sets the fields of fx; forward cannot set attributes of a tensor."""
         if name not in PROXY_FIELDS:
             raise fx.proxy.TraceError(f"it sets the attribute {name!r} of a tensor")
         object.__setattr__(self, name, value)
@@ -106,7 +106,7 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
 class Tracer(PlainTracer):
     """Opens modules whose weights can be cut; modules named in `closed` are single operations."""
 
-    proxy_buffer_attributes = True  # buffers are followed like parameters, not read once and for all
+    proxy_buffer_attributes = True  # buffers are traced like parameters, not constants
 
     def __init__(self, closed: dict[str, str], inputs: dict[str, torch.Tensor]) -> None:
         super().__init__(autowrap_functions=())
@@ -120,7 +120,7 @@ class Tracer(PlainTracer):
         self._thread = threading.get_ident()  # fx patches modules for all threads
 
     def create_arg(self, a: Any) -> Any:
-        """Returns an argument as graphs hold it; the form of the last one, what forward returns, is kept."""
+        """Returns an argument as graphs store it; the form of the last one, forward's result, is kept."""
         self._depth += 1
         try:
             if self._depth == 1:
@@ -130,7 +130,7 @@ class Tracer(PlainTracer):
             self._depth -= 1
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Adds an operation; under another mode of torch than at the start it would lose that mode."""
+        """Adds an operation; raises if a mode of torch changed, which the graph would lose."""
         if _settings() != self._settings:
             raise fx.proxy.TraceError("it switches gradients or autocast on or off inside of forward")
         return super().create_node(*args, **kwargs)
@@ -160,7 +160,7 @@ class Tracer(PlainTracer):
         return super().iter(obj)
 
     def _guessed(self, obj: fx.Proxy) -> list[Any]:
-        """Returns what a value is for several batches."""
+        """Returns the value for several batch sizes."""
         pending, visited = [obj.node], set()
         while pending:
             node = pending.pop()
@@ -172,30 +172,30 @@ class Tracer(PlainTracer):
         return [guess.value(obj.node) for guess in self._guesses]
 
     def _decide(self, obj: fx.Proxy, evaluate: Callable[[Any], Any], value: Any) -> Any:
-        """Returns what Python is told of a value; other batches must be told the same."""
+        """Returns `evaluate(value)` and records it as a decision: it must be the same for other batches."""
         result = evaluate(value)
         where = self.inside[-1] if self.inside else ""
         self.decisions.append((obj.node, Decision(obj.node.name, evaluate, result, where)))
         return result
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Returns the value that a node stands for while it is traced."""
+        """Returns the traced value of a node."""
         return TracedValue(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is one operation."""
+        """Whether a module is a single operation."""
         if module_qualified_name in self.closed:
             return True
         return torch_class_of(m) is type(m) and not isinstance(m, (*OPENED, nn.Sequential))
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Returns an attribute of a module; parameters and buffers as they are followed."""
+        """Returns an attribute of a module; parameters and buffers as traced values."""
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Traces a module, or a version of it that can be traced."""
+        """Traces a module, or its traceable version."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
@@ -206,7 +206,7 @@ class Tracer(PlainTracer):
             forward = lambda *a, **k: rewrite(m, *a, **k)  # noqa: E731
         self.inside.append(name)
         result = super().call_module(m, forward, args, kwargs)
-        self.inside.pop()  # not after an error: the deepest module is asked for then
+        self.inside.pop()  # not after an error: `open_up` then needs the innermost module
         return result
 
 
@@ -215,14 +215,14 @@ def _itself(value: Any) -> Any:
 
 
 def _settings() -> tuple[Any, ...]:
-    """Returns the modes of torch that a graph does not keep."""
+    """Returns the modes of torch that a graph does not record."""
     kinds = ("cpu", "cuda")
     casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts
 
 
 class Guess:
-    """What nodes of a graph in the making give for the example with another number of samples."""
+    """Values of the nodes of an unfinished graph for the example with another number of samples."""
 
     def __init__(self, tracer: Tracer, inputs: dict[str, torch.Tensor], factor: int, added: int) -> None:
         self._tracer = tracer
@@ -240,7 +240,7 @@ class Guess:
         }
 
     def value(self, node: fx.Node) -> Any:
-        """Returns what a node gives, without data."""
+        """Returns the value of a node, with tensors on the meta device."""
         if node not in self._values:
             self._values[node] = self._compute(node)
         return self._values[node]
@@ -249,7 +249,7 @@ class Guess:
         if node.op == "placeholder":
             return self._inputs.get(str(node.target))
         root = self._tracer.root
-        if node.op == "get_attr":  # by name: while fx traces, asking a module for a parameter gives what is traced
+        if node.op == "get_attr":  # by name: while fx traces, getattr on a module returns traced values
             named = dict(root.named_parameters(remove_duplicate=False)) | dict(
                 root.named_buffers(remove_duplicate=False)
             )
@@ -309,7 +309,7 @@ def _leaves(program: fx.GraphModule) -> set[str]:
 def _traced(model: nn.Module, tracer: Tracer, default_arguments: dict[str, Any]) -> fx.GraphModule:
     with forward_of_class(model):
         graph = tracer.trace(model, concrete_args=default_arguments or None)
-        _refuse_unregistered(model, graph)  # the module of a graph makes buffers of them
+        _refuse_unregistered(model, graph)  # fx.GraphModule would register them as buffers
         return fx.GraphModule(model, graph)
 
 
@@ -333,7 +333,7 @@ def _by_export(model: nn.Module, inputs: dict[str, torch.Tensor], first: Excepti
         reads.leaves = frozenset(_leaves(program))
         return Opened(program, {}, None, reads, decisions)
     except Exception as second:
-        if _reason(first) == _reason(second):  # the network's own doing
+        if _reason(first) == _reason(second):  # forward itself raises
             raise SpecError(
                 f"the forward of {type(model).__name__} was to be traced, but raised {type(second).__name__}: "
                 f"{_reason(second)}. Give an example that it takes."

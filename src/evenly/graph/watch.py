@@ -1,4 +1,4 @@
-"""Whether what a network read while it was traced is still as it was: a quick look at every call, then by name."""
+"""Detects changes of what a network read while it was traced: a quick check at every call, then a list by name."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -15,16 +15,16 @@ from evenly.graph.reads import ALL, OF_TORCH, Reads, is_users
 
 OF_PYTHON = (int, float, complex, str, bytes, type(None), type(...), type, range, slice)
 PLAIN = (*OF_PYTHON, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
-HOLDERS = ("types", "argparse", "collections", "builtins", "dataclasses", "configparser")  # of settings
-DEPTH = 6  # of objects within objects
-SMALL_BYTES = 4096  # of an array whose numbers are compared
+HOLDERS = ("types", "argparse", "collections", "builtins", "dataclasses", "configparser")  # modules of settings types
+DEPTH = 6  # of nested objects
+SMALL_BYTES = 4096  # arrays up to this size are compared by content
 
-Change = tuple[str, Any, Any]  # what, as it was, as it is
+Change = tuple[str, Any, Any]  # name, value before, value now
 _MISSING = "missing"
 
 
 class ChangeWatch:
-    """What was read of a network, as it is now.
+    """A snapshot of what a network read, to find out what has changed since.
 
     Args:
         root: the network.
@@ -36,7 +36,7 @@ class ChangeWatch:
         self._record()
 
     def is_still(self) -> bool:
-        """Whether nothing was touched since the last look; quick, and sure only if it says so."""
+        """Whether nothing changed since the last snapshot; quick, and False may be a false alarm."""
         try:
             for holder, key, value in self._recorded_items:
                 if holder[key] is not value:
@@ -57,7 +57,7 @@ class ChangeWatch:
         )
 
     def changes(self) -> list[Change]:
-        """Returns what is not as it was when it was last looked at; the next look compares with what is now."""
+        """Returns what changed since the last snapshot, and takes a new one."""
         before = self.atoms
         self._record()
         names = dict.fromkeys((*before, *self.atoms))
@@ -65,7 +65,7 @@ class ChangeWatch:
         return [(name, was, now) for name, was, now in pairs if not _same(was, now)]
 
     def _record(self) -> None:
-        self.atoms: dict[str, Any] = {}  # by name: a plain value, or an object that is compared by identity
+        self.atoms: dict[str, Any] = {}  # by name: plain values, and objects compared by identity
         self._recorded_items: list[tuple[Any, Any, Any]] = []
         self._sizes: list[tuple[Any, int]] = []
         self._tensors: list[tuple[torch.Tensor, int]] = []
@@ -98,7 +98,7 @@ class ChangeWatch:
         self._sizes.append((attributes, len(attributes)))
         self._slots.append((module, "__class__", type(module)))
         names = self.reads.names.get(path, set())
-        if path in self.reads.leaves:  # what torch keeps for itself has an underscore
+        if path in self.reads.leaves:  # torch's internal attributes have an underscore
             names = {name for name in attributes if not name.startswith("_") and name not in OF_TORCH} | {"forward"}
         elif ALL in names:
             names = {name for name in attributes if name not in OF_TORCH} | (names - {ALL})
@@ -106,7 +106,7 @@ class ChangeWatch:
             self._record_attribute(module, f"{prefix}{name}", name)
 
     def _tensor_key(self, tensor: torch.Tensor | None, label: str) -> Any:
-        """Returns what of a parameter or buffer must stay: that it is there, and with which other one it is tied."""
+        """Returns the part of a parameter or buffer that must not change: that it exists, and what it is tied with."""
         return tensor if tensor is None else ("tensor", self._first_labels.setdefault(id(tensor), label))
 
     def _record_attribute(self, module: nn.Module, label: str, name: str) -> None:
@@ -140,7 +140,7 @@ class ChangeWatch:
         self._walk(value, label, depth)
 
     def _walk(self, value: Any, label: str, depth: int) -> None:
-        """Notes a value, and what it holds."""
+        """Records a value and what it contains."""
         self.atoms[label] = value
         if isinstance(value, PLAIN) or id(value) in self._visited or depth > DEPTH:
             return
@@ -201,7 +201,7 @@ class ChangeWatch:
 
 
 class _Bytes:
-    """An array, equal to its bytes."""
+    """An array that compares equal to its bytes."""
 
     def __init__(self, array: Any) -> None:
         self._array = array

@@ -1,4 +1,4 @@
-"""What holds while a network is traced: what a graph would lose is refused, and the network is left as it was."""
+"""Guards for tracing: they refuse what a graph would lose, and leave the network unchanged."""
 
 import copy
 import inspect
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
-    """Refuses random numbers drawn while a network is traced: they would be constants, other ones on each rank."""
+    """Refuses random numbers drawn while a network is traced: they would be constants that differ between ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation and looks whether it is random and has data."""
+        """Runs an operation; raises if it is random and its result has data."""
         result = func(*args, **(kwargs or {}))
         if is_random(func, args, kwargs or {}):
             tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
@@ -42,9 +42,9 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
 
 @contextmanager
 def intercepting_torch() -> Iterator[None]:
-    """Lets an autograd function be one operation: fx would follow its forward and forget its backward.
+    """Traces an autograd function as one operation: fx would trace its forward and lose its backward.
 
-    Refuses that a module keeps what is traced, which would not be a tensor, and hooks on it, which would be lost.
+    Refuses traced values stored in modules, hooks on traced tensors, and branches on whether gradients are computed.
     """
     thread = threading.get_ident()
 
@@ -86,7 +86,9 @@ def intercepting_torch() -> Iterator[None]:
 
     def refusing_users(plain: Callable[..., Any]) -> Callable[..., Any]:
         def ask() -> Any:
-            if threading.get_ident() == thread and is_users(sys._getframe(1).f_globals):  # private: who asks
+            if threading.get_ident() == thread and is_users(
+                sys._getframe(1).f_globals
+            ):  # private: the caller's globals
                 raise fx.proxy.TraceError("it asks whether gradients are computed, which differs from call to call")
             return plain()
 
@@ -104,7 +106,7 @@ def intercepting_torch() -> Iterator[None]:
 
 @contextmanager
 def forward_of_class(model: nn.Module) -> Iterator[None]:
-    """Lets a forward that was put into the instance be the class's for a while: fx traces that of the class."""
+    """Makes a forward that was set on the instance the class's while tracing: fx traces the class's forward."""
     patched, kind = vars(model).get("forward"), type(model)
     if patched is None:
         yield
@@ -124,7 +126,7 @@ def forward_of_class(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def refusing_python_random() -> Iterator[None]:
-    """Refuses numbers that forward draws with Python or numpy: what was drawn while tracing would stay for ever."""
+    """Refuses numbers that forward draws with Python or numpy: a graph would keep them as constants."""
 
     def states() -> list[Any]:
         numpy = sys.modules.get("numpy")
@@ -140,7 +142,7 @@ def refusing_python_random() -> Iterator[None]:
 
 
 def restoring_attributes(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.GraphModule:
-    """Returns what is made; the network is left as it was, also where its forward notes something in itself."""
+    """Returns `make()` and restores the network's attributes; refuses a forward that changes them."""
     before = {module: _attributes_of(module) for module in model.modules()}
     try:
         program = make()
@@ -158,7 +160,7 @@ def restoring_attributes(model: nn.Module, make: Callable[[], fx.GraphModule]) -
 
 
 def refusing_stored_tensors(model: nn.Module, make: Callable[[], T]) -> T:
-    """Returns what is made with torch.export; refuses that forward keeps a tensor in a module, which has no data."""
+    """Returns `make()`, which uses torch.export; refuses a forward that stores a fake tensor in a module."""
     before = {module: dict(vars(module)) for module in model.modules()}
     result = make()
     for module, attributes_before in before.items():
@@ -174,12 +176,12 @@ def refusing_stored_tensors(model: nn.Module, make: Callable[[], T]) -> T:
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of a module, with copies of those that can be added to."""
+    """Returns the attributes of a module, with copies of lists, dicts and sets."""
     return {key: copy.copy(value) if type(value) in (list, dict, set) else value for key, value in vars(module).items()}
 
 
 def _restore(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    """Brings a module's attributes back, and returns which had changed."""
+    """Restores a module's attributes and returns the names of those that had changed."""
     attributes = vars(module)
     changed = [key for key in attributes if key not in before or not _same(attributes[key], before[key])]
     changed += [key for key in before if key not in attributes]
@@ -206,9 +208,9 @@ def _same(now: Any, before: Any) -> bool:
 
 
 def refuse_hooks_on_all() -> None:
-    """Raises `SpecError` if there are hooks on all modules of the process: a cut network does not call its modules."""
+    """Raises `SpecError` if there are global module hooks: a cut network does not call its modules."""
     for kind, hook in hooks_on_all():
-        if is_users({"__name__": getattr(hook, "__module__", None) or "torch"}):  # torch.export has its own
+        if is_users({"__name__": getattr(hook, "__module__", None) or "torch"}):  # torch.export registers some itself
             raise SpecError(
                 f"a hook on all modules is registered ({kind} of torch.nn.modules.module), but a network whose layers "
                 "are cut over ranks does not call its modules. Remove it before sharding, and keep it out."
