@@ -45,8 +45,8 @@ class Decisions:
                 raise SpecError(
                     f"forward of {model} was traced with an example for which {decision.name!r} in "
                     f"{decision.where or 'its forward'!r} was {decision.result}; for inputs of {sizes} samples it is "
-                    f"{decision.evaluate(value)}, and forward may do other things. Give batches as the example was, or "
-                    "move what depends on the batch into a module of its own."
+                    f"{decision.evaluate(value)}, and forward may take other branches. Give batches like the example, "
+                    "or move what depends on the batch into a module of its own."
                 )
 
 
@@ -79,7 +79,7 @@ def _require_condition(condition: Any, symbols: dict[str, Any], inputs: Mapping[
     if not bool(condition if isinstance(condition, bool) else condition.xreplace(values)):
         sizes = {name: inputs[name].shape[0] for name in symbols}
         raise SpecError(
-            f"forward of {model} was traced by torch.export, and may do other things for inputs of {sizes} samples "
-            f"({condition}). Give batches as the example was, or move what depends on the batch into a module of its "
+            f"forward of {model} was traced by torch.export, and may take other branches for inputs of {sizes} samples "
+            f"({condition}). Give batches like the example, or move what depends on the batch into a module of its "
             "own."
         )

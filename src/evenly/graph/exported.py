@@ -54,7 +54,7 @@ def _open_batch(program: ExportedProgram, names: list[str]) -> list[tuple[Any, d
     fixed = [x for x in inputs if isinstance(x, torch.Tensor) and x.ndim and is_concrete_int(x.shape[0])]
     bounds = [(int(r.lower), r.upper) for r in program.range_constraints.values()]
     if fixed or any(lower > 2 or upper < 2**40 for lower, upper in bounds):
-        raise SpecError("forward does other things for other batch sizes")
+        raise SpecError("forward takes other branches for other batch sizes")
     batches: dict[str, Any] = {  # symbolic sizes
         name: x.shape[0] for name, x in zip(names, inputs, strict=True) if isinstance(x, torch.Tensor) and x.ndim
     }
@@ -77,8 +77,8 @@ def _name_constants(model: nn.Module, module: fx.GraphModule) -> None:
             value = getattr(module, target)
             if value.untyped_storage().data_ptr() in unregistered_storages:
                 raise SpecError(
-                    f"a tensor of shape {list(value.shape)} that forward uses is kept by the network, but is neither a "
-                    "parameter nor a buffer; use register_buffer, or nn.ModuleList in place of a plain list of layers"
+                    f"forward uses a tensor of shape {list(value.shape)}, an attribute of the network that is neither "
+                    "a parameter nor a buffer; use register_buffer, or nn.ModuleList in place of a plain list of layers"
                 )
             names.setdefault(target, constant_name(len(names)))
             setattr(module, names[target], value)

@@ -276,9 +276,9 @@ def _item(call: OpInputs) -> OpKind:
         if item is None:
             out += 1
         elif isinstance(item, slice):
-            whole = item in (slice(None), slice(0, None), slice(None, None, 1))
-            dims_after.append(out if whole else -1)
-            cut += [] if whole else [(len(dims_after) - 1, item)]
+            is_full = item in (slice(None), slice(0, None), slice(None, None, 1))
+            dims_after.append(out if is_full else -1)
+            cut += [] if is_full else [(len(dims_after) - 1, item)]
             out += 1
         elif isinstance(item, int):
             dims_after.append(-1)

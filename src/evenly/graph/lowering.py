@@ -147,13 +147,13 @@ def _replace_in_place_operations(graph: fx.Graph) -> None:
             continue
         if name_of(node).rstrip("_") in DRAWS:
             raise SpecError(
-                f"forward draws random numbers ({name_of(node)} at {node.name!r}); every rank would draw others. Use "
-                "dropout, or draw them outside and pass them as an input."
+                f"forward draws random numbers ({name_of(node)} at {node.name!r}); ranks would draw different ones. "
+                "Use dropout, or draw them outside and pass them as an input."
             )
         if changed.op == "get_attr":
             raise SpecError(
                 f"forward changes {changed.target!r} in place, which has no rule for a network whose layers are cut. "
-                "Change it outside of forward, or leave the change out."
+                "Change it outside of forward, or remove the change."
             )
         node.target = target
         if not _is_number(changed):
@@ -261,10 +261,10 @@ def _subsample(traced: fx.GraphModule, node: fx.Node) -> None:
     if any(size != 1 for size in kernel) or any(pads) or all(step == 1 for step in steps):
         return
     with node.graph.inserting_before(node):
-        whole = (slice(None), slice(None), *(slice(None, None, step) for step in steps))
-        fewer = node.graph.call_function(operator.getitem, (x, whole))
-    fewer.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
-    node.args = (fewer, weight, node.args[2], (1,) * len(kernel), *node.args[4:])
+        strided_index = (slice(None), slice(None), *(slice(None, None, step) for step in steps))
+        subsampled = node.graph.call_function(operator.getitem, (x, strided_index))
+    subsampled.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
+    node.args = (subsampled, weight, node.args[2], (1,) * len(kernel), *node.args[4:])
 
 
 def _decompose_addmm(node: fx.Node) -> None:

@@ -103,7 +103,7 @@ def refuse_overridden_call(module: nn.Module, path: str) -> None:
         if overridden and not kind.__module__.startswith("torch."):
             raise SpecError(
                 f"{type(module).__name__} at {path or 'the root'!r} was to be traced, but {kind.__name__} overrides "
-                f"{overridden[0]}, which a graph of its forward does not hold. Move that code into forward."
+                f"{overridden[0]}, which a graph of its forward would lose. Move that code into forward."
             )
 
 
@@ -117,6 +117,6 @@ def refuse_strange_tensors(named: Mapping[str, Any]) -> None:
         if kind not in PLAIN_TENSORS or patched:
             case = f"has its own {patched[0]!r}" if patched else f"is a {kind.__module__}.{kind.__qualname__}"
             raise SpecError(
-                f"the tensor {name!r} {case}, whose operations may be others than torch's; these have no rule. Give a "
-                "plain tensor: x.as_subclass(torch.Tensor)."
+                f"the tensor {name!r} {case}, whose operations may differ from torch's and have no rule. Give a plain "
+                "tensor: x.as_subclass(torch.Tensor)."
             )

@@ -44,26 +44,26 @@ def reading(model: nn.Module) -> Iterator[Reads]:
 
     def reader(plain: Callable[..., Any]) -> Callable[..., Any]:
         def read(module: nn.Module, name: str) -> Any:
-            whole = name == "__dict__" and is_users(sys._getframe(1).f_globals)  # private: the caller's globals
-            if (whole or name not in OF_TORCH) and threading.get_ident() == thread:
+            is_dict = name == "__dict__" and is_users(sys._getframe(1).f_globals)  # private: the caller's globals
+            if (is_dict or name not in OF_TORCH) and threading.get_ident() == thread:
                 path = paths.get(id(module))
                 if path is not None:
-                    reads.names.setdefault(path, set()).add(ALL if whole else name)
+                    reads.names.setdefault(path, set()).add(ALL if is_dict else name)
             return plain(module, name)
 
         return read
 
-    strangers = {getattr(act, "__code__", None) for act in gc.callbacks}  # they can run at any time
-    strange: list[Any] = []
+    gc_callback_codes = {getattr(act, "__code__", None) for act in gc.callbacks}  # they can run at any time
+    ignored_frames: list[Any] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call":
-            if strange or frame.f_code in strangers or frame.f_code.co_name == "__del__":
-                strange.append(frame)
+            if ignored_frames or frame.f_code in gc_callback_codes or frame.f_code.co_name == "__del__":
+                ignored_frames.append(frame)
             else:
                 reads.codes.setdefault(frame.f_code, frame.f_globals)
-        elif event == "return" and strange and strange[-1] is frame:
-            strange.pop()
+        elif event == "return" and ignored_frames and ignored_frames[-1] is frame:
+            ignored_frames.pop()
 
     before = sys.getprofile()
     with reading_attributes(reader):

@@ -34,15 +34,15 @@ class Shapes(fx.Interpreter):
                 value = super().run_node(n)
         except Exception as error:
             raise SpecError(
-                f"the operation {n.name!r} cannot be followed with tensors that have a shape but no values: "
-                f"{(str(error).splitlines() or [type(error).__name__])[0]}. Shapes must not depend on values; "
+                f"the operation {n.name!r} cannot be run on meta tensors, which have a shape but no values: "
+                f"{(str(error).splitlines() or [type(error).__name__])[0]}. Shapes must not depend on values, "
                 "and the example must fit the network."
             ) from error
         overwrites = not self._may_overwrite and [version_of(x) for x in input_tensors] != before
         if overwrites and not self._is_lowered(n):
             raise SpecError(
                 f"the operation {n.name!r} changes its input in place, which has no rule for a network whose layers "
-                "are cut. Let it give a new tensor."
+                "are cut. Make it return a new tensor."
             )
         self.values[n.name], self.work[n.name] = value, counter.get_total_flops()
         if random_watch.drawn:

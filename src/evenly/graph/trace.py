@@ -85,7 +85,7 @@ def follow(model: nn.Module, example: Example, *, modes: Mapping[str, bool] | No
         raise SpecError(f"the parameter {lazy_names[0]!r} has no shape yet. Call the network once before sharding it.")
     complex_names = [name for name, p in model.named_parameters() if p.is_complex()]
     if complex_names:
-        raise SpecError(f"the parameter {complex_names[0]!r} is complex, which has no rule. Keep its two parts apart.")
+        raise SpecError(f"the parameter {complex_names[0]!r} is complex, which has no rule. Use two real ones.")
     arguments = _arguments(model, example)
     fast = torch.backends.mha.get_fastpath_enabled()
     with _TRACING:
@@ -134,8 +134,8 @@ def _refuse_changes(model: nn.Module, watch: ChangeWatch) -> None:
     changes = watch.changes()
     if changes:
         raise SpecError(
-            f"forward of {type(model).__name__} changes {changes[0][0]!r} which it also reads, and a network whose "
-            "layers are cut would not do that. Keep such notes outside of forward."
+            f"forward of {type(model).__name__} changes {changes[0][0]!r} which it also reads; a network whose layers "
+            "are cut would not do that. Keep such state outside of forward."
         )
 
 
@@ -203,7 +203,7 @@ def _switches(
         names = {node.name for node in (*training_nodes, *evaluation_nodes)}
         if any(isinstance(leaf, str) and leaf in names for leaf in pytree.tree_leaves(changed)):
             raise SpecError(
-                f"forward of {type(model).__name__} takes other tensors in training than in evaluation, at {a.name!r}, "
+                f"forward of {type(model).__name__} uses other tensors in training than in evaluation, at {a.name!r}, "
                 "which has no rule. Put the part that differs outside of the network."
             )
         if changed:
@@ -301,8 +301,8 @@ def _layer(program: fx.GraphModule, node: fx.Node, value: Any, shapes: Shapes, c
     row = _row(program, node, outputs, shapes, closed)
     if node.name in shapes.random and row.op not in ("dropout", "attention"):
         raise SpecError(
-            f"{name_of(node)} at {path_of(node) or node.name!r} draws random numbers, for which it has no rule; each "
-            "rank would draw others. Set its dropout to 0, or write it with layers that have a rule."
+            f"{name_of(node)} at {path_of(node) or node.name!r} draws random numbers, for which it has no rule; "
+            "ranks would draw different ones. Set its dropout to 0, or write it with layers that have a rule."
         )
     where = path_of(node)
     if node.op in ("call_module", "get_attr", "placeholder"):
@@ -357,8 +357,8 @@ def _row(
     name = name_of(node)
     if name in RANDOM:
         raise SpecError(
-            f"forward draws random numbers ({name} at {node.name!r}); every rank would draw others. Use dropout, or "
-            "draw them outside and pass them as an input."
+            f"forward draws random numbers ({name} at {node.name!r}); ranks would draw different ones. Use dropout, "
+            "or draw them outside and pass them as an input."
         )
     tensors = [n for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor)]
     if not outputs:
@@ -367,7 +367,7 @@ def _row(
         unsupported = [leaf for leaf in leaves if not isinstance(leaf, PLAIN) and leaf is not None]
         if unsupported and not has_tensors and tensors:
             raise SpecError(
-                f"forward makes a {type(unsupported[0]).__name__} of tensors at {node.name!r}, which has no rule. "
+                f"forward creates a {type(unsupported[0]).__name__} of tensors at {node.name!r}, which has no rule. "
                 "Return tensors, tuples, lists, named tuples or dicts."
             )
         return opaque("nested outputs") if has_tensors else OpKind("source", "number")

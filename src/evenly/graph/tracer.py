@@ -94,8 +94,8 @@ class Attribute(fx.proxy.Attribute):
     """An attribute of a value, such as `x.mT`, which shares its memory."""
 
 
-def _in_place(act: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, other: self.tracer.create_proxy("call_function", act, (self, other), {})
+def _in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: self.tracer.create_proxy("call_function", operation, (self, other), {})
 
 
 for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):

@@ -34,8 +34,8 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has 
             tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
             if any(x.device.type != "meta" for x in tensors):
                 raise SpecError(
-                    f"forward draws random numbers ({func.__name__}); every rank would draw others. Use dropout, or "
-                    "draw them outside and pass them as an input."
+                    f"forward draws random numbers ({func.__name__}); ranks would draw different ones. Use dropout, "
+                    "or draw them outside and pass them as an input."
                 )
         return result
 
@@ -114,8 +114,8 @@ def forward_of_class(model: nn.Module) -> Iterator[None]:
     parameters = inspect.signature(patched).parameters.values()
     if any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters):
         raise SpecError(
-            f"the forward that was put into this {kind.__name__} takes arguments that are not plain ones. Write it as "
-            "the forward of a subclass."
+            f"the forward that was set on this {kind.__name__} has arguments that are not both positional and keyword "
+            "ones. Write it as the forward of a subclass."
         )
     names = ", ".join(p.name for p in parameters)
     scope: dict[str, Any] = {"_patched": patched}
@@ -136,8 +136,8 @@ def refusing_python_random() -> Iterator[None]:
     yield
     if states() != before:
         raise SpecError(
-            "forward draws random numbers with Python's random or numpy; every rank would draw others. Use dropout, or "
-            "draw them outside and pass them as an input."
+            "forward draws random numbers with Python's random or numpy; ranks would draw different ones. Use "
+            "dropout, or draw them outside and pass them as an input."
         )
 
 
@@ -154,7 +154,7 @@ def restoring_attributes(model: nn.Module, make: Callable[[], fx.GraphModule]) -
         module, key = changed[0]
         raise SpecError(
             f"forward of {type(module).__name__} changes its attribute {key!r}, which a network whose layers are cut "
-            "would not do. Keep such notes outside of forward."
+            "would not do. Keep such state outside of forward."
         )
     return program
 
@@ -170,7 +170,7 @@ def refusing_stored_tensors(model: nn.Module, make: Callable[[], T]) -> T:
                 vars(module).update({key: attributes_before[key]} if key in attributes_before else {})
                 raise SpecError(
                     f"forward of {type(module).__name__} keeps a tensor in its attribute {key!r}, which a network "
-                    "whose layers are cut would not do. Return it beside the output"
+                    "whose layers are cut would not do. Return it with the output"
                 )
     return result
 
@@ -213,7 +213,7 @@ def refuse_hooks_on_all() -> None:
         if is_users({"__name__": getattr(hook, "__module__", None) or "torch"}):  # torch.export registers some itself
             raise SpecError(
                 f"a hook on all modules is registered ({kind} of torch.nn.modules.module), but a network whose layers "
-                "are cut over ranks does not call its modules. Remove it before sharding, and keep it out."
+                "are cut over ranks does not call its modules. Remove it before sharding."
             )
 
 

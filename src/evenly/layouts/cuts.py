@@ -21,11 +21,11 @@ class DimCuts:
 
     def add(self, size: int, segments: Iterable[Iterable[tuple[int, int]]], rows: int = 0) -> int:
         """Returns the number of this cut; a new cut is added to the table."""
-        whole = tuple(_merged(part) for part in segments)
-        key = (size, whole, rows)
+        merged_segments = tuple(_merged(part) for part in segments)
+        key = (size, merged_segments, rows)
         if key not in self._numbers:
             self._numbers[key] = len(self.table)
-            self.table.append(Cut(size=size, segments=whole, rows=rows))
+            self.table.append(Cut(size=size, segments=merged_segments, rows=rows))
         return self._numbers[key]
 
     def of_parts(self, parts: Parts, shares: Sequence[float] | None = None) -> int:

@@ -31,7 +31,9 @@ def lay_out(
     numbers = check_shares(shares)
     unknown_layers = set(modes or {}) - {layer.name for layer in graph.layers}
     if unknown_layers:
-        raise SpecError(f"modes were given for {sorted(unknown_layers)}, which are no operations of the network.")
+        raise SpecError(
+            f"modes were given for {sorted(unknown_layers)}, which are not operations of the network. Correct them."
+        )
     members = tuple(rank for rank, share in enumerate(numbers) if share > 0)
     if cut_batch and graph.batch_size < 2:
         raise SpecError("cut_batch=True was asked for, but the example has fewer than 2 samples. Give a larger one.")

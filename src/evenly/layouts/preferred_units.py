@@ -69,8 +69,8 @@ def _pass_back(layer: Layer, tensors: dict[str, Tensor], preferred: PreferredUni
     elif layer.op == "conv" and layer.options["groups"] > 1:
         groups = layer.options["groups"]
         unit = _unit(preferred.get((out.name, 1)))
-        whole = lcm(unit, out.shape[1] // groups) // (out.shape[1] // groups)
-        _prefer(preferred, x, 1, ((x.shape[1], whole * x.shape[1] // groups),))
+        groups_per_unit = lcm(unit, out.shape[1] // groups) // (out.shape[1] // groups)
+        _prefer(preferred, x, 1, ((x.shape[1], groups_per_unit * x.shape[1] // groups),))
     elif layer.op == "join":
         _join(layer, tensors, preferred)
     elif layer.op == "attention":

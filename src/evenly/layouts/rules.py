@@ -17,8 +17,8 @@ def options_of(context: LayerContext) -> Iterator[LayerOption]:
     layer = context.layer
     if layer.op in ("input", "parameter", "buffer", "constant", "number"):
         return
-    whole = (REPLICATED,) * len(layer.outputs)
-    yield LayerOption("whole", (REPLICATED,) * len(layer.inputs), whole)
+    outputs = (REPLICATED,) * len(layer.outputs)
+    yield LayerOption("whole", (REPLICATED,) * len(layer.inputs), outputs)
     rule = RULES.get(layer.op)
     if rule is not None and layer.inputs:
         yield from rule(context)

@@ -257,11 +257,11 @@ class Search:
         layer = context.layer
         if option.is_whole and layer.op in WEIGHTED and len(context.inputs) > 1:
             return FORBIDDEN
-        whole = option.is_whole or option.mode == "summand"
-        key = (layer.name, whole)
+        is_repeated = option.is_whole or option.mode == "summand"
+        key = (layer.name, is_repeated)
         if key not in self._work_of:
             flops = work_of(layer)
-            self._work_of[key] = flops * self.slowdown if whole else flops
+            self._work_of[key] = flops * self.slowdown if is_repeated else flops
         return self._work_of[key]
 
 

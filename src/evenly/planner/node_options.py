@@ -130,15 +130,15 @@ def _node_options(
     kinds: Kinds,
     cache: OptionCache,
 ) -> Iterator[NodeOption]:
-    busy = [rank for replica_option in grouping for rank in replica_option]
+    busy = [rank for group in grouping for rank in group]
     rate = profile.rate(busy)
     each = -(-batch // len(grouping))  # samples of a replica, if all are alike
-    ways = [
-        [eased(way, busy, node) for way in _replica_options(replica_option, graph_costs, profile, free, each, cache)]
-        for replica_option in grouping
+    options_by_group = [
+        [eased(option, busy, node) for option in _replica_options(group, graph_costs, profile, free, each, cache)]
+        for group in grouping
     ]
-    for number in range(max(len(way) for way in ways)):
-        replica_options = tuple(way[min(number, len(way) - 1)] for way in ways)
+    for number in range(max(len(options) for options in options_by_group)):
+        replica_options = tuple(options[min(number, len(options) - 1)] for options in options_by_group)
         size = graph_costs.travelling_bytes // max(len(replica_option.ranks) for replica_option in replica_options)
         limits = tuple(min(batch, replica_option.most_samples(free)) for replica_option in replica_options)
         estimated = sum_seconds(size, len(replica_options), rate)

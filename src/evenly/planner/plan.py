@@ -123,11 +123,11 @@ class _Task:
 
     def plan(self) -> Plan:
         self._require_memory()
-        whole = self._deal(self._groups)
-        deal = self._without_some_nodes(whole)
+        unrestricted = self._deal(self._groups)
+        deal = self._without_some_nodes(unrestricted)
         step_s = deal.mean_s if isinstance(deal.period, EveryGradient) else deal.step_s
         return Plan(
-            roles=self._roles(deal, self._reasons(deal, whole)),
+            roles=self._roles(deal, self._reasons(deal, unrestricted)),
             period=deal.period,
             exchange=self.wishes.exchange,
             replicas=self._replicas(deal),
@@ -232,16 +232,16 @@ class _Task:
         used = deal.nodes
         return {x: each[first] for first, members in self._groups.items() for x in members if x in used}
 
-    def _reasons(self, deal: _Deal, whole: _Deal) -> dict[int, str]:
+    def _reasons(self, deal: _Deal, unrestricted: _Deal) -> dict[int, str]:
         """Returns why ranks have no samples in a deal; `whole` is the deal that ignores exchanges."""
         need = whole_need(self.graph_costs, self.profile.sample_bytes)
-        busy, helped = deal.ranks, whole.ranks
+        busy, helped = deal.ranks, unrestricted.ranks
         reasons = {}
         for index, node in enumerate(self.cluster.nodes):
-            reference = deal if index in deal.nodes else whole
+            reference = deal if index in deal.nodes else unrestricted
             for rank in (rank for rank in node.ranks if rank not in busy):
-                if reference is whole and rank in helped:
-                    reasons[rank] = costs_more(whole.mean_s, deal.mean_s)
+                if reference is unrestricted and rank in helped:
+                    reasons[rank] = costs_more(unrestricted.mean_s, deal.mean_s)
                 else:
                     arguments = (rank, reference.step_s, node.ranks, self.profile, need, self.free)
                     reasons[rank] = reference.idle.get(rank) or why_left_out(*arguments)
@@ -369,10 +369,12 @@ class _Task:
     def _replicas(self, deal: _Deal) -> tuple[Replica, ...]:
         if all(replica_option.layout is None for replica_option, _ in deal.replica_options):
             return ()
-        whole = lay_out(self.graph_costs.graph, [1.0])
+        uncut_layout = lay_out(self.graph_costs.graph, [1.0])
         return tuple(
             Replica(
-                ranks=replica_option.ranks, layout=replica_option.layout or whole, reason=self._why_cut(replica_option)
+                ranks=replica_option.ranks,
+                layout=replica_option.layout or uncut_layout,
+                reason=self._why_cut(replica_option),
             )
             for replica_option, _ in deal.replica_options
         )

@@ -40,7 +40,7 @@ class ReplicaOption:
     def timeline(self) -> Timeline:
         """A step with the samples of the example."""
         if self.layout is None:
-            raise ValueError("a rank alone has no timeline")
+            raise ValueError("a replica of one rank has no timeline")
         members = [self.times[position] for position in self.layout.members]
         return timeline_of(self.graph_costs, self.layout, members, self.profile.meeting(self.ranks))
 
