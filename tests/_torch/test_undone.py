@@ -21,7 +21,7 @@ from evenly.comm import RankGroup
 from evenly.errors import EvenlyError, SpecError
 from evenly.graph import trace
 from evenly.graph.reads import reading
-from evenly.graph.while_tracing import keeping_functions
+from evenly.graph.while_tracing import intercepting_torch
 from evenly.nodes import join_nodes
 from evenly.shards import shard_model
 from evenly.shards.optim.probe import watch_optimizers
@@ -115,10 +115,10 @@ def test_tracing_leaves_torch_as_it_was(model: nn.Module) -> None:
 
 def test_a_trace_inside_of_a_trace_leaves_the_outer_one() -> None:
     before = attributes()
-    with keeping_functions(), reading(nn.Linear(2, 2)):
+    with intercepting_torch(), reading(nn.Linear(2, 2)):
         outer = attributes()
         assert all(outer[name] is not before[name] for name in before)
-        with keeping_functions(), reading(nn.Linear(2, 2)):
+        with intercepting_torch(), reading(nn.Linear(2, 2)):
             assert all(attributes()[name] is not outer[name] for name in before)
         assert attributes() == outer
     assert attributes() == before

@@ -1,4 +1,4 @@
-"""nn.Module -> Graph: layers, shapes, work, who feeds whom, what may be cut and in what unit."""
+"""nn.Module -> Graph: layers, shapes, work, data flow, what may be cut and in what unit."""
 
 from evenly.graph.lowering import name_of, path_of
 from evenly.graph.own import refuse_strange_tensors

@@ -1,4 +1,4 @@
-"""What forward decided by the sizes of the example, to be decided again for every other batch."""
+"""Branches that forward took because of the sizes of the example; other batches must take the same."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,71 +15,71 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Decision:
-    """A value of which Python asked the truth, the number or the length, and what it was told."""
+    """A traced value whose truth, number or length Python used, and what that was for the example."""
 
     name: str
-    asked: Callable[[Any], Any]
-    told: Any
+    evaluate: Callable[[Any], Any]  # bool, len, or the number itself
+    result: Any
     where: str
 
 
 @dataclass
 class Decisions:
-    """All that one traced forward decided; `require` raises where another batch would decide otherwise."""
+    """All decisions of one traced forward; `require` raises if another batch would change one."""
 
     program: fx.GraphModule | None = None
-    made: list[Decision] = field(default_factory=list)
+    entries: list[Decision] = field(default_factory=list)
     conditions: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)  # of torch.export
 
     def require(self, model: str, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Raises `SpecError` if forward does other things for these inputs, tensors without data, than when traced."""
+        """Raises `SpecError` if forward would take other branches for these inputs (meta tensors) than when traced."""
         sizes = {name: tuple(x.shape[:1]) for name, x in inputs.items()}
         for condition, symbols in self.conditions:
             _require_condition(condition, symbols, inputs, model)
-        if self.program is None or not self.made:
+        if self.program is None or not self.entries:
             return
         order = [str(node.target) for node in self.program.graph.nodes if node.op == "placeholder"]
-        found = Shapes(self.program, may_overwrite=True).run(*[inputs.get(name) for name in order])
-        for decision, value in zip(self.made, found, strict=True):
-            if decision.asked(value) != decision.told:
+        values = Shapes(self.program, may_overwrite=True).run(*[inputs.get(name) for name in order])
+        for decision, value in zip(self.entries, values, strict=True):
+            if decision.evaluate(value) != decision.result:
                 raise SpecError(
                     f"forward of {model} was traced with an example for which {decision.name!r} in "
-                    f"{decision.where or 'its forward'!r} was {decision.told}; for inputs of {sizes} samples it is "
-                    f"{decision.asked(value)}, and forward may do other things. Give batches as the example was, or "
-                    "move what depends on the batch into a module of its own."
+                    f"{decision.where or 'its forward'!r} was {decision.result}; for inputs of {sizes} samples it is "
+                    f"{decision.evaluate(value)}, and forward may take other branches. Give batches like the example, "
+                    "or move what depends on the batch into a module of its own."
                 )
 
 
-def decisions_of(root: torch.nn.Module, graph: fx.Graph, made: list[tuple[fx.Node, Decision]]) -> Decisions:
-    """Returns the decisions with the part of the graph that they were made of."""
-    if not made:
+def decisions_of(root: torch.nn.Module, graph: fx.Graph, decided_nodes: list[tuple[fx.Node, Decision]]) -> Decisions:
+    """Returns the decisions with the part of the graph that computes them."""
+    if not decided_nodes:
         return Decisions()
-    needed, todo = set(), [node for node, _ in made]
-    while todo:
-        node = todo.pop()
+    needed, pending = set(), [node for node, _ in decided_nodes]
+    while pending:
+        node = pending.pop()
         if node not in needed:
             needed.add(node)
-            todo += node.all_input_nodes
+            pending += node.all_input_nodes
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node in needed or node.op == "placeholder":
             copies[node] = part.node_copy(node, lambda n: copies[n])
-    part.output(tuple(copies[node] for node, _ in made))
-    return Decisions(fx.GraphModule(root, part), [decision for _, decision in made])
+    part.output(tuple(copies[node] for node, _ in decided_nodes))
+    return Decisions(fx.GraphModule(root, part), [decision for _, decision in decided_nodes])
 
 
 def _require_condition(condition: Any, symbols: dict[str, Any], inputs: Mapping[str, torch.Tensor], model: str) -> None:
-    """Raises unless a condition that torch.export noted, and those it takes for granted, hold."""
+    """Raises unless a guard of torch.export and its implicit conditions hold."""
     values: dict[Any, int] = {}
     for name, symbol in symbols.items():
         size = inputs[name].shape[0]
-        if size < 2 or values.setdefault(symbol, size) != size:  # export takes 0 and 1 for other networks
+        if size < 2 or values.setdefault(symbol, size) != size:  # torch.export specializes on sizes 0 and 1
             condition = False
     if not bool(condition if isinstance(condition, bool) else condition.xreplace(values)):
         sizes = {name: inputs[name].shape[0] for name in symbols}
         raise SpecError(
-            f"forward of {model} was traced by torch.export, and may do other things for inputs of {sizes} samples "
-            f"({condition}). Give batches as the example was, or move what depends on the batch into a module of its "
+            f"forward of {model} was traced by torch.export, and may take other branches for inputs of {sizes} samples "
+            f"({condition}). Give batches like the example, or move what depends on the batch into a module of its "
             "own."
         )

@@ -1,4 +1,4 @@
-"""A network as torch.export sees it, for those whose own forward fx cannot follow."""
+"""Networks traced by torch.export, for those whose forward fx cannot trace."""
 
 import operator
 from collections.abc import Iterator
@@ -18,14 +18,11 @@ from evenly.graph.decisions import Decisions
 from evenly.graph.reads import OF_TORCH
 
 
-def exported(model: nn.Module, given: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, Decisions]:
-    """Returns the exported network as a plain graph: loops unrolled, branches decided, the batch left open.
-
-    Also what of the batch the branches were decided by.
-    """
-    shapes = {name: {0: Dim.AUTO} if tensor.ndim else None for name, tensor in given.items()}
-    program = export(model, (), kwargs=given, dynamic_shapes=shapes, strict=False)
-    decisions = Decisions(conditions=_open_batch(program, list(given)))
+def exported(model: nn.Module, example_inputs: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, Decisions]:
+    """Returns the exported network as a plain graph with a dynamic batch, and the conditions on the batch size."""
+    shapes = {name: {0: Dim.AUTO} if tensor.ndim else None for name, tensor in example_inputs.items()}
+    program = export(model, (), kwargs=example_inputs, dynamic_shapes=shapes, strict=False)
+    decisions = Decisions(conditions=_open_batch(program, list(example_inputs)))
     module = program.module()
     graph: fx.Graph = module.graph
     _name_constants(model, module)
@@ -41,10 +38,10 @@ def exported(model: nn.Module, given: dict[str, torch.Tensor]) -> tuple[fx.Graph
             weight, ids, *rest = node.args
             node.target, node.args = F.embedding, (ids, weight, *rest[:1])
         elif node.target is torch.ops.aten.slice.Tensor:
-            _spell_slice(node)
-    for path, own in model.named_modules():
-        if isinstance(own, BatchNorm) and own.track_running_stats:
-            _call_norm(path, own, module)
+            _slice_to_getitem(node)
+    for path, submodule in model.named_modules():
+        if isinstance(submodule, BatchNorm) and submodule.track_running_stats:
+            _restore_batch_norm(path, submodule, module)
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
     return fx.GraphModule(module, graph), decisions
@@ -57,7 +54,7 @@ def _open_batch(program: ExportedProgram, names: list[str]) -> list[tuple[Any, d
     fixed = [x for x in inputs if isinstance(x, torch.Tensor) and x.ndim and is_concrete_int(x.shape[0])]
     bounds = [(int(r.lower), r.upper) for r in program.range_constraints.values()]
     if fixed or any(lower > 2 or upper < 2**40 for lower, upper in bounds):
-        raise SpecError("forward does other things for other batch sizes")
+        raise SpecError("forward takes other branches for other batch sizes")
     batches: dict[str, Any] = {  # symbolic sizes
         name: x.shape[0] for name, x in zip(names, inputs, strict=True) if isinstance(x, torch.Tensor) and x.ndim
     }
@@ -67,17 +64,21 @@ def _open_batch(program: ExportedProgram, names: list[str]) -> list[tuple[Any, d
 
 
 def _name_constants(model: nn.Module, module: fx.GraphModule) -> None:
-    """Gives tensors that forward makes the names that fx gives to constants; what the network keeps is refused."""
+    """Gives tensors created in forward the names that fx gives to constants; refuses unregistered tensors."""
     names: dict[str, str] = {}
-    kept = {x.untyped_storage().data_ptr() for own in model.modules() for x in _kept(_attributes(own), 0)}
+    unregistered_storages = {
+        x.untyped_storage().data_ptr()
+        for submodule in model.modules()
+        for x in _unregistered_tensors(_attributes(submodule), 0)
+    }
     for node in module.graph.nodes:
         target = str(node.target)
         if node.op == "get_attr" and target.startswith("lifted_tensor"):
             value = getattr(module, target)
-            if value.untyped_storage().data_ptr() in kept:
+            if value.untyped_storage().data_ptr() in unregistered_storages:
                 raise SpecError(
-                    f"a tensor of shape {list(value.shape)} that forward uses is kept by the network, but is neither a "
-                    "parameter nor a buffer; use register_buffer, or nn.ModuleList in place of a plain list of layers"
+                    f"forward uses a tensor of shape {list(value.shape)}, an attribute of the network that is neither "
+                    "a parameter nor a buffer; use register_buffer, or nn.ModuleList in place of a plain list of layers"
                 )
             names.setdefault(target, constant_name(len(names)))
             setattr(module, names[target], value)
@@ -88,43 +89,43 @@ def _attributes(module: nn.Module) -> list[Any]:
     return [value for name, value in vars(module).items() if name not in OF_TORCH]
 
 
-def _kept(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """Yields the tensors in attributes that are not registered."""
+def _unregistered_tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """Yields the tensors in attributes that are neither parameters nor buffers."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, nn.Module) and depth:  # one that is not registered either
+    elif isinstance(value, nn.Module) and depth:  # a module that is not registered either
         yield from (*value.parameters(), *value.buffers())
     elif isinstance(value, list | tuple | set | dict) and depth < 3:
-        for held in value.values() if isinstance(value, dict) else value:
-            yield from _kept(held, depth + 1)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _unregistered_tensors(item, depth + 1)
 
 
-def _call_norm(path: str, own: nn.Module, module: fx.GraphModule) -> None:
-    """Lets a BatchNorm of the network itself do what it does there, as it also counts its batches."""
+def _restore_batch_norm(path: str, norm: nn.Module, module: fx.GraphModule) -> None:
+    """Replaces the exported operations of a BatchNorm by a call of the module, which also counts its batches."""
     nodes: list[fx.Node] = list(module.graph.nodes)
-    held = {str(node.target): node for node in nodes if node.op == "get_attr"}
-    mean, counter = (held.get(f"{path}.{name}") for name in ("running_mean", "num_batches_tracked"))
+    attribute_nodes = {str(node.target): node for node in nodes if node.op == "get_attr"}
+    mean, counter = (attribute_nodes.get(f"{path}.{name}") for name in ("running_mean", "num_batches_tracked"))
     norms = [node for node in nodes if node.target is torch.ops.aten.batch_norm.default and node.args[3] is mean]
-    counts: list[fx.Node] = []  # the first adds to the counter, each other one to what the one before gave
+    counts: list[fx.Node] = []  # the first adds to the counter, each later one to the result before
     for node in nodes:
         if node.target is torch.ops.aten.add_.Tensor and node.args == (counts[-1] if counts else counter, 1):
             counts.append(node)
-    is_plain = len(counts) == (len(norms) if own.training else 0) and not (counts and counts[-1].users)
+    is_plain = len(counts) == (len(norms) if norm.training else 0) and not (counts and counts[-1].users)
     if mean is None or not norms or not is_plain:
         return
     for node in reversed(counts):
         module.graph.erase_node(node)
-    module.set_submodule(path, own)
+    module.set_submodule(path, norm)
     for node in norms:
         node.op, node.target, node.args = "call_module", path, node.args[:1]
 
 
-def _spell_slice(node: fx.Node) -> None:
-    given: list[Any] = list(node.args)
-    given += [0, None, None, 1][len(given) - 1 :]
-    x, dim, start, stop, step = given
+def _slice_to_getitem(node: fx.Node) -> None:
+    arguments: list[Any] = list(node.args)
+    arguments += [0, None, None, 1][len(arguments) - 1 :]
+    x, dim, start, stop, step = arguments
     if not isinstance(dim, int) or dim < 0:
         return
-    whole = isinstance(stop, int) and stop >= 2**62
-    chosen = (*[slice(None)] * dim, slice(start, None if whole else stop, step))
-    node.target, node.args = operator.getitem, (x, chosen)
+    is_open_ended = isinstance(stop, int) and stop >= 2**62
+    index = (*[slice(None)] * dim, slice(start, None if is_open_ended else stop, step))
+    node.target, node.args = operator.getitem, (x, index)

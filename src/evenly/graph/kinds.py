@@ -12,7 +12,7 @@ from evenly.spec.graph import Kind
 
 @dataclass(frozen=True)
 class OpKind:
-    """What an operation is: kind, name in the common vocabulary, options."""
+    """The kind of an operation, its name in our vocabulary, and its options."""
 
     kind: Kind
     op: str
@@ -22,7 +22,7 @@ class OpKind:
 
 @dataclass(frozen=True)
 class OpInputs:
-    """A node with the values it was seen with."""
+    """A node with the meta values of all nodes."""
 
     node: fx.Node
     name: str
@@ -30,20 +30,20 @@ class OpInputs:
     module: nn.Module | None = None
 
     def argument(self, position: int, key: str, default: Any = None) -> Any:
-        """Returns an argument as written, with nodes replaced by what they gave."""
+        """Returns an argument with nodes replaced by their values."""
         args, kwargs = self.node.args, self.node.kwargs
         raw = args[position] if len(args) > position else kwargs.get(key, default)
         return fx.map_arg(raw, lambda node: self.values[node.name])
 
     @property
     def first(self) -> torch.Tensor:
-        """The first tensor given."""
+        """The first input tensor."""
         value: torch.Tensor = self.values[self.node.all_input_nodes[0].name]
         return value
 
     @property
     def ndim(self) -> int:
-        """The dims of the first tensor."""
+        """The number of dims of the first tensor."""
         return self.first.ndim
 
 
@@ -85,15 +85,15 @@ VIEWS = _words(
 )
 
 
-def row_of(seen: OpInputs) -> OpKind:
+def row_of(call: OpInputs) -> OpKind:
     """Returns the row of the table for one node."""
-    rule = RULES.get(seen.name)
+    rule = RULES.get(call.name)
     if rule is not None:
-        return rule(seen)
-    stem = seen.name[:-2].rstrip("_") if seen.name[-2:] in ("1d", "2d", "3d") else seen.name
+        return rule(call)
+    stem = call.name[:-2].rstrip("_") if call.name[-2:] in ("1d", "2d", "3d") else call.name
     if stem in SPATIAL:
-        return _spatial(seen, stem)
-    return opaque(f"{seen.name} has no rule")
+        return _spatial(call, stem)
+    return opaque(f"{call.name} has no rule")
 
 
 def opaque(note: str) -> OpKind:
@@ -105,249 +105,251 @@ def _positive(dim: int, ndim: int) -> int:
     return dim % ndim if ndim else 0
 
 
-def _unary(seen: OpInputs) -> OpKind:
-    tensors = [node for node in seen.node.all_input_nodes if isinstance(seen.values[node.name], torch.Tensor)]
+def _unary(call: OpInputs) -> OpKind:
+    tensors = [node for node in call.node.all_input_nodes if isinstance(call.values[node.name], torch.Tensor)]
     if len(tensors) > 1:
         return OpKind("joining", "join", {"linear": False})
-    out = seen.values[seen.node.name]  # a sum of whole numbers is not the whole number of a sum
+    out = call.values[call.node.name]  # a cast to integers is not linear
     return OpKind(
-        "pointwise", "unary", {"linear": seen.name in LINEAR and (out.is_floating_point() or out.is_complex())}
+        "pointwise", "unary", {"linear": call.name in LINEAR and (out.is_floating_point() or out.is_complex())}
     )
 
 
-def _join(seen: OpInputs) -> OpKind:
-    tensors = [node for node in seen.node.all_input_nodes if isinstance(seen.values[node.name], torch.Tensor)]
-    positions = [isinstance(seen.argument(i, ""), torch.Tensor) for i in range(len(seen.node.args))]
+def _join(call: OpInputs) -> OpKind:
+    tensors = [node for node in call.node.all_input_nodes if isinstance(call.values[node.name], torch.Tensor)]
+    positions = [isinstance(call.argument(i, ""), torch.Tensor) for i in range(len(call.node.args))]
     if len(tensors) == 1 and sum(positions) == 1:
-        plain = positions[0] and seen.node.kwargs.get("rounding_mode") is None
-        scaled = seen.name in ("mul", "multiply") or (seen.name in ("div", "divide", "truediv") and plain)
+        plain = positions[0] and call.node.kwargs.get("rounding_mode") is None
+        scaled = call.name in ("mul", "multiply") or (call.name in ("div", "divide", "truediv") and plain)
         return OpKind("pointwise", "unary", {"linear": scaled})
     both = len(positions) > 1 and all(positions)
-    return OpKind("joining", "join", {"linear": seen.name in ("add", "sub", "subtract") and both})
+    return OpKind("joining", "join", {"linear": call.name in ("add", "sub", "subtract") and both})
 
 
-def _spatial(seen: OpInputs, stem: str) -> OpKind:
-    if isinstance(seen.values[seen.node.name], tuple) or (
-        seen.module is not None and bool(getattr(seen.module, "return_indices", False))
+def _spatial(call: OpInputs, stem: str) -> OpKind:
+    if isinstance(call.values[call.node.name], tuple) or (
+        call.module is not None and bool(getattr(call.module, "return_indices", False))
     ):
         return opaque("it returns indices")
-    dims = int(seen.name[-2])
+    dims = int(call.name[-2])
     return OpKind(
-        "per channel", "spatial", {"first": seen.ndim - dims, "linear": "avg" in stem.lower() or stem == "ZeroPad"}
+        "per channel", "spatial", {"first": call.ndim - dims, "linear": "avg" in stem.lower() or stem == "ZeroPad"}
     )
 
 
-def _resized(seen: OpInputs) -> OpKind:
+def _resized(call: OpInputs) -> OpKind:
     return OpKind("per channel", "spatial", {"first": 2, "linear": False})
 
 
-def _padded(seen: OpInputs) -> OpKind:
-    return OpKind("per channel", "spatial", {"first": seen.ndim - len(seen.argument(1, "pad")) // 2, "linear": False})
+def _padded(call: OpInputs) -> OpKind:
+    return OpKind("per channel", "spatial", {"first": call.ndim - len(call.argument(1, "pad")) // 2, "linear": False})
 
 
 def _along(position: int, default: int | None = None) -> Callable[[OpInputs], OpKind]:
-    def rule(seen: OpInputs) -> OpKind:
-        dim = getattr(seen.module, "dim", None) if seen.module is not None else seen.argument(position, "dim", default)
-        out = seen.values[seen.node.name]
-        if not isinstance(dim, int) or not isinstance(out, torch.Tensor) or out.shape != seen.first.shape:
+    def rule(call: OpInputs) -> OpKind:
+        dim = getattr(call.module, "dim", None) if call.module is not None else call.argument(position, "dim", default)
+        out = call.values[call.node.name]
+        if not isinstance(dim, int) or not isinstance(out, torch.Tensor) or out.shape != call.first.shape:
             return opaque("it does not say along which dim")
-        return OpKind("along", "along", {"dim": _positive(dim, seen.ndim)})
+        return OpKind("along", "along", {"dim": _positive(dim, call.ndim)})
 
     return rule
 
 
-def _linear(seen: OpInputs) -> OpKind:
-    weight = seen.argument(1, "weight")
-    if weight.ndim != 2 or seen.argument(2, "bias") is not None:
+def _linear(call: OpInputs) -> OpKind:
+    weight = call.argument(1, "weight")
+    if weight.ndim != 2 or call.argument(2, "bias") is not None:
         return opaque("its weight or bias has an unusual shape")
     return OpKind("mixing", "linear")
 
 
-def _view(seen: OpInputs) -> OpKind:
-    words = [*seen.node.args[1:], *seen.node.kwargs.values()]
-    if any(isinstance(word, torch.dtype) for word in words):
+def _view(call: OpInputs) -> OpKind:
+    arguments = [*call.node.args[1:], *call.node.kwargs.values()]
+    if any(isinstance(argument, torch.dtype) for argument in arguments):
         return opaque("it reads numbers as another type")
-    if seen.name == "squeeze" and not words:
+    if call.name == "squeeze" and not arguments:
         return opaque("squeeze without a dim looks at the batch too")
     return OpKind("reshaping", "view")
 
 
-def _conv(seen: OpInputs) -> OpKind:
-    transposed = "transpose" in seen.name
-    if seen.argument(2, "bias") is not None:
+def _conv(call: OpInputs) -> OpKind:
+    transposed = "transpose" in call.name
+    if call.argument(2, "bias") is not None:
         return opaque("its bias has an unusual shape")
-    groups = seen.argument(6, "groups", 1)
-    if seen.ndim != int(seen.name[-2] if seen.name[-1] == "d" else seen.ndim - 2) + 2:
+    groups = call.argument(6, "groups", 1)
+    if call.ndim != int(call.name[-2] if call.name[-1] == "d" else call.ndim - 2) + 2:
         return opaque("its input has no batch dim")
     return OpKind("mixing", "conv", {"groups": int(groups), "transposed": transposed})
 
 
-def _embedding(seen: OpInputs) -> OpKind:
-    strange = seen.argument(5, "scale_grad_by_freq", False) or seen.argument(6, "sparse", False)
-    if seen.argument(3, "max_norm") is not None or strange:
+def _embedding(call: OpInputs) -> OpKind:
+    is_unsupported = call.argument(5, "scale_grad_by_freq", False) or call.argument(6, "sparse", False)
+    if call.argument(3, "max_norm") is not None or is_unsupported:
         return opaque("max_norm, scale_grad_by_freq and sparse gradients have no rule")
     return OpKind("mixing", "embedding")
 
 
 def _norm(op: str) -> Callable[[OpInputs], OpKind]:
-    def rule(seen: OpInputs) -> OpKind:
+    def rule(call: OpInputs) -> OpKind:
         if op == "group_norm":
-            return OpKind("per channel", op, {"groups": int(seen.argument(1, "num_groups"))})
-        shape = seen.argument(1, "normalized_shape")
-        return OpKind("per channel", op, {"first": seen.ndim - len(tuple(shape))})
+            return OpKind("per channel", op, {"groups": int(call.argument(1, "num_groups"))})
+        shape = call.argument(1, "normalized_shape")
+        return OpKind("per channel", op, {"first": call.ndim - len(tuple(shape))})
 
     return rule
 
 
-def _batch_norm(seen: OpInputs) -> OpKind:
-    if seen.ndim < 2:
+def _batch_norm(call: OpInputs) -> OpKind:
+    if call.ndim < 2:
         return opaque("its input has no channel dim")
     return OpKind("per channel", "batch_norm")
 
 
-def _instance_norm(seen: OpInputs) -> OpKind:
-    expected = int(seen.name[-2]) + 2
-    if seen.ndim != expected:
+def _instance_norm(call: OpInputs) -> OpKind:
+    expected = int(call.name[-2]) + 2
+    if call.ndim != expected:
         return opaque("its input has no batch dim")
     return OpKind("per channel", "instance_norm")
 
 
-def _prelu(seen: OpInputs) -> OpKind:
+def _prelu(call: OpInputs) -> OpKind:
     return OpKind("per channel", "prelu")
 
 
-def _dropout(seen: OpInputs) -> OpKind:
-    if seen.name in ("dropout", "Dropout"):
+def _dropout(call: OpInputs) -> OpKind:
+    if call.name in ("dropout", "Dropout"):
         return OpKind("pointwise", "dropout", {"dims": []})
-    if seen.ndim < 3:
+    if call.ndim < 3:
         return opaque("channel dropout of a tensor without spatial dims")
-    return OpKind("pointwise", "dropout", {"dims": list(range(2, seen.ndim))})
+    return OpKind("pointwise", "dropout", {"dims": list(range(2, call.ndim))})
 
 
-def _concat(seen: OpInputs) -> OpKind:
-    told = seen.node.args[0] if seen.node.args else ()
-    if not isinstance(told, tuple | list) or list(told) != seen.node.all_input_nodes:
+def _concat(call: OpInputs) -> OpKind:
+    operands = call.node.args[0] if call.node.args else ()
+    if not isinstance(operands, tuple | list) or list(operands) != call.node.all_input_nodes:
         return opaque("it joins a tensor with itself, or tensors that are not named one by one")
-    tensors = seen.argument(0, "tensors")
+    tensors = call.argument(0, "tensors")
     if any(tensor.ndim == 1 and not tensor.numel() for tensor in tensors):
         return opaque("it joins an empty tensor")
-    dim = seen.argument(1, "dim", seen.node.kwargs.get("axis", 0))
+    dim = call.argument(1, "dim", call.node.kwargs.get("axis", 0))
     return OpKind("joining", "concat", {"dim": _positive(dim, tensors[0].ndim)})
 
 
-def _permute(seen: OpInputs) -> OpKind:
-    ndim, name = seen.ndim, seen.name
+def _permute(call: OpInputs) -> OpKind:
+    ndim, name = call.ndim, call.name
     dims = list(range(ndim))
     if name == "permute":
-        given = seen.argument(1, "dims")
-        chosen = given if isinstance(given, list | tuple) else [seen.argument(i, "") for i in range(1, 1 + ndim)]
+        first_dims = call.argument(1, "dims")
+        chosen = (
+            first_dims if isinstance(first_dims, list | tuple) else [call.argument(i, "") for i in range(1, 1 + ndim)]
+        )
         dims = [_positive(dim, ndim) for dim in chosen]
     elif name in ("transpose", "swapaxes", "swapdims"):
-        word = "axis" if name == "swapaxes" and "axis0" in seen.node.kwargs else "dim"
-        a, b = (_positive(seen.argument(i, f"{word}{i - 1}"), ndim) for i in (1, 2))
+        keyword = "axis" if name == "swapaxes" and "axis0" in call.node.kwargs else "dim"
+        a, b = (_positive(call.argument(i, f"{keyword}{i - 1}"), ndim) for i in (1, 2))
         dims[a], dims[b] = dims[b], dims[a]
     elif ndim > 1:  # t, mT, T of a matrix
         dims[-1], dims[-2] = dims[-2], dims[-1]
     return OpKind("reshaping", "permute", {"dims": dims})
 
 
-def _split(seen: OpInputs) -> OpKind:
-    position = 2 if seen.name != "unbind" else 1
-    dim = _positive(seen.argument(position, "dim", 0), seen.ndim)
-    if seen.name == "unbind":
+def _split(call: OpInputs) -> OpKind:
+    position = 2 if call.name != "unbind" else 1
+    dim = _positive(call.argument(position, "dim", 0), call.ndim)
+    if call.name == "unbind":
         return OpKind("reshaping", "unbind", {"dim": dim})
     return OpKind(
-        "reshaping", "split", {"dim": dim, "sizes": [part.shape[dim] for part in seen.values[seen.node.name]]}
+        "reshaping", "split", {"dim": dim, "sizes": [part.shape[dim] for part in call.values[call.node.name]]}
     )
 
 
-def _item(seen: OpInputs) -> OpKind:
-    index = seen.argument(1, "")
+def _item(call: OpInputs) -> OpKind:
+    index = call.argument(1, "")
     index = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [item for item in index if not isinstance(item, torch.Tensor)]:
-        place = index.index(Ellipsis)
-        missing = seen.ndim - sum(item is not None for item in index) + 1
-        index = (*index[:place], *[slice(None)] * missing, *index[place + 1 :])
-    kept: list[int] = []
+        position = index.index(Ellipsis)
+        missing = call.ndim - sum(item is not None for item in index) + 1
+        index = (*index[:position], *[slice(None)] * missing, *index[position + 1 :])
+    dims_after: list[int] = []
     out, cut = 0, []
-    for item in (*index, *[slice(None)] * (seen.ndim - sum(item is not None for item in index))):
+    for item in (*index, *[slice(None)] * (call.ndim - sum(item is not None for item in index))):
         if item is None:
             out += 1
         elif isinstance(item, slice):
-            whole = item in (slice(None), slice(0, None), slice(None, None, 1))
-            kept.append(out if whole else -1)
-            cut += [] if whole else [(len(kept) - 1, item)]
+            is_full = item in (slice(None), slice(0, None), slice(None, None, 1))
+            dims_after.append(out if is_full else -1)
+            cut += [] if is_full else [(len(dims_after) - 1, item)]
             out += 1
         elif isinstance(item, int):
-            kept.append(-1)
+            dims_after.append(-1)
         else:
             return opaque("it is indexed by a tensor")
-    simple = len(cut) == 1 and len(index) <= seen.ndim and out == seen.ndim and None not in index
+    simple = len(cut) == 1 and len(index) <= call.ndim and out == call.ndim and None not in index
     if simple and cut[0][1].step in (None, 1):
         dim = cut[0][0]
-        start, stop, _ = cut[0][1].indices(seen.first.shape[dim])
+        start, stop, _ = cut[0][1].indices(call.first.shape[dim])
         return OpKind("reshaping", "narrow", {"dim": dim, "start": start, "stop": max(start, stop)})
-    return OpKind("reshaping", "index", {"kept": kept})
+    return OpKind("reshaping", "index", {"kept": dims_after})
 
 
-def _narrow(seen: OpInputs) -> OpKind:
-    dim, start, length = (seen.argument(i, key) for i, key in ((1, "dim"), (2, "start"), (3, "length")))
-    dim = _positive(dim, seen.ndim)
-    start = start % max(1, seen.first.shape[dim])
+def _narrow(call: OpInputs) -> OpKind:
+    dim, start, length = (call.argument(i, key) for i, key in ((1, "dim"), (2, "start"), (3, "length")))
+    dim = _positive(dim, call.ndim)
+    start = start % max(1, call.first.shape[dim])
     return OpKind("reshaping", "narrow", {"dim": dim, "start": start, "stop": start + length})
 
 
-def _select(seen: OpInputs) -> OpKind:
-    dim = _positive(seen.argument(1, "dim"), seen.ndim)
-    kept = [d if d < dim else -1 if d == dim else d - 1 for d in range(seen.ndim)]
-    return OpKind("reshaping", "index", {"kept": kept})
+def _select(call: OpInputs) -> OpKind:
+    dim = _positive(call.argument(1, "dim"), call.ndim)
+    dims_after = [d if d < dim else -1 if d == dim else d - 1 for d in range(call.ndim)]
+    return OpKind("reshaping", "index", {"kept": dims_after})
 
 
-def _sum(seen: OpInputs) -> OpKind:
-    out = seen.values[seen.node.name]
+def _sum(call: OpInputs) -> OpKind:
+    out = call.values[call.node.name]
     if not isinstance(out, torch.Tensor):
         return opaque("it also returns indices")
-    dims = seen.argument(1, "dim")
+    dims = call.argument(1, "dim")
     chosen = (
-        list(range(seen.ndim)) if dims is None or dims in ((), []) else [dims] if isinstance(dims, int) else list(dims)
+        list(range(call.ndim)) if dims is None or dims in ((), []) else [dims] if isinstance(dims, int) else list(dims)
     )
-    keep = out.ndim == seen.ndim
-    options = {"dims": sorted(_positive(dim, seen.ndim) for dim in chosen), "keep": keep, "name": seen.name}
+    keep = out.ndim == call.ndim
+    options = {"dims": sorted(_positive(dim, call.ndim) for dim in chosen), "keep": keep, "name": call.name}
     return OpKind("reshaping", "sum", options)
 
 
-def _repeat(seen: OpInputs) -> OpKind:
-    times, dim = seen.argument(1, "repeats"), seen.argument(2, "dim")
+def _repeat(call: OpInputs) -> OpKind:
+    times, dim = call.argument(1, "repeats"), call.argument(2, "dim")
     if not isinstance(times, int) or not isinstance(dim, int):
         return opaque("unequal repeats have no rule")
-    return OpKind("reshaping", "repeat", {"dim": _positive(dim, seen.ndim), "times": times})
+    return OpKind("reshaping", "repeat", {"dim": _positive(dim, call.ndim), "times": times})
 
 
-def _shuffled(seen: OpInputs) -> OpKind:
-    factor = seen.argument(1, "upscale_factor") if seen.module is None else vars(seen.module)["upscale_factor"]
-    if seen.ndim != 4:
+def _shuffled(call: OpInputs) -> OpKind:
+    factor = call.argument(1, "upscale_factor") if call.module is None else vars(call.module)["upscale_factor"]
+    if call.ndim != 4:
         return opaque("its input has no batch dim")
     return OpKind("reshaping", "pixel_shuffle", {"units": int(factor) ** 2})
 
 
-def _attention(seen: OpInputs) -> OpKind:
-    query, key, value = (seen.argument(i, name) for i, name in enumerate(("query", "key", "value")))
+def _attention(call: OpInputs) -> OpKind:
+    query, key, value = (call.argument(i, name) for i, name in enumerate(("query", "key", "value")))
     if query.ndim < 4 or key.ndim != query.ndim or value.ndim != query.ndim:
         return opaque("its heads have no dim of their own")
     return OpKind("mixing", "attention")
 
 
-def _cross_entropy(seen: OpInputs) -> OpKind:
-    target = seen.argument(1, "target")
-    plain = seen.argument(2, "weight") is None and not seen.argument(7, "label_smoothing", 0.0)
-    plain = plain and seen.argument(3, "size_average") is None and seen.argument(5, "reduce") is None
-    if target.dtype != torch.long or not plain or seen.ndim < 2:
+def _cross_entropy(call: OpInputs) -> OpKind:
+    target = call.argument(1, "target")
+    plain = call.argument(2, "weight") is None and not call.argument(7, "label_smoothing", 0.0)
+    plain = plain and call.argument(3, "size_average") is None and call.argument(5, "reduce") is None
+    if target.dtype != torch.long or not plain or call.ndim < 2:
         return opaque("class weights, smoothing and soft targets have no rule")
     return OpKind("mixing", "cross_entropy")
 
 
-def _matmul(seen: OpInputs) -> OpKind:
-    shapes = [seen.values[node.name].ndim for node in seen.node.all_input_nodes]
+def _matmul(call: OpInputs) -> OpKind:
+    shapes = [call.values[node.name].ndim for node in call.node.all_input_nodes]
     return (
         OpKind("mixing", "matmul")
         if len(shapes) == 2 and min(shapes) >= 2
@@ -375,8 +377,8 @@ RULES: dict[str, Callable[[OpInputs], OpKind]] = {
     **dict.fromkeys(("interpolate", "upsample", "Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d"), _resized),
     **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
     **dict.fromkeys(("pixel_shuffle", "PixelShuffle"), _shuffled),
-    **dict.fromkeys(RANDOM, lambda seen: opaque("it draws random numbers")),
-    "add_bias": lambda seen: OpKind("per channel", "bias", {"dim": _positive(seen.argument(2, "dim"), seen.ndim)}),
+    **dict.fromkeys(RANDOM, lambda call: opaque("it draws random numbers")),
+    "add_bias": lambda call: OpKind("per channel", "bias", {"dim": _positive(call.argument(2, "dim"), call.ndim)}),
     "pad": _padded,
     "linear": _linear,
     "embedding": _embedding,
@@ -387,7 +389,7 @@ RULES: dict[str, Callable[[OpInputs], OpKind]] = {
     "getitem": _item,
     "narrow": _narrow,
     "select": _select,
-    "expand": lambda seen: OpKind("reshaping", "expand"),
+    "expand": lambda call: OpKind("reshaping", "expand"),
     "repeat_interleave": _repeat,
     "scaled_dot_product_attention": _attention,
     "cross_entropy": _cross_entropy,

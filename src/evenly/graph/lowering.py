@@ -1,4 +1,4 @@
-"""A traced graph in plain form: no operation in place, biases apart, every tensor of a tuple with a name of its own."""
+"""Normalizes a traced graph: no in-place operations, biases as separate operations, positional tensor arguments."""
 
 import operator
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from evenly._torch.operators import OpOverload, out_of_place
 from evenly.errors import SpecError
-from evenly.graph.own import function_name, is_own_function, module_name
+from evenly.graph.own import function_name, is_torch_function, module_name
 
 IN_PLACE = {
     operator.iadd: operator.add,
@@ -41,7 +41,7 @@ CONVS = {
     F.conv_transpose2d,
     F.conv_transpose3d,
 }
-_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch takes numpy's words too
+_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch accepts numpy's keywords too
 LEADING: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("conv1d", "conv2d", "conv3d", "conv_transpose", "linear", "embedding"), ("input", "weight")),
     (("scaled_dot_product_attention",), ("query", "key", "value")),
@@ -55,7 +55,7 @@ def add_bias(x: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def name_of(node: fx.Node) -> str:
-    """Returns the name of an operation of torch: `conv2d`, `add`, `view`, `ReLU`; of others a full name."""
+    """Returns the short name of a torch operation (`conv2d`, `add`, `ReLU`); the qualified name of any other."""
     if node.op == "call_module":
         owner = node.graph.owning_module
         return module_name(owner.get_submodule(str(node.target))) if owner is not None else str(node.target)
@@ -65,7 +65,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def path_of(node: fx.Node) -> str:
-    """Returns the module in whose forward a node stands."""
+    """Returns the path of the module in whose forward a node was traced."""
     stack = node.meta.get("nn_module_stack") or {}
     key, value = next(iter(reversed(list(stack.items()))), ("", ""))
     path = value[0] if isinstance(value, tuple) else key
@@ -73,34 +73,34 @@ def path_of(node: fx.Node) -> str:
 
 
 def lower(traced: fx.GraphModule) -> None:
-    """Brings a traced graph into plain form, in place."""
+    """Normalizes a traced graph in place."""
     graph = traced.graph
     _share_attributes(traced)
-    _leave_in_place(graph)
+    _replace_in_place_operations(graph)
     for node in list(graph.nodes):
         name = name_of(node)
         if node.op in ("call_function", "call_method"):
             node.kwargs = {_NUMPY.get(key, key): value for key, value in node.kwargs.items()}
-        if node.op != "call_function" or not is_own_function(node.target):
+        if node.op != "call_function" or not is_torch_function(node.target):
             continue
-        _place_arguments(node, name)
+        _make_positional(node, name)
         if node.target in CONVS or (name.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose"))):
-            _part_bias(node, 2, dim=-1 - int(name[name.index("d") - 1]))
+            _split_bias(node, 2, dim=-1 - int(name[name.index("d") - 1]))
             _subsample(traced, node)
         elif name == "linear":
-            _part_bias(node, 2, dim=-1)
+            _split_bias(node, 2, dim=-1)
         elif name == "addmm" and len(node.args) == 3 and not node.kwargs:
-            _open_addmm(node)
+            _decompose_addmm(node)
         elif name == "glu":
-            _open_glu(node)
+            _decompose_glu(node)
         elif node.target is getattr and node.args[1] == "mT":
-            _open_transpose(node)
+            _decompose_transpose(node)
     graph.eliminate_dead_code()
     graph.lint()
 
 
-def _place_arguments(node: fx.Node, name: str) -> None:
-    """Lets tensors that were given by keyword (`F.linear(input=x, weight=w)`) stand where the tables look for them."""
+def _make_positional(node: fx.Node, name: str) -> None:
+    """Makes tensor arguments positional that were passed by keyword (`F.linear(input=x, weight=w)`)."""
     names = next((order for kinds, order in LEADING if name.startswith(kinds)), ("input", "other"))
     args, kwargs = list(node.args), dict(node.kwargs)
     while len(args) < len(names) and names[len(args)] in kwargs:
@@ -109,26 +109,26 @@ def _place_arguments(node: fx.Node, name: str) -> None:
 
 
 def _share_attributes(traced: fx.GraphModule) -> None:
-    """Lets tied parameters be one node, and places every parameter right where it is first used."""
-    first: dict[int, fx.Node] = {}
+    """Merges the nodes of tied parameters into the first one."""
+    first_nodes: dict[int, fx.Node] = {}
     for node in list(traced.graph.nodes):
         if node.op != "get_attr":
             continue
         value = operator.attrgetter(str(node.target))(traced)
-        known = first.setdefault(id(value), node)
-        if known is not node:
-            node.replace_all_uses_with(known)
+        first_node = first_nodes.setdefault(id(value), node)
+        if first_node is not node:
+            node.replace_all_uses_with(first_node)
             traced.graph.erase_node(node)
 
 
-def _leave_in_place(graph: fx.Graph) -> None:
+def _replace_in_place_operations(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         target: Callable[..., Any] | str | None = None
         _refuse_overwriting(node)
         if node.op == "call_function" and node.target in IN_PLACE:
             target = IN_PLACE[node.target]
-        elif node.op == "call_function" and not is_own_function(node.target):
-            target = None  # whether it changes its inputs is seen when it is run
+        elif node.op == "call_function" and not is_torch_function(node.target):
+            target = None  # `Shapes` checks whether it changes its inputs
         elif node.op == "call_function" and isinstance(node.target, OpOverload):
             target = out_of_place(node.target)
         elif node.op == "call_function" and name_of(node).endswith("_") and name_of(node)[0] != "_":
@@ -139,7 +139,7 @@ def _leave_in_place(graph: fx.Graph) -> None:
             target = node.target
             node.kwargs = {**node.kwargs, "inplace": False}
         elif node.op == "call_module" and getattr(_module(node), "inplace", False):
-            target = node.target  # the copy that is called has inplace off
+            target = node.target  # the copy of the module that is called has inplace=False
         if target is None:
             continue
         changed = node.args[0]
@@ -147,22 +147,22 @@ def _leave_in_place(graph: fx.Graph) -> None:
             continue
         if name_of(node).rstrip("_") in DRAWS:
             raise SpecError(
-                f"forward draws random numbers ({name_of(node)} at {node.name!r}); every rank would draw others. Use "
-                "dropout, or draw them outside and pass them as an input."
+                f"forward draws random numbers ({name_of(node)} at {node.name!r}); ranks would draw different ones. "
+                "Use dropout, or draw them outside and pass them as an input."
             )
         if changed.op == "get_attr":
             raise SpecError(
                 f"forward changes {changed.target!r} in place, which has no rule for a network whose layers are cut. "
-                "Change it outside of forward, or leave the change out."
+                "Change it outside of forward, or remove the change."
             )
         node.target = target
         if not _is_number(changed):
             _refuse_views(changed, node)
-            _later_see(changed, node)
+            _redirect_later_users(changed, node)
 
 
 def _refuse_overwriting(node: fx.Node) -> None:
-    """Raises `SpecError` for an operation that only exists in place: it fills a tensor, or a part of it."""
+    """Raises `SpecError` for an operation that only exists in place and writes into a tensor."""
     name = name_of(node)
     fills = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
     if (
@@ -177,7 +177,7 @@ def _refuse_overwriting(node: fx.Node) -> None:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a value is made of sizes: those are not changed in place by `+=`."""
+    """Whether a value is a number computed from sizes; `+=` does not change numbers in place."""
     if node.op == "call_method":
         return node.target in ("size", "dim", "numel", "__len__")
     if node.target is getattr:
@@ -187,22 +187,22 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _refuse_views(changed: fx.Node, node: fx.Node) -> None:
-    """Raises `SpecError` where another tensor shares memory with the one that is changed, and is used afterwards."""
-    order = {n: place for place, n in enumerate(node.graph.nodes)}
-    family, todo = {changed}, [changed]
-    while todo:
-        here = todo.pop()
-        near = [
-            n for n in here.users if name_of(n) in VIEWS and n.all_input_nodes[0] is here and order[n] < order[node]
+    """Raises `SpecError` if a tensor that shares memory with the changed one is used afterwards."""
+    order = {n: position for position, n in enumerate(node.graph.nodes)}
+    aliases, pending = {changed}, [changed]
+    while pending:
+        alias = pending.pop()
+        neighbours = [
+            n for n in alias.users if name_of(n) in VIEWS and n.all_input_nodes[0] is alias and order[n] < order[node]
         ]
-        near += here.all_input_nodes[:1] if name_of(here) in VIEWS else []
-        todo += [n for n in near if n not in family]
-        family |= set(near)
-    late = [n for n in family - {changed} for user in n.users if order[user] > order[node]]
-    if late:
+        neighbours += alias.all_input_nodes[:1] if name_of(alias) in VIEWS else []
+        pending += [n for n in neighbours if n not in aliases]
+        aliases |= set(neighbours)
+    used_later = [n for n in aliases - {changed} for user in n.users if order[user] > order[node]]
+    if used_later:
         raise SpecError(
-            f"forward changes {changed.name!r} in place, which shares memory with {late[0].name!r} that is used later. "
-            "Write the change as a new tensor, such as x = x + 1 instead of x += 1."
+            f"forward changes {changed.name!r} in place, but {used_later[0].name!r}, which shares memory with it, is "
+            "used later. Write the change as a new tensor, such as x = x + 1 instead of x += 1."
         )
 
 
@@ -211,21 +211,21 @@ def _module(node: fx.Node) -> nn.Module | None:
     return owner.get_submodule(str(node.target)) if owner is not None else None
 
 
-def _later_see(changed: fx.Node, result: fx.Node) -> None:
-    """Whoever used `changed` after it was changed in place uses the result instead."""
-    seen = False
+def _redirect_later_users(changed: fx.Node, result: fx.Node) -> None:
+    """Makes users of `changed` that come after the in-place operation use its result."""
+    is_after_result = False
     later = set()
     for node in result.graph.nodes:
-        if seen:
+        if is_after_result:
             later.add(node)
-        seen = seen or node is result
+        is_after_result = is_after_result or node is result
     for user in list(changed.users):
         if user in later:
             user.replace_input_with(changed, result)
 
 
-def _part_bias(node: fx.Node, position: int, *, dim: int) -> None:
-    """Computes without bias, then adds it: a sum over ranks may have to come between."""
+def _split_bias(node: fx.Node, position: int, *, dim: int) -> None:
+    """Adds the bias as a separate operation, so that a sum over ranks can come before it."""
     bias = node.args[position] if len(node.args) > position else node.kwargs.get("bias")
     if bias is None or not _is_plain_bias(node, bias):
         return
@@ -240,16 +240,16 @@ def _part_bias(node: fx.Node, position: int, *, dim: int) -> None:
 
 
 def _is_plain_bias(node: fx.Node, bias: Any) -> bool:
-    """Whether a bias is one number for each output, as far as that can be seen."""
+    """Whether a bias has one number for each output; true if its value is not known."""
     owner = node.graph.owning_module
     if not isinstance(bias, fx.Node) or bias.op != "get_attr" or owner is None:
         return True
-    found = operator.attrgetter(str(bias.target))(owner)
-    return not isinstance(found, torch.Tensor) or (found.ndim == 1 and found.numel() > 1)
+    value = operator.attrgetter(str(bias.target))(owner)
+    return not isinstance(value, torch.Tensor) or (value.ndim == 1 and value.numel() > 1)
 
 
 def _subsample(traced: fx.GraphModule, node: fx.Node) -> None:
-    """A strided convolution with a kernel of one pixel drops pixels first: fewer have to travel."""
+    """Makes a strided 1x1 convolution a slice and an unstrided convolution: ranks send fewer pixels."""
     x, weight = node.args[:2]
     strides = node.args[3] if len(node.args) > 3 else 1
     padding = node.args[4] if len(node.args) > 4 else 0
@@ -261,13 +261,13 @@ def _subsample(traced: fx.GraphModule, node: fx.Node) -> None:
     if any(size != 1 for size in kernel) or any(pads) or all(step == 1 for step in steps):
         return
     with node.graph.inserting_before(node):
-        whole = (slice(None), slice(None), *(slice(None, None, step) for step in steps))
-        fewer = node.graph.call_function(operator.getitem, (x, whole))
-    fewer.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
-    node.args = (fewer, weight, node.args[2], (1,) * len(kernel), *node.args[4:])
+        strided_index = (slice(None), slice(None), *(slice(None, None, step) for step in steps))
+        subsampled = node.graph.call_function(operator.getitem, (x, strided_index))
+    subsampled.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
+    node.args = (subsampled, weight, node.args[2], (1,) * len(kernel), *node.args[4:])
 
 
-def _open_addmm(node: fx.Node) -> None:
+def _decompose_addmm(node: fx.Node) -> None:
     bias, x, weight = node.args
     with node.graph.inserting_before(node):
         product = node.graph.call_function(torch.matmul, (x, weight))
@@ -276,14 +276,14 @@ def _open_addmm(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _open_transpose(node: fx.Node) -> None:
+def _decompose_transpose(node: fx.Node) -> None:
     with node.graph.inserting_before(node):
-        turned = node.graph.call_method("transpose", (node.args[0], -2, -1))
-    node.replace_all_uses_with(turned)
+        transposed = node.graph.call_method("transpose", (node.args[0], -2, -1))
+    node.replace_all_uses_with(transposed)
     node.graph.erase_node(node)
 
 
-def _open_glu(node: fx.Node) -> None:
+def _decompose_glu(node: fx.Node) -> None:
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
     with node.graph.inserting_before(node):
         halves = node.graph.call_method("chunk", (node.args[0], 2), {"dim": dim})

@@ -1,4 +1,4 @@
-"""What is torch's own: rules hold for torch's very functions, operators and modules, not for others of their names."""
+"""Which functions, operators and modules are torch's: rules apply only to these, not to others of the same name."""
 
 import builtins
 import operator
@@ -29,60 +29,61 @@ PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 @cache
 def _functions() -> frozenset[Any]:
-    """Returns the functions that rules may know by name."""
-    homes = (torch, F, operator, builtins, torch.special, FUNCTIONAL)
-    found = {value for home in homes for value in vars(home).values() if _is_function(value)}
-    return frozenset(found)
+    """Returns the functions that rules can refer to by name."""
+    namespaces = (torch, F, operator, builtins, torch.special, FUNCTIONAL)
+    functions = {value for namespace in namespaces for value in vars(namespace).values() if _is_function(value)}
+    return frozenset(functions)
 
 
 def _is_function(value: Any) -> bool:
     return isinstance(value, FunctionType | BuiltinFunctionType) or value is getattr
 
 
-def is_own_function(target: Any) -> bool:
-    """Whether a function or operator is torch's or Python's, or one that this package puts into graphs."""
+def is_torch_function(target: Any) -> bool:
+    """Whether a function or operator is torch's or Python's, or one that this package inserts into graphs."""
     if isinstance(target, OpOverload):
         return target.namespace in NAMESPACES
     if isinstance(target, OpOverloadPacket):
         return packet_name(target).split("::")[0] in NAMESPACES
     try:
         return target in _functions() or str(getattr(target, "__module__", "")).startswith("evenly.graph.")
-    except TypeError:  # it cannot be hashed, so it is no function
+    except TypeError:  # not hashable, so not a function
         return False
 
 
 def function_name(target: Any) -> str:
-    """Returns the bare name of torch's functions and operators; of others the full name, which has no rule."""
+    """Returns the short name of torch's functions and operators; the qualified name, without a rule, of others."""
     if isinstance(target, OpOverload):
         name = operator_name(target)
-        return name.split("::")[1] if is_own_function(target) else name
-    if isinstance(target, OpOverloadPacket) and not is_own_function(target):
+        return name.split("::")[1] if is_torch_function(target) else name
+    if isinstance(target, OpOverloadPacket) and not is_torch_function(target):
         return packet_name(target)
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or type(target).__name__
-    if is_own_function(target):
+    if is_torch_function(target):
         return str(getattr(target, "__name__", name))
     return f"{getattr(target, '__module__', None) or type(target).__module__}:{name}"
 
 
-def is_own_class(kind: type) -> bool:
-    """Whether a class is torch's, and its forward is the one that it came with."""
+def is_torch_class(kind: type) -> bool:
+    """Whether a class is torch's and its forward was not replaced."""
     if not kind.__module__.startswith("torch."):
         return False
-    home = sys.modules.get(kind.__module__)
+    defining_module = sys.modules.get(kind.__module__)
     forward = getattr(kind, "forward", None)
-    return getattr(home, kind.__qualname__, None) is kind and getattr(forward, "__module__", "").startswith("torch.")
+    is_original = getattr(defining_module, kind.__qualname__, None) is kind
+    return is_original and getattr(forward, "__module__", "").startswith("torch.")
 
 
-def own_kind(module: nn.Module) -> type | None:
-    """Returns the class of torch whose code a module runs, though it may be of a subclass; None if it runs other code.
+def torch_class_of(module: nn.Module) -> type | None:
+    """Returns the torch class whose code a module runs, also for a subclass of it; None if it runs other code.
 
-    Other code is a method that a subclass overrides, or one that was put into the instance.
+    Other code is a method overridden by a subclass or set on the instance.
     """
-    line = type(module).__mro__
-    kind = next((kind for kind in line if is_own_class(kind)), None)
+    mro = type(module).__mro__
+    kind = next((kind for kind in mro if is_torch_class(kind)), None)
     if kind is None:
         return None
-    added = {name for below in line[: line.index(kind)] for name in vars(below)} - HARMLESS
+    added = {name for subclass in mro[: mro.index(kind)] for name in vars(subclass)} - HARMLESS
     if any(hasattr(kind, name) for name in added):
         return None
     patched = (name for name, value in vars(module).items() if callable(value) and name not in HARMLESS)
@@ -90,24 +91,24 @@ def own_kind(module: nn.Module) -> type | None:
 
 
 def module_name(module: nn.Module) -> str:
-    """Returns the bare name of torch's modules; of others the full name, which has no rule."""
+    """Returns the short name of torch's modules; the qualified name, without a rule, of others."""
     kind = type(module)
-    return kind.__name__ if own_kind(module) is kind else f"{kind.__module__}:{kind.__qualname__}"
+    return kind.__name__ if torch_class_of(module) is kind else f"{kind.__module__}:{kind.__qualname__}"
 
 
-def refuse_own_call(module: nn.Module, path: str) -> None:
-    """Raises `SpecError` if a module is called in a way of its own, which a graph of forward would not hold."""
+def refuse_overridden_call(module: nn.Module, path: str) -> None:
+    """Raises `SpecError` if a module overrides how it is called: a graph of forward would lose that code."""
     for kind in type(module).__mro__:
-        found = [name for name in CALL_METHODS if name in vars(kind)]
-        if found and not kind.__module__.startswith("torch."):
+        overridden = [name for name in CALL_METHODS if name in vars(kind)]
+        if overridden and not kind.__module__.startswith("torch."):
             raise SpecError(
                 f"{type(module).__name__} at {path or 'the root'!r} was to be traced, but {kind.__name__} overrides "
-                f"{found[0]}, which a graph of its forward does not hold. Move that code into forward."
+                f"{overridden[0]}, which a graph of its forward would lose. Move that code into forward."
             )
 
 
 def refuse_strange_tensors(named: Mapping[str, Any]) -> None:
-    """Raises `SpecError` for a tensor whose methods may not be torch's: one of a subclass, or with methods put in."""
+    """Raises `SpecError` for a tensor whose methods may not be torch's: of a subclass, or with patched methods."""
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -116,6 +117,6 @@ def refuse_strange_tensors(named: Mapping[str, Any]) -> None:
         if kind not in PLAIN_TENSORS or patched:
             case = f"has its own {patched[0]!r}" if patched else f"is a {kind.__module__}.{kind.__qualname__}"
             raise SpecError(
-                f"the tensor {name!r} {case}, whose operations may be others than torch's; these have no rule. Give a "
-                "plain tensor: x.as_subclass(torch.Tensor)."
+                f"the tensor {name!r} {case}, whose operations may differ from torch's and have no rule. Give a plain "
+                "tensor: x.as_subclass(torch.Tensor)."
             )

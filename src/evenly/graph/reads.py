@@ -1,4 +1,4 @@
-"""What a network read while it was traced: attributes of its modules, and the Python functions that ran."""
+"""Records what a network reads while it is traced: attributes of its modules, and the Python functions that run."""
 
 import gc
 import sys
@@ -13,23 +13,23 @@ from torch import nn
 
 from evenly._torch.tracing import reading_attributes
 
-OF_TORCH = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}  # what every module has; watched by other means
-ALL = "*"  # read through __dict__: any name may have been meant
+OF_TORCH = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}  # attributes of every module
+ALL = "*"  # read through __dict__: any attribute may have been used
 QUIET = sys.stdlib_module_names | {"torch", "functorch", "torchgen", "evenly", "numpy", "sympy", "mpmath", "networkx"}
 QUIET |= {"triton", "typing_extensions", "optree", "jinja2", "fsspec", "torchvision", "torchaudio", "transformers"}
 
 
 @dataclass
 class Reads:
-    """Names that were read, by the path of the module; functions that ran, with the globals they see."""
+    """Attributes that were read, by module path, and functions that ran, with their globals."""
 
     names: dict[str, set[str]] = field(default_factory=dict)
     codes: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
-    closed: frozenset[str] = frozenset()  # modules that run as they are at every call
-    leaves: frozenset[str] = frozenset()  # modules of torch that were not looked into
+    closed: frozenset[str] = frozenset()  # modules that are not traced, but called as they are
+    leaves: frozenset[str] = frozenset()  # torch modules that are single operations
 
     def joined(self, other: "Reads") -> "Reads":
-        """Returns what either has read."""
+        """Returns the union of both."""
         paths = {**self.names, **other.names}
         names = {path: self.names.get(path, set()) | other.names.get(path, set()) for path in paths}
         return Reads(names, {**self.codes, **other.codes}, self.closed & other.closed, self.leaves | other.leaves)
@@ -37,33 +37,33 @@ class Reads:
 
 @contextmanager
 def reading(model: nn.Module) -> Iterator[Reads]:
-    """Notes what this thread reads of a network's modules, and which functions it calls, for a while."""
+    """Records which attributes of a network this thread reads, and which functions it calls."""
     reads = Reads()
     paths = {id(module): path for path, module in model.named_modules()}
     thread = threading.get_ident()
 
     def reader(plain: Callable[..., Any]) -> Callable[..., Any]:
         def read(module: nn.Module, name: str) -> Any:
-            whole = name == "__dict__" and is_users(sys._getframe(1).f_globals)  # private: who asks
-            if (whole or name not in OF_TORCH) and threading.get_ident() == thread:
+            is_dict = name == "__dict__" and is_users(sys._getframe(1).f_globals)  # private: the caller's globals
+            if (is_dict or name not in OF_TORCH) and threading.get_ident() == thread:
                 path = paths.get(id(module))
                 if path is not None:
-                    reads.names.setdefault(path, set()).add(ALL if whole else name)
+                    reads.names.setdefault(path, set()).add(ALL if is_dict else name)
             return plain(module, name)
 
         return read
 
-    strangers = {getattr(act, "__code__", None) for act in gc.callbacks}  # they run wherever memory is collected
-    strange: list[Any] = []
+    gc_callback_codes = {getattr(act, "__code__", None) for act in gc.callbacks}  # they can run at any time
+    ignored_frames: list[Any] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call":
-            if strange or frame.f_code in strangers or frame.f_code.co_name == "__del__":
-                strange.append(frame)
+            if ignored_frames or frame.f_code in gc_callback_codes or frame.f_code.co_name == "__del__":
+                ignored_frames.append(frame)
             else:
                 reads.codes.setdefault(frame.f_code, frame.f_globals)
-        elif event == "return" and strange and strange[-1] is frame:
-            strange.pop()
+        elif event == "return" and ignored_frames and ignored_frames[-1] is frame:
+            ignored_frames.pop()
 
     before = sys.getprofile()
     with reading_attributes(reader):
@@ -76,5 +76,5 @@ def reading(model: nn.Module) -> Iterator[Reads]:
 
 
 def is_users(names: Mapping[str, Any]) -> bool:
-    """Whether a module with these globals may be the user's, whose settings may change."""
+    """Whether a Python module with these globals may be the user's."""
     return str(names.get("__name__", "")).split(".")[0] not in QUIET

@@ -1,4 +1,4 @@
-"""Modules of torch whose own forward branches on values, written again so that they can be traced."""
+"""Traceable versions of torch modules whose own forward branches on values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ def multihead(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, Any]:
-    """Returns the output of multi-head attention; the weights only where they are asked for."""
+    """Returns the output of multi-head attention; the weights only if `need_weights`."""
     if m.bias_k is not None or m.add_zero_attn:
         raise NotImplementedError("bias_k and add_zero_attn have no rule")
     if query.ndim != 3:
@@ -83,7 +83,7 @@ def encoder_layer(
     src_key_padding_mask: torch.Tensor | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Returns one encoder layer's output, by its slow path."""
+    """Returns one encoder layer's output, without torch's fused fast path."""
 
     def attend(x: torch.Tensor) -> torch.Tensor:
         mixed = m.self_attn(

@@ -1,4 +1,4 @@
-"""What every operation gives for the example, without computing: shapes, types, work."""
+"""Shapes, dtypes and work of every operation for the example, computed on the meta device."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ from evenly.errors import SpecError
 
 
 class Shapes(fx.Interpreter):
-    """Runs a graph on tensors without data and keeps what every node gives, in `values` and `flops`."""
+    """Runs a graph on meta tensors and keeps the value and flops of every node, in `values` and `work`."""
 
     def __init__(self, traced: fx.GraphModule, *, may_overwrite: bool = False) -> None:
         super().__init__(traced)
@@ -26,63 +26,63 @@ class Shapes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node and keeps its value."""
-        counter, dropout_stream = FlopCounterMode(display=False), _Dice()
-        given = [x for m in n.all_input_nodes if isinstance(x := self.values[m.name], torch.Tensor)]
-        before = [version_of(x) for x in given]
+        counter, random_watch = FlopCounterMode(display=False), _Dice()
+        input_tensors = [x for m in n.all_input_nodes if isinstance(x := self.values[m.name], torch.Tensor)]
+        before = [version_of(x) for x in input_tensors]
         try:
-            with counter, dropout_stream, torch.device("meta"):
+            with counter, random_watch, torch.device("meta"):
                 value = super().run_node(n)
         except Exception as error:
             raise SpecError(
-                f"the operation {n.name!r} cannot be followed with tensors that have a shape but no values: "
-                f"{(str(error).splitlines() or [type(error).__name__])[0]}. Shapes must not depend on values; "
+                f"the operation {n.name!r} cannot be run on meta tensors, which have a shape but no values: "
+                f"{(str(error).splitlines() or [type(error).__name__])[0]}. Shapes must not depend on values, "
                 "and the example must fit the network."
             ) from error
-        overwrites = not self._may_overwrite and [version_of(x) for x in given] != before
+        overwrites = not self._may_overwrite and [version_of(x) for x in input_tensors] != before
         if overwrites and not self._is_lowered(n):
             raise SpecError(
                 f"the operation {n.name!r} changes its input in place, which has no rule for a network whose layers "
-                "are cut. Let it give a new tensor."
+                "are cut. Make it return a new tensor."
             )
         self.values[n.name], self.work[n.name] = value, counter.get_total_flops()
-        if dropout_stream.drawn:
+        if random_watch.drawn:
             self.random.add(n.name)
         return value
 
     def _is_lowered(self, n: fx.Node) -> bool:
-        """Whether a module works in place only here: what is called later has that switched off."""
+        """Whether a module works in place only here: the copy that is called later has inplace=False."""
         return n.op == "call_module" and bool(getattr(self.fetch_attr(str(n.target)), "inplace", False))
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Returns a parameter without its data."""
+        """Returns an attribute; tensors on the meta device."""
         value = super().get_attr(target, args, kwargs)
         return shape_of(value) if isinstance(value, torch.Tensor) else value
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a module with parameters without data."""
+        """Runs a module with its parameters on the meta device."""
         module = self.fetch_attr(str(target))
-        return call_hollow(module, *args, **kwargs)
+        return call_on_meta(module, *args, **kwargs)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function; devices become the one without data."""
+        """Runs a function; `device` arguments become the meta device."""
         return super().call_function(target, args, _without_device(kwargs))
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a method; devices become the one without data."""
+        """Runs a method; `device` arguments become the meta device."""
         return super().call_method(target, args, _without_device(kwargs))
 
 
 def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation of torch draws random numbers; attention may, but does so only with dropout."""
+    """Whether an operation of torch draws random numbers; attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = argument_names(func)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return "dropout_p" not in names or bool(given.get("dropout_p"))
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(arguments.get("dropout_p"))
 
 
 class _Dice(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
-    """Notes whether random numbers are drawn."""
+    """Records whether random numbers are drawn."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
@@ -95,42 +95,42 @@ class _Dice(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of the same shape, type and need of gradient, without data."""
+    """Returns a meta tensor of the same shape, dtype and requires_grad."""
     return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
 
 
-def call_hollow(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Returns what a module gives for tensors without data; the module stays as it is."""
+def call_on_meta(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Returns what a module gives for meta tensors; the module is not changed."""
     if isinstance(module, RunningNorm) and args:  # counts batches by value
-        needs = args[0].requires_grad or any(p.requires_grad for p in module.parameters())
-        return torch.empty_like(args[0]).requires_grad_(needs).clone()
+        requires_grad = args[0].requires_grad or any(p.requires_grad for p in module.parameters())
+        return torch.empty_like(args[0]).requires_grad_(requires_grad).clone()
     try:
         return copy.deepcopy(module).to("meta").forward(*args, **kwargs)
-    except RuntimeError:  # it looks at values: any will do
+    except RuntimeError:  # it uses values: zeros will do
         with torch.device("cpu"):
-            given = pytree.tree_map_only(
+            cpu_arguments = pytree.tree_map_only(
                 torch.Tensor,
                 lambda x: torch.zeros_like(x, device="cpu").requires_grad_(x.requires_grad),
                 (args, kwargs),
             )
-            tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+            tensors = [x for x in pytree.tree_leaves(cpu_arguments) if isinstance(x, torch.Tensor)]
             before = [version_of(x) for x in tensors]
-            made = _on_cpu(module).forward(*given[0], **given[1])
+            outputs = _on_cpu(module).forward(*cpu_arguments[0], **cpu_arguments[1])
             if [version_of(x) for x in tensors] != before:
                 raise SpecError(f"{type(module).__name__} changes its input in place, which has no rule.") from None
-        return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), made)
+        return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), outputs)
 
 
 def _on_cpu(module: nn.Module) -> nn.Module:
-    """Returns a copy with data, zeros where there were none."""
-    made = copy.deepcopy(module)
-    if not any(x.is_meta for x in (*made.parameters(), *made.buffers())):
-        return made.to("cpu")
-    made.to_empty(device="cpu")
+    """Returns a copy on the CPU; meta tensors become zeros."""
+    cpu_copy = copy.deepcopy(module)
+    if not any(x.is_meta for x in (*cpu_copy.parameters(), *cpu_copy.buffers())):
+        return cpu_copy.to("cpu")
+    cpu_copy.to_empty(device="cpu")
     with torch.no_grad():
-        for tensor in (*made.parameters(), *made.buffers()):
+        for tensor in (*cpu_copy.parameters(), *cpu_copy.buffers()):
             tensor.zero_()
-    return made
+    return cpu_copy
 
 
 def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:

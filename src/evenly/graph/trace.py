@@ -1,4 +1,4 @@
-"""nn.Module -> Graph: layers, shapes, work, who feeds whom, what may be cut."""
+"""nn.Module -> Graph: layers, shapes, work, data flow, what may be cut."""
 
 import inspect
 import operator
@@ -44,22 +44,22 @@ Example = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Traced:
-    """A network, the fx graph of its operations, and the same as a value."""
+    """A network, the fx graph of its operations, and the same as a `Graph`."""
 
     model: nn.Module
     program: fx.GraphModule
     graph: Graph
-    form: pytree.TreeSpec | None  # of what forward returns; None: as the program gives it
+    form: pytree.TreeSpec | None  # of what forward returns; None: as the program returns it
     example: dict[str, tuple[int, ...]]  # shapes of the arguments that are tensors
     switches: Switches
-    inputs: dict[str, torch.Tensor]  # the arguments that are tensors, without data
-    modes: dict[str, bool]  # which modules were in training when the network was given
+    inputs: dict[str, torch.Tensor]  # the arguments that are tensors, on the meta device
+    modes: dict[str, bool]  # `training` of each module before tracing
     reads: Reads  # what forward read while it was traced
-    decisions: tuple[Decisions, ...]  # what forward decided by sizes
+    decisions: tuple[Decisions, ...]  # branches of forward that depend on sizes
 
 
 def trace(model: nn.Module, example: Example) -> Graph:
-    """Returns the network's operations as a value: shapes, floating-point work, who feeds whom, what may be cut.
+    """Returns the network's operations as a value: shapes, floating-point work, data flow, what may be cut.
 
     Args:
         model: the network; it is not changed.
@@ -74,44 +74,44 @@ def follow(model: nn.Module, example: Example, *, modes: Mapping[str, bool] | No
     Args:
         model: the network; it is not changed.
         example: a batch as forward takes it.
-        modes: which modules are in training; without, both modes of the whole network are followed.
+        modes: `training` of each module; by default the network is traced in training and in evaluation.
     """
     if not isinstance(model, nn.Module):
         raise SpecError(f"{type(model).__name__} was given as a network, but a torch.nn.Module is needed.")
     if isinstance(model, torch.jit.ScriptModule):
         raise SpecError("a TorchScript module was given, whose layers cannot be cut. Give the module it was made of.")
-    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise SpecError(f"the parameter {lazy[0]!r} has no shape yet. Call the network once before sharding it.")
-    strange = [name for name, p in model.named_parameters() if p.is_complex()]
-    if strange:
-        raise SpecError(f"the parameter {strange[0]!r} is complex, which has no rule. Keep its two parts apart.")
-    given = _arguments(model, example)
+    lazy_names = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy_names:
+        raise SpecError(f"the parameter {lazy_names[0]!r} has no shape yet. Call the network once before sharding it.")
+    complex_names = [name for name, p in model.named_parameters() if p.is_complex()]
+    if complex_names:
+        raise SpecError(f"the parameter {complex_names[0]!r} is complex, which has no rule. Use two real ones.")
+    arguments = _arguments(model, example)
     fast = torch.backends.mha.get_fastpath_enabled()
     with _TRACING:
         torch.backends.mha.set_fastpath_enabled(False)  # in evaluation torch would fuse whole encoder layers
         try:
-            return _follow(model, given, modes)
+            return _follow(model, arguments, modes)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _follow(model: nn.Module, given: dict[str, Any], modes: Mapping[str, bool] | None) -> Traced:
-    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    found = {name: module.training for name, module in model.named_modules()}
-    quiet = None
+def _follow(model: nn.Module, arguments: dict[str, Any], modes: Mapping[str, bool] | None) -> Traced:
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    training_modes = {name: module.training for name, module in model.named_modules()}
+    evaluation = None
     if modes is None:
-        with _mode(model, dict.fromkeys(found, False)):
-            quiet = open_up(model, tensors)
-            lower(quiet.program)
-    watch = ChangeWatch(model, quiet.reads) if quiet is not None else None
-    with _mode(model, modes or dict.fromkeys(found, True)):
+        with _mode(model, dict.fromkeys(training_modes, False)):
+            evaluation = open_up(model, tensors)
+            lower(evaluation.program)
+    watch = ChangeWatch(model, evaluation.reads) if evaluation is not None else None
+    with _mode(model, modes or dict.fromkeys(training_modes, True)):
         opened = open_up(model, tensors)
         if watch is not None:
             _refuse_changes(model, watch)
         program = opened.program
         lower(program)
-        switches = _switches(model, program, quiet.program) if quiet is not None else {}
+        switches = _switches(model, program, evaluation.program) if evaluation is not None else {}
         _name_tuples(program, tensors)
         shapes = _shapes(program, tensors)
     layers = _layers(program, shapes, opened.closed)
@@ -123,19 +123,19 @@ def _follow(model: nn.Module, given: dict[str, Any], modes: Mapping[str, bool] |
         example={name: tuple(tensor.shape) for name, tensor in tensors.items()},
         switches=switches,
         inputs={name: shape_of(tensor) for name, tensor in tensors.items()},
-        modes=found,
-        reads=opened.reads if quiet is None else opened.reads.joined(quiet.reads),
-        decisions=tuple(x.decisions for x in (opened, quiet) if x is not None),
+        modes=training_modes,
+        reads=opened.reads if evaluation is None else opened.reads.joined(evaluation.reads),
+        decisions=tuple(x.decisions for x in (opened, evaluation) if x is not None),
     )
 
 
 def _refuse_changes(model: nn.Module, watch: ChangeWatch) -> None:
-    """Raises `SpecError` if forward changed what it reads: a cut network runs its Python code only once."""
+    """Raises `SpecError` if forward changed what it reads: a cut network runs forward's Python code only once."""
     changes = watch.changes()
     if changes:
         raise SpecError(
-            f"forward of {type(model).__name__} changes {changes[0][0]!r} which it also reads, and a network whose "
-            "layers are cut would not do that. Keep such notes outside of forward."
+            f"forward of {type(model).__name__} changes {changes[0][0]!r} which it also reads; a network whose layers "
+            "are cut would not do that. Keep such state outside of forward."
         )
 
 
@@ -151,21 +151,23 @@ def _arguments(model: nn.Module, example: Example) -> dict[str, Any]:
             f"the example does not fit forward{signature} of {type(model).__name__}: {error}. Give a tensor, a tuple "
             "of arguments, or a dict of named arguments."
         ) from None
-    given = dict(bound.arguments)
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for n, p in signature.parameters.items() if n in given):
+    arguments = dict(bound.arguments)
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for n, p in signature.parameters.items() if n in arguments):
         raise SpecError(f"forward{signature} of {type(model).__name__} takes *args or **kwargs, which have no rule.")
-    strange = [name for name, value in given.items() if not isinstance(value, torch.Tensor) and value is not None]
-    if strange or not any(isinstance(value, torch.Tensor) for value in given.values()):
+    unsupported = [
+        name for name, value in arguments.items() if not isinstance(value, torch.Tensor) and value is not None
+    ]
+    if unsupported or not any(isinstance(value, torch.Tensor) for value in arguments.values()):
         raise SpecError(
-            f"the example gives {strange or 'no tensor'}; arguments of forward must be tensors or None. "
+            f"the example gives {unsupported or 'no tensor'}; arguments of forward must be tensors or None. "
             "Put settings into the module instead."
         )
-    return given
+    return arguments
 
 
 @contextmanager
 def _mode(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
-    """Sets every module's mode for a while."""
+    """Sets `training` of every module and restores it at exit."""
     before = {name: module.training for name, module in model.named_modules()}
     for name, module in model.named_modules():
         module.training = modes.get(name, module.training)
@@ -177,25 +179,31 @@ def _mode(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
 
 
 def _switches(
-    model: nn.Module, program: fx.GraphModule, quiet: fx.GraphModule
+    model: nn.Module, program: fx.GraphModule, evaluation: fx.GraphModule
 ) -> dict[str, dict[str, tuple[Any, Any]]]:
     """Returns the arguments that differ between training and evaluation."""
-    ours, theirs = list(program.graph.nodes), list(quiet.graph.nodes)
+    training_nodes, evaluation_nodes = list(program.graph.nodes), list(evaluation.graph.nodes)
     switches: Switches = {}
-    if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
-        pairs = zip(ours, theirs, strict=False)
-        spot = next((a.name for a, b in pairs if (a.op, str(a.target)) != (b.op, str(b.target))), ours[-1].name)
-        raise SpecError(
-            f"forward of {type(model).__name__} does other things in training than in evaluation (from {spot!r} on), "
-            "which has no rule. Put the part that differs outside of the network."
+    if [(n.op, str(n.target)) for n in training_nodes] != [(n.op, str(n.target)) for n in evaluation_nodes]:
+        pairs = zip(training_nodes, evaluation_nodes, strict=False)
+        first_difference = next(
+            (a.name for a, b in pairs if (a.op, str(a.target)) != (b.op, str(b.target))), training_nodes[-1].name
         )
-    for a, b in zip(ours, theirs, strict=True):
-        left, right = _plain(a), _plain(b)
-        changed = {key: (left[key], right[key]) for key in left if left[key] != right.get(key)}
-        names = {node.name for node in (*ours, *theirs)}
+        raise SpecError(
+            f"forward of {type(model).__name__} does other things in training than in evaluation (from "
+            f"{first_difference!r} on), which has no rule. Put the part that differs outside of the network."
+        )
+    for a, b in zip(training_nodes, evaluation_nodes, strict=True):
+        training_arguments, evaluation_arguments = _named_arguments(a), _named_arguments(b)
+        changed = {
+            key: (training_arguments[key], evaluation_arguments[key])
+            for key in training_arguments
+            if training_arguments[key] != evaluation_arguments.get(key)
+        }
+        names = {node.name for node in (*training_nodes, *evaluation_nodes)}
         if any(isinstance(leaf, str) and leaf in names for leaf in pytree.tree_leaves(changed)):
             raise SpecError(
-                f"forward of {type(model).__name__} takes other tensors in training than in evaluation, at {a.name!r}, "
+                f"forward of {type(model).__name__} uses other tensors in training than in evaluation, at {a.name!r}, "
                 "which has no rule. Put the part that differs outside of the network."
             )
         if changed:
@@ -203,11 +211,11 @@ def _switches(
     return switches
 
 
-def _plain(node: fx.Node) -> dict[str, Any]:
+def _named_arguments(node: fx.Node) -> dict[str, Any]:
     named = {str(i): value for i, value in enumerate(node.args)} | dict(node.kwargs)
-    for place, argument in enumerate(arguments_of(node.target)):
+    for position, argument in enumerate(arguments_of(node.target)):
         if argument.has_default_value() and not argument.kwarg_only and argument.name not in named:
-            named.setdefault(str(place), argument.default_value)  # torch leaves them out where they are the default
+            named.setdefault(str(position), argument.default_value)  # fx leaves out default values
     return {key: fx.map_arg(value, lambda n: n.name) for key, value in named.items()}
 
 
@@ -219,7 +227,7 @@ def _shapes(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> Shapes
 
 
 def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> None:
-    """Gives every tensor of a tuple a node of its own, once."""
+    """Gives every tensor of a tuple exactly one node."""
     values = _shapes(program, tensors).values
     graph = program.graph
     for node in list(graph.nodes):
@@ -231,57 +239,57 @@ def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> N
                 index = user.args[1] % len(values[node.name])
                 node.meta["has_fixed_length"] = node.meta.get("has_fixed_length", False) or user.args[1] < 0
                 user.args = (node, index)  # not counted from the end
-                known = items.setdefault(index, user)
-                if known is not user:
-                    user.replace_all_uses_with(known)
+                first_user = items.setdefault(index, user)
+                if first_user is not user:
+                    user.replace_all_uses_with(first_user)
                     graph.erase_node(user)
-        rest = [user for user in node.users if user not in items.values()]
-        if rest:
+        other_users = [user for user in node.users if user not in items.values()]
+        if other_users:
             node.meta["has_fixed_length"] = True  # all of it is used, item by item
             with graph.inserting_after(node):
                 for index in reversed(range(len(values[node.name]))):
                     if index not in items:
                         items[index] = graph.call_function(operator.getitem, (node, index))
-            for user in rest:
-                _spell_out(user, node, [items[i] for i in range(len(items))])
+            for user in other_users:
+                _replace_by_items(user, node, [items[i] for i in range(len(items))])
                 if user.target is operator.getitem and isinstance(user.args[1], slice):  # some of the tuple
                     for later in list(user.users):
-                        _spell_out(later, user, list(user.args[0])[user.args[1]])
+                        _replace_by_items(later, user, list(user.args[0])[user.args[1]])
                     graph.erase_node(user)
     graph.lint()
     program.recompile()
 
 
-def _spell_out(user: fx.Node, node: fx.Node, items: list[fx.Node]) -> None:
-    def spelled(value: Any) -> Any:
+def _replace_by_items(user: fx.Node, node: fx.Node, items: list[fx.Node]) -> None:
+    def replaced(value: Any) -> Any:
         if value is node:
             return list(items)
         if isinstance(value, tuple | list):
-            return type(value)(spelled(item) for item in value)
+            return type(value)(replaced(item) for item in value)
         return value
 
-    user.args = tuple(spelled(arg) for arg in user.args)
-    user.kwargs = {key: spelled(arg) for key, arg in user.kwargs.items()}
+    user.args = tuple(replaced(arg) for arg in user.args)
+    user.kwargs = {key: replaced(arg) for key, arg in user.kwargs.items()}
 
 
 def _layers(program: fx.GraphModule, shapes: Shapes, closed: dict[str, str]) -> list[Layer]:
     layers: list[Layer] = []
-    known: set[str] = set()
+    listed_names: set[str] = set()
     values = shapes.values
     for node in program.graph.nodes:
         value = values[node.name]
         if node.target is operator.getitem and is_tensor_list(values[node.all_input_nodes[0].name]):
-            continue  # named as an output of the node that gives the tuple
+            continue  # an output of the node that returns the tuple
         layer = _layer(program, node, value, shapes, closed)
-        held = [name for name in layer.inputs if name not in values and name not in known]
-        known.update(held)
-        layers += [_held(program, name) for name in held]
+        new_names = [name for name in layer.inputs if name not in values and name not in listed_names]
+        listed_names.update(new_names)
+        layers += [_module_tensor_layer(program, name) for name in new_names]
         layers.append(layer)
     return layers
 
 
-def _held(program: fx.GraphModule, name: str) -> Layer:
-    """Returns the parameter or buffer of a module that is one operation."""
+def _module_tensor_layer(program: fx.GraphModule, name: str) -> Layer:
+    """Returns the layer of a parameter or buffer whose module is a single operation."""
     tensor = operator.attrgetter(name)(program)
     op = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     return Layer(name=name, op=op, kind="source", where=name, outputs=(_tensor(name, tensor),))
@@ -293,8 +301,8 @@ def _layer(program: fx.GraphModule, node: fx.Node, value: Any, shapes: Shapes, c
     row = _row(program, node, outputs, shapes, closed)
     if node.name in shapes.random and row.op not in ("dropout", "attention"):
         raise SpecError(
-            f"{name_of(node)} at {path_of(node) or node.name!r} draws random numbers, for which it has no rule; each "
-            "rank would draw others. Set its dropout to 0, or write it with layers that have a rule."
+            f"{name_of(node)} at {path_of(node) or node.name!r} draws random numbers, for which it has no rule; "
+            "ranks would draw different ones. Set its dropout to 0, or write it with layers that have a rule."
         )
     where = path_of(node)
     if node.op in ("call_module", "get_attr", "placeholder"):
@@ -343,26 +351,26 @@ def _row(
         return OpKind("source", "input")
     if node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(program)
-        if is_constant(str(node.target)):  # made in forward
+        if is_constant(str(node.target)):  # created in forward
             return OpKind("source", "constant")
         return OpKind("source", "parameter" if isinstance(value, nn.Parameter) else "buffer")
     name = name_of(node)
     if name in RANDOM:
         raise SpecError(
-            f"forward draws random numbers ({name} at {node.name!r}); every rank would draw others. Use dropout, or "
-            "draw them outside and pass them as an input."
+            f"forward draws random numbers ({name} at {node.name!r}); ranks would draw different ones. Use dropout, "
+            "or draw them outside and pass them as an input."
         )
     tensors = [n for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor)]
     if not outputs:
         leaves = pytree.tree_leaves(shapes.values[node.name])
-        held = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        strange = [leaf for leaf in leaves if not isinstance(leaf, PLAIN) and leaf is not None]
-        if strange and not held and tensors:
+        has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        unsupported = [leaf for leaf in leaves if not isinstance(leaf, PLAIN) and leaf is not None]
+        if unsupported and not has_tensors and tensors:
             raise SpecError(
-                f"forward makes a {type(strange[0]).__name__} of tensors at {node.name!r}, which has no rule. Return "
-                "tensors, tuples, lists, named tuples or dicts."
+                f"forward creates a {type(unsupported[0]).__name__} of tensors at {node.name!r}, which has no rule. "
+                "Return tensors, tuples, lists, named tuples or dicts."
             )
-        return opaque("nested outputs") if held else OpKind("source", "number")
+        return opaque("nested outputs") if has_tensors else OpKind("source", "number")
     if name == "getitem" and not isinstance(shapes.values[node.all_input_nodes[0].name], torch.Tensor):
         return opaque("a part of a nested output")
     if not tensors and node.op != "call_module":

@@ -1,4 +1,4 @@
-"""A network as an fx graph of functions: modules with weights are opened, what cannot be traced stays closed."""
+"""Traces a network to an fx graph of functions: modules with weights are opened, untraceable ones stay closed."""
 
 import inspect
 import operator
@@ -17,18 +17,18 @@ from evenly._torch.tracing import PROXY_FIELDS, PlainTracer, is_constant
 from evenly.errors import SpecError
 from evenly.graph.decisions import Decision, Decisions, decisions_of
 from evenly.graph.exported import exported
-from evenly.graph.own import own_kind, refuse_own_call, refuse_strange_tensors
+from evenly.graph.own import refuse_overridden_call, refuse_strange_tensors, torch_class_of
 from evenly.graph.reads import Reads, reading
 from evenly.graph.rewrites import REWRITES
-from evenly.graph.shapes import call_hollow, shape_of
+from evenly.graph.shapes import call_on_meta, shape_of
 from evenly.graph.while_tracing import (
     Drawing,
-    forgetting,
     forward_of_class,
-    keeping_functions,
-    keeping_nothing,
+    intercepting_torch,
     refuse_hooks,
-    without_chance,
+    refusing_python_random,
+    refusing_stored_tensors,
+    restoring_attributes,
 )
 
 OPENED = (
@@ -56,7 +56,7 @@ DEVICES = {"device", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "get_de
 
 @dataclass(frozen=True)
 class Opened:
-    """A traced network: its operations, what stayed closed and why, what was read and decided on the way."""
+    """A traced network: its operations, closed modules with the reason, recorded reads and decisions."""
 
     program: fx.GraphModule
     closed: dict[str, str]
@@ -66,10 +66,10 @@ class Opened:
 
 
 class TracedValue(fx.Proxy):
-    """A value while it is traced; fx would read `x += 1` as `x = x + 1`, which another name of x does not see."""
+    """A traced value; unlike fx's, `x += 1` is an in-place operation, which other names of x see too."""
 
     def __index__(self) -> int:
-        """Returns a size that does not depend on the batch, where Python wants a number: range(n), torch.ones(n)."""
+        """Returns a size that does not depend on the batch, where Python needs a number: range(n), torch.ones(n)."""
         number: int = self.tracer.number(self)  # type: ignore[attr-defined]  # our tracer
         return number
 
@@ -80,7 +80,7 @@ class TracedValue(fx.Proxy):
         return Attribute(self, k)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Keeps what fx notes; forward cannot change attributes of a tensor."""
+        """Sets the fields of fx; forward cannot set attributes of a tensor."""
         if name not in PROXY_FIELDS:
             raise fx.proxy.TraceError(f"it sets the attribute {name!r} of a tensor")
         object.__setattr__(self, name, value)
@@ -94,8 +94,8 @@ class Attribute(fx.proxy.Attribute):
     """An attribute of a value, such as `x.mT`, which shares its memory."""
 
 
-def _in_place(act: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, other: self.tracer.create_proxy("call_function", act, (self, other), {})
+def _in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: self.tracer.create_proxy("call_function", operation, (self, other), {})
 
 
 for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
@@ -106,21 +106,21 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
 class Tracer(PlainTracer):
     """Opens modules whose weights can be cut; modules named in `closed` are single operations."""
 
-    proxy_buffer_attributes = True  # buffers are followed like parameters, not read once and for all
+    proxy_buffer_attributes = True  # buffers are traced like parameters, not constants
 
-    def __init__(self, closed: dict[str, str], given: dict[str, torch.Tensor]) -> None:
+    def __init__(self, closed: dict[str, str], inputs: dict[str, torch.Tensor]) -> None:
         super().__init__(autowrap_functions=())
         self.closed = closed
         self.inside: list[str] = []  # the modules whose forward is being traced
         self.form: pytree.TreeSpec | None = None  # of what forward returns
         self._depth = 0
         self._settings = _settings()
-        self._guesses = [Guess(self, given, times, more) for times, more in ((1, 0), (1, 1), (0, 1), (64, 0))]
+        self._guesses = [Guess(self, inputs, factor, added) for factor, added in ((1, 0), (1, 1), (0, 1), (64, 0))]
         self.decisions: list[tuple[fx.Node, Decision]] = []
         self._thread = threading.get_ident()  # fx patches modules for all threads
 
     def create_arg(self, a: Any) -> Any:
-        """Returns an argument as graphs hold it; the form of the last one, what forward returns, is kept."""
+        """Returns an argument as graphs store it; the form of the last one, forward's result, is kept."""
         self._depth += 1
         try:
             if self._depth == 1:
@@ -130,7 +130,7 @@ class Tracer(PlainTracer):
             self._depth -= 1
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Adds an operation; under another mode of torch than at the start it would lose that mode."""
+        """Adds an operation; raises if a mode of torch changed, which the graph would lose."""
         if _settings() != self._settings:
             raise fx.proxy.TraceError("it switches gradients or autocast on or off inside of forward")
         return super().create_node(*args, **kwargs)
@@ -160,53 +160,53 @@ class Tracer(PlainTracer):
         return super().iter(obj)
 
     def _guessed(self, obj: fx.Proxy) -> list[Any]:
-        """Returns what a value is for several batches."""
-        todo, known = [obj.node], set()
-        while todo:
-            node = todo.pop()
-            word = node.args[1] if node.target is getattr else node.target if node.op == "call_method" else ""
-            if word in DEVICES:
+        """Returns the value for several batch sizes."""
+        pending, visited = [obj.node], set()
+        while pending:
+            node = pending.pop()
+            attribute = node.args[1] if node.target is getattr else node.target if node.op == "call_method" else ""
+            if attribute in DEVICES:
                 raise fx.proxy.TraceError("it depends on the device, which is not known yet")
-            known.add(node)
-            todo += [n for n in node.all_input_nodes if n not in known]
+            visited.add(node)
+            pending += [n for n in node.all_input_nodes if n not in visited]
         return [guess.value(obj.node) for guess in self._guesses]
 
-    def _decide(self, obj: fx.Proxy, asked: Callable[[Any], Any], value: Any) -> Any:
-        """Returns what Python is told of a value; other batches must be told the same."""
-        told = asked(value)
+    def _decide(self, obj: fx.Proxy, evaluate: Callable[[Any], Any], value: Any) -> Any:
+        """Returns `evaluate(value)` and records it as a decision: it must be the same for other batches."""
+        result = evaluate(value)
         where = self.inside[-1] if self.inside else ""
-        self.decisions.append((obj.node, Decision(obj.node.name, asked, told, where)))
-        return told
+        self.decisions.append((obj.node, Decision(obj.node.name, evaluate, result, where)))
+        return result
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Returns the value that a node stands for while it is traced."""
+        """Returns the traced value of a node."""
         return TracedValue(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is one operation."""
+        """Whether a module is a single operation."""
         if module_qualified_name in self.closed:
             return True
-        return own_kind(m) is type(m) and not isinstance(m, (*OPENED, nn.Sequential))
+        return torch_class_of(m) is type(m) and not isinstance(m, (*OPENED, nn.Sequential))
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Returns an attribute of a module; parameters and buffers as they are followed."""
+        """Returns an attribute of a module; parameters and buffers as traced values."""
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Traces a module, or a version of it that can be traced."""
+        """Traces a module, or its traceable version."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
-        rewrite = REWRITES.get(own_kind(m) or type(None))
+        rewrite = REWRITES.get(torch_class_of(m) or type(None))
         if name in self.closed:
-            refuse_own_call(m, name)
+            refuse_overridden_call(m, name)
         elif rewrite is not None:
             forward = lambda *a, **k: rewrite(m, *a, **k)  # noqa: E731
         self.inside.append(name)
         result = super().call_module(m, forward, args, kwargs)
-        self.inside.pop()  # not after an error: the deepest module is asked for then
+        self.inside.pop()  # not after an error: `open_up` then needs the innermost module
         return result
 
 
@@ -215,46 +215,46 @@ def _itself(value: Any) -> Any:
 
 
 def _settings() -> tuple[Any, ...]:
-    """Returns the modes of torch that a graph does not keep."""
+    """Returns the modes of torch that a graph does not record."""
     kinds = ("cpu", "cuda")
     casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts
 
 
 class Guess:
-    """What nodes of a graph in the making give for the example with another number of samples."""
+    """Values of the nodes of an unfinished graph for the example with another number of samples."""
 
-    def __init__(self, tracer: Tracer, given: dict[str, torch.Tensor], times: int, more: int) -> None:
+    def __init__(self, tracer: Tracer, inputs: dict[str, torch.Tensor], factor: int, added: int) -> None:
         self._tracer = tracer
-        self._known: dict[fx.Node, Any] = {}
-        self._given = {
+        self._values: dict[fx.Node, Any] = {}
+        self._inputs = {
             name: torch.empty(
-                (tensor.shape[0] * times + more, *tensor.shape[1:]),
+                (tensor.shape[0] * factor + added, *tensor.shape[1:]),
                 dtype=tensor.dtype,
                 device="meta",
                 requires_grad=tensor.requires_grad,
             )
             if tensor.ndim
             else shape_of(tensor)
-            for name, tensor in given.items()
+            for name, tensor in inputs.items()
         }
 
     def value(self, node: fx.Node) -> Any:
-        """Returns what a node gives, without data."""
-        if node not in self._known:
-            self._known[node] = self._compute(node)
-        return self._known[node]
+        """Returns the value of a node, with tensors on the meta device."""
+        if node not in self._values:
+            self._values[node] = self._compute(node)
+        return self._values[node]
 
     def _compute(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
-            return self._given.get(str(node.target))
+            return self._inputs.get(str(node.target))
         root = self._tracer.root
-        if node.op == "get_attr":  # by name: while fx traces, asking a module for a parameter gives what is traced
+        if node.op == "get_attr":  # by name: while fx traces, getattr on a module returns traced values
             named = dict(root.named_parameters(remove_duplicate=False)) | dict(
                 root.named_buffers(remove_duplicate=False)
             )
-            held = named.get(str(node.target), root.__dict__.get(str(node.target)))
-            return held if held is None else shape_of(held)
+            tensor = named.get(str(node.target), root.__dict__.get(str(node.target)))
+            return tensor if tensor is None else shape_of(tensor)
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.value)
         kwargs = {**kwargs, "device": "meta"} if "device" in kwargs else dict(kwargs)
         with torch.device("meta"):
@@ -262,35 +262,35 @@ class Guess:
 
     def _run(self, node: fx.Node, root: nn.Module, args: Any, kwargs: Any) -> Any:
         if node.op == "call_module":
-            return call_hollow(root.get_submodule(str(node.target)), *args, **kwargs)
+            return call_on_meta(root.get_submodule(str(node.target)), *args, **kwargs)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function it is a function
 
 
-def open_up(model: nn.Module, given: dict[str, Any]) -> Opened:
+def open_up(model: nn.Module, inputs: dict[str, Any]) -> Opened:
     """Returns the traced network.
 
     Args:
         model: the network.
-        given: the arguments of forward that are tensors; all others keep their defaults.
+        inputs: the arguments of forward that are tensors; all others keep their defaults.
     """
     refuse_hooks(model)
-    refuse_own_call(model, "")
-    refuse_strange_tensors({**dict(model.named_parameters()), **dict(model.named_buffers()), **given})
+    refuse_overridden_call(model, "")
+    refuse_strange_tensors({**dict(model.named_parameters()), **dict(model.named_buffers()), **inputs})
     closed: dict[str, str] = {}
     signature = inspect.signature(model.forward)
-    fixed = {
+    default_arguments = {
         name: parameter.default
         for name, parameter in signature.parameters.items()
-        if name not in given and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if name not in inputs and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
     while True:
-        tracer = Tracer(closed, given)
+        tracer = Tracer(closed, inputs)
         drawing = Drawing()  # type: ignore[no-untyped-call]  # torch has no annotation here
         try:
-            with drawing, keeping_functions(), without_chance(), reading(model) as reads:
-                program = forgetting(model, partial(_traced, model, tracer, fixed))
+            with drawing, intercepting_torch(), refusing_python_random(), reading(model) as reads:
+                program = restoring_attributes(model, partial(_traced, model, tracer, default_arguments))
             reads.closed, reads.leaves = frozenset(closed), frozenset(_leaves(program))
             return Opened(program, closed, tracer.form, reads, decisions_of(model, tracer.graph, tracer.decisions))
         except SpecError:
@@ -298,7 +298,7 @@ def open_up(model: nn.Module, given: dict[str, Any]) -> Opened:
         except Exception as error:
             name = next((name for name in reversed(tracer.inside) if name not in closed), None)
             if name is None:
-                return _by_export(model, given, error)
+                return _by_export(model, inputs, error)
             closed[name] = _reason(error)
 
 
@@ -306,34 +306,34 @@ def _leaves(program: fx.GraphModule) -> set[str]:
     return {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
 
 
-def _traced(model: nn.Module, tracer: Tracer, fixed: dict[str, Any]) -> fx.GraphModule:
+def _traced(model: nn.Module, tracer: Tracer, default_arguments: dict[str, Any]) -> fx.GraphModule:
     with forward_of_class(model):
-        graph = tracer.trace(model, concrete_args=fixed or None)
-        _refuse_unregistered(model, graph)  # the module of a graph makes buffers of them
+        graph = tracer.trace(model, concrete_args=default_arguments or None)
+        _refuse_unregistered(model, graph)  # fx.GraphModule would register them as buffers
         return fx.GraphModule(model, graph)
 
 
 def _refuse_unregistered(model: nn.Module, graph: fx.Graph) -> None:
-    held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    registered_ids = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for node in graph.nodes:
         target = str(node.target)
         if node.op != "get_attr" or is_constant(target):
             continue
         value = operator.attrgetter(target)(model)
-        if isinstance(value, torch.Tensor) and id(value) not in held:
+        if isinstance(value, torch.Tensor) and id(value) not in registered_ids:
             raise SpecError(
                 f"{target!r} is a tensor of the network that is neither a parameter nor a buffer. Use register_buffer."
             )
 
 
-def _by_export(model: nn.Module, given: dict[str, torch.Tensor], first: Exception) -> Opened:
+def _by_export(model: nn.Module, inputs: dict[str, torch.Tensor], first: Exception) -> Opened:
     try:
-        with keeping_functions(), without_chance(), reading(model) as reads:
-            program, decisions = keeping_nothing(model, partial(exported, model, given))
+        with intercepting_torch(), refusing_python_random(), reading(model) as reads:
+            program, decisions = refusing_stored_tensors(model, partial(exported, model, inputs))
         reads.leaves = frozenset(_leaves(program))
         return Opened(program, {}, None, reads, decisions)
     except Exception as second:
-        if _reason(first) == _reason(second):  # the network's own doing
+        if _reason(first) == _reason(second):  # forward itself raises
             raise SpecError(
                 f"the forward of {type(model).__name__} was to be traced, but raised {type(second).__name__}: "
                 f"{_reason(second)}. Give an example that it takes."

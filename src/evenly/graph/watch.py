@@ -1,4 +1,4 @@
-"""Whether what a network read while it was traced is still as it was: a quick look at every call, then by name."""
+"""Detects changes of what a network read while it was traced: a quick check at every call, then a list by name."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -15,16 +15,16 @@ from evenly.graph.reads import ALL, OF_TORCH, Reads, is_users
 
 OF_PYTHON = (int, float, complex, str, bytes, type(None), type(...), type, range, slice)
 PLAIN = (*OF_PYTHON, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
-HOLDERS = ("types", "argparse", "collections", "builtins", "dataclasses", "configparser")  # of settings
-DEPTH = 6  # of objects within objects
-SMALL_BYTES = 4096  # of an array whose numbers are compared
+HOLDERS = ("types", "argparse", "collections", "builtins", "dataclasses", "configparser")  # modules of settings types
+DEPTH = 6  # of nested objects
+SMALL_BYTES = 4096  # arrays up to this size are compared by content
 
-Change = tuple[str, Any, Any]  # what, as it was, as it is
+Change = tuple[str, Any, Any]  # name, value before, value now
 _MISSING = "missing"
 
 
 class ChangeWatch:
-    """What was read of a network, as it is now.
+    """A snapshot of what a network read, to find out what has changed since.
 
     Args:
         root: the network.
@@ -33,18 +33,18 @@ class ChangeWatch:
 
     def __init__(self, root: nn.Module, reads: Reads) -> None:
         self._root, self.reads = root, reads
-        self._take()
+        self._record()
 
     def is_still(self) -> bool:
-        """Whether nothing was touched since the last look; quick, and sure only if it says so."""
+        """Whether nothing changed since the last snapshot; quick, and False may be a false alarm."""
         try:
-            for holder, key, value in self._places:
+            for holder, key, value in self._recorded_items:
                 if holder[key] is not value:
                     return False
         except (KeyError, IndexError):
             return False
-        for held, size in self._sizes:
-            if len(held) != size:
+        for container, size in self._sizes:
+            if len(container) != size:
                 return False
         for tensor, version in self._tensors:
             if version_of(tensor) != version:
@@ -57,120 +57,120 @@ class ChangeWatch:
         )
 
     def changes(self) -> list[Change]:
-        """Returns what is not as it was when it was last looked at; the next look compares with what is now."""
+        """Returns what changed since the last snapshot, and takes a new one."""
         before = self.atoms
-        self._take()
+        self._record()
         names = dict.fromkeys((*before, *self.atoms))
         pairs = ((name, before.get(name, _MISSING), self.atoms.get(name, _MISSING)) for name in names)
         return [(name, was, now) for name, was, now in pairs if not _same(was, now)]
 
-    def _take(self) -> None:
-        self.atoms: dict[str, Any] = {}  # by name: a plain value, or an object that is compared by identity
-        self._places: list[tuple[Any, Any, Any]] = []
+    def _record(self) -> None:
+        self.atoms: dict[str, Any] = {}  # by name: plain values, and objects compared by identity
+        self._recorded_items: list[tuple[Any, Any, Any]] = []
         self._sizes: list[tuple[Any, int]] = []
         self._tensors: list[tuple[torch.Tensor, int]] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._copies: list[tuple[Any, Any]] = []
         self._slots: list[tuple[Any, str, Any]] = []
-        self._known: set[int] = set()
-        self._first: dict[int, str] = {}  # the first name of each tensor
-        self._own = {id(x) for x in (*self._root.parameters(), *self._root.buffers())}
+        self._visited: set[int] = set()
+        self._first_labels: dict[int, str] = {}  # the first name of each tensor
+        self._registered_ids = {id(x) for x in (*self._root.parameters(), *self._root.buffers())}
         for path, module in list(self._root.named_modules()):
             if not any(path == closed or path.startswith(f"{closed}.") for closed in self.reads.closed):
-                self._module(path, module)
+                self._record_module(path, module)
         for code, names in self.reads.codes.items():
-            self._globals(code.co_names, names)
+            self._record_globals(code.co_names, names)
 
-    def _module(self, path: str, module: nn.Module) -> None:
-        held, prefix = vars(module), f"{path}." if path else ""
+    def _record_module(self, path: str, module: nn.Module) -> None:
+        attributes, prefix = vars(module), f"{path}." if path else ""
         for kind in TABLES:
-            entries = held[kind]
+            entries = attributes[kind]
             self._sizes.append((entries, len(entries)))
             for name, value in entries.items():
-                self._places.append((entries, name, value))
+                self._recorded_items.append((entries, name, value))
                 self.atoms[f"{prefix}{name}"] = (
-                    value if isinstance(value, nn.Module) else self._form(value, f"{prefix}{name}")
+                    value if isinstance(value, nn.Module) else self._tensor_key(value, f"{prefix}{name}")
                 )
         for kind in HOOKS:
-            if kind in held:
-                self._sizes.append((held[kind], len(held[kind])))
-                self.atoms[f"{prefix}{kind}"] = len(held[kind])
-        self._sizes.append((held, len(held)))
+            if kind in attributes:
+                self._sizes.append((attributes[kind], len(attributes[kind])))
+                self.atoms[f"{prefix}{kind}"] = len(attributes[kind])
+        self._sizes.append((attributes, len(attributes)))
         self._slots.append((module, "__class__", type(module)))
         names = self.reads.names.get(path, set())
-        if path in self.reads.leaves:  # what torch keeps for itself has an underscore
-            names = {name for name in held if not name.startswith("_") and name not in OF_TORCH} | {"forward"}
+        if path in self.reads.leaves:  # torch's internal attributes have an underscore
+            names = {name for name in attributes if not name.startswith("_") and name not in OF_TORCH} | {"forward"}
         elif ALL in names:
-            names = {name for name in held if name not in OF_TORCH} | (names - {ALL})
+            names = {name for name in attributes if name not in OF_TORCH} | (names - {ALL})
         for name in sorted(names):
-            self._attribute(module, f"{prefix}{name}", name)
+            self._record_attribute(module, f"{prefix}{name}", name)
 
-    def _form(self, tensor: torch.Tensor | None, label: str) -> Any:
-        """Returns what of a parameter or buffer must stay: that it is there, and with which other one it is tied."""
-        return tensor if tensor is None else ("tensor", self._first.setdefault(id(tensor), label))
+    def _tensor_key(self, tensor: torch.Tensor | None, label: str) -> Any:
+        """Returns the part of a parameter or buffer that must not change: that it exists, and what it is tied with."""
+        return tensor if tensor is None else ("tensor", self._first_labels.setdefault(id(tensor), label))
 
-    def _attribute(self, module: nn.Module, label: str, name: str) -> None:
-        held = vars(module)
-        if name in held:
-            self._place(held, name, label)
+    def _record_attribute(self, module: nn.Module, label: str, name: str) -> None:
+        attributes = vars(module)
+        if name in attributes:
+            self._record_item(attributes, name, label)
             return
         owner = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
         if owner is None:
             if not is_registered(module, name):
                 self.atoms[label] = _MISSING
         elif owner.__module__.split(".")[0] not in ("torch", "builtins"):
-            self._place(vars(owner), name, label)
+            self._record_item(vars(owner), name, label)
         else:
             self.atoms[label] = vars(owner)[name]
 
-    def _globals(self, wanted: tuple[str, ...], names: Mapping[str, Any]) -> None:
-        for name in wanted:
-            value = names.get(name, _MISSING)
+    def _record_globals(self, names: tuple[str, ...], module_globals: Mapping[str, Any]) -> None:
+        for name in names:
+            value = module_globals.get(name, _MISSING)
             inside = isinstance(value, ModuleType | type)
             if inside and is_users({"__name__": value.__name__ if isinstance(value, ModuleType) else value.__module__}):
-                for other in wanted:
+                for other in names:
                     if other in vars(value):
-                        self._place(vars(value), other, f"{value.__name__}.{other}")
-            if name in names and not isinstance(value, ModuleType):
-                self._place(names, name, f"{names.get('__name__')}.{name}")
+                        self._record_item(vars(value), other, f"{value.__name__}.{other}")
+            if name in module_globals and not isinstance(value, ModuleType):
+                self._record_item(module_globals, name, f"{module_globals.get('__name__')}.{name}")
 
-    def _place(self, holder: Any, key: Any, label: str, depth: int = 0) -> None:
+    def _record_item(self, holder: Any, key: Any, label: str, depth: int = 0) -> None:
         value = holder[key]
-        self._places.append((holder, key, value))
+        self._recorded_items.append((holder, key, value))
         self._walk(value, label, depth)
 
     def _walk(self, value: Any, label: str, depth: int) -> None:
-        """Notes a value, and what it holds."""
+        """Records a value and what it contains."""
         self.atoms[label] = value
-        if isinstance(value, PLAIN) or id(value) in self._known or depth > DEPTH:
+        if isinstance(value, PLAIN) or id(value) in self._visited or depth > DEPTH:
             return
-        self._known.add(id(value))
+        self._visited.add(id(value))
         if isinstance(value, torch.Tensor):
-            if id(value) not in self._own and not value.is_inference():
+            if id(value) not in self._registered_ids and not value.is_inference():
                 self._tensors.append((value, version_of(value)))
                 self.atoms[label] = (id(value), version_of(value))
         elif isinstance(value, list | tuple | dict):
-            self._items(value, label, depth)
+            self._record_items(value, label, depth)
         elif isinstance(value, set | frozenset | deque | bytearray):
             self._copies.append((value, value.copy()))
             self.atoms[label] = value.copy()
         elif isinstance(value, FunctionType | MethodType | partial | staticmethod | classmethod | property):
-            self._function(value, label, depth)
+            self._record_function(value, label, depth)
         elif hasattr(value, "tobytes") and getattr(value, "nbytes", SMALL_BYTES + 1) <= SMALL_BYTES:
             self._copies.append((_Bytes(value), value.tobytes()))
             self.atoms[label] = value.tobytes()
         elif not isinstance(value, nn.Module | ModuleType | type):
-            self._object(value, label, depth)
+            self._record_object(value, label, depth)
 
-    def _items(self, value: Any, label: str, depth: int) -> None:
+    def _record_items(self, value: Any, label: str, depth: int) -> None:
         self._sizes.append((value, len(value)))
         self.atoms[label] = (type(value), len(value))
         keys = list(value) if isinstance(value, dict) else range(len(value))
         for key in keys:
             if isinstance(key, PLAIN):
-                self._place(value, key, f"{label}[{key!r}]", depth + 1)
+                self._record_item(value, key, f"{label}[{key!r}]", depth + 1)
 
-    def _function(self, value: Any, label: str, depth: int) -> None:
+    def _record_function(self, value: Any, label: str, depth: int) -> None:
         for name in ("func", "args", "keywords", "__func__", "__defaults__", "__kwdefaults__", "fget"):
             inner = getattr(value, name, None)
             if inner is not None and not isinstance(inner, nn.Module):
@@ -182,26 +182,26 @@ class ChangeWatch:
                     self._cells.append((cell, cell.cell_contents))
                     self._walk(cell.cell_contents, f"{label}: {name}", depth + 1)
 
-    def _object(self, value: Any, label: str, depth: int) -> None:
+    def _record_object(self, value: Any, label: str, depth: int) -> None:
         kind = type(value)
         if not is_users({"__name__": kind.__module__}) and kind.__module__ not in HOLDERS:
             return
-        held = getattr(value, "__dict__", {})
-        if held:
-            self._sizes.append((held, len(held)))
-            for name in list(held):
-                self._place(held, name, f"{label}.{name}", depth + 1)
+        attributes = getattr(value, "__dict__", {})
+        if attributes:
+            self._sizes.append((attributes, len(attributes)))
+            for name in list(attributes):
+                self._record_item(attributes, name, f"{label}.{name}", depth + 1)
         for name in _slot_names(kind):
             inner = getattr(value, name, _MISSING)
             self._slots.append((value, name, inner))
             self._walk(inner, f"{label}.{name}", depth + 1)
         for name, inner in vars(kind).items():
             if not name.startswith("__") and isinstance(inner, (*PLAIN, list, dict, tuple)):
-                self._place(vars(kind), name, f"{kind.__name__}.{name}", depth + 1)
+                self._record_item(vars(kind), name, f"{kind.__name__}.{name}", depth + 1)
 
 
 class _Bytes:
-    """An array, equal to its bytes."""
+    """An array that compares equal to its bytes."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -213,8 +213,8 @@ class _Bytes:
 
 
 def _slot_names(kind: type) -> Iterator[str]:
-    for own in kind.__mro__:
-        names = vars(own).get("__slots__", ())
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
         yield from (name for name in ([names] if isinstance(names, str) else names) if not name.startswith("__"))
 
 

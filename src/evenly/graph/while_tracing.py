@@ -1,4 +1,4 @@
-"""What holds while a network is traced: what a graph would lose is refused, and the network is left as it was."""
+"""Guards for tracing: they refuse what a graph would lose, and leave the network unchanged."""
 
 import copy
 import inspect
@@ -25,36 +25,36 @@ T = TypeVar("T")
 
 
 class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
-    """Refuses random numbers drawn while a network is traced: they would be constants, other ones on each rank."""
+    """Refuses random numbers drawn while a network is traced: they would be constants that differ between ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation and looks whether it is random and has data."""
+        """Runs an operation; raises if it is random and its result has data."""
         result = func(*args, **(kwargs or {}))
         if is_random(func, args, kwargs or {}):
-            made = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
-            if any(x.device.type != "meta" for x in made):
+            tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+            if any(x.device.type != "meta" for x in tensors):
                 raise SpecError(
-                    f"forward draws random numbers ({func.__name__}); every rank would draw others. Use dropout, or "
-                    "draw them outside and pass them as an input."
+                    f"forward draws random numbers ({func.__name__}); ranks would draw different ones. Use dropout, "
+                    "or draw them outside and pass them as an input."
                 )
         return result
 
 
 @contextmanager
-def keeping_functions() -> Iterator[None]:
-    """Lets an autograd function be one operation: fx would follow its forward and forget its backward.
+def intercepting_torch() -> Iterator[None]:
+    """Traces an autograd function as one operation: fx would trace its forward and lose its backward.
 
-    Refuses that a module keeps what is traced, which would not be a tensor, and hooks on it, which would be lost.
+    Refuses traced values stored in modules, hooks on traced tensors, and branches on whether gradients are computed.
     """
     thread = threading.get_ident()
 
     def recording(plain: Any) -> Callable[..., Any]:
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            found = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)), None)
-            own = plain.__get__(None, cls)
-            if found is None:
-                return own(*args, **kwargs)
-            return found.tracer.create_proxy("call_function", own, args, kwargs)
+            proxy = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)), None)
+            bound_apply = plain.__get__(None, cls)
+            if proxy is None:
+                return bound_apply(*args, **kwargs)
+            return proxy.tracer.create_proxy("call_function", bound_apply, args, kwargs)
 
         return apply
 
@@ -86,7 +86,9 @@ def keeping_functions() -> Iterator[None]:
 
     def refusing_users(plain: Callable[..., Any]) -> Callable[..., Any]:
         def ask() -> Any:
-            if threading.get_ident() == thread and is_users(sys._getframe(1).f_globals):  # private: who asks
+            if threading.get_ident() == thread and is_users(
+                sys._getframe(1).f_globals
+            ):  # private: the caller's globals
                 raise fx.proxy.TraceError("it asks whether gradients are computed, which differs from call to call")
             return plain()
 
@@ -104,7 +106,7 @@ def keeping_functions() -> Iterator[None]:
 
 @contextmanager
 def forward_of_class(model: nn.Module) -> Iterator[None]:
-    """Lets a forward that was put into the instance be the class's for a while: fx traces that of the class."""
+    """Makes a forward that was set on the instance the class's while tracing: fx traces the class's forward."""
     patched, kind = vars(model).get("forward"), type(model)
     if patched is None:
         yield
@@ -112,8 +114,8 @@ def forward_of_class(model: nn.Module) -> Iterator[None]:
     parameters = inspect.signature(patched).parameters.values()
     if any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters):
         raise SpecError(
-            f"the forward that was put into this {kind.__name__} takes arguments that are not plain ones. Write it as "
-            "the forward of a subclass."
+            f"the forward that was set on this {kind.__name__} has arguments that are not both positional and keyword "
+            "ones. Write it as the forward of a subclass."
         )
     names = ", ".join(p.name for p in parameters)
     scope: dict[str, Any] = {"_patched": patched}
@@ -123,8 +125,8 @@ def forward_of_class(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_chance() -> Iterator[None]:
-    """Refuses numbers that forward draws with Python or numpy: what was drawn while tracing would stay for ever."""
+def refusing_python_random() -> Iterator[None]:
+    """Refuses numbers that forward draws with Python or numpy: a graph would keep them as constants."""
 
     def states() -> list[Any]:
         numpy = sys.modules.get("numpy")
@@ -134,16 +136,16 @@ def without_chance() -> Iterator[None]:
     yield
     if states() != before:
         raise SpecError(
-            "forward draws random numbers with Python's random or numpy; every rank would draw others. Use dropout, or "
-            "draw them outside and pass them as an input."
+            "forward draws random numbers with Python's random or numpy; ranks would draw different ones. Use "
+            "dropout, or draw them outside and pass them as an input."
         )
 
 
-def forgetting(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.GraphModule:
-    """Returns what is made; the network is left as it was, also where its forward notes something in itself."""
-    before = {module: _noted(module) for module in model.modules()}
+def restoring_attributes(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.GraphModule:
+    """Returns `make()` and restores the network's attributes; refuses a forward that changes them."""
+    before = {module: _attributes_of(module) for module in model.modules()}
     try:
-        made = make()
+        program = make()
     finally:
         for name in [name for name in vars(model) if is_constant(name)]:
             delattr(model, name)
@@ -152,45 +154,46 @@ def forgetting(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.Graph
         module, key = changed[0]
         raise SpecError(
             f"forward of {type(module).__name__} changes its attribute {key!r}, which a network whose layers are cut "
-            "would not do. Keep such notes outside of forward."
+            "would not do. Keep such state outside of forward."
         )
-    return made
+    return program
 
 
-def keeping_nothing(model: nn.Module, make: Callable[[], T]) -> T:
-    """Returns what is made with torch.export; refuses that forward keeps a tensor in a module, which has no data."""
+def refusing_stored_tensors(model: nn.Module, make: Callable[[], T]) -> T:
+    """Returns `make()`, which uses torch.export; refuses a forward that stores a fake tensor in a module."""
     before = {module: dict(vars(module)) for module in model.modules()}
-    made = make()
-    for module, held in before.items():
+    result = make()
+    for module, attributes_before in before.items():
         for key, value in list(vars(module).items()):
             if key not in OF_TORCH and any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value)):
                 vars(module).pop(key)
-                vars(module).update({key: held[key]} if key in held else {})
+                vars(module).update({key: attributes_before[key]} if key in attributes_before else {})
                 raise SpecError(
                     f"forward of {type(module).__name__} keeps a tensor in its attribute {key!r}, which a network "
-                    "whose layers are cut would not do. Return it beside the output"
+                    "whose layers are cut would not do. Return it with the output"
                 )
-    return made
+    return result
 
 
-def _noted(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of a module, with copies of those that can be added to."""
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a module, with copies of lists, dicts and sets."""
     return {key: copy.copy(value) if type(value) in (list, dict, set) else value for key, value in vars(module).items()}
 
 
 def _restore(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    """Brings a module's attributes back, and returns which had changed."""
-    now = vars(module)
-    changed = [key for key in now if key not in before or not _same(now[key], before[key])]
-    changed += [key for key in before if key not in now]
+    """Restores a module's attributes and returns the names of those that had changed."""
+    attributes = vars(module)
+    changed = [key for key in attributes if key not in before or not _same(attributes[key], before[key])]
+    changed += [key for key in before if key not in attributes]
     for key in changed:
-        if type(now.get(key)) in (list, dict, set) and type(now[key]) is type(before.get(key)):
-            now[key].clear()
-            now[key].extend(before[key]) if isinstance(now[key], list) else now[key].update(before[key])
+        if type(attributes.get(key)) in (list, dict, set) and type(attributes[key]) is type(before.get(key)):
+            container = attributes[key]
+            container.clear()
+            container.extend(before[key]) if isinstance(container, list) else container.update(before[key])
         elif key in before:
-            now[key] = before[key]
+            attributes[key] = before[key]
         else:
-            del now[key]
+            del attributes[key]
     return changed
 
 
@@ -205,23 +208,23 @@ def _same(now: Any, before: Any) -> bool:
 
 
 def refuse_hooks_on_all() -> None:
-    """Raises `SpecError` if there are hooks on all modules of the process: a cut network does not call its modules."""
+    """Raises `SpecError` if there are global module hooks: a cut network does not call its modules."""
     for kind, hook in hooks_on_all():
-        if is_users({"__name__": getattr(hook, "__module__", None) or "torch"}):  # torch.export has its own
+        if is_users({"__name__": getattr(hook, "__module__", None) or "torch"}):  # torch.export registers some itself
             raise SpecError(
                 f"a hook on all modules is registered ({kind} of torch.nn.modules.module), but a network whose layers "
-                "are cut over ranks does not call its modules. Remove it before sharding, and keep it out."
+                "are cut over ranks does not call its modules. Remove it before sharding."
             )
 
 
 def refuse_hooks(model: nn.Module) -> None:
     """Raises `SpecError` if a module has hooks: they would see parts of tensors."""
     for name, module in model.named_modules():
-        found = [kind.strip("_").replace("_", " ") for kind in HOOKS if getattr(module, kind, None)]
-        if found:
+        hook_names = [kind.strip("_").replace("_", " ") for kind in HOOKS if getattr(module, kind, None)]
+        if hook_names:
             raise SpecError(
-                f"the module {name or type(model).__name__!r} has {found[0]}, which would see parts of tensors once "
-                "its layers are cut. Remove them before sharding; the parametrizations of torch.nn.utils do work."
+                f"the module {name or type(model).__name__!r} has {hook_names[0]}, which would see parts of tensors "
+                "once its layers are cut. Remove them before sharding; the parametrizations of torch.nn.utils do work."
             )
     for name, parameter in model.named_parameters():
         if has_hooks(parameter):

@@ -1,16 +1,16 @@
-"""Cuts of a dim, and what reshaping makes of them. A cut is dealt out in units, so that whole heads or groups stay."""
+"""Cuts of a dim, and how they follow a reshape. A cut consists of units, so that heads or groups stay whole."""
 
 from collections.abc import Iterable, Sequence
 from math import lcm, prod
 
 from evenly.spec.layout import Cut, Segments, deal, ranges
 
-Parts = tuple[tuple[int, int], ...]  # (size, unit) of consecutive parts of a dim, each dealt out for itself
+Parts = tuple[tuple[int, int], ...]  # (size, unit) of consecutive parts of a dim, each cut by itself
 MOST_RANGES = 4096
 
 
 class DimCuts:
-    """All cuts of one layout; equal ones have one number."""
+    """The table of cuts of one layout; equal cuts have the same number."""
 
     def __init__(self, shares: Sequence[float], *, batch: int = 0) -> None:
         self.shares = list(shares)
@@ -20,16 +20,16 @@ class DimCuts:
         self._numbers: dict[tuple[int, tuple[Segments, ...], int], int] = {}
 
     def add(self, size: int, segments: Iterable[Iterable[tuple[int, int]]], rows: int = 0) -> int:
-        """Returns the number of this cut."""
-        whole = tuple(_merged(part) for part in segments)
-        key = (size, whole, rows)
+        """Returns the number of this cut; a new cut is added to the table."""
+        merged_segments = tuple(_merged(part) for part in segments)
+        key = (size, merged_segments, rows)
         if key not in self._numbers:
             self._numbers[key] = len(self.table)
-            self.table.append(Cut(size=size, segments=whole, rows=rows))
+            self.table.append(Cut(size=size, segments=merged_segments, rows=rows))
         return self._numbers[key]
 
     def of_parts(self, parts: Parts, shares: Sequence[float] | None = None) -> int:
-        """Returns the cut that deals out every part in its units."""
+        """Returns the cut that distributes every part over the ranks in its units."""
         key = (parts, tuple(shares or ()))
         if key in self._dealt:
             return self._dealt[key]
@@ -43,12 +43,12 @@ class DimCuts:
         return self._dealt[key]
 
     def of_batch(self, rows: int = 1) -> int:
-        """Returns the cut of the batch with `rows` rows a sample."""
+        """Returns the cut of the batch with `rows` rows per sample."""
         dealt = ranges(deal(self.batch, self.shares))
         return self.add(self.batch * rows, [[(a * rows, b * rows) for a, b in part] for part in dealt], rows)
 
     def scaled(self, number: int, up: int = 1, down: int = 1) -> int | None:
-        """Returns the cut with every index replaced by up / down indices; None where that is not whole."""
+        """Returns the cut with every index replaced by up / down indices; None if an edge is not whole."""
         cut = self.table[number]
         edges = [edge for part in cut.segments for segment in part for edge in segment]
         if any(edge * up % down for edge in [cut.size, cut.rows, *edges]):
@@ -65,7 +65,7 @@ class DimCuts:
         return self.add(stop - start, [[(a, b) for a, b in part if b > a] for part in parts])
 
     def joined(self, numbers: Sequence[int]) -> int | None:
-        """Returns the cut of dims put one after the other."""
+        """Returns the cut of concatenated dims."""
         if any(self.table[number].rows for number in numbers):
             return None
         lists: list[list[tuple[int, int]]] = [[] for _ in self.shares]
@@ -77,7 +77,7 @@ class DimCuts:
         return self.add(start, lists)
 
     def viewed(self, before: Sequence[int], after: Sequence[int], dim: int, number: int) -> tuple[int, int] | None:
-        """Returns the dim and cut of a tensor of shape `before`, cut along `dim`, seen with the shape `after`."""
+        """Returns the dim and cut of a tensor of shape `before`, cut along `dim`, viewed as shape `after`."""
         group = next((g for g in matched(before, after) or [] if dim in g[0]), None)
         if group is None:
             return None
@@ -91,9 +91,9 @@ class DimCuts:
             span = after[target]
             outer_out = prod(after[d] for d in group[1] if d < target)
             inner_out = prod(after[d] for d in group[1] if d > target)
-            found = [_periodic(part, outer_out, span, inner_out) for part in flat]
-            if all(part is not None for part in found):
-                return target, self.add(span, [part or () for part in found])
+            periodic_parts = [_periodic(part, outer_out, span, inner_out) for part in flat]
+            if all(part is not None for part in periodic_parts):
+                return target, self.add(span, [part or () for part in periodic_parts])
         return None
 
     def _viewed_batch(
@@ -116,15 +116,15 @@ def matched(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, ra
         return None
     groups, i, j = [], 0, 0
     while i < len(before) and j < len(after):
-        first_i, first_j, left, right = i, j, before[i], after[j]
+        first_i, first_j, size_before, size_after = i, j, before[i], after[j]
         i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left, i = left * before[i], i + 1
+        while size_before != size_after:
+            if size_before < size_after:
+                size_before, i = size_before * before[i], i + 1
             else:
-                right, j = right * after[j], j + 1
+                size_after, j = size_after * after[j], j + 1
         groups.append((range(first_i, i), range(first_j, j)))
-    if groups and (i < len(before) or j < len(after)):  # ones at the end
+    if groups and (i < len(before) or j < len(after)):  # trailing dims of size 1
         first_i, first_j = groups[-1][0].start, groups[-1][1].start
         groups[-1] = (range(first_i, len(before)), range(first_j, len(after)))
     return groups
@@ -154,7 +154,7 @@ def _periodic(flat: Segments, outer: int, span: int, inner: int) -> Segments | N
 
 
 def refined(first: Parts | None, second: Parts | None) -> Parts | None:
-    """Returns parts that both wishes can live with, or the first where they do not fit together."""
+    """Returns parts that satisfy both preferences, or the first one if they do not fit together."""
     if first is None or second is None or first == second:
         return first if second is None else second
     one, many = sorted((first, second), key=len)

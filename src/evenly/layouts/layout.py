@@ -1,4 +1,4 @@
-"""Graph + shares -> Layout: which state every tensor has, so that narrow tensors travel."""
+"""Graph + shares -> Layout: the placement of every tensor, chosen so that few bytes are sent."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,19 +25,21 @@ def lay_out(
         shares: one number for each rank; 0 leaves the rank out.
         layer_shares: shares of single layers, by module name or the beginning of it; 0 leaves a rank out of that layer.
         modes: for operations by name, the modes that they may have.
-        rates: what moving costs compared with computing.
-        cut_batch: whether layers may also be cut along the batch, where fewer bytes travel then.
+        rates: the cost of moving compared with computing.
+        cut_batch: whether layers may also be cut along the batch, where that sends fewer bytes.
     """
     numbers = check_shares(shares)
-    strange = set(modes or {}) - {layer.name for layer in graph.layers}
-    if strange:
-        raise SpecError(f"modes were given for {sorted(strange)}, which are no operations of the network.")
+    unknown_layers = set(modes or {}) - {layer.name for layer in graph.layers}
+    if unknown_layers:
+        raise SpecError(
+            f"modes were given for {sorted(unknown_layers)}, which are not operations of the network. Correct them."
+        )
     members = tuple(rank for rank, share in enumerate(numbers) if share > 0)
     if cut_batch and graph.batch_size < 2:
         raise SpecError("cut_batch=True was asked for, but the example has fewer than 2 samples. Give a larger one.")
     cuts = DimCuts([numbers[rank] for rank in members], batch=graph.batch_size if cut_batch else 0)
-    own = _own_shares(graph, {} if layer_shares is None else layer_shares, len(numbers), members)
-    steps = Search(graph, cuts, rates or TransferCosts(), modes or {}, own).run().steps()
+    shares_by_tensor = _shares_by_tensor(graph, {} if layer_shares is None else layer_shares, len(numbers), members)
+    steps = Search(graph, cuts, rates or TransferCosts(), modes or {}, shares_by_tensor).run().steps()
     return Layout(
         graph=graph.fingerprint,
         inputs=tuple(
@@ -56,7 +58,7 @@ def lay_out(
 def relaid(graph: Graph, layout: Layout, factors: Sequence[float]) -> Layout:
     """Returns the same layout with other shares: every rank has `factors[rank]` times what it had of each layer.
 
-    What layers do stays as it is, where the new shares allow it.
+    The modes of layers stay the same.
 
     Args:
         graph: the network.
@@ -64,45 +66,46 @@ def relaid(graph: Graph, layout: Layout, factors: Sequence[float]) -> Layout:
         factors: one number above 0 for each rank.
     """
     shares = [share * factor for share, factor in zip(layout.shares, factors, strict=True)]
-    own = {
-        choice.where: [count * factor for count, factor in zip(_held(layout, choice), factors, strict=True)]
+    layer_shares = {
+        choice.where: [count * factor for count, factor in zip(_output_counts(layout, choice), factors, strict=True)]
         for choice in layout.choices
         if choice.mode == "partitioned" and choice.where
     }
     cut_batch = any(cut.rows for cut in layout.cuts)
     modes = {choice.layer: [choice.mode] for choice in layout.choices if choice.mode != "source"}
-    return lay_out(graph, shares, layer_shares=own, modes=modes, cut_batch=cut_batch)
+    return lay_out(graph, shares, layer_shares=layer_shares, modes=modes, cut_batch=cut_batch)
 
 
-LEAST = 0.25  # units that a rank without any in a layer is taken to have, as it may become fast
+LEAST = 0.25  # units counted for a rank that has none in a layer, so that its share can grow
 
 
-def _held(layout: Layout, choice: Choice) -> list[float]:
+def _output_counts(layout: Layout, choice: Choice) -> list[float]:
     """Returns how many outputs of a layer each rank has."""
-    record = next(record for record in choice.gives if record.state == "sharded")
-    counts = dict(zip(layout.members, layout.cuts[record.cut].counts(), strict=True))
+    placement = next(placement for placement in choice.gives if placement.state == "sharded")
+    counts = dict(zip(layout.members, layout.cuts[placement.cut].counts(), strict=True))
     return [max(LEAST, counts[rank]) if rank in counts else 0.0 for rank in range(len(layout.shares))]
 
 
-def _own_shares(
-    graph: Graph, given: Mapping[str, Sequence[float]], ranks: int, members: tuple[int, ...]
+def _shares_by_tensor(
+    graph: Graph, layer_shares: Mapping[str, Sequence[float]], ranks: int, members: tuple[int, ...]
 ) -> dict[str, tuple[float, ...]]:
-    """Returns the shares of every tensor whose layer has shares of its own."""
-    if not isinstance(given, Mapping) or not all(isinstance(prefix, str) for prefix in given):
-        raise SpecError(f"layer_shares={given!r} was given, but a dict from module names to shares is needed.")
-    checked = {prefix: check_shares(shares, ranks=ranks) for prefix, shares in given.items()}
+    """Returns the shares of every tensor whose layer is named in `layer_shares`."""
+    if not isinstance(layer_shares, Mapping) or not all(isinstance(prefix, str) for prefix in layer_shares):
+        raise SpecError(f"layer_shares={layer_shares!r} was given, but a dict from module names to shares is needed.")
+    checked = {prefix: check_shares(shares, ranks=ranks) for prefix, shares in layer_shares.items()}
     for prefix, shares in checked.items():
-        strangers = [rank for rank, share in enumerate(shares) if share and rank not in members]
-        if strangers or not any(_is_in(layer.where, prefix) for layer in graph.layers):
-            case = f"ranks {strangers} have no share of the network" if strangers else "no module has that name"
+        non_members = [rank for rank, share in enumerate(shares) if share and rank not in members]
+        if non_members or not any(_is_in(layer.where, prefix) for layer in graph.layers):
+            case = f"ranks {non_members} have no share of the network" if non_members else "no module has that name"
             raise SpecError(f"shares of the layer {prefix!r} were given, but {case}. Correct the name or the shares.")
-    found: dict[str, tuple[float, ...]] = {}
+    shares_by_tensor: dict[str, tuple[float, ...]] = {}
     for layer in graph.layers:
         prefixes = [prefix for prefix in checked if layer.kind == "mixing" and _is_in(layer.where, prefix)]
-        own = tuple(checked[max(prefixes, key=len)][rank] for rank in members) if prefixes else None
-        own = own or next((found[name] for name in layer.inputs[:1] if name in found and layer.kind != "mixing"), None)
-        found |= {tensor.name: own for tensor in layer.outputs if own}
-    return found
+        tensor_shares = tuple(checked[max(prefixes, key=len)][rank] for rank in members) if prefixes else None
+        if not tensor_shares and layer.inputs and layer.kind != "mixing":
+            tensor_shares = shares_by_tensor.get(layer.inputs[0])
+        shares_by_tensor |= {tensor.name: tensor_shares for tensor in layer.outputs if tensor_shares}
+    return shares_by_tensor
 
 
 def _is_in(where: str, prefix: str) -> bool:

@@ -1,6 +1,6 @@
-"""In which units each tensor would best be cut: asked by its consumers, passed back to whoever makes it.
+"""The units in which each tensor should be cut: preferences of its consumers, passed back to its producer.
 
-A wish only makes a layout cheaper: where it does not come true, the consumer gathers.
+A preference only makes a layout cheaper: where it is not met, the consumer gathers.
 """
 
 from math import gcd, lcm, prod
@@ -15,22 +15,22 @@ SAME |= {"rms_norm"}
 
 
 def preferred_units_of(graph: Graph) -> PreferredUnits:
-    """Returns the parts in which each tensor's dims should be dealt out, where that is not one by one."""
-    tensors, wishes = graph.tensors, PreferredUnits()
+    """Returns the parts, with their units, in which dims should be cut; dims of unit 1 are left out."""
+    tensors, preferred = graph.tensors, PreferredUnits()
     for _ in range(2):  # the second pass lets the operands of a join agree
         for layer in reversed(graph.layers):
             if layer.outputs and layer.inputs:
-                _pass_back(layer, tensors, wishes)
-    return wishes
+                _pass_back(layer, tensors, preferred)
+    return preferred
 
 
-def parts_of(wishes: PreferredUnits, tensor: Tensor, dim: int) -> Parts:
-    """Returns the parts of one dim; a single part of unit 1 where nobody wished for more."""
-    return wishes.get((tensor.name, dim), ((tensor.shape[dim], 1),))
+def parts_of(preferred: PreferredUnits, tensor: Tensor, dim: int) -> Parts:
+    """Returns the parts of one dim; a single part of unit 1 if there is no preference."""
+    return preferred.get((tensor.name, dim), ((tensor.shape[dim], 1),))
 
 
 def channels_of(graph: Graph) -> dict[str, int]:
-    """Returns the dim along which each tensor has its channels, as far as the layers tell."""
+    """Returns the channel dim of each tensor, where the layers determine it."""
     tensors, channels = graph.tensors, dict[str, int]()
     for layer in graph.layers:
         if not layer.inputs or not layer.outputs:
@@ -48,146 +48,147 @@ def channels_of(graph: Graph) -> dict[str, int]:
         elif dim is not None and layer.op == "permute":
             dim = layer.options["dims"].index(dim)
         elif dim is not None and layer.op == "view":
-            wide = next((after for before, after in matched(x.shape, out.shape) or [] if dim in before), range(0))
-            dim = next((d for d in wide if out.shape[d] > 1), None)
+            dims_after = next((after for before, after in matched(x.shape, out.shape) or [] if dim in before), range(0))
+            dim = next((d for d in dims_after if out.shape[d] > 1), None)
         elif dim is not None and layer.op in ("index", "unbind", "sum", "expand"):
             dim = kept_dims(layer, len(x.shape)).get(dim)
-        for made in layer.outputs:
-            if dim is not None and dim < len(made.shape):
-                channels[made.name] = dim
+        for output in layer.outputs:
+            if dim is not None and dim < len(output.shape):
+                channels[output.name] = dim
     return channels
 
 
-def _pass_back(layer: Layer, tensors: dict[str, Tensor], wishes: PreferredUnits) -> None:
+def _pass_back(layer: Layer, tensors: dict[str, Tensor], preferred: PreferredUnits) -> None:
     x, out = tensors[layer.inputs[0]], layer.outputs[0]
     if layer.op in SAME:
         for dim in range(min(len(x.shape), len(out.shape))):
-            _wish(wishes, x, dim, wishes.get((out.name, dim)))
+            _prefer(preferred, x, dim, preferred.get((out.name, dim)))
     elif layer.op == "group_norm":
-        _wish(wishes, x, 1, wishes.get((out.name, 1)))
-        _wish(wishes, x, 1, ((x.shape[1], x.shape[1] // layer.options["groups"]),))
+        _prefer(preferred, x, 1, preferred.get((out.name, 1)))
+        _prefer(preferred, x, 1, ((x.shape[1], x.shape[1] // layer.options["groups"]),))
     elif layer.op == "conv" and layer.options["groups"] > 1:
         groups = layer.options["groups"]
-        unit = _unit(wishes.get((out.name, 1)))
-        whole = lcm(unit, out.shape[1] // groups) // (out.shape[1] // groups)
-        _wish(wishes, x, 1, ((x.shape[1], whole * x.shape[1] // groups),))
+        unit = _unit(preferred.get((out.name, 1)))
+        groups_per_unit = lcm(unit, out.shape[1] // groups) // (out.shape[1] // groups)
+        _prefer(preferred, x, 1, ((x.shape[1], groups_per_unit * x.shape[1] // groups),))
     elif layer.op == "join":
-        _join(layer, tensors, wishes)
+        _join(layer, tensors, preferred)
     elif layer.op == "attention":
-        _heads([tensors[name] for name in layer.inputs[:3]], wishes)
+        _heads([tensors[name] for name in layer.inputs[:3]], preferred)
     elif layer.op in ("view", "permute", "split", "unbind", "index", "expand", "narrow", "sum"):
-        _reshape(layer, x, wishes)
+        _reshape(layer, x, preferred)
     elif layer.op == "repeat":
         for dim in range(len(x.shape)):
-            found, times = wishes.get((out.name, dim)), layer.options["times"] if dim == layer.options["dim"] else 1
-            _wish(wishes, x, dim, found and tuple((size // times, max(1, unit // times)) for size, unit in found))
-        _wish(wishes, out, layer.options["dim"], ((out.shape[layer.options["dim"]], layer.options["times"]),))
+            parts = preferred.get((out.name, dim))
+            times = layer.options["times"] if dim == layer.options["dim"] else 1
+            _prefer(preferred, x, dim, parts and tuple((size // times, max(1, unit // times)) for size, unit in parts))
+        _prefer(preferred, out, layer.options["dim"], ((out.shape[layer.options["dim"]], layer.options["times"]),))
     elif layer.op == "pixel_shuffle":
         units = layer.options["units"]
-        found = wishes.get((out.name, 1), ((out.shape[1], 1),))
-        _wish(wishes, x, 1, tuple((size * units, unit * units) for size, unit in found))
+        parts = preferred.get((out.name, 1), ((out.shape[1], 1),))
+        _prefer(preferred, x, 1, tuple((size * units, unit * units) for size, unit in parts))
     elif layer.op == "concat":
-        _concat(layer, tensors, wishes)
+        _concat(layer, tensors, preferred)
 
 
-def _wish(wishes: PreferredUnits, tensor: Tensor, dim: int, parts: Parts | None) -> None:
+def _prefer(preferred: PreferredUnits, tensor: Tensor, dim: int, parts: Parts | None) -> None:
     if parts is None or dim >= len(tensor.shape) or sum(size for size, _ in parts) != tensor.shape[dim]:
         return
     if any(size % unit for size, unit in parts):
         return
-    found = refined(wishes.get((tensor.name, dim)), parts)
-    if found is not None:
-        wishes[tensor.name, dim] = found
+    refined_parts = refined(preferred.get((tensor.name, dim)), parts)
+    if refined_parts is not None:
+        preferred[tensor.name, dim] = refined_parts
 
 
 def _unit(parts: Parts | None) -> int:
     return lcm(*(unit for _, unit in parts)) if parts else 1
 
 
-def _heads(queries_keys_values: list[Tensor], wishes: PreferredUnits) -> None:
-    """Heads stay whole, and with fewer keys than queries a key keeps all queries that use it."""
+def _heads(queries_keys_values: list[Tensor], preferred: PreferredUnits) -> None:
+    """Keeps heads whole; with fewer keys than queries, a key stays with all queries that use it."""
     query, key, _ = queries_keys_values
     dim = len(query.shape) - 3
     units = [max(1, query.shape[dim] // key.shape[dim]), 1, 1]
     for tensor, unit in zip(queries_keys_values, units, strict=True):
-        _wish(wishes, tensor, dim, ((tensor.shape[dim], unit),))
+        _prefer(preferred, tensor, dim, ((tensor.shape[dim], unit),))
     if query.shape[dim] == key.shape[dim]:
         for other in queries_keys_values[1:]:
-            _wish(wishes, query, dim, wishes.get((other.name, dim)))
+            _prefer(preferred, query, dim, preferred.get((other.name, dim)))
         for other in queries_keys_values[1:]:
-            _wish(wishes, other, dim, wishes.get((query.name, dim)))
+            _prefer(preferred, other, dim, preferred.get((query.name, dim)))
 
 
-def _join(layer: Layer, tensors: dict[str, Tensor], wishes: PreferredUnits) -> None:
+def _join(layer: Layer, tensors: dict[str, Tensor], preferred: PreferredUnits) -> None:
     out = layer.outputs[0]
     for dim, size in enumerate(out.shape):
         aligned = []
         for name in layer.inputs:
-            own = dim - len(out.shape) + len(tensors[name].shape)
-            if own >= 0 and tensors[name].shape[own] == size:
-                aligned.append((tensors[name], own))
-        found = wishes.get((out.name, dim))
-        for tensor, own in aligned:
-            found = refined(found, wishes.get((tensor.name, own)))
-        for tensor, own in aligned:
-            _wish(wishes, tensor, own, found)
+            input_dim = dim - len(out.shape) + len(tensors[name].shape)
+            if input_dim >= 0 and tensors[name].shape[input_dim] == size:
+                aligned.append((tensors[name], input_dim))
+        common_parts = preferred.get((out.name, dim))
+        for tensor, input_dim in aligned:
+            common_parts = refined(common_parts, preferred.get((tensor.name, input_dim)))
+        for tensor, input_dim in aligned:
+            _prefer(preferred, tensor, input_dim, common_parts)
 
 
-def _concat(layer: Layer, tensors: dict[str, Tensor], wishes: PreferredUnits) -> None:
+def _concat(layer: Layer, tensors: dict[str, Tensor], preferred: PreferredUnits) -> None:
     out = layer.outputs[0]
     for dim in range(len(out.shape)):
-        found = wishes.get((out.name, dim))
-        if found is None:
+        output_parts = preferred.get((out.name, dim))
+        if output_parts is None:
             continue
         for name in layer.inputs:
             size = tensors[name].shape[dim]
-            unit = _unit(found)
-            own = found if dim != layer.options["dim"] else ((size, unit if size % unit == 0 else 1),)
-            _wish(wishes, tensors[name], dim, own)
+            unit = _unit(output_parts)
+            input_parts = output_parts if dim != layer.options["dim"] else ((size, unit if size % unit == 0 else 1),)
+            _prefer(preferred, tensors[name], dim, input_parts)
 
 
-def _reshape(layer: Layer, x: Tensor, wishes: PreferredUnits) -> None:
+def _reshape(layer: Layer, x: Tensor, preferred: PreferredUnits) -> None:
     out = layer.outputs[0]
     if layer.op == "view":
-        _view(x, out, wishes)
+        _view(x, out, preferred)
     elif layer.op == "permute":
         for after, before in enumerate(layer.options["dims"]):
-            _wish(wishes, x, before, wishes.get((out.name, after)))
+            _prefer(preferred, x, before, preferred.get((out.name, after)))
     elif layer.op == "split":
         chosen = layer.options["dim"]
-        parts = [wishes.get((part.name, chosen), ((part.shape[chosen], 1),)) for part in layer.outputs]
-        _wish(wishes, x, chosen, tuple(item for part in parts for item in part))
+        parts = [preferred.get((part.name, chosen), ((part.shape[chosen], 1),)) for part in layer.outputs]
+        _prefer(preferred, x, chosen, tuple(item for part in parts for item in part))
         for dim in range(len(x.shape)):
             if dim != chosen:
                 for part in layer.outputs:
-                    _wish(wishes, x, dim, wishes.get((part.name, dim)))
+                    _prefer(preferred, x, dim, preferred.get((part.name, dim)))
     else:
         for before, after in kept_dims(layer, len(x.shape)).items():
             for part in layer.outputs:
                 if after < len(part.shape) and part.shape[after] == x.shape[before]:
-                    _wish(wishes, x, before, wishes.get((part.name, after)))
+                    _prefer(preferred, x, before, preferred.get((part.name, after)))
 
 
-def _view(x: Tensor, out: Tensor, wishes: PreferredUnits) -> None:
+def _view(x: Tensor, out: Tensor, preferred: PreferredUnits) -> None:
     for before, after in matched(x.shape, out.shape) or []:
         for dim in after:
-            found = wishes.get((out.name, dim))
-            if found is None:
+            output_parts = preferred.get((out.name, dim))
+            if output_parts is None:
                 continue
             outer = prod(out.shape[d] for d in after if d < dim)
             inner = prod(out.shape[d] for d in after if d > dim)
-            flat = tuple((size * inner, unit * inner) for size, unit in found) * outer
+            flat = tuple((size * inner, unit * inner) for size, unit in output_parts) * outer
             wide = [d for d in before if x.shape[d] > 1]
             if not wide:
                 continue
             tail = prod(x.shape[d] for d in before if d > wide[0])
-            own = tuple((size // tail, unit // gcd(unit, tail)) for size, unit in flat)
+            input_parts = tuple((size // tail, unit // gcd(unit, tail)) for size, unit in flat)
             if all(size % tail == 0 for size, _ in flat):
-                _wish(wishes, x, wide[0], own)
+                _prefer(preferred, x, wide[0], input_parts)
 
 
 def kept_dims(layer: Layer, ndim: int) -> dict[int, int]:
-    """Returns where the dims that an operation leaves whole stand afterwards: {dim before: dim after}."""
+    """Returns the dims that an operation does not change: {dim before: dim after}."""
     options = layer.options
     match layer.op:
         case "index":

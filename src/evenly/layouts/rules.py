@@ -1,6 +1,6 @@
-"""What each operation can do with tensors that are cut: the states it needs, the states it gives.
+"""The options of each operation for cut tensors: the placements it needs and the placements it gives.
 
-One function a kind of operation; a new layer is one rule here. An operation always has the way of being computed whole,
+One function per kind of operation; a new layer is one rule here. Every operation can also be computed whole,
 from replicated tensors, on every rank.
 """
 
@@ -13,20 +13,20 @@ from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, TensorPlacement
 
 
 def options_of(context: LayerContext) -> Iterator[LayerOption]:
-    """Returns every way of computing a layer."""
+    """Yields every option to compute a layer."""
     layer = context.layer
     if layer.op in ("input", "parameter", "buffer", "constant", "number"):
         return
-    whole = (REPLICATED,) * len(layer.outputs)
-    yield LayerOption("whole", (REPLICATED,) * len(layer.inputs), whole)
+    outputs = (REPLICATED,) * len(layer.outputs)
+    yield LayerOption("whole", (REPLICATED,) * len(layer.inputs), outputs)
     rule = RULES.get(layer.op)
     if rule is not None and layer.inputs:
         yield from rule(context)
 
 
 def _pointwise(context: LayerContext) -> Iterator[LayerOption]:
-    for record in context.cut_dims(0) + context.spread(0):
-        yield LayerOption("local", (record,), (record,))
+    for placement in context.cut_dims(0) + context.spread(0):
+        yield LayerOption("local", (placement,), (placement,))
     if context.layer.options.get("linear") and context.has("partial"):
         yield LayerOption("summand", (PARTIAL,), (PARTIAL,))
 
@@ -41,68 +41,74 @@ def _conv(context: LayerContext) -> Iterator[LayerOption]:
     yield from bystander(context, [1, *range(2, len(context.inputs[0].shape))])
     out = context.layer.outputs[0]
     if groups == 1:
-        made = context.own_cut(out, 1)
-        yield LayerOption("partitioned", (COPIED, TensorPlacement("sharded", out_dim, made.cut)), (made,))
-        for record in context.sharded(0, 1):
-            if not context.rows(record):
-                yield LayerOption("reduced", (record, TensorPlacement("sharded", in_dim, record.cut)), (PARTIAL,))
+        output_placement = context.own_cut(out, 1)
+        yield LayerOption(
+            "partitioned", (COPIED, TensorPlacement("sharded", out_dim, output_placement.cut)), (output_placement,)
+        )
+        for placement in context.sharded(0, 1):
+            if not context.rows(placement):
+                yield LayerOption("reduced", (placement, TensorPlacement("sharded", in_dim, placement.cut)), (PARTIAL,))
         return
     each_in, each_out = context.inputs[0].shape[1] // groups, out.shape[1] // groups
-    for record in context.sharded(0, 1):
-        per_group = context.cuts.scaled(record.cut, 1, each_in)
-        if per_group is None or context.rows(record):
+    for placement in context.sharded(0, 1):
+        per_group = context.cuts.scaled(placement.cut, 1, each_in)
+        if per_group is None or context.rows(placement):
             continue
-        made_cut, weight_cut = context.cuts.scaled(per_group, each_out), record.cut
-        if made_cut is None:
+        output_cut, weight_cut = context.cuts.scaled(per_group, each_out), placement.cut
+        if output_cut is None:
             continue
-        weight = TensorPlacement("sharded", 0, weight_cut if transposed else made_cut)
-        yield LayerOption("grouped", (record, weight), (TensorPlacement("sharded", 1, made_cut),))
+        weight = TensorPlacement("sharded", 0, weight_cut if transposed else output_cut)
+        yield LayerOption("grouped", (placement, weight), (TensorPlacement("sharded", 1, output_cut),))
 
 
 def _linear(context: LayerContext) -> Iterator[LayerOption]:
     last = len(context.inputs[0].shape) - 1
     yield from bystander(context, [last])
-    made = context.own_cut(context.layer.outputs[0], last)
-    yield LayerOption("partitioned", (COPIED, TensorPlacement("sharded", 0, made.cut)), (made,))
-    for record in context.sharded(0, last):
-        if not context.rows(record):
-            yield LayerOption("reduced", (record, TensorPlacement("sharded", 1, record.cut)), (PARTIAL,))
+    output_placement = context.own_cut(context.layer.outputs[0], last)
+    yield LayerOption("partitioned", (COPIED, TensorPlacement("sharded", 0, output_placement.cut)), (output_placement,))
+    for placement in context.sharded(0, last):
+        if not context.rows(placement):
+            yield LayerOption("reduced", (placement, TensorPlacement("sharded", 1, placement.cut)), (PARTIAL,))
 
 
 def _embedding(context: LayerContext) -> Iterator[LayerOption]:
-    for record in context.cut_dims(0):
-        yield LayerOption("bystander", (record, COPIED), (record,))
-    made = context.own_cut(context.layer.outputs[0], len(context.layer.outputs[0].shape) - 1)
-    yield LayerOption("columns", (COPIED, TensorPlacement("sharded", 1, made.cut)), (made,))
-    for record in context.sharded(1, 0):
-        yield LayerOption("rows", (COPIED, record), (PARTIAL,))
+    for placement in context.cut_dims(0):
+        yield LayerOption("bystander", (placement, COPIED), (placement,))
+    output_placement = context.own_cut(context.layer.outputs[0], len(context.layer.outputs[0].shape) - 1)
+    yield LayerOption("columns", (COPIED, TensorPlacement("sharded", 1, output_placement.cut)), (output_placement,))
+    for placement in context.sharded(1, 0):
+        yield LayerOption("rows", (COPIED, placement), (PARTIAL,))
 
 
 def _bias(context: LayerContext) -> Iterator[LayerOption]:
     dim = context.layer.options["dim"]
     yield from bystander(context, [dim])
-    for record in context.sharded(0, dim):
-        if not context.rows(record):
-            yield LayerOption("local", (record, TensorPlacement("sharded", 0, record.cut)), (record,))
+    for placement in context.sharded(0, dim):
+        if not context.rows(placement):
+            yield LayerOption("local", (placement, TensorPlacement("sharded", 0, placement.cut)), (placement,))
 
 
 def _per_channel(context: LayerContext) -> Iterator[LayerOption]:
-    """Every channel for itself; parameters and statistics are cut like the channels."""
-    known = [r for r in (context.states[1] or ()) if r.state == "sharded"] if len(context.states) > 1 else []
-    for record in dict.fromkeys([*context.sharded(0, 1), *(TensorPlacement("sharded", 1, r.cut) for r in known)]):
-        if not context.rows(record):
-            own = TensorPlacement("sharded", 0, record.cut)
-            yield LayerOption("local", others(context, [record], own), (record,))
+    """Yields options for operations on single channels; parameters and statistics are cut like the channels."""
+    parameter_placements = (
+        [r for r in (context.states[1] or ()) if r.state == "sharded"] if len(context.states) > 1 else []
+    )
+    for placement in dict.fromkeys(
+        [*context.sharded(0, 1), *(TensorPlacement("sharded", 1, r.cut) for r in parameter_placements)]
+    ):
+        if not context.rows(placement):
+            parameter_placement = TensorPlacement("sharded", 0, placement.cut)
+            yield LayerOption("local", others(context, [placement], parameter_placement), (placement,))
 
 
 def _batch_norm(context: LayerContext) -> Iterator[LayerOption]:
     yield from _per_channel(context)
-    for record in context.cut_dims(0):
-        if context.rows(record) and record.dim == 0:
+    for placement in context.cut_dims(0):
+        if context.rows(placement) and placement.dim == 0:
             channels = context.inputs[0].shape[1]
-            kept = ("running_mean", "running_var")
-            needs = tuple(REPLICATED if t.name.endswith(kept) else COPIED for t in context.inputs[1:])
-            yield LayerOption("moments", (record, *needs), (record,), *_moments(context, channels))
+            statistics = ("running_mean", "running_var")
+            needs = tuple(REPLICATED if t.name.endswith(statistics) else COPIED for t in context.inputs[1:])
+            yield LayerOption("moments", (placement, *needs), (placement,), *_moments(context, channels))
 
 
 def _instance_norm(context: LayerContext) -> Iterator[LayerOption]:
@@ -112,13 +118,18 @@ def _instance_norm(context: LayerContext) -> Iterator[LayerOption]:
 def _group_norm(context: LayerContext) -> Iterator[LayerOption]:
     x, groups = context.inputs[0], context.layer.options["groups"]
     yield from bystander(context, range(1, len(x.shape)))
-    for record in context.sharded(0, 1):
-        if context.rows(record):
+    for placement in context.sharded(0, 1):
+        if context.rows(placement):
             continue
-        own = TensorPlacement("sharded", 0, record.cut)
-        whole_groups = context.cuts.scaled(record.cut, 1, x.shape[1] // groups) is not None
+        parameter_placement = TensorPlacement("sharded", 0, placement.cut)
+        whole_groups = context.cuts.scaled(placement.cut, 1, x.shape[1] // groups) is not None
         inside = (0, 0) if whole_groups else _moments(context, x.shape[0] * groups)
-        yield LayerOption("local" if whole_groups else "moments", others(context, [record], own), (record,), *inside)
+        yield LayerOption(
+            "local" if whole_groups else "moments",
+            others(context, [placement], parameter_placement),
+            (placement,),
+            *inside,
+        )
 
 
 def _moments(context: LayerContext, rows: int, *, centred: bool = True) -> tuple[int, int]:
@@ -135,10 +146,10 @@ def _layer_norm(context: LayerContext) -> Iterator[LayerOption]:
     if first != len(x.shape) - 1:
         return
     inside = _moments(context, x.numel // x.shape[-1], centred=context.layer.op == "layer_norm")
-    for record in context.sharded(0, first):
-        if not context.rows(record):
-            own = TensorPlacement("sharded", 0, record.cut)
-            yield LayerOption("moments", others(context, [record], own), (record,), *inside)
+    for placement in context.sharded(0, first):
+        if not context.rows(placement):
+            parameter_placement = TensorPlacement("sharded", 0, placement.cut)
+            yield LayerOption("moments", others(context, [placement], parameter_placement), (placement,), *inside)
 
 
 def _spatial(context: LayerContext) -> Iterator[LayerOption]:
@@ -159,58 +170,60 @@ def _matmul(context: LayerContext) -> Iterator[LayerOption]:
     a, b = context.inputs
     out = context.layer.outputs[0]
     last = len(out.shape) - 1
-    for record in context.cut_dims(0):
-        dim = record.dim + len(out.shape) - len(a.shape)
-        if record.dim == len(a.shape) - 1:  # along what is summed
+    for placement in context.cut_dims(0):
+        dim = placement.dim + len(out.shape) - len(a.shape)
+        if placement.dim == len(a.shape) - 1:  # along the summed dim
             for other in context.sharded(1, len(b.shape) - 2):
-                if other.cut == record.cut:
-                    yield LayerOption("reduced", (record, other), (PARTIAL,))
+                if other.cut == placement.cut:
+                    yield LayerOption("reduced", (placement, other), (PARTIAL,))
         elif dim == last - 1:
-            yield LayerOption("bystander", (record, COPIED), (TensorPlacement("sharded", dim, record.cut),))
+            yield LayerOption("bystander", (placement, COPIED), (TensorPlacement("sharded", dim, placement.cut),))
         else:
-            own = dim - len(out.shape) + len(b.shape)
-            has = own >= 0 and b.shape[own] == out.shape[dim]
-            need = TensorPlacement("sharded", own, record.cut) if has else COPIED
-            yield LayerOption("local", (record, need), (TensorPlacement("sharded", dim, record.cut),))
-    for record in context.cut_dims(1):
-        if record.dim == len(b.shape) - 1:
-            yield LayerOption("partitioned", (COPIED, record), (TensorPlacement("sharded", last, record.cut),))
+            b_dim = dim - len(out.shape) + len(b.shape)
+            has_dim = b_dim >= 0 and b.shape[b_dim] == out.shape[dim]
+            need = TensorPlacement("sharded", b_dim, placement.cut) if has_dim else COPIED
+            yield LayerOption("local", (placement, need), (TensorPlacement("sharded", dim, placement.cut),))
+    for placement in context.cut_dims(1):
+        if placement.dim == len(b.shape) - 1:
+            yield LayerOption("partitioned", (COPIED, placement), (TensorPlacement("sharded", last, placement.cut),))
     if context.states[1] is None and len(b.shape) == 2:  # x @ parameter
-        made = context.own_cut(out, last)
-        yield LayerOption("partitioned", (COPIED, TensorPlacement("sharded", 1, made.cut)), (made,))
-        for record in context.sharded(0, len(a.shape) - 1):
-            if not context.rows(record):
-                yield LayerOption("reduced", (record, TensorPlacement("sharded", 0, record.cut)), (PARTIAL,))
+        output_placement = context.own_cut(out, last)
+        yield LayerOption(
+            "partitioned", (COPIED, TensorPlacement("sharded", 1, output_placement.cut)), (output_placement,)
+        )
+        for placement in context.sharded(0, len(a.shape) - 1):
+            if not context.rows(placement):
+                yield LayerOption("reduced", (placement, TensorPlacement("sharded", 0, placement.cut)), (PARTIAL,))
 
 
 def _attention(context: LayerContext) -> Iterator[LayerOption]:
     query, key = context.inputs[:2]
     heads = len(query.shape) - 3
-    for record in context.cut_dims(0):
-        if record.dim > heads or (record.dim < heads and key.shape[record.dim] != query.shape[record.dim]):
+    for placement in context.cut_dims(0):
+        if placement.dim > heads or (placement.dim < heads and key.shape[placement.dim] != query.shape[placement.dim]):
             continue
-        cut: int | None = record.cut
-        if record.dim == heads and key.shape[heads] != query.shape[heads]:
-            cut = context.cuts.scaled(record.cut, key.shape[heads], query.shape[heads])
+        cut: int | None = placement.cut
+        if placement.dim == heads and key.shape[heads] != query.shape[heads]:
+            cut = context.cuts.scaled(placement.cut, key.shape[heads], query.shape[heads])
         if cut is None:
             continue
-        pair = (TensorPlacement("sharded", record.dim, cut),) * 2
-        masks = tuple(_mask_need(tensor, query, record) for tensor in context.inputs[3:])
-        yield LayerOption("local", (record, *pair, *masks), (record,))
+        pair = (TensorPlacement("sharded", placement.dim, cut),) * 2
+        masks = tuple(_mask_need(tensor, query, placement) for tensor in context.inputs[3:])
+        yield LayerOption("local", (placement, *pair, *masks), (placement,))
 
 
-def _mask_need(mask: Tensor, query: Tensor, record: TensorPlacement) -> TensorPlacement:
-    own = record.dim - len(query.shape) + len(mask.shape)
-    has = own >= 0 and mask.shape[own] == query.shape[record.dim]
-    return TensorPlacement("sharded", own, record.cut) if has else COPIED
+def _mask_need(mask: Tensor, query: Tensor, placement: TensorPlacement) -> TensorPlacement:
+    mask_dim = placement.dim - len(query.shape) + len(mask.shape)
+    has_dim = mask_dim >= 0 and mask.shape[mask_dim] == query.shape[placement.dim]
+    return TensorPlacement("sharded", mask_dim, placement.cut) if has_dim else COPIED
 
 
 def _cross_entropy(context: LayerContext) -> Iterator[LayerOption]:
     logits = context.inputs[0]
     rows = logits.numel // logits.shape[1]
-    for record in context.cut_dims(0):
-        if record.dim == 1:
-            yield LayerOption("vocabulary", (record, REPLICATED), (REPLICATED,), messages=2, sent=3 * rows)
+    for placement in context.cut_dims(0):
+        if placement.dim == 1:
+            yield LayerOption("vocabulary", (placement, REPLICATED), (REPLICATED,), messages=2, sent=3 * rows)
 
 
 RULES: dict[str, Callable[[LayerContext], Iterator[LayerOption]]] = {
@@ -233,9 +246,9 @@ RULES: dict[str, Callable[[LayerContext], Iterator[LayerOption]]] = {
     "view": shape_rules.view,
     "permute": shape_rules.permute,
     "split": shape_rules.split,
-    "unbind": shape_rules.kept,
-    "index": shape_rules.kept,
-    "expand": shape_rules.kept,
+    "unbind": shape_rules.keep_dims,
+    "index": shape_rules.keep_dims,
+    "expand": shape_rules.keep_dims,
     "narrow": shape_rules.narrow,
     "sum": shape_rules.summed,
     "repeat": shape_rules.repeat,

@@ -1,7 +1,8 @@
-"""The cheapest states for all tensors of a network: a walk along its operations that keeps the best few ways so far.
+"""The cheapest placements of all tensors of a network: a search along its operations that keeps the best few paths.
 
-At every operation the ways differ only in the states of tensors that are still needed. For chains and residual networks
-these are few, and the walk is an exact shortest path; where very many tensors are alive (dense blocks) it is a beam.
+At every operation, paths differ only in the states of tensors that are still needed. For chains and residual networks
+these are few, and the search finds the shortest path; where very many tensors are alive (dense blocks) it is a beam
+search.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +17,14 @@ from evenly.layouts.rules import options_of
 from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, Choice, Move, MoveName, TensorPlacement
 
-WEIGHTED = {"conv", "linear", "embedding"}  # layers that are to be cut: whole only if nothing else can be done
+WEIGHTED = {"conv", "linear", "embedding"}  # computed whole only if there is no other option
 FORBIDDEN = 1e18
 BEAM = 48
 
 
 @dataclass(frozen=True)
 class TransferCosts:
-    """What moving costs compared with computing, in floating-point operations of all devices together."""
+    """The cost of moving compared with computing, in floating-point operations of all devices together."""
 
     flops_per_byte: float = 100.0  # sent by one rank
     flops_per_message: float = 2e4
@@ -31,7 +32,7 @@ class TransferCosts:
 
 @dataclass(frozen=True)
 class SearchStep:
-    """One way of computing a layer: the states of its tensors then, what moves, and what that costs."""
+    """One option to compute a layer: the states of its tensors afterwards, its moves and its costs."""
 
     states: Mapping[str, State]
     choice: Choice
@@ -39,7 +40,7 @@ class SearchStep:
     costs: tuple[float, ...] = ()
 
     def cost_after(self, cost: float) -> float:
-        """Returns the cost of a way that goes on with this step."""
+        """Returns the cost of a path of this cost after this step."""
         for part in self.costs:
             cost += part
         return cost
@@ -47,7 +48,7 @@ class SearchStep:
 
 @dataclass(frozen=True)
 class SearchPath:
-    """One way of computing the network up to some operation."""
+    """The choices for all operations up to some operation."""
 
     cost: float
     states: Mapping[str, State]  # of tensors that are needed later
@@ -55,17 +56,17 @@ class SearchPath:
     step: SearchStep | None = None
 
     def steps(self) -> list[SearchStep]:
-        """Returns all steps of this way, the first one first."""
-        found, way = [], self
-        while way.step is not None and way.parent is not None:
-            found.append(way.step)
-            way = way.parent
-        return found[::-1]
+        """Returns all steps of this path in order."""
+        steps, path = [], self
+        while path.step is not None and path.parent is not None:
+            steps.append(path.step)
+            path = path.parent
+        return steps[::-1]
 
 
 @dataclass
 class Search:
-    """Everything that the walk needs to know."""
+    """The search for the cheapest path through a graph."""
 
     graph: Graph
     cuts: DimCuts
@@ -73,106 +74,113 @@ class Search:
     allowed: Mapping[str, Sequence[str]]
     shares: Mapping[str, tuple[float, ...]]  # of tensors whose layer has its own
     tensors: dict[str, Tensor] = field(init=False)
-    wishes: PreferredUnits = field(init=False)
+    preferred_units: PreferredUnits = field(init=False)
     channels: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tensors, self.wishes = self.graph.tensors, preferred_units_of(self.graph)
+        self.tensors, self.preferred_units = self.graph.tensors, preferred_units_of(self.graph)
         self.channels = channels_of(self.graph)
         self.batches = self._batches() if self.cuts.batch else {}
         self._choices: dict[tuple[str, LayerOption], Choice] = {}
         self._moves: dict[tuple[str, str, TensorPlacement, TensorPlacement], Move] = {}
         self._work_of: dict[tuple[str, bool], float] = {}
         self.size = len(self.cuts.shares)
-        self.slowdown = sum(self.cuts.shares) / min(self.cuts.shares)  # of work that every rank does whole
+        self.slowdown = sum(self.cuts.shares) / min(self.cuts.shares)  # of work that every rank repeats
 
     def _batches(self) -> dict[str, TensorPlacement]:
-        """Returns how every tensor is cut if the inputs are cut along the batch, as far as that goes through."""
-        found: dict[str, TensorPlacement] = {}
+        """Returns how every tensor is cut if the inputs are cut along the batch, where rules allow it."""
+        placements: dict[str, TensorPlacement] = {}
         for layer in self.graph.layers:
             if layer.op == "input" and layer.outputs and layer.outputs[0].shape[:1] == (self.cuts.batch,):
-                found[layer.outputs[0].name] = TensorPlacement("sharded", 0, self.cuts.of_batch())
-            if not any(name in found for name in layer.inputs):
+                placements[layer.outputs[0].name] = TensorPlacement("sharded", 0, self.cuts.of_batch())
+            if not any(name in placements for name in layer.inputs):
                 continue
-            states: list[State] = [frozenset([found[n]]) if n in found else None for n in layer.inputs]
+            states: list[State] = [frozenset([placements[n]]) if n in placements else None for n in layer.inputs]
             for option in options_of(self._context(layer, states, {})):
-                given = [r for r in option.gives if r.state == "sharded" and self.cuts.table[r.cut].rows]
-                if len(given) == len(layer.outputs) and given:
-                    found.update(zip((tensor.name for tensor in layer.outputs), given, strict=True))
-        return found
+                output_placements = [r for r in option.gives if r.state == "sharded" and self.cuts.table[r.cut].rows]
+                if len(output_placements) == len(layer.outputs) and output_placements:
+                    placements.update(zip((tensor.name for tensor in layer.outputs), output_placements, strict=True))
+        return placements
 
     def run(self) -> SearchPath:
-        """Returns the cheapest way through the whole network."""
+        """Returns the cheapest path through the whole network."""
         last = {name: number for number, layer in enumerate(self.graph.layers) for name in layer.inputs}
 
         def needed(states: Mapping[str, State], number: int) -> dict[str, State]:
             return {name: state for name, state in states.items() if last.get(name, -1) > number}
 
-        ways = [SearchPath(0.0, {})]
+        paths = [SearchPath(0.0, {})]
         for number, layer in enumerate(self.graph.layers):
             if layer.kind == "source":
                 (step,) = self.steps(layer, ())
-                made = needed(step.states, number)
-                ways = [SearchPath(way.cost, {**way.states, **made} if made else way.states, way, step) for way in ways]
+                new_states = needed(step.states, number)
+                paths = [
+                    SearchPath(path.cost, {**path.states, **new_states} if new_states else path.states, path, step)
+                    for path in paths
+                ]
                 continue
-            found: dict[frozenset[tuple[str, State]], SearchPath] = {}
-            known: dict[tuple[State, ...], list[tuple[SearchStep, dict[str, State]]]] = {}
-            for way in ways:
-                given = tuple(map(way.states.get, layer.inputs))
-                if given not in known:  # a step depends on nothing else of the way before it
-                    known[given] = [(step, needed(step.states, number)) for step in self.steps(layer, given)]
-                going = needed(way.states, number)
-                for step, made in known[given]:
-                    kept = SearchPath(step.cost_after(way.cost), {**going, **made}, way, step)
-                    key = frozenset(kept.states.items())
-                    if key not in found or kept.cost < found[key].cost:
-                        found[key] = kept
-            if not found:
+            best_paths: dict[frozenset[tuple[str, State]], SearchPath] = {}
+            steps_by_states: dict[tuple[State, ...], list[tuple[SearchStep, dict[str, State]]]] = {}
+            for path in paths:
+                input_states = tuple(map(path.states.get, layer.inputs))
+                if input_states not in steps_by_states:  # steps depend on nothing else of the path
+                    steps_by_states[input_states] = [
+                        (step, needed(step.states, number)) for step in self.steps(layer, input_states)
+                    ]
+                carried_states = needed(path.states, number)
+                for step, new_states in steps_by_states[input_states]:
+                    next_path = SearchPath(step.cost_after(path.cost), {**carried_states, **new_states}, path, step)
+                    key = frozenset(next_path.states.items())
+                    if key not in best_paths or next_path.cost < best_paths[key].cost:
+                        best_paths[key] = next_path
+            if not best_paths:
                 raise SpecError(
                     f"the operation {layer.name!r} ({layer.where or layer.op}) was to run as "
                     f"{list(self.allowed.get(layer.name, []))}, which its inputs do not allow. Allow it other modes."
                 )
-            ways = sorted(found.values(), key=lambda w: w.cost)[:BEAM]
-        return ways[0]
+            paths = sorted(best_paths.values(), key=lambda w: w.cost)[:BEAM]
+        return paths[0]
 
-    def steps(self, layer: Layer, given: Sequence[State]) -> list[SearchStep]:
-        """Returns every way to compute this layer from inputs in these states."""
+    def steps(self, layer: Layer, input_states: Sequence[State]) -> list[SearchStep]:
+        """Returns every step that computes this layer from inputs in these states."""
         if layer.kind == "source":
-            is_free = layer.op in ("parameter", "buffer")  # in no state yet
+            is_free = layer.op in ("parameter", "buffer")  # placed at their first use
             states: dict[str, State] = {} if is_free else {t.name: frozenset([REPLICATED]) for t in layer.outputs}
             return [
                 SearchStep(states, Choice(layer=layer.name, mode="source", gives=(REPLICATED,) * len(layer.outputs)))
             ]
-        context = self._context(layer, given, self.batches)
+        context = self._context(layer, input_states, self.batches)
         options = [option for option in options_of(context) if self._allows(layer, option)]
         return [step for option in options if (step := self.take(context, option)) is not None]
 
     def _context(self, layer: Layer, states: Sequence[State], batches: Mapping[str, TensorPlacement]) -> LayerContext:
         inputs = tuple(self.tensors[name] for name in layer.inputs)
-        return LayerContext(layer, inputs, tuple(states), self.cuts, self.wishes, self.channels, batches, self.shares)
+        return LayerContext(
+            layer, inputs, tuple(states), self.cuts, self.preferred_units, self.channels, batches, self.shares
+        )
 
     def _allows(self, layer: Layer, option: LayerOption) -> bool:
         modes = self.allowed.get(layer.name)
         return modes is None or option.mode in modes
 
     def take(self, context: LayerContext, option: LayerOption) -> SearchStep | None:
-        """Returns the step that computes a layer in this mode; None where a tensor cannot be brought to its state."""
+        """Returns the step that computes a layer in this mode; None if an input cannot be redistributed as needed."""
         states: dict[str, State] = dict(zip(context.layer.inputs, context.states, strict=True))
         moves: list[Move] = []
         for tensor, need in zip(context.inputs, option.needs, strict=True):
             state = states[tensor.name]
-            held = "." in tensor.name and state is not None  # of a module that is called: it lives in one way, for good
-            if held and state is not None and need not in state and not (need == COPIED and REPLICATED in state):
+            is_fixed = "." in tensor.name and state is not None  # of a module that is called
+            if is_fixed and state is not None and need not in state and not (need == COPIED and REPLICATED in state):
                 return None
             reached = self.reach(tensor, state, need)
             if reached is None:
                 return None
-            states[tensor.name], steps = reached
-            moves += steps
+            states[tensor.name], tensor_moves = reached
+            moves += tensor_moves
         sent = option.sent * 2 * (self.size - 1) * _width(context)
         inside = sent / self.size * self.rates.flops_per_byte + option.messages * self.rates.flops_per_message
-        for tensor, record in zip(context.layer.outputs, option.gives, strict=True):
-            states[tensor.name] = frozenset([record])
+        for tensor, placement in zip(context.layer.outputs, option.gives, strict=True):
+            states[tensor.name] = frozenset([placement])
         costs = (self._work(context, option), sum(self._price(move) for move in moves), inside)
         return SearchStep(states, self._choice(context.layer, option, sent), tuple(moves), costs)
 
@@ -193,8 +201,8 @@ class Search:
         return self._choices[key]
 
     def reach(self, tensor: Tensor, state: State, need: TensorPlacement) -> tuple[State, list[Move]] | None:
-        """Returns the states of a tensor once it is brought to `need`, and the moves on the way."""
-        if state is None:  # a parameter that is used for the first time lives as it is needed
+        """Returns the states of a tensor once it is redistributed to `need`, and the moves for that."""
+        if state is None:  # a parameter is placed as its first use needs it
             start = REPLICATED if need == COPIED else need
             if start == PARTIAL:
                 return None
@@ -203,23 +211,23 @@ class Search:
             return state, []
         if need == PARTIAL:
             return None
-        have = {record.state: record for record in sorted(state)}
-        steps: list[Move] = []
-        if need.state == "sharded" and "partial" in have:
-            steps = [self._move(tensor, "reduce_scatter", have["partial"], need)]
+        placements = {placement.state: placement for placement in sorted(state)}
+        moves: list[Move] = []
+        if need.state == "sharded" and "partial" in placements:
+            moves = [self._move(tensor, "reduce_scatter", placements["partial"], need)]
         elif need.state == "sharded":
-            source = have.get("replicated")
+            source = placements.get("replicated")
             if source is None:
-                steps = self._gather(tensor, have["sharded"], REPLICATED)
-            steps.append(self._move(tensor, "slice", REPLICATED, need))
-        elif "sharded" in have:
-            steps = self._gather(tensor, have["sharded"], need)
+                moves = self._gather(tensor, placements["sharded"], REPLICATED)
+            moves.append(self._move(tensor, "slice", REPLICATED, need))
+        elif "sharded" in placements:
+            moves = self._gather(tensor, placements["sharded"], need)
         else:
-            if "replicated" not in have:
-                steps = [self._move(tensor, "reduce", PARTIAL, REPLICATED)]
+            if "replicated" not in placements:
+                moves = [self._move(tensor, "reduce", PARTIAL, REPLICATED)]
             if need == COPIED:
-                steps.append(self._move(tensor, "copy", REPLICATED, COPIED))
-        return state | {step.after for step in steps}, steps
+                moves.append(self._move(tensor, "copy", REPLICATED, COPIED))
+        return state | {move.after for move in moves}, moves
 
     def _gather(self, tensor: Tensor, source: TensorPlacement, need: TensorPlacement) -> list[Move]:
         name: MoveName = "gather_for_ranks" if need == COPIED else "gather_for_all"
@@ -249,14 +257,14 @@ class Search:
         layer = context.layer
         if option.is_whole and layer.op in WEIGHTED and len(context.inputs) > 1:
             return FORBIDDEN
-        whole = option.is_whole or option.mode == "summand"
-        key = (layer.name, whole)
+        is_repeated = option.is_whole or option.mode == "summand"
+        key = (layer.name, is_repeated)
         if key not in self._work_of:
             flops = work_of(layer)
-            self._work_of[key] = flops * self.slowdown if whole else flops
+            self._work_of[key] = flops * self.slowdown if is_repeated else flops
         return self._work_of[key]
 
 
 def _width(context: LayerContext) -> int:
-    """Returns the bytes of one element of what a layer sums inside: at least those of float32."""
+    """Returns the bytes of one element of what a layer sums over ranks: at least those of float32."""
     return max(4, context.inputs[0].size_bytes // max(1, context.inputs[0].numel)) if context.inputs else 0

@@ -1,4 +1,4 @@
-"""Cluster, profile, graph and wishes -> plan. Pure and deterministic."""
+"""Cluster + Profile + Graph + settings -> Plan. Pure and deterministic."""
 
 from evenly.planner.balance import balance
 from evenly.planner.calibration_targets import cut_to_try, group_to_try

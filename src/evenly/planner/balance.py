@@ -1,4 +1,4 @@
-"""Whole units dealt out so that the last device finishes as early as can be."""
+"""Distributes whole units over devices so that the slowest device finishes as early as possible."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -8,17 +8,17 @@ from itertools import groupby
 from evenly.errors import SpecError
 
 Seconds = Callable[[int], float]
-LARGE = 400_000  # entries of a table of times; above that, times are taken to grow with the size
+LARGE = 400_000  # entries of the table of times; for more, times are assumed to grow with the size
 
 
 def balance(units: int, seconds: Sequence[Seconds], limits: Sequence[int] | None = None) -> list[int]:
     """Returns the units of each device, c_r, with sum_r c_r = units, for which max_r T_r(c_r) is least.
 
-    A device with nothing to do takes no time. Times need not grow with the size (odd widths can be slower than larger
-    even ones); where the table of times is very large they are taken to.
+    A device without units takes no time. Times need not grow with the size (odd widths can be slower than larger
+    even ones); only if the table of times is very large is this assumed.
 
     Args:
-        units: what there is to deal out.
+        units: how many to distribute.
         seconds: for each device the time T_r of c units.
         limits: the most units that each device can hold.
 
@@ -28,7 +28,7 @@ def balance(units: int, seconds: Sequence[Seconds], limits: Sequence[int] | None
     most = [units] * len(seconds) if limits is None else [min(units, max(0, limit)) for limit in limits]
     if sum(most) < units:
         raise SpecError(
-            f"{units} units were to be dealt out over devices that hold at most {most}, {units - sum(most)} too few. "
+            f"{units} units were to be distributed over devices that hold at most {most}, {units - sum(most)} too few. "
             "Add a device, or give them more memory."
         )
     if sum(most) > LARGE:
@@ -39,13 +39,13 @@ def balance(units: int, seconds: Sequence[Seconds], limits: Sequence[int] | None
     best = bisect_left(
         range(len(bounds)), True, key=lambda i: bool(_reach(units, tables, order, bounds[i])[-1] >> units & 1)
     )
-    reach, left = _reach(units, tables, order, bounds[best]), units
+    reach, remaining = _reach(units, tables, order, bounds[best]), units
     counts = [0] * len(tables)
-    for place in range(len(order) - 1, -1, -1):  # the slowest gets as little as the others leave
-        table = tables[order[place]]
-        fits = (c for c, value in enumerate(table) if value <= bounds[best] and c <= left)
-        counts[order[place]] = next(c for c in fits if reach[place] >> (left - c) & 1)
-        left -= counts[order[place]]
+    for position in range(len(order) - 1, -1, -1):  # the slowest gets what the others cannot take
+        table = tables[order[position]]
+        fits = (c for c, value in enumerate(table) if value <= bounds[best] and c <= remaining)
+        counts[order[position]] = next(c for c in fits if reach[position] >> (remaining - c) & 1)
+        remaining -= counts[order[position]]
     return counts
 
 
@@ -63,7 +63,7 @@ def _reach(units: int, tables: Sequence[Sequence[float]], order: Sequence[int], 
 
 
 def _smeared(bits: int, length: int) -> int:
-    """Returns the bits moved by 0, 1, ..., length - 1 places, together."""
+    """Returns the union of the bits shifted by 0, 1, ..., length - 1 places."""
     done = 1
     while done < length:
         step = min(done, length - done)
@@ -73,7 +73,7 @@ def _smeared(bits: int, length: int) -> int:
 
 
 def _steadily(units: int, seconds: Sequence[Seconds], most: Sequence[int]) -> list[int]:
-    """The same by halving the time, for times that grow with the size."""
+    """Returns the same by bisection on the time, for times that grow with the size."""
     low, high = 0.0, max(times(top) for times, top in zip(seconds, most, strict=True) if top)
     for _ in range(60):
         middle = (low + high) / 2
@@ -82,7 +82,7 @@ def _steadily(units: int, seconds: Sequence[Seconds], most: Sequence[int]) -> li
     counts = [largest(times, top, high) for times, top in zip(seconds, most, strict=True)]
     ends = [(-seconds[rank](count), rank) for rank, count in enumerate(counts) if count]
     heapify(ends)
-    for _ in range(sum(counts) - units):  # what is too much goes, from the last to finish
+    for _ in range(sum(counts) - units):  # surplus units are taken from the device that finishes last
         _, rank = ends[0]
         counts[rank] -= 1
         heapreplace(ends, (-seconds[rank](counts[rank]) if counts[rank] else 1.0, rank))

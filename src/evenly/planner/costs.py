@@ -1,4 +1,4 @@
-"""How long it takes: the layers of a network on one device, what a cut network's ranks do between meetings, wires."""
+"""Predicted seconds: layers on one device, a step of a cut network, sums over ranks and exchanges."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ BUCKETS_BYTES = 25 * 2**20  # in which DDP sends gradients
 
 @dataclass(frozen=True)
 class GraphCosts:
-    """The operations of a network that take time, with the weight of each where it was not measured by itself."""
+    """The operations of a network that take time, with a weight for those that were not measured by themselves."""
 
     graph: Graph
-    layouts: dict[tuple[tuple[float, ...], bool], Layout] = field(default_factory=dict)  # found so far, by proportions
+    layouts: dict[tuple[tuple[float, ...], bool], Layout] = field(default_factory=dict)  # by proportions of shares
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
@@ -57,43 +57,45 @@ class GraphCosts:
 
     @cached_property
     def travelling_bytes(self) -> int:
-        """The bytes of all parameters as they travel between ranks: short numbers in float32."""
-        held = [layer.outputs[0] for layer in self.graph.layers if layer.op == "parameter"]
-        return sum(max(tensor.size_bytes, 4 * tensor.numel) for tensor in held)
+        """The bytes of all parameters as ranks send them: float32 at least."""
+        parameters = [layer.outputs[0] for layer in self.graph.layers if layer.op == "parameter"]
+        return sum(max(tensor.size_bytes, 4 * tensor.numel) for tensor in parameters)
 
     def exchanged_bytes(self, exchange: Exchange) -> int:
-        """Returns the bytes of all parameters as they travel in an exchange between nodes, coded or not."""
+        """Returns the bytes of all parameters as an exchange sends them, coded or not."""
         return int(exchange.coded_part * self.travelling_bytes)
 
     @cached_property
-    def wishes(self) -> PreferredUnits:
-        """The units in which tensors are to be dealt out."""
+    def preferred_units(self) -> PreferredUnits:
+        """The units in which tensors should be cut."""
         return preferred_units_of(self.graph)
 
     def on(self, device: DeviceProfile) -> "DeviceCosts":
         """Returns the seconds of each operation on a device."""
-        whole = device.step.at(self.graph.batch_size)
-        known = {name: form for name, form in self.forms.items() if form in device.layers}
-        measured = sum(device.layers[form].outputs.seconds[-1] for form in known.values())
-        others = sum(weight for name, weight in self.weights.items() if name not in known)
-        fitting = min(1.0, whole / measured) if measured else 1.0  # layers one by one can take longer than together
-        return DeviceCosts(self, device, known, fitting, (whole - fitting * measured) / others if others else 0.0)
+        step_s = device.step.at(self.graph.batch_size)
+        measured_forms = {name: form for name, form in self.forms.items() if form in device.layers}
+        measured_s = sum(device.layers[form].outputs.seconds[-1] for form in measured_forms.values())
+        unmeasured_weight = sum(weight for name, weight in self.weights.items() if name not in measured_forms)
+        # layers one by one can take longer than together
+        fitting = min(1.0, step_s / measured_s) if measured_s else 1.0
+        per_weight = (step_s - fitting * measured_s) / unmeasured_weight if unmeasured_weight else 0.0
+        return DeviceCosts(self, device, measured_forms, fitting, per_weight)
 
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """The seconds of each operation on one device, for any part of it."""
+    """The seconds of any part of each operation on one device."""
 
     graph_costs: GraphCosts
     device: DeviceProfile
-    known: dict[str, str]
+    measured_forms: dict[str, str]
     fitting: float
     per_weight: float
-    parts: dict[float, float] = field(default_factory=dict)  # what was asked for before
+    parts: dict[float, float] = field(default_factory=dict)  # cache of `_of_step`
 
     def of(self, name: str, mode: str, part: float, count: int) -> float:
         """Returns the seconds of `part` of an operation: `count` outputs, inputs or samples, as its mode says."""
-        form = self.known.get(name)
+        form = self.measured_forms.get(name)
         if part <= 0:
             return 0.0
         if form is None:
@@ -105,13 +107,13 @@ class DeviceCosts:
 
     def whole(self, name: str) -> float:
         """Returns the seconds of all of an operation."""
-        form = self.known.get(name)
+        form = self.measured_forms.get(name)
         if form is None:
             return self.graph_costs.weights[name] * self.per_weight
         return self.fitting * self.device.layers[form].outputs.seconds[-1]
 
     def _of_step(self, part: float) -> float:
-        """Returns the part of a step's time that a part of its work takes: more, where there is a fixed cost."""
+        """Returns the fraction of a step's time that this fraction of its work takes; fixed costs make it larger."""
         if part not in self.parts:
             batch = self.graph_costs.graph.batch_size
             self.parts[part] = self.device.step.at(part * batch) / self.device.step.at(batch)
@@ -120,39 +122,39 @@ class DeviceCosts:
 
 @dataclass(frozen=True)
 class TimelineSegment:
-    """What the ranks of a replica do between two meetings, in seconds, and the meeting at the end."""
+    """The seconds each rank of a replica computes between two collectives, and those of the collective at the end."""
 
     seconds: tuple[float, ...]
-    meeting_s: float = 0.0
+    collective_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of a replica: stretches of work, each of which ends when its slowest rank does."""
+    """A step of a replica: segments of work, each of which ends when its slowest rank does."""
 
-    stretches: tuple[TimelineSegment, ...]
+    segments: tuple[TimelineSegment, ...]
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds from begin to end."""
-        return sum(max(stretch.seconds) + stretch.meeting_s for stretch in self.stretches)
+        """Seconds of the whole step."""
+        return sum(max(segment.seconds) + segment.collective_s for segment in self.segments)
 
     @cached_property
     def compute_s(self) -> list[float]:
         """Seconds in which each rank computes."""
-        return [sum(part) for part in zip(*(stretch.seconds for stretch in self.stretches), strict=True)]
+        return [sum(part) for part in zip(*(segment.seconds for segment in self.segments), strict=True)]
 
 
 def timeline_of(
-    graph_costs: GraphCosts, layout: Layout, devices: Sequence[DeviceCosts], meeting: CollectiveTimings
+    graph_costs: GraphCosts, layout: Layout, devices: Sequence[DeviceCosts], timings: CollectiveTimings
 ) -> Timeline:
-    """Returns the step of a network cut as `layout` says over these devices, its members in order."""
-    stretches = [*_stretches(list(_turns(graph_costs, layout)), layout, devices, meeting, forward=True)]
-    stretches += _stretches(list(_turns(graph_costs, layout))[::-1], layout, devices, meeting, forward=False)
-    return Timeline(tuple(stretches))
+    """Returns the step of a network with this layout over these devices, in the order of the layout's members."""
+    segments = [*_segments(list(_choices_with_moves(graph_costs, layout)), layout, devices, timings, forward=True)]
+    segments += _segments(list(_choices_with_moves(graph_costs, layout))[::-1], layout, devices, timings, forward=False)
+    return Timeline(tuple(segments))
 
 
-def _turns(graph_costs: GraphCosts, layout: Layout) -> Iterator[tuple[Choice, list[Move]]]:
+def _choices_with_moves(graph_costs: GraphCosts, layout: Layout) -> Iterator[tuple[Choice, list[Move]]]:
     """Returns every choice with the moves that come before it."""
     moves = list(layout.moves)
     for choice in layout.choices:
@@ -162,54 +164,54 @@ def _turns(graph_costs: GraphCosts, layout: Layout) -> Iterator[tuple[Choice, li
         yield choice, before
 
 
-def _stretches(
-    turns: Sequence[tuple[Choice, list[Move]]],
+def _segments(
+    choices: Sequence[tuple[Choice, list[Move]]],
     layout: Layout,
     devices: Sequence[DeviceCosts],
-    meeting: CollectiveTimings,
+    timings: CollectiveTimings,
     *,
     forward: bool,
 ) -> Iterator[TimelineSegment]:
     size, portion = len(devices), FORWARD if forward else 1 - FORWARD
-    work = [0.0] * size
-    for choice, moves in turns:
-        own = [portion * time for time in _seconds(choice, layout, devices)]
+    compute_s = [0.0] * size
+    for choice, moves in choices:
+        choice_s = [portion * time for time in _seconds(choice, layout, devices)]
         if not forward:
-            work = [a + b for a, b in zip(work, own, strict=True)]
-        for seconds in _meetings(choice, moves, size, meeting, forward=forward):
-            yield TimelineSegment(tuple(work), seconds)
-            work = [0.0] * size
+            compute_s = [a + b for a, b in zip(compute_s, choice_s, strict=True)]
+        for seconds in _collective_seconds(choice, moves, size, timings, forward=forward):
+            yield TimelineSegment(tuple(compute_s), seconds)
+            compute_s = [0.0] * size
         if forward:
-            work = [a + b for a, b in zip(work, own, strict=True)]
-    yield TimelineSegment(tuple(work))
+            compute_s = [a + b for a, b in zip(compute_s, choice_s, strict=True)]
+    yield TimelineSegment(tuple(compute_s))
 
 
-def _meetings(
-    choice: Choice, moves: Sequence[Move], size: int, meeting: CollectiveTimings, *, forward: bool
+def _collective_seconds(
+    choice: Choice, moves: Sequence[Move], size: int, timings: CollectiveTimings, *, forward: bool
 ) -> Iterator[float]:
-    """Returns the seconds of every message that comes with an operation."""
+    """Returns the seconds of every collective of an operation."""
     others = max(1, size - 1)
     for move in moves:
         count = move.forward_bytes if forward else move.backward_bytes
         is_sum = move.name == ("reduce" if forward else "copy")
         if count:
             full = count // others  # bytes of the whole tensor, twice that in a sum
-            yield meeting.sums.at(full / 2) if is_sum else meeting.gathers.at(full)
+            yield timings.sums.at(full / 2) if is_sum else timings.gathers.at(full)
     if choice.sent_bytes and choice.messages:
         each = choice.sent_bytes // choice.messages
         for _ in range(choice.messages - choice.messages // 2 if forward else choice.messages // 2):
-            yield meeting.sums.at(each / others / 2)
+            yield timings.sums.at(each / others / 2)
 
 
 def _seconds(choice: Choice, layout: Layout, devices: Sequence[DeviceCosts]) -> list[float]:
-    """Returns what an operation takes on each member."""
+    """Returns the seconds of an operation on each member."""
     if choice.mode == "source" or not devices or choice.layer not in devices[0].graph_costs.layers:
         return [0.0] * len(devices)
-    records = choice.needs if choice.mode == "reduced" else (*choice.gives, *choice.needs)
-    record = next((record for record in records if record.state == "sharded"), None)
-    if record is None or choice.mode in ("whole", "summand"):
+    placements = choice.needs if choice.mode == "reduced" else (*choice.gives, *choice.needs)
+    placement = next((placement for placement in placements if placement.state == "sharded"), None)
+    if placement is None or choice.mode in ("whole", "summand"):
         return [times.whole(choice.layer) for times in devices]
-    cut = layout.cuts[record.cut]
+    cut = layout.cuts[placement.cut]
     counts = cut.counts()
     mode = "bystander" if cut.rows else choice.mode
     return [times.of(choice.layer, mode, count / cut.size, count) for times, count in zip(devices, counts, strict=True)]
@@ -224,7 +226,7 @@ def sum_seconds(size_bytes: int, ranks: int, rate: Rate) -> float:
 
 
 def exchange_seconds(size_bytes: int, nodes: Sequence[Sequence[int]], profile: Profile) -> float:
-    """Returns the seconds in which nodes with these ranks average parameters: across, and spread inside each."""
+    """Returns the seconds of an exchange between nodes with these ranks: across nodes, then inside each node."""
     if len(nodes) < 2:
         return 0.0
     across = sum_seconds(size_bytes, len(nodes), profile.rate_across(nodes))

@@ -1,4 +1,4 @@
-"""Whether fewer nodes are faster: each one more takes part in the work, and in every exchange."""
+"""Whether fewer nodes are faster: every additional node shares the work, but makes every exchange slower."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, combinations
@@ -8,19 +8,18 @@ from evenly.spec.exchange import Exchange
 from evenly.spec.period import Adaptive, EveryGradient, EverySeconds, EverySteps, Period
 from evenly.spec.profile import Profile
 
-FEW = 8  # nodes, of which all sets are tried
-STARTS = 4  # strong nodes, and sites, from which sets of near nodes are grown
-SITE = 2  # so many times farther than the nearest is not of one site
-ALL = 32  # so many sizes of sets are all tried
+FEW = 8  # up to so many nodes, all sets are tried
+STARTS = 4  # strong nodes, and sites, from which sets of nearby nodes are grown
+SITE = 2  # a node this many times farther than the nearest one is at another site
+ALL = 32  # up to so many sizes of sets, all are tried
 
 Distances = dict[int, dict[int, float]]  # seconds from node to node
 
 
 def mean_step_s(period: Period, exchange: Exchange, *, step_s: float, exchange_s: float) -> float:
-    """Returns the seconds of a step with its part of what exchanges hold up.
+    """Returns the seconds of a step including its part of the time that exchanges block.
 
-    Where it is not known how many steps lie between two (an epoch of a length that nobody said, a wish for drift) they
-    count for nothing.
+    Exchanges are ignored if the number of steps between two is not known (an epoch, a target for drift).
 
     >>> mean_step_s(EverySteps(4), Exchange(), step_s=0.25, exchange_s=0.5)
     0.375
@@ -40,17 +39,17 @@ def mean_step_s(period: Period, exchange: Exchange, *, step_s: float, exchange_s
 
 
 def distances(cluster: Cluster, profile: Profile, size_bytes: int) -> Distances:
-    """Returns how long a message of this size takes from node to node, where that was measured; the slower way."""
+    """Returns the seconds of a message of this size between nodes, where measured; the slower direction."""
     nodes = {node.ranks[0]: index for index, node in enumerate(cluster.nodes)}
-    found: Distances = {}
-    for lane in profile.lanes:
-        if lane.source in nodes and lane.target in nodes:
-            seconds = lane.rate.latency_s + size_bytes / lane.rate.bytes_per_s
-            a, b = nodes[lane.source], nodes[lane.target]
+    seconds_by_node: Distances = {}
+    for link in profile.lanes:
+        if link.source in nodes and link.target in nodes:
+            seconds = link.rate.latency_s + size_bytes / link.rate.bytes_per_s
+            a, b = nodes[link.source], nodes[link.target]
             for one, other in ((a, b), (b, a)):
-                near = found.setdefault(one, {})
-                near[other] = max(seconds, near.get(other, 0.0))
-    return found
+                neighbours = seconds_by_node.setdefault(one, {})
+                neighbours[other] = max(seconds, neighbours.get(other, 0.0))
+    return seconds_by_node
 
 
 def try_sets(
@@ -60,16 +59,16 @@ def try_sets(
     batch: int,
     mean_of: Callable[[frozenset[int]], float],
 ) -> None:
-    """Asks for the mean step of sets of fewer nodes that can do the work: the strongest of them, and near ones.
+    """Calls `mean_of` for sets of fewer nodes that can process the batch: the strongest nodes, and nearby ones.
 
-    If wires are alike, the strongest are the best of each size. If they are not, all sets of few nodes are tried.
+    If all links are alike, the strongest nodes are the best set of each size. If not, all sets of few nodes are tried.
 
     Args:
-        strong: the samples that each node can do while all take part.
-        able: those that it can do in the time that is to be beaten.
+        strong: the samples that each node can process while all take part.
+        able: the samples that it can process in the time that fewer nodes must beat.
         far: seconds from node to node, where they are known.
-        batch: the samples to do.
-        mean_of: says the mean step of a set.
+        batch: the samples of the global batch.
+        mean_of: returns the mean step of a set.
     """
     for order in _orders(sorted(strong, key=lambda node: (-strong[node], node)), far):
         totals = [*accumulate(able[node] for node in order)]
@@ -85,7 +84,7 @@ def try_sets(
 
 
 def _orders(nodes: Sequence[int], far: Distances) -> Iterator[Sequence[int]]:
-    """Returns orders in which to take nodes: as they are, and from some of them on each time the nearest to all."""
+    """Yields orders in which to add nodes: as they are, and from each start always the nearest to all before."""
     yield nodes
     for start in _starts(nodes, far) if far else ():
         order, rest = [start], [node for node in nodes if node != start]
@@ -100,13 +99,13 @@ def _orders(nodes: Sequence[int], far: Distances) -> Iterator[Sequence[int]]:
 
 
 def _starts(nodes: Sequence[int], far: Distances) -> list[int]:
-    """Returns the strongest nodes, and one of each site: nodes that have near ones, but are far from those before."""
-    op_instances: list[int] = []
-    for node in sorted(nodes, key=lambda node: _nearest_s(node, far)):  # those with fast wires, the strongest first
-        apart = [far.get(node, {}).get(start, 0.0) for start in op_instances]
-        if len(op_instances) < STARTS and all(seconds > SITE * _nearest_s(node, far) for seconds in apart):
-            op_instances.append(node)
-    return list(dict.fromkeys([*nodes[:STARTS], *op_instances]))
+    """Returns the strongest nodes, and one of each site: a node with near neighbours, far from the sites before."""
+    sites: list[int] = []
+    for node in sorted(nodes, key=lambda node: _nearest_s(node, far)):  # those with fast links, the strongest first
+        apart = [far.get(node, {}).get(start, 0.0) for start in sites]
+        if len(sites) < STARTS and all(seconds > SITE * _nearest_s(node, far) for seconds in apart):
+            sites.append(node)
+    return list(dict.fromkeys([*nodes[:STARTS], *sites]))
 
 
 def _nearest_s(node: int, far: Distances) -> float:
@@ -114,7 +113,7 @@ def _nearest_s(node: int, far: Distances) -> float:
 
 
 def _sizes(least: int, most: int) -> list[int]:
-    """Returns numbers of nodes from `least` on, fewer than `most`: all, or some near both and fewer in between."""
+    """Returns sizes from `least` to below `most`: all if they are few, else dense near both ends."""
     if most - least <= ALL:
         return list(range(least, most))
     differences = [2**power for power in range(most.bit_length())]
@@ -127,8 +126,8 @@ def _sizes(least: int, most: int) -> list[int]:
 
 
 def _between(means: Mapping[int, float], most: int) -> list[int]:
-    """Returns the sizes half way from the best one to those beside it, until there are none."""
-    found = min(means, key=lambda size: (means[size], -size))
-    beside = [max((size for size in means if size < found), default=found)]
-    beside.append(min((size for size in means if size > found), default=most))
-    return sorted({(found + other) // 2 for other in beside} - means.keys())
+    """Returns the sizes half way between the best one and its neighbours that are not in `means` yet."""
+    best_size = min(means, key=lambda size: (means[size], -size))
+    neighbours = [max((size for size in means if size < best_size), default=best_size)]
+    neighbours.append(min((size for size in means if size > best_size), default=most))
+    return sorted({(best_size + other) // 2 for other in neighbours} - means.keys())

@@ -1,30 +1,31 @@
-"""Ways to use the ranks of a node: which of them, and which hold one network together."""
+"""Groupings of the ranks of a node: which ranks are used, and which of them hold one network together."""
 
 from collections.abc import Iterator, Sequence
 
 Grouping = tuple[tuple[int, ...], ...]  # the replicas: ranks that hold one network together
-MANY = 16  # ranks of a node; of more, fewer ways are looked at
+MANY = 16  # ranks of a node; for more, fewer groupings are tried
 
 
 def groupings(ranks: Sequence[int], *, cut: bool = True) -> Iterator[Grouping]:
-    """Returns ways to use ranks that are given fastest first: simple ones first, then those with networks cut.
+    """Yields groupings of ranks that are ordered fastest first: whole networks first, then cut ones.
 
-    Every rank for itself, the slowest ones left out one after another, or one of them alone; then networks held by
-    two, three, ... ranks together. Of many ranks the fastest alone, or as many as can be grouped, are cut over.
+    First every rank holds a whole network, with the slowest left out one after another, or one rank left out; then
+    two, three, ... ranks hold one network together. Of many ranks, a network is cut over
+    the fastest `size` of them, or over all in groups of `size`.
 
-    >>> list(formations([0, 1]))
+    >>> list(groupings([0, 1]))
     [((0,), (1,)), ((0,),), ((1,),), ((0, 1),)]
     """
-    seen: set[Grouping] = set()
+    yielded: set[Grouping] = set()
     for size in _sizes(len(ranks)) if cut else [1]:
-        whole = len(ranks) - len(ranks) % size
-        few = [tuple(ranks[:whole]), tuple(ranks[:size])]
-        for chosen in _subsets(ranks) if size == 1 or len(ranks) <= MANY else few:
+        num_grouped = len(ranks) - len(ranks) % size
+        few_subsets = [tuple(ranks[:num_grouped]), tuple(ranks[:size])]
+        for chosen in _subsets(ranks) if size == 1 or len(ranks) <= MANY else few_subsets:
             if len(chosen) % size == 0:
-                formed = _grouped(chosen, size)
-                if formed not in seen:
-                    seen.add(formed)
-                    yield formed
+                grouping = _grouped(chosen, size)
+                if grouping not in yielded:
+                    yielded.add(grouping)
+                    yield grouping
 
 
 def _sizes(count: int) -> list[int]:
@@ -38,18 +39,18 @@ def _sizes(count: int) -> list[int]:
 
 
 def _subsets(ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Returns prefixes, and all but one, of the ranks."""
+    """Yields the prefixes of the ranks, and the ranks without one of them."""
     for count in range(len(ranks), 0, -1):
         yield tuple(ranks[:count])
     for left_out in range(len(ranks) - 1):
-        yield tuple(rank for place, rank in enumerate(ranks) if place != left_out)
+        yield tuple(rank for position, rank in enumerate(ranks) if position != left_out)
 
 
 def _grouped(ranks: Sequence[int], size: int) -> Grouping:
-    """Returns groups of alike strength: the fastest with the slowest, to and fro."""
+    """Returns groups of similar speed: ranks are distributed in alternating direction, fastest first."""
     count = len(ranks) // size
     groups: list[list[int]] = [[] for _ in range(count)]
-    for place, rank in enumerate(ranks):
-        turn, index = divmod(place, count)
+    for position, rank in enumerate(ranks):
+        turn, index = divmod(position, count)
         groups[index if turn % 2 == 0 else count - 1 - index].append(rank)
     return tuple(tuple(group) for group in groups)

@@ -1,4 +1,4 @@
-"""Cluster + Profile + Graph + wishes -> Plan: the least time in which all devices finish one global batch together."""
+"""Cluster + Profile + Graph + settings -> Plan: the least time in which all devices together finish a global batch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from evenly.spec.period import Adaptive, Every, EveryGradient, EverySteps, Perio
 from evenly.spec.plan import MOST_SAMPLES, Plan, Prediction, Replica, Role
 from evenly.spec.profile import Profile
 
-BUDGET = 0.05  # of the time may go into exchanges between nodes, if nothing else is wished
+BUDGET = 0.05  # default part of the time for exchanges between nodes
 LEAST_BUDGET = 1e-6
 
 
@@ -36,21 +36,21 @@ def plan(
     memory_bytes: Sequence[int] | None = None,
     exchange: Exchange | None = None,
 ) -> Plan:
-    """Returns who does what so that a step over the global batch takes the least time, exchanges included.
+    """Returns the roles of all ranks for which a step over the global batch is shortest, exchanges included.
 
     Every node may use some or all of its ranks, each for itself with its own number of samples, or several holding one
     network together. For a time T it is known how many samples each node can do; the least T for which they are enough
-    is found by halving; where exchanges cost time, also for fewer nodes.
+    is found by bisection; where exchanges cost time, also for fewer nodes.
 
     Args:
         cluster: the nodes and ranks.
         profile: what was measured on them, or `Profile.from_speeds`.
         graph: the network, from `evenly.trace`.
-        batch_size: samples of all ranks together in one step; those of the example if left out.
-        every: the period K'; if left out, so many steps that exchanges take no more than `exchange_budget`.
+        batch_size: samples of all ranks together in one step; by default those of the example.
+        every: the period K'; by default so many steps that exchanges take no more than `exchange_budget`.
         cut: whether several ranks may hold one network together.
         exchange_budget: the part of the time that may go into exchanges between nodes.
-        memory_bytes: what each rank may use; the profile's free memory if left out.
+        memory_bytes: what each rank may use; by default the profile's free memory.
         exchange: how exchanges are made.
     """
     profile.require_fit(cluster, graph)
@@ -67,8 +67,8 @@ def plan(
     return _Task(cluster, profile, GraphCosts(graph), free, wishes).plan()
 
 
-IDLE, HELP = 0.1, 0.03  # ranks that would wait for such a part of a step must do so much of the work, at least
-FEWER = 0.99  # of the time, at most, fewer nodes must take
+IDLE, HELP = 0.1, 0.03  # ranks that wait for more than IDLE of a step must do at least HELP of the work
+FEWER = 0.99  # fewer nodes must take at most this part of the time
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,15 @@ class _Wishes:
 
 @dataclass(frozen=True)
 class _Deal:
-    """What each node does in a step, the seconds of a step, and of one with its part of the exchanges."""
+    """The option and samples of each node, the seconds of a step, and its mean including exchanges."""
 
-    lines: list[NodeOption | None]
+    options: list[NodeOption | None]
     counts: list[list[int]]
     period: Period
     step_s: float
     exchange_s: float
     mean_s: float
-    idle: dict[int, str]  # ranks that would wait for long, and why they are left out
+    idle: dict[int, str]  # ranks that would mostly wait, and why they are left out
 
     @cached_property
     def nodes(self) -> frozenset[int]:
@@ -106,8 +106,8 @@ class _Deal:
     def replica_options(self) -> list[tuple[ReplicaOption, int]]:
         """Those that have samples, and how many."""
         pairs = [
-            zip(option.replica_options, own, strict=True)
-            for option, own in zip(self.lines, self.counts, strict=True)
+            zip(option.replica_options, node_counts, strict=True)
+            for option, node_counts in zip(self.options, self.counts, strict=True)
             if option
         ]
         return [(replica_option, samples) for pair in pairs for replica_option, samples in pair if samples]
@@ -123,11 +123,11 @@ class _Task:
 
     def plan(self) -> Plan:
         self._require_memory()
-        whole = self._deal(self._groups)
-        deal = self._without_some_nodes(whole)
+        unrestricted = self._deal(self._groups)
+        deal = self._without_some_nodes(unrestricted)
         step_s = deal.mean_s if isinstance(deal.period, EveryGradient) else deal.step_s
         return Plan(
-            roles=self._roles(deal, self._reasons(deal, whole)),
+            roles=self._roles(deal, self._reasons(deal, unrestricted)),
             period=deal.period,
             exchange=self.wishes.exchange,
             replicas=self._replicas(deal),
@@ -143,15 +143,15 @@ class _Task:
 
     @cached_property
     def _kinds(self) -> dict[int, tuple[object, ...]]:
-        """What tells one node from another: equal ones are planned once."""
+        """A key of each node; nodes with equal keys are planned once."""
         kinds = {}
-        seen = [set(meeting.ranks) for meeting in self.profile.meetings]
-        seen += [set(cut.ranks) for cut in self.profile.cuts]
+        measured_groups = [set(meeting.ranks) for meeting in self.profile.meetings]
+        measured_groups += [set(cut.ranks) for cut in self.profile.cuts]
         for index, node in enumerate(self.cluster.nodes):
             devices = [self.profile.devices[rank] for rank in node.ranks]
-            told = [(d.step, d.averaging_s, d.alone, self.free[d.rank]) for d in devices]
-            own = any(d.layers for d in devices) or any(known & set(node.ranks) for known in seen)
-            kinds[index] = (*told, self.profile.rate(node.ranks), index if own else -1)
+            device_keys = [(d.step, d.averaging_s, d.alone, self.free[d.rank]) for d in devices]
+            is_unique = any(d.layers for d in devices) or any(group & set(node.ranks) for group in measured_groups)
+            kinds[index] = (*device_keys, self.profile.rate(node.ranks), index if is_unique else -1)
         return kinds
 
     @cached_property
@@ -163,26 +163,28 @@ class _Task:
         return groups
 
     @cached_property
-    def _lines(self) -> dict[int, list[NodeOption]]:
-        """The ways to use the first node of each group of equal ones."""
-        given = (self.graph_costs, self.profile, self.free, self.batch)
+    def _node_options(self) -> dict[int, list[NodeOption]]:
+        """The options of the first node of each group of equal nodes."""
+        arguments = (self.graph_costs, self.profile, self.free, self.batch)
         kinds: dict[int, Kinds] = {first: {} for first in self._groups}
-        found = {first: single_options(self.cluster.nodes[first].ranks, *given, kinds[first]) for first in self._groups}
-        seconds = self._least_s(found, self._groups) if self._most(found, self._groups) >= self.batch else 0.0
+        options = {
+            first: single_options(self.cluster.nodes[first].ranks, *arguments, kinds[first]) for first in self._groups
+        }
+        seconds = self._least_s(options, self._groups) if self._most(options, self._groups) >= self.batch else 0.0
         for first in self._groups if self.wishes.cut else ():
             ranks = self.cluster.nodes[first].ranks
-            samples = best(found[first], seconds)[0] if seconds else 0
-            found[first] += cut_options(ranks, *given, kinds[first], seconds=seconds, samples=samples)
-        return found
+            samples = best(options[first], seconds)[0] if seconds else 0
+            options[first] += cut_options(ranks, *arguments, kinds[first], seconds=seconds, samples=samples)
+        return options
 
-    def _most(self, lines: Mapping[int, Sequence[NodeOption]], groups: Groups) -> int:
-        """Returns how many samples memory allows these nodes."""
-        each = {first: max((sum(option.limits) for option in lines[first]), default=0) for first in groups}
+    def _most(self, options: Mapping[int, Sequence[NodeOption]], groups: Groups) -> int:
+        """Returns the most samples that fit into the memory of these nodes."""
+        each = {first: max((sum(option.limits) for option in options[first]), default=0) for first in groups}
         return sum(len(members) * each[first] for first, members in groups.items())
 
-    def _least_s(self, lines: Mapping[int, Sequence[NodeOption]], groups: Groups) -> float:
-        """Returns the least time in which these nodes together do the global batch."""
-        able = partial(capacity, lines, groups)
+    def _least_s(self, options: Mapping[int, Sequence[NodeOption]], groups: Groups) -> float:
+        """Returns the least time in which these nodes together process the global batch."""
+        able = partial(capacity, options, groups)
         low, high = 0.0, 1e-3
         while able(high) < self.batch:
             low, high = high, high * 2
@@ -203,104 +205,113 @@ class _Task:
             if nodes not in tried:
                 chosen = {first: [x for x in members if x in nodes] for first, members in self._groups.items()}
                 groups = {first: members for first, members in chosen.items() if members}
-                fast_s = min(FEWER * deal.mean_s, *(found.mean_s / FEWER for found in tried.values() if found))
+                fast_s = min(
+                    FEWER * deal.mean_s, *(candidate.mean_s / FEWER for candidate in tried.values() if candidate)
+                )
                 tried[nodes] = self._deal(groups) if self._may_take(fast_s, groups, nodes) else None
-            found = tried[nodes]
-            return found.mean_s if found is not None else float("inf")
+            candidate = tried[nodes]
+            return candidate.mean_s if candidate is not None else float("inf")
 
         try_sets(strong, able, far, self.batch, mean_of)
-        deals = [found for found in tried.values() if found is not None]
-        least_s = min(found.mean_s for found in deals)
-        fast = [found for found in deals if FEWER * found.mean_s <= least_s]
-        return min(fast, key=lambda found: (-len(found.nodes), found.mean_s))
+        deals = [candidate for candidate in tried.values() if candidate is not None]
+        least_s = min(candidate.mean_s for candidate in deals)
+        fast = [candidate for candidate in deals if FEWER * candidate.mean_s <= least_s]
+        return min(fast, key=lambda candidate: (-len(candidate.nodes), candidate.mean_s))
 
     def _may_take(self, mean_s: float, groups: Groups, nodes: Collection[int]) -> bool:
-        """Returns whether these nodes could do the batch in a mean step of so long; a deal takes longer to find."""
+        """Returns whether these nodes may process the batch within this mean step; cheaper than `_deal`."""
         exchange_s = self._exchange_s(nodes)
         times = {"step_s": mean_s, "exchange_s": exchange_s}
-        longer = mean_step_s(self._period(**times), self.wishes.exchange, **times) / mean_s  # more, in shorter steps
-        return capacity(self._lines, groups, mean_s / longer / FEWER) >= self.batch
+        # exchanges lengthen shorter steps by a larger factor
+        longer = mean_step_s(self._period(**times), self.wishes.exchange, **times) / mean_s
+        return capacity(self._node_options, groups, mean_s / longer / FEWER) >= self.batch
 
     def _capacities(self, deal: _Deal, seconds: float) -> dict[int, int]:
-        """Returns the samples that each node that is used can do in some time."""
-        each = {first: best(self._lines[first], seconds)[0] for first in self._groups}
+        """Returns the samples that each used node can process in this time."""
+        each = {first: best(self._node_options[first], seconds)[0] for first in self._groups}
         used = deal.nodes
         return {x: each[first] for first, members in self._groups.items() for x in members if x in used}
 
-    def _reasons(self, deal: _Deal, whole: _Deal) -> dict[int, str]:
-        """Returns why ranks have nothing to do in a deal, where `whole` is the one without regard to exchanges."""
+    def _reasons(self, deal: _Deal, unrestricted: _Deal) -> dict[int, str]:
+        """Returns why ranks have no samples in a deal; `whole` is the deal that ignores exchanges."""
         need = whole_need(self.graph_costs, self.profile.sample_bytes)
-        busy, helped = deal.ranks, whole.ranks
+        busy, helped = deal.ranks, unrestricted.ranks
         reasons = {}
         for index, node in enumerate(self.cluster.nodes):
-            own = deal if index in deal.nodes else whole
+            reference = deal if index in deal.nodes else unrestricted
             for rank in (rank for rank in node.ranks if rank not in busy):
-                if own is whole and rank in helped:
-                    reasons[rank] = costs_more(whole.mean_s, deal.mean_s)
+                if reference is unrestricted and rank in helped:
+                    reasons[rank] = costs_more(unrestricted.mean_s, deal.mean_s)
                 else:
-                    given = (rank, own.step_s, node.ranks, self.profile, need, self.free)
-                    reasons[rank] = own.idle.get(rank) or why_left_out(*given)
+                    arguments = (rank, reference.step_s, node.ranks, self.profile, need, self.free)
+                    reasons[rank] = reference.idle.get(rank) or why_left_out(*arguments)
         return reasons
 
     def _deal(self, groups: Groups) -> _Deal:
-        """Returns the line and samples of each of these nodes, for the least time of a step; equal ones do the same."""
-        lines, counts, step_s = self._shared_out(self._lines, groups)
-        idle = self._idle(lines, counts, step_s, groups)
-        ways = {first: [way for way in own if idle.keys().isdisjoint(way.ranks)] for first, own in self._lines.items()}
-        fewer = self._shared_out(ways, groups) if idle and self._most(ways, groups) >= self.batch else None
+        """Returns the option and samples of each of these nodes for the shortest step; equal nodes do the same."""
+        options, counts, step_s = self._distribute(self._node_options, groups)
+        idle = self._idle(options, counts, step_s, groups)
+        busy_options = {
+            first: [option for option in node_options if idle.keys().isdisjoint(option.ranks)]
+            for first, node_options in self._node_options.items()
+        }
+        is_possible = bool(idle) and self._most(busy_options, groups) >= self.batch
+        fewer = self._distribute(busy_options, groups) if is_possible else None
         if fewer is not None and fewer[2] <= (1 + 2 * HELP) * step_s:  # twice, as samples are whole
-            lines, counts, step_s = fewer
+            options, counts, step_s = fewer
         for first, members in groups.items():
             for index in members:
-                if (option := lines[index]) is not None:
+                if (option := options[index]) is not None:
                     slots = zip(self.cluster.nodes[first].ranks, self.cluster.nodes[index].ranks, strict=True)
-                    lines[index] = option.on(dict(slots))
+                    options[index] = option.on(dict(slots))
         exchange_s = self._exchange_s({index for index, samples in enumerate(counts) if any(samples)})
         period = self._period(step_s, exchange_s)
         mean_s = mean_step_s(period, self.wishes.exchange, step_s=step_s, exchange_s=exchange_s)
-        return _Deal(lines, counts, period, step_s, exchange_s, mean_s, idle)
+        return _Deal(options, counts, period, step_s, exchange_s, mean_s, idle)
 
-    def _shared_out(
-        self, ways: Mapping[int, Sequence[NodeOption]], groups: Groups
+    def _distribute(
+        self, options: Mapping[int, Sequence[NodeOption]], groups: Groups
     ) -> tuple[list[NodeOption | None], list[list[int]], float]:
-        """Returns the line of the first of equal nodes for each, the samples, and the least time of a step."""
-        seconds = self._least_s(ways, groups)
-        lines: list[NodeOption | None] = [None] * len(self.cluster.nodes)
+        """Returns the option and samples of each node, and the least time of a step; ranks are the first node's."""
+        seconds = self._least_s(options, groups)
+        options_of_nodes: list[NodeOption | None] = [None] * len(self.cluster.nodes)
         counts: list[list[int]] = [[]] * len(self.cluster.nodes)
         for first, members in groups.items():
-            total, option, samples = best(ways[first], seconds)
+            total, option, samples = best(options[first], seconds)
             for index in members if total else ():
-                lines[index], counts[index] = option, list(samples)
-        trim(lines, counts, self.batch)
-        return lines, counts, max(ends(lines, counts))
+                options_of_nodes[index], counts[index] = option, list(samples)
+        trim(options_of_nodes, counts, self.batch)
+        return options_of_nodes, counts, max(ends(options_of_nodes, counts))
 
     def _idle(
-        self, lines: Sequence[NodeOption | None], counts: Sequence[list[int]], step_s: float, groups: Groups
+        self, options: Sequence[NodeOption | None], counts: Sequence[list[int]], step_s: float, groups: Groups
     ) -> dict[int, str]:
-        """Returns ranks that would wait for much of every step and together do next to nothing of the work, and why.
+        """Returns ranks that would mostly wait and together do almost none of the work, with the reason.
 
-        Samples are whole, so there may be no number of them that fills the time of a slow rank.
+        Samples are whole, so a slow rank may be idle for much of a step with any number of them.
         """
         waiting = []
         for first, members in groups.items():
-            option, slots = lines[members[0]], self.cluster.nodes[first].ranks
-            for place, replica_option in enumerate(option.replica_options if option is not None else ()):
-                samples = [counts[index][place] for index in members]
-                part = option.end_s(place, max(samples)) / step_s if option is not None and any(samples) else 1.0
+            option, slots = options[members[0]], self.cluster.nodes[first].ranks
+            for position, replica_option in enumerate(option.replica_options if option is not None else ()):
+                samples = [counts[index][position] for index in members]
+                part = option.end_s(position, max(samples)) / step_s if option is not None and any(samples) else 1.0
                 if part < 1 - IDLE:
-                    own = [slots.index(rank) for rank in replica_option.ranks]
-                    ranks = [self.cluster.nodes[index].ranks[slot] for index in {first, *members} for slot in own]
-                    told = f"it would be busy for {part:.0%} of a step only, and steps are hardly shorter with it"
-                    waiting.append((sum(samples), ranks, told))
+                    local_slots = [slots.index(rank) for rank in replica_option.ranks]
+                    ranks = [
+                        self.cluster.nodes[index].ranks[slot] for index in {first, *members} for slot in local_slots
+                    ]
+                    reason = f"it would be busy for {part:.0%} of a step only, and steps are hardly shorter with it"
+                    waiting.append((sum(samples), ranks, reason))
         idle: dict[int, str] = {}
-        done = 0
-        for work, ranks, told in sorted(waiting):
-            done += work
-            idle |= dict.fromkeys(ranks if done <= HELP * self.batch else (), told)
+        idle_samples = 0
+        for work, ranks, reason in sorted(waiting):
+            idle_samples += work
+            idle |= dict.fromkeys(ranks if idle_samples <= HELP * self.batch else (), reason)
         return idle
 
     def _require_memory(self) -> None:
-        most = self._most(self._lines, self._groups)
+        most = self._most(self._node_options, self._groups)
         if most >= self.batch:
             return
         need = whole_need(self.graph_costs, self.profile.sample_bytes)
@@ -335,7 +346,7 @@ class _Task:
     def _roles(self, deal: _Deal, reasons: Mapping[int, str]) -> tuple[Role, ...]:
         roles: dict[int, Role] = {}
         for index, node in enumerate(self.cluster.nodes):
-            option = deal.lines[index]
+            option = deal.options[index]
             for replica_option, samples in zip(
                 option.replica_options if option else (), deal.counts[index], strict=True
             ):
@@ -358,10 +369,12 @@ class _Task:
     def _replicas(self, deal: _Deal) -> tuple[Replica, ...]:
         if all(replica_option.layout is None for replica_option, _ in deal.replica_options):
             return ()
-        whole = lay_out(self.graph_costs.graph, [1.0])
+        uncut_layout = lay_out(self.graph_costs.graph, [1.0])
         return tuple(
             Replica(
-                ranks=replica_option.ranks, layout=replica_option.layout or whole, reason=self._why_cut(replica_option)
+                ranks=replica_option.ranks,
+                layout=replica_option.layout or uncut_layout,
+                reason=self._why_cut(replica_option),
             )
             for replica_option, _ in deal.replica_options
         )
@@ -374,20 +387,25 @@ class _Task:
 
     @cached_property
     def _most_whole(self) -> int:
-        """The samples for which there is memory if every rank has a network of its own."""
+        """The samples that fit into memory if every rank holds a whole network."""
         whole = {
-            first: [way for way in own if all(replica_option.layout is None for replica_option in way.replica_options)]
-            for first, own in self._lines.items()
+            first: [
+                option
+                for option in node_options
+                if all(replica_option.layout is None for replica_option in option.replica_options)
+            ]
+            for first, node_options in self._node_options.items()
         }
         return self._most(whole, self._groups)
 
 
-def _free(cluster: Cluster, profile: Profile, given: Sequence[int] | None) -> tuple[int, ...]:
-    if given is None:
+def _free(cluster: Cluster, profile: Profile, memory_bytes: Sequence[int] | None) -> tuple[int, ...]:
+    if memory_bytes is None:
         return tuple(device.free_bytes for device in profile.devices)
-    is_list = isinstance(given, Sequence) and all(isinstance(size, int) and size > 0 for size in given)
-    if not is_list or len(given) != cluster.world_size:
+    is_list = isinstance(memory_bytes, Sequence) and all(isinstance(size, int) and size > 0 for size in memory_bytes)
+    if not is_list or len(memory_bytes) != cluster.world_size:
         raise SpecError(
-            f"memory_bytes={given!r} was given for {cluster.world_size} ranks. Give one whole number above 0 for each."
+            f"memory_bytes={memory_bytes!r} was given for {cluster.world_size} ranks. Give one whole number above 0 "
+            "for each."
         )
-    return tuple(given)
+    return tuple(memory_bytes)

@@ -1,15 +1,15 @@
-"""Why ranks are left out of a plan, and why a network is cut, in words."""
+"""Texts that say why ranks are left out of a plan, and why a network is cut."""
 
 from collections.abc import Sequence
 
 from evenly.planner.memory import MemoryNeed
 from evenly.spec.profile import Profile
 
-EASED = 0.9  # to be so much faster while others rest is a reason to let them rest
+EASED = 0.9  # a rank that needs less than this part of its time while others are idle is the reason to leave them out
 
 
 def costs_more(with_s: float, without_s: float) -> str:
-    """Returns why a node is left out without which steps are shorter, exchanges included."""
+    """Returns why a node is left out: steps are shorter without it, exchanges included."""
     case = "exchanges with this node cost more than it helps"
     return f"{case}: {_ms(with_s)} a step with all that help, {_ms(without_s)} without"
 
@@ -19,9 +19,9 @@ def why_cut(ranks: Sequence[int], need: MemoryNeed, free: Sequence[int], most: i
 
     Args:
         ranks: those that do.
-        need: what a whole network takes.
+        need: the memory of a whole network.
         free: the memory of each rank.
-        most: the samples for which all ranks have memory if every one has a whole network.
+        most: the samples that fit into memory if every rank holds a whole network.
         batch: the samples of a step.
     """
     small = [free[rank] for rank in ranks if need.samples_in(free[rank]) < 1]
@@ -35,14 +35,14 @@ def why_cut(ranks: Sequence[int], need: MemoryNeed, free: Sequence[int], most: i
 def why_left_out(
     rank: int, step_s: float, node: Sequence[int], profile: Profile, need: MemoryNeed, free: Sequence[int]
 ) -> str:
-    """Returns what keeps a rank from taking part in steps that take `step_s`.
+    """Returns why a rank is left out of steps that take `step_s`.
 
     Args:
         rank: the one that is left out.
         step_s: the seconds of a step without it.
         node: the ranks of its node.
         profile: how fast they are.
-        need: what a whole network takes.
+        need: the memory of a whole network.
         free: the memory of each rank.
     """
     if need.samples_in(free[rank]) < 1:

@@ -1,4 +1,4 @@
-"""A plan, played through: who computes, who waits, what travels; also for clusters that do not exist."""
+"""Simulates a plan: seconds of computing and waiting, and bytes sent; also for clusters that do not exist."""
 
 from dataclasses import dataclass
 
@@ -31,17 +31,17 @@ def simulate(
     steps_per_epoch: int = 1000,
     seed: int = 0,
 ) -> Forecast:
-    """Returns what a plan takes on a cluster, step by step.
+    """Returns the time and traffic of a plan on a cluster, simulated step by step.
 
-    In every step the ranks of a node meet to average gradients; nodes meet only at exchanges, so a node that is late in
-    one step may catch up until then.
+    The ranks of a node wait for each other in every step; nodes wait only at exchanges, so a node that is late in
+    one step can catch up until then.
 
     Args:
         plan: who does what.
         cluster: the nodes and ranks.
-        profile: how fast they are; it may be another one than the plan was made for.
+        profile: how fast they are; not necessarily the one the plan was made for.
         graph: the network.
-        steps: how many to play.
+        steps: how many to simulate.
         jitter: how much a rank's time varies from step to step: the standard deviation over the mean.
         steps_per_epoch: for plans that exchange once an epoch.
         seed: of the jitter.
@@ -69,7 +69,7 @@ def _every(plan: Plan, steps_per_epoch: int) -> int:
         case Adaptive(start=number):
             return number
         case EverySeconds():
-            return 0  # as many as the slowest rank makes
+            return 0  # replaced by as many as the slowest rank completes in that time
         case EveryGradient():
             return 1
 
@@ -82,35 +82,37 @@ class _Play:
     graph_costs: GraphCosts
 
     def run(self, steps: int, jitter: float, every: int, seed: int) -> Forecast:
-        compute, shard_groups, sent = self._each_step()
+        compute, communication_s, sent = self._each_step()
         nodes = np.array([role.node for role in self.plan.roles])
         order = np.argsort(nodes, kind="stable")
         starts = np.searchsorted(nodes[order], np.arange(len(self.plan.nodes)))
         if isinstance(self.plan.period, EverySeconds):
-            every = self.plan.period.steps(max(compute + np.array(shard_groups)))
-        each = np.array(shard_groups)  # a slow rank is also slower at averaging
+            every = self.plan.period.steps(max(compute + np.array(communication_s)))
+        each = np.array(communication_s)  # a slow rank is also slower at averaging
         busy = np.array([any(self.plan.roles[rank].samples for rank in ranks) for ranks in self.plan.nodes])
         random = np.random.default_rng(seed)
         clock, waited, computed = np.zeros(len(starts)), np.zeros(len(compute)), np.zeros(len(compute))
         exchange_s, exchanges, overlap = self._exchange_s(), 0, self.plan.exchange.hidden_steps(every)
-        stop_s = 0.0 if overlap else exchange_s  # of training, in which the wire works
-        made = 0
-        while made < steps:
-            count = min(every, steps - made)
+        stop_s = 0.0 if overlap else exchange_s  # training stops only if the exchange is not overlapped
+        steps_done = 0
+        while steps_done < steps:
+            count = min(every, steps - steps_done)
             for times in [1] * count if jitter else [count]:  # without jitter all steps of a period are alike
-                own = compute * _factors(random, len(compute), jitter) if jitter else compute
-                slowest = np.maximum.reduceat((own + each)[order], starts)
-                computed += times * own
-                waited += times * (slowest[nodes] - own - each)
+                step_compute = compute * _factors(random, len(compute), jitter) if jitter else compute
+                slowest = np.maximum.reduceat((step_compute + each)[order], starts)
+                computed += times * step_compute
+                waited += times * (slowest[nodes] - step_compute - each)
                 clock += times * slowest
-            made += count
+            steps_done += count
             if busy.sum() > 1:
                 latest = clock[busy].max()
                 merged = np.maximum(clock, latest + exchange_s - overlap * slowest)  # seen from the snapshot
                 waited += (merged - clock - stop_s)[nodes]
                 clock = merged
                 exchanges += 1
-        return self._forecast(steps, float(clock[busy].max()), computed, waited, shard_groups, sent, exchanges, stop_s)
+        return self._forecast(
+            steps, float(clock[busy].max()), computed, waited, communication_s, sent, exchanges, stop_s
+        )
 
     def _forecast(
         self,
@@ -118,7 +120,7 @@ class _Play:
         seconds: float,
         computed: Numbers,
         waited: Numbers,
-        shard_groups: list[float],
+        communication_s: list[float],
         sent: list[float],
         exchanges: int,
         exchange_s: float,
@@ -126,7 +128,7 @@ class _Play:
         size, nodes = self.graph_costs.exchanged_bytes(self.plan.exchange), self.plan.nodes
         devices = []
         for role in self.plan.roles:
-            graph_costs = role.samples > 0
+            is_busy = role.samples > 0
             ranks = sum(self.plan.roles[rank].samples > 0 for rank in nodes[role.node])
             devices.append(
                 DeviceForecast(
@@ -134,9 +136,9 @@ class _Play:
                     node=role.node,
                     samples=role.samples,
                     compute_s=float(computed[role.rank]),
-                    wires_s=steps * shard_groups[role.rank] + exchanges * exchange_s if graph_costs else 0.0,
-                    wait_s=max(0.0, float(waited[role.rank])) if graph_costs else seconds,
-                    sent_bytes=steps * sent[role.rank] + 2 * exchanges * size / max(1, ranks) if graph_costs else 0.0,
+                    wires_s=steps * communication_s[role.rank] + exchanges * exchange_s if is_busy else 0.0,
+                    wait_s=max(0.0, float(waited[role.rank])) if is_busy else seconds,
+                    sent_bytes=steps * sent[role.rank] + 2 * exchanges * size / max(1, ranks) if is_busy else 0.0,
                 )
             )
         total = self.plan.batch_size or sum(role.samples for role in self.plan.roles)
@@ -150,12 +152,12 @@ class _Play:
         )
 
     def _each_step(self) -> tuple[Numbers, list[float], list[float]]:
-        """Returns what each rank computes in a step, how long it is on the wires, and the bytes it sends."""
+        """Returns for each rank the seconds it computes and communicates in a step, and the bytes it sends."""
         compute = np.zeros(len(self.plan.roles))
-        shard_groups, sent = [0.0] * len(compute), [0.0] * len(compute)
+        communication_s, sent = [0.0] * len(compute), [0.0] * len(compute)
         size = self.graph_costs.travelling_bytes
         for ranks in self.plan.nodes:
-            replica_options = self._crews(ranks)
+            replica_options = self._replica_options(ranks)
             rate = (
                 self.profile.rate([rank for replica_option in replica_options for rank in replica_option.ranks])
                 if replica_options
@@ -179,24 +181,26 @@ class _Play:
                 )
                 for rank, seconds in zip(replica_option.ranks, computing, strict=True):
                     compute[rank] = seconds
-                    shard_groups[rank] = inside + averaging
+                    communication_s[rank] = inside + averaging
                     sent[rank] = moved + (
                         2 * part * (len(replica_options) - 1) / len(replica_options)
                         if len(replica_options) > 1
                         else 0.0
                     )
-        return compute, shard_groups, sent
+        return compute, communication_s, sent
 
-    def _crews(self, ranks: list[int]) -> list[ReplicaOption]:
-        own = [rank for rank in ranks if self.plan.roles[rank].samples]
-        replica_options = [ReplicaOption((rank,), self.graph_costs, self.profile) for rank in own]
+    def _replica_options(self, ranks: list[int]) -> list[ReplicaOption]:
+        busy_ranks = [rank for rank in ranks if self.plan.roles[rank].samples]
+        replica_options = [ReplicaOption((rank,), self.graph_costs, self.profile) for rank in busy_ranks]
         if self.plan.replicas:
             replica_options = [
-                ReplicaOption(held.ranks, self.graph_costs, self.profile, held.layout if len(held.ranks) > 1 else None)
-                for held in self.plan.replicas
-                if held.ranks[0] in own
+                ReplicaOption(
+                    replica.ranks, self.graph_costs, self.profile, replica.layout if len(replica.ranks) > 1 else None
+                )
+                for replica in self.plan.replicas
+                if replica.ranks[0] in busy_ranks
             ]
-        return [eased(replica_option, own, ranks) for replica_option in replica_options]
+        return [eased(replica_option, busy_ranks, ranks) for replica_option in replica_options]
 
     def _exchange_s(self) -> float:
         busy = [ranks for ranks in self.plan.nodes if any(self.plan.roles[rank].samples for rank in ranks)]
@@ -204,7 +208,7 @@ class _Play:
 
 
 def _factors(random: np.random.Generator, count: int, jitter: float) -> Numbers:
-    """Returns factors of mean 1 with this spread; times have long tails to one side."""
+    """Returns log-normal factors of mean 1 with this relative spread."""
     sigma = np.sqrt(np.log1p(jitter**2))
     factors: Numbers = np.exp(sigma * random.standard_normal(count) - sigma**2 / 2)
     return factors

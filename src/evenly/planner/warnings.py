@@ -1,16 +1,16 @@
-"""What speaks against trusting a measurement."""
+"""Reasons not to trust a measurement."""
 
 from evenly.spec.plan import Plan, counted
 from evenly.spec.profile import Profile
 
-SHAKY = 0.25  # repeated steps of which the middle half lies so far apart tell little
-FEW_SIZES = 3  # fewer make no curve
+SHAKY = 0.25  # spread (middle half) of repeated steps above which a measurement is not reliable
+FEW_SIZES = 3  # fewer do not make a curve
 FAR = 4  # times more samples than were measured
 THOROUGHLY = "without --quick, or in a session with profile='thorough'"
 
 
 def doubts(profile: Profile, plan: Plan | None = None) -> list[str]:
-    """Returns why a measurement, and a plan made from it, should not be trusted; nothing where all is well."""
+    """Returns the reasons not to trust a measurement and a plan made from it; empty if there are none."""
     if not profile.is_measured:
         return []
     shaky = {device.rank: device.spread for device in profile.devices if device.spread and device.spread > SHAKY}
