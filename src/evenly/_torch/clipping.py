@@ -33,7 +33,7 @@ def widen_clipping(*, total_norm: Wrap, clip: Wrap) -> Callable[[], None]:
         without_grad = torch.no_grad()(wrapped)
         replacements.append(replace_attribute(clip_grad, f"_{name}", wrapped))
         replacements += [
-            replace_attribute(home, name, without_grad) for home in (clip_grad, nn.utils) if hasattr(home, name)
+            replace_attribute(module, name, without_grad) for module in (clip_grad, nn.utils) if hasattr(module, name)
         ]
 
     def undo() -> None:

@@ -52,9 +52,9 @@ class Kind(NamedTuple):
 
 def kind_of(parameter: torch.Tensor) -> Kind:
     """Returns the properties of a parameter that an optimizer may depend on, without its size."""
-    placement = local_shard_of(parameter)
+    local_shard = local_shard_of(parameter)
     device = parameter.device.type if parameter.device.type in ("cpu", "cuda") else "cpu"  # with float64
-    dim = None if placement is None else placement.dim
+    dim = None if local_shard is None else local_shard.dim
     return Kind(parameter.ndim, dim, parameter.is_complex(), device)
 
 
@@ -203,7 +203,7 @@ class OptimizerCopy:
             return self._remember(value, copied)
         if len(kinds) > 1:
             raise UncopiedError(
-                f"it holds a tensor of {list(value.shape)} that may belong to parameters cut along different dims"
+                f"it holds a tensor of {list(value.shape)} that may belong to parameters that are cut differently"
             )
         return self._remember(value, self._like(value, kinds.pop()))
 

@@ -87,14 +87,8 @@ class _Mixed(torch.autograd.Function):
                 gradients(ctx, gradient, x, weight, (True, False, False))[0]
             )
         _, weight_gradient, bias_gradient = gradients(ctx, gradient, x, weight, (False, for_weight, for_bias))
-        return (
-            None if pending_input_gradient is None else pending_input_gradient.wait(),
-            weight_gradient,
-            bias_gradient,
-            None,
-            None,
-            None,
-        )
+        input_gradient = None if pending_input_gradient is None else pending_input_gradient.wait()
+        return input_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]

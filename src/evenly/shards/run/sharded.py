@@ -27,7 +27,7 @@ from evenly.shards.run.rank_check import RankCheck
 from evenly.shards.run.retrace import TracedProgram
 from evenly.spec.layout import Layout
 
-OWN = {
+RESERVED_NAMES = {
     "layout",
     "shard_group",
     "_dropout_stream",
@@ -38,9 +38,15 @@ OWN = {
     "_has_idle_ranks",
     "_program",
     "_plain",
+    "_agreed_batch",
+    "_passes",
+    "_is_closed",
+    "_network",
+    "_traced_program",
+    "_rank_check",
+    "_unwatch_optimizers",
+    "on_first_batch",
 }
-OWN |= {"_agreed_batch", "_passes", "_is_closed", "_network", "_traced_program", "_rank_check", "_unwatch_optimizers"}
-OWN |= {"on_first_batch"}
 
 
 class Sharded(WatchedModule):
@@ -61,7 +67,7 @@ class Sharded(WatchedModule):
         source: int,
     ) -> None:
         super().__init__()
-        reserved = [name for name in child_names(local) if hasattr(Sharded, name) or name in OWN]
+        reserved = [name for name in child_names(local) if hasattr(Sharded, name) or name in RESERVED_NAMES]
         if reserved:
             raise SpecError(
                 f"a part of the network is called {reserved[0]!r}, which a cut network needs itself. Rename it."
@@ -105,7 +111,13 @@ class Sharded(WatchedModule):
         """Sets a parameter, a module or a setting where the network's forward reads it."""
         attributes = vars(self)
         is_part = is_registered(self, name) or isinstance(value, nn.Parameter | nn.Module)
-        if "_network" not in attributes or name in attributes or name in OWN or is_part or hasattr(Sharded, name):
+        if (
+            "_network" not in attributes
+            or name in attributes
+            or name in RESERVED_NAMES
+            or is_part
+            or hasattr(Sharded, name)
+        ):
             super().__setattr__(name, value)
         else:
             setattr(attributes["_network"][0], name, value)
@@ -120,7 +132,7 @@ class Sharded(WatchedModule):
 
     @property
     def traffic(self) -> Traffic:
-        """Messages and bytes that this rank has sent so far."""
+        """Messages and bytes that all ranks of the shard group have sent so far, together."""
         return self.shard_group.traffic
 
     @disable_compile
@@ -253,8 +265,7 @@ class Sharded(WatchedModule):
         if self.shard_group.failed is not None:
             raise SpecError(
                 f"a network cut over ranks was called again after an error ({first_line(self.shard_group.failed)}); "
-                "its "
-                "ranks may have stopped at different points. Shard it anew."
+                "its ranks may have stopped at different points. Shard it anew."
             )
 
     def close(self) -> None:
