@@ -100,8 +100,8 @@ def test_a_drift_raises_on_all_ranks_and_names_tensor_ranks_and_size(name: str, 
 
     size = 1e-5 / (2 if name == "offset" else 1)
     for text in run_ranks(3, act):
-        assert text.startswith("after step 3 1 tensors that all ranks hold whole are not the same on them")
-        assert f"{name!r} of ranks [{rank}] of the wire is {size:.1e} of its size away" in text
+        assert text.startswith("after step 3 1 replicated tensors differ between ranks")
+        assert f"{name!r} of ranks [{rank}] of the network is {size:.1e} of its size away" in text
         assert "mend()" in text
 
 

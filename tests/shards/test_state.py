@@ -300,7 +300,7 @@ def changed(state: State, **changes: Any) -> State:
     ("change", "build", "message"),
     [
         (lambda s: changed(s, inner__weight=None), adam, r"lacks 'inner.weight'.*strict=False"),
-        (lambda s: changed(s, extra=torch.ones(1)), adam, r"holds 'extra' besides.*strict=False"),
+        (lambda s: changed(s, extra=torch.ones(1)), adam, r"has 'extra' in addition.*strict=False"),
         (lambda s: changed(s, norm__bias=torch.ones(13)), adam, r"'norm.bias' is \[13\] there and \[12\] here"),
         (lambda s: changed(s, norm__bias="x"), adam, r"'norm.bias' is str there and \[12\] here"),
         (lambda s: s, AdamW, r"has the state of Adam, and the optimizer is AdamW"),

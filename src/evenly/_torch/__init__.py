@@ -1,6 +1,6 @@
-"""Every private name, patch and reference-count trick with torch, gloo and pydantic, and nothing else.
+"""All uses of private names of torch, gloo and pydantic, and all patches of them.
 
-All other rooms import plain functions from the files here. Each says why it is needed, for which versions it was
-written (torch 2.11 and 2.13 where nothing else is said), and how a patch is undone. This file imports nothing, so that
-rooms without torch may use the files without it.
+All other packages import plain functions from the modules here. Each says why it is needed, for which versions it was
+written (torch 2.11 and 2.13 unless it says otherwise), and how a patch is undone. This file imports nothing, so that
+packages without torch can import the modules that do not need it.
 """

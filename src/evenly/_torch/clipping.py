@@ -1,4 +1,4 @@
-"""torch's clipping of gradients by norm, with other functions for the norm and for the scaling."""
+"""Replaces the functions for the norm and the scaling in torch's clipping of gradients by norm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,27 +15,29 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def widen_clipping(*, total_norm: Wrap, clip: Wrap) -> Callable[[], None]:
-    """Has torch's clipping by norm use other functions, made from torch's own; returns what undoes it.
+    """Makes torch's clipping by norm use wrapped functions; returns a function that undoes it.
 
-    `torch.nn.utils.clip_grad_norm_` looks two private functions up in its module whenever it is called, so that also a
-    `clip_grad_norm_` that was imported before uses the new ones. The public functions of the same names are replaced
-    too. Where a torch has other names (2.11 and 2.13 have these) nothing is.
+    `torch.nn.utils.clip_grad_norm_` looks up two private functions in its module whenever it is called, so a
+    `clip_grad_norm_` that was imported before uses the new ones too. The public functions of the same names are also
+    replaced. If a version of torch has other names (2.11 and 2.13 have these), nothing is replaced.
 
     Args:
-        total_norm: is given torch's `get_total_norm` and returns what takes its place.
-        clip: the same for `clip_grads_with_norm_`.
+        total_norm: maps torch's `get_total_norm` to its replacement.
+        clip: maps torch's `clip_grads_with_norm_` to its replacement.
     """
     if not all(hasattr(clip_grad, f"_{name}") for name in (TOTAL_NORM, CLIP)):
         return lambda: None
-    made = []
+    replacements = []
     for name, wrap in ((TOTAL_NORM, total_norm), (CLIP, clip)):
-        own = wrap(getattr(clip_grad, f"_{name}"))
-        without_grad = torch.no_grad()(own)
-        made.append(replace_attribute(clip_grad, f"_{name}", own))
-        made += [replace_attribute(home, name, without_grad) for home in (clip_grad, nn.utils) if hasattr(home, name)]
+        wrapped = wrap(getattr(clip_grad, f"_{name}"))
+        without_grad = torch.no_grad()(wrapped)
+        replacements.append(replace_attribute(clip_grad, f"_{name}", wrapped))
+        replacements += [
+            replace_attribute(module, name, without_grad) for module in (clip_grad, nn.utils) if hasattr(module, name)
+        ]
 
     def undo() -> None:
-        for replacement in made:
+        for replacement in replacements:
             restore_attribute(replacement)
 
     return undo

@@ -1,4 +1,4 @@
-"""What torch's DataLoader tells its workers about themselves."""
+"""The worker information of torch's DataLoader."""
 
 from contextlib import AbstractContextManager
 
@@ -8,9 +8,9 @@ from evenly._torch.patching import replaced
 
 
 def outside_of_workers() -> AbstractContextManager[None]:
-    """Has `torch.utils.data.get_worker_info` tell of no worker inside of the block, and of the same one after it.
+    """Makes `torch.utils.data.get_worker_info` return None inside the block.
 
-    A dataset that splits itself over workers then gives all of its samples. torch has no public way to set it; a
-    worker holds it in this one variable of its process (torch 2.11 and 2.13).
+    A dataset that splits itself over workers then yields all of its samples. torch has no public way to set it; a
+    worker process stores it in this one variable (torch 2.11 and 2.13).
     """
     return replaced(worker, "_worker_info", None)

@@ -1,4 +1,4 @@
-"""The tables in which torch.nn.Module keeps its tensors, children and hooks, and its classes without a public name.
+"""Private tables of torch.nn.Module for tensors, children and hooks, and torch's module classes without public names.
 
 The names are the same in torch 2.11 and 2.13, and since torch 1.x. torch's own wrappers (torch.func, torch.export,
 torch.nn.utils.parametrize) read and write the same tables.
@@ -48,33 +48,33 @@ __all__ = [
 
 TABLES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOKS_ON_ALL = tuple(f"_global{kind}" for kind in HOOKS)  # of torch.nn.modules.module; nothing else tells of them
+HOOKS_ON_ALL = tuple(f"_global{kind}" for kind in HOOKS)  # of torch.nn.modules.module; there is no public access
 LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-CALL_METHODS = ("__call__", "_call_impl", "_wrapped_call_impl")  # what runs forward with its hooks
+CALL_METHODS = ("__call__", "_call_impl", "_wrapped_call_impl")  # methods that run forward with its hooks
 STATE_METHODS = frozenset({"_load_from_state_dict", "_save_to_state_dict"})  # a subclass may override them
-HARMLESS_METHODS = frozenset({"_get_name", "_version", "_reset_parameters"})  # nor do these change what forward does
+HARMLESS_METHODS = frozenset({"_get_name", "_version", "_reset_parameters"})  # these do not change forward either
 SPECTRAL_NORM = "torch.nn.utils.parametrizations._SpectralNorm"  # the class, by its full name
 UNIT_VECTORS = ("_u", "_v")  # its buffers
 
 
 def is_registered(module: nn.Module, name: str) -> bool:
-    """Returns whether a module has a child, parameter or buffer of this name of its own."""
-    held = vars(module)
-    return any(name in held.get(table, ()) for table in TABLES)
+    """Returns whether a module has a child, parameter or buffer of this name."""
+    attributes = vars(module)
+    return any(name in attributes.get(table, ()) for table in TABLES)
 
 
 def child_names(module: nn.Module) -> list[str]:
-    """Returns the names of a module's own children, parameters and buffers, also of those that are None."""
+    """Returns the names of a module's own children, parameters and buffers, including those that are None."""
     return [*module._modules, *module._parameters, *module._buffers]
 
 
 def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor | None]]:
-    """Returns a module's own parameters and buffers by name; `named_parameters` leaves out those that are None."""
+    """Returns a module's own parameters and buffers by name; `named_parameters` omits those that are None."""
     return [*module._parameters.items(), *module._buffers.items()]
 
 
 def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the tables of a module's own parameters and buffers themselves: what is put there is the module's.
+    """Returns the tables of a module's own parameters and buffers; a change of a table changes the module.
 
     `setattr` would go through a `__setattr__` of the module's class.
     """
@@ -82,19 +82,19 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def buffer_table(module: nn.Module) -> dict[str, Any]:
-    """Returns the table of a module's own buffers itself."""
+    """Returns the table of a module's own buffers; a change of the table changes the module."""
     return module._buffers
 
 
 def kept_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a module's own buffers that are in its state_dict; torch has no public way to ask for them."""
+    """Yields a module's own persistent buffers, those in its state_dict; torch has no public access to them."""
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield name, buffer
 
 
 def share_tables(module: nn.Module, other: nn.Module) -> None:
-    """Has a fresh module hold the tables of another one: what is put into either is in both."""
+    """Makes a new module share the tables of another one: a change of either changes both."""
     module._parameters = other._parameters
     module._buffers = other._buffers
     module._modules = other._modules
@@ -107,79 +107,79 @@ def replace_tables(
     tensor: Callable[[str, torch.Tensor | None], Any],
     child: Callable[[str, nn.Module | None], Any],
 ) -> None:
-    """Gives a shallow copy of a module tables of its own, of what `tensor` and `child` return for each entry.
+    """Gives a shallow copy of a module its own tables, with the results of `tensor` and `child` for each entry.
 
-    Hooks stay; to register one on the copy does not register it on the original.
+    The copy keeps its hooks; a hook registered on the copy later is not registered on the original.
     """
-    held = vars(module)
-    module._parameters = {name: tensor(name, own) for name, own in module._parameters.items()}
-    module._buffers = {name: tensor(name, own) for name, own in module._buffers.items()}
-    module._modules = {name: child(name, own) for name, own in module._modules.items()}
+    attributes = vars(module)
+    module._parameters = {name: tensor(name, value) for name, value in module._parameters.items()}
+    module._buffers = {name: tensor(name, value) for name, value in module._buffers.items()}
+    module._modules = {name: child(name, value) for name, value in module._modules.items()}
     for kind in HOOKS:
-        if kind in held:
-            held[kind] = OrderedDict(held[kind])
+        if kind in attributes:
+            attributes[kind] = OrderedDict(attributes[kind])
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
-    """Returns what runs before a module's forward; torch.nn.utils.spectral_norm is only there."""
+    """Returns the hooks before a module's forward; torch.nn.utils.spectral_norm exists only as such a hook."""
     return list(module._forward_pre_hooks.values())
 
 
 def hooks_on_all() -> Iterator[tuple[str, Any]]:
-    """Yields the hooks that are registered on all modules of the process, with the name of their table."""
+    """Yields the global hooks, registered for all modules of the process, with the name of their table."""
     for kind in HOOKS_ON_ALL:
         for hook in list(getattr(nn.modules.module, kind).values()):
             yield kind, hook
 
 
 def add_load_hook(module: nn.Module, hook: Any) -> None:
-    """Has `hook` be called before and after a module loads its own tensors; `remove_load_hook` undoes it.
+    """Calls `hook` before and after a module loads its own tensors; `remove_load_hook` undoes it.
 
-    Not by `register_load_state_dict_pre_hook`, which ScriptModules refuse. And in tables of its own: layers of cut
-    networks are shallow copies, whose hooks would be those of the uncut network too.
+    ScriptModules refuse `register_load_state_dict_pre_hook`. The tables are copied first: layers of cut networks are
+    shallow copies, which share their hook tables with the uncut network.
     """
     for kind in LOAD_HOOKS:
         setattr(module, kind, OrderedDict(getattr(module, kind)))
-        getattr(module, kind)[-id(hook)] = hook  # torch counts its numbers up from 0
+        getattr(module, kind)[-id(hook)] = hook  # torch's keys count up from 0
 
 
 def remove_load_hook(module: nn.Module, hook: Any) -> None:
-    """Takes out what `add_load_hook` has put in; the hooks of others stay."""
+    """Removes a hook that `add_load_hook` added; other hooks stay."""
     for kind in LOAD_HOOKS:
         getattr(module, kind).pop(-id(hook), None)
 
 
 def uses_one_projection(attention: nn.MultiheadAttention) -> bool:
-    """Returns whether queries, keys and values have one weight together, `in_proj_weight`."""
+    """Returns whether queries, keys and values share one weight, `in_proj_weight`."""
     return bool(attention._qkv_same_embed_dim)
 
 
 def is_extra_state(name: str) -> bool:
-    """Returns whether an entry of a state_dict is what `get_extra_state` gave, not a tensor of the network."""
+    """Returns whether an entry of a state_dict comes from `get_extra_state` and is no tensor of the network."""
     return name.endswith("_extra_state")
 
 
 def copy_versions(state: Any, source: Mapping[str, Any], *, if_missing: bool = False) -> None:
-    """Gives a state_dict the versions of modules that another one holds, by which torch loads old states.
+    """Copies the versions of modules from one state_dict to another; torch needs them to load old states.
 
-    Where the source has none, `if_missing` says whether None is noted.
+    If the source has none, None is set only with `if_missing`.
     """
     if if_missing or hasattr(source, "_metadata"):
         state._metadata = getattr(source, "_metadata", None)
 
 
 class WatchedModule(nn.Module):
-    """A module that is asked before torch does something with all of its tensors: moves or casts them, or wraps them.
+    """A module with callbacks for when torch moves, casts or wraps all of its tensors.
 
-    A subclass overrides the two public methods; torch has no public way to be asked.
+    A subclass overrides the two public methods; torch has no public callback.
     """
 
     def while_moved(self) -> AbstractContextManager[None]:
-        """Returns what is entered before `to`, `cuda`, `double` and the like, and left after them."""
+        """Returns a context manager around `to`, `cuda`, `double` and the like."""
         raise NotImplementedError
 
     def left_out_by_ddp(self) -> list[str]:
-        """Returns the names that DistributedDataParallel is not to look at; asked when it is made."""
+        """Returns the names of tensors that DistributedDataParallel ignores; DDP's constructor calls it."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Self:

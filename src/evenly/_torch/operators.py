@@ -1,7 +1,7 @@
-"""Operators of torch as their dispatcher knows them, and operations without a public name.
+"""Operators of torch's dispatcher, and operations without a public name.
 
-The classes and attributes are those that torch.library, torch.export and torch's own tensor subclasses use, of torch
-2.11 and 2.13.
+torch.library, torch.export and torch's own tensor subclasses use the same classes and attributes in torch 2.11 and
+2.13.
 """
 
 from types import ModuleType
@@ -29,19 +29,19 @@ __all__ = [
 ]
 
 FUNCTIONAL: ModuleType = torch._C._nn
-"""Where functions of torch.nn.functional come from that are written in C++."""
+"""The module of the functions of torch.nn.functional that are written in C++."""
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
-"""Has subclasses of tensors be plain tensors inside of a block, as torch's own subclasses do in __torch_function__."""
+"""Treats tensor subclasses as plain tensors inside a block, as torch's own subclasses do in __torch_function__."""
 
 add_all_ = torch._foreach_add_
-"""Adds a list of tensors to another one in place, in few launches of a GPU; torch.optim uses it."""
+"""Adds a list of tensors to another one in place, with few kernel launches; torch.optim uses it."""
 
 copy_all_ = torch._foreach_copy_
-"""Copies a list of tensors into another one, in few launches of a GPU."""
+"""Copies a list of tensors into another one, with few kernel launches."""
 
 assert_later = torch._assert_async
-"""Fails if a tensor is false; on a GPU it does so without a stall, some time later."""
+"""Raises an error if a tensor is false; on a GPU asynchronously, without waiting for the value."""
 
 
 def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def packet_name(packet: OpOverloadPacket) -> str:
 
 
 def arguments_of(target: Any) -> list[Any]:
-    """Returns the arguments of an operator as its schema describes them; none of what is no operator."""
+    """Returns the arguments of an operator as its schema describes them; an empty list if it is no operator."""
     schema = getattr(target, "_schema", None)
     return [] if schema is None else list(schema.arguments)
 
@@ -72,6 +72,6 @@ def argument_names(op: Any) -> list[str]:
 
 
 def out_of_place(op: OpOverload) -> Any:
-    """Returns the operator of aten that gives a new tensor where `op` changes one; None if it changes none."""
+    """Returns the out-of-place form of an in-place operator of aten; None if `op` is not in place."""
     name = operator_name(op).split("::")[1]
     return getattr(getattr(torch.ops.aten, name[:-1]), op._overloadname) if name[-1] == "_" else None

@@ -1,4 +1,4 @@
-"""Step hooks of torch's optimizers: those of one, those of all, and what schedulers put on an optimizer.
+"""Step hooks of torch's optimizers, of one and of all, and the attributes that schedulers set on an optimizer.
 
 The names are the same in torch 2.11 and 2.13.
 """
@@ -10,23 +10,25 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # attributes of an optimizer
-OWN_NOTES = frozenset({"_warned_capturable_if_run_uncaptured"})  # of an optimizer for itself: they decide nothing
-SCHEDULER_NOTES = frozenset({"_opt_called"})  # of schedulers: whether a step was made
+OWN_NOTES = frozenset(
+    {"_warned_capturable_if_run_uncaptured"}
+)  # set by an optimizer on itself; without effect on its steps
+SCHEDULER_NOTES = frozenset({"_opt_called"})  # set by schedulers: whether a step was made
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Returns whether hooks may be put around the steps of an optimizer; wrappers that only look like one have none."""
+    """Returns whether an optimizer supports step hooks; wrappers that only resemble an optimizer do not."""
     return hasattr(optimizer, STEP_HOOKS[0])
 
 
 def step_hooks_of_all() -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
-    """Returns the hooks before and after the steps of all optimizers, by torch's numbers.
+    """Returns the global hooks before and after the steps of all optimizers, by torch's keys.
 
-    They are registered and removed in a public way; only to see those of others needs torch's own tables.
+    torch has public functions to register and remove them, but none to list them.
     """
     return torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
 
 
 def only_counts(step: Any, optimizer: Optimizer) -> bool:
-    """Returns whether `step`, found on an optimizer itself, is what a scheduler puts there to count the steps."""
+    """Returns whether `step`, set on an optimizer's instance, is a scheduler's wrapper that counts steps."""
     return hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step

@@ -1,4 +1,4 @@
-"""Attributes of torch that are replaced for a while, by several users at once, and then are what they were."""
+"""Replaces attributes of torch temporarily; several users may replace the same one, and the original is restored."""
 
 import threading
 import weakref
@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 _lock = threading.RLock()
-_replacements: "list[_Replacement]" = []  # those in force, the oldest first
+_replacements: "list[_Replacement]" = []  # the active ones, the oldest first
 
 
 @dataclass(eq=False)
 class _Replacement:
-    """What one user has put in the place of an attribute, and what was there before."""
+    """The value that one user has set for an attribute, and the value before."""
 
     owner: Any
     name: str
@@ -30,27 +30,27 @@ class _Replacement:
 
 
 def replace_attribute(owner: Any, name: str, value: Any) -> "_Replacement":
-    """Puts `value` in the place of an attribute; `restore_attribute` undoes it.
+    """Sets an attribute to `value`; `restore_attribute` undoes it.
 
-    Users may end in any order. Whoever ends first leaves what later users have put there, and they restore what was
-    there before him.
+    Users may end in any order. If an earlier user ends first, the values of later users stay, and these restore the
+    value from before the earlier user.
     """
     with _lock:
         is_own = name in vars(owner)
-        made = _Replacement(owner, name, value, vars(owner).get(name), is_own)
+        replacement = _Replacement(owner, name, value, vars(owner).get(name), is_own)
         setattr(owner, name, value)
-        _replacements.append(made)
-        return made
+        _replacements.append(replacement)
+        return replacement
 
 
 def restore_attribute(replacement: "_Replacement") -> None:
-    """Undoes a replacement; a second call does nothing, and what others have put there since stays."""
+    """Undoes a replacement; a second call does nothing, and values that others have set since stay."""
     with _lock:
         if replacement not in _replacements:
             return
-        place = _replacements.index(replacement)
-        del _replacements[place]
-        later = next((one for one in _replacements[place:] if _is_of_same(one, replacement)), None)
+        index = _replacements.index(replacement)
+        del _replacements[index]
+        later = next((candidate for candidate in _replacements[index:] if _is_of_same(candidate, replacement)), None)
         if later is not None:
             later.before, later.is_own = replacement.before, replacement.is_own
         elif vars(replacement.owner).get(replacement.name) is replacement.value:
@@ -63,7 +63,7 @@ def _is_of_same(one: _Replacement, other: _Replacement) -> bool:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Has an attribute be `value` inside of the block."""
+    """Sets an attribute to `value` inside the block."""
     replacement = replace_attribute(owner, name, value)
     try:
         yield
@@ -72,23 +72,23 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class SharedPatch:
-    """A patch of the whole process that several users need: the first puts it in, and the last one takes it out.
+    """A process-wide patch with several users: the first one applies it, and the last one undoes it.
 
     Args:
-        apply: puts the patch in, and returns what takes it out.
+        apply: applies the patch and returns a function that undoes it.
     """
 
     def __init__(self, apply: Callable[[], Callable[[], None]]) -> None:
         self._apply = apply
         self._undo: Callable[[], None] | None = None
-        self._users: weakref.WeakSet[_User] = weakref.WeakSet()  # one that was dropped without an end is no user
+        self._users: weakref.WeakSet[_User] = weakref.WeakSet()  # a use that was dropped without an end is not counted
         self._lock = threading.RLock()
 
     def use(self) -> Callable[[], None]:
-        """Puts the patch in unless it is there; returns what ends this use, and keeps it alive.
+        """Applies the patch unless it is active; returns a function that ends this use, and keeps it alive.
 
-        A use that is dropped without an end does not take the patch out: memory is collected at any moment, also while
-        torch goes through its hooks. The next one that ends does.
+        A use that is dropped without an end does not undo the patch: garbage may be collected at any moment, also while
+        torch iterates over its hooks. The next use that ends does.
         """
         user = _User()
         with self._lock:
@@ -106,4 +106,4 @@ class SharedPatch:
 
 
 class _User:
-    """Someone who needs a patch."""
+    """Identifies one use of a patch."""

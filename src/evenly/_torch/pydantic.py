@@ -1,7 +1,6 @@
 """The metaclass of pydantic's models, for values that take positional arguments; nothing here needs torch.
 
-`type(BaseModel)` is the same class, but a type checker does not take it as the base of another one. The path is that
-of pydantic 2.
+`type(BaseModel)` is the same class, but type checkers do not accept it as a base class. The path is that of pydantic 2.
 """
 
 from pydantic._internal._model_construction import ModelMetaclass

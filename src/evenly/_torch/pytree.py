@@ -1,7 +1,7 @@
-"""Nested tuples, lists and dicts of tensors, taken apart and put together.
+"""Flattens and unflattens nested tuples, lists and dicts of tensors.
 
-Only the path is private: the functions have kept their names and arguments since torch 2.0, and torch.export hands
-their specs out. The public `torch.utils.pytree` is not in torch 2.11 or 2.13.
+Only the path is private: the functions have kept their names and arguments since torch 2.0, and torch.export returns
+their specs. The public `torch.utils.pytree` is not in torch 2.11 or 2.13.
 """
 
 from torch.utils._pytree import (

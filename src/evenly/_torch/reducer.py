@@ -1,6 +1,6 @@
-"""The reducer inside of torch's DistributedDataParallel, which fills buckets with gradients.
+"""The reducer of torch's DistributedDataParallel, which fills buckets with gradients.
 
-The methods are those that DDP calls itself, of torch 2.11 and 2.13.
+DDP itself calls these methods in torch 2.11 and 2.13.
 """
 
 import inspect
@@ -11,21 +11,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def without_buffers() -> dict[str, Any]:
-    """Returns DDP's argument, whatever its name in this version of torch, that keeps buffers from travelling."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+    """Returns the argument of DDP that turns off the broadcast of buffers; its name depends on the version of torch."""
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
 
 
 def rebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Lays the buckets out in the order in which gradients came; a collective.
+    """Rebuilds the buckets in the order in which gradients were computed; a collective.
 
-    DDP does it at its second forward, which ranks that never call DDP's forward would not reach together.
+    DDP does it in its second forward, which ranks that never call DDP's forward would not reach together.
     """
     ddp.reducer._rebuild_buckets()
 
 
 def arm(ddp: DistributedDataParallel) -> Sequence[int]:
-    """Has the next backward go through DDP's buckets, and returns when each parameter was last ready, in ns."""
+    """Makes the next backward use DDP's buckets; returns when each parameter was last ready, in ns."""
     ddp.reducer.prepare_for_backward([])
     return ready_times(ddp)
 
@@ -45,8 +45,8 @@ def mark_ready(ddp: DistributedDataParallel, place: int) -> None:
 
 
 def remove_hooks(ddp: DistributedDataParallel) -> None:
-    """Takes DDP's hooks off the parameters, which may train on without it; DDP does so for torch.compile.
+    """Removes DDP's hooks from the parameters, which may be trained without it; DDP does so for torch.compile.
 
-    Nothing else does: DDP would fill buckets as long as the parameters live.
+    Nothing else removes them: DDP would fill buckets as long as the parameters live.
     """
     ddp.reducer._remove_autograd_hooks()

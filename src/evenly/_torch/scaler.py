@@ -1,4 +1,4 @@
-"""torch's GradScaler: who is told of steps that it leaves out, and ranks that agree on what is not finite.
+"""torch's GradScaler: callbacks for skipped steps, and flags for non-finite gradients that ranks agree on.
 
 Written for torch 2.11 and 2.13.
 """
@@ -12,21 +12,21 @@ import torch
 
 
 class AgreeingScaler(torch.amp.GradScaler):
-    """A GradScaler that asks `agreed` what to make of the flags for gradients that are not finite."""
+    """A GradScaler that passes its flags for non-finite gradients through `agreed`."""
 
     def agreed(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Any]) -> dict[torch.device, Any]:
-        """Returns the flags, one for each device, by which a step is left out; a subclass overrides it."""
+        """Returns the flags, one for each device, that decide whether a step is skipped; a subclass overrides it."""
         return flags
 
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Any]:
-        """Is what makes the flags; its name is private, but `unscale_` and `step` both go through it."""
+        """Computes the flags; its name is private, but both `unscale_` and `step` call it."""
         flags: dict[torch.device, Any] = super()._unscale_grads_(optimizer, *args, **kwargs)
         return self.agreed(optimizer, flags)
 
 
 @dataclass(frozen=True)
 class _Watcher:
-    """Who wants to know of steps that a GradScaler leaves out."""
+    """A callback for the steps of an optimizer that a GradScaler skips."""
 
     optimizer: torch.optim.Optimizer
     steps: Callable[[], int]
@@ -34,11 +34,11 @@ class _Watcher:
 
 
 class _WatchedStep:
-    """Stands for `scaler.step`, once for all optimizers that are watched on one scaler."""
+    """Replaces `scaler.step`, once for all optimizers that are watched on one scaler."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._plain = scaler.step
-        self._is_patched = "step" in vars(scaler)  # by somebody before
+        self._is_patched = "step" in vars(scaler)  # by other code, before
         self.watchers: list[_Watcher] = []
 
     def __call__(self, stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -51,12 +51,12 @@ class _WatchedStep:
         return result
 
     def remove(self, watcher: _Watcher, scaler: torch.amp.GradScaler) -> None:
-        """Forgets a watcher; behind the last one `scaler.step` is what it was, unless somebody has replaced it."""
+        """Removes a watcher; the last one restores `scaler.step`, unless other code has replaced it."""
         if watcher in self.watchers:
             self.watchers.remove(watcher)
         if not self.watchers and vars(scaler).get("step") is self:
             if self._is_patched:
-                scaler.step = self._plain  # type: ignore[method-assign]  # as it was found
+                scaler.step = self._plain  # type: ignore[method-assign]  # as it was before
             else:
                 del scaler.step
 
@@ -68,10 +68,10 @@ def watch_scaler(
     steps: Callable[[], int],
     on_skip: Callable[[], None],
 ) -> Callable[[], None]:
-    """Calls `on_skip` whenever `scaler` leaves out a step of `optimizer`, of which `steps` says how many were made.
+    """Calls `on_skip` whenever `scaler` skips a step of `optimizer`; `steps` returns the number of steps so far.
 
-    A scaler that leaves a step out does not call the optimizer, and tells nobody: `step` is replaced on this one
-    scaler, as torch's schedulers do with optimizers. Returns what ends it; `scaler.step` is then torch's again.
+    A scaler that skips a step does not call the optimizer and has no callback, so `step` is replaced on this one
+    scaler, as torch's schedulers do with optimizers. Returns a function that ends this and restores `scaler.step`.
     """
     if scaler is None:
         return lambda: None

@@ -1,4 +1,4 @@
-"""Tensors that become tensors of another class, and stay the same object."""
+"""Changes the class of a tensor in place."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import torch
 
 
 def set_class(tensor: torch.Tensor, kind: Any) -> None:
-    """Makes a tensor one of class `kind`, in place: who holds it, such as an optimizer, holds the same object.
+    """Sets the class of a tensor to `kind`, in place: an optimizer that refers to it keeps the same object.
 
     torch allows it between subclasses of torch.Tensor with the same layout, and does it itself with lazy parameters
-    (torch.nn.parameter.UninitializedParameter.materialize). It is undone by the same call with the class from before.
+    (torch.nn.parameter.UninitializedParameter.materialize). A call with the previous class undoes it.
     """
     tensor.__class__ = kind

@@ -1,4 +1,4 @@
-"""What torch.fx and torch.export keep to themselves, and torch's functions that are replaced while a network is traced.
+"""Private parts of torch.fx and torch.export, and patches of torch functions while a network is traced.
 
 Written for torch 2.11 and 2.13.
 """
@@ -28,18 +28,26 @@ __all__ = [
     "with_class_forward",
 ]
 
-PROXY_FIELDS = ("node", "tracer", "_root", "root", "attr", "_node", "graph")  # what fx sets on values while it traces
+PROXY_FIELDS = (
+    "node",
+    "tracer",
+    "_root",
+    "root",
+    "attr",
+    "_node",
+    "graph",
+)  # attributes that fx sets on values while it traces
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def constant_name(number: int) -> str:
-    """Returns the name that fx gives to the tensor constants of a graph."""
+    """Returns the name that fx gives to a tensor constant of a graph."""
     return f"_tensor_constant{number}"
 
 
 def is_constant(name: str) -> bool:
-    """Returns whether a name is one that fx gives to a tensor that forward makes."""
+    """Returns whether a name is one that fx gives to a tensor that forward creates."""
     return name.startswith("_tensor_constant")
 
 
@@ -49,17 +57,17 @@ def is_guard(name: str) -> bool:
 
 
 def output_form(graph: fx.Graph) -> TreeSpec:
-    """Returns how the outputs of an exported graph are nested; torch.export keeps it with the code it writes."""
-    form: TreeSpec = graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]  # of what export makes
+    """Returns the structure of the outputs of an exported graph; torch.export stores it with the generated code."""
+    form: TreeSpec = graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]  # set by torch.export
     return form
 
 
 class PlainTracer(fx.Tracer):
-    """fx's tracer, in which an argument that is fixed is its value, and no assertion about it is traced."""
+    """fx's tracer, which replaces a fixed argument by its value and traces no assertion about it."""
 
     def _proxy_placeholder(self, name: str, concrete_args: Any, sig: Any, fn_for_analysis: Any) -> Any:
         if concrete_args is not None and name in concrete_args:
-            return concrete_args[name]  # fx would also assert that nobody gives another value
+            return concrete_args[name]  # fx would also trace an assertion on the value
         return super()._proxy_placeholder(name, concrete_args, sig, fn_for_analysis)
 
 
@@ -67,14 +75,15 @@ class PlainTracer(fx.Tracer):
 def intercepted(
     *, apply: Wrap, set_attribute: Wrap, enter_function: Wrap, register_hook: Wrap, is_grad_enabled: Wrap
 ) -> Iterator[None]:
-    """Has functions of torch be others inside of the block, for the whole process; each is made from torch's own.
+    """Replaces functions of torch inside the block, for the whole process; each argument wraps torch's own.
 
     Args:
-        apply: `torch.autograd.Function.apply`, given as a class method that is not bound yet.
-        set_attribute: `nn.Module.__setattr__`.
-        enter_function: what every call of an autograd function passes, also `f = F.apply`; it is given its arguments.
-        register_hook: `torch.Tensor.register_hook`.
-        is_grad_enabled: `torch.is_grad_enabled`.
+        apply: wraps `torch.autograd.Function.apply`, passed as an unbound class method.
+        set_attribute: wraps `nn.Module.__setattr__`.
+        enter_function: wraps a function that every call of an autograd function, also by `f = F.apply`, runs on its
+            arguments.
+        register_hook: wraps `torch.Tensor.register_hook`.
+        is_grad_enabled: wraps `torch.is_grad_enabled`.
     """
     function = torch.autograd.Function
     with ExitStack() as stack:
@@ -91,14 +100,14 @@ def intercepted(
 
 @contextmanager
 def reading_attributes(read: Wrap) -> Iterator[None]:
-    """Has `nn.Module.__getattribute__` be what `read` makes of it inside of the block, for the whole process."""
+    """Replaces `nn.Module.__getattribute__` by `read` of it inside the block, for the whole process."""
     with replaced(nn.Module, "__getattribute__", read(nn.Module.__getattribute__)):
         yield
 
 
 @contextmanager
 def with_class_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Has a module be of a class with this forward inside of the block: fx traces that of the class."""
+    """Gives a module a subclass with this forward inside the block: fx traces the forward of the class."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     try:

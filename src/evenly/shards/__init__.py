@@ -1,4 +1,4 @@
-"""Heterogeneous model parallelism: a module and a layout give a module whose layers are cut over ranks."""
+"""Heterogeneous model parallelism: modules whose layers are cut over ranks in unequal shares."""
 
 from evenly.shards.join import example_of, join_shards, shard_model
 from evenly.shards.optim.clipping import clip_grad_norm_

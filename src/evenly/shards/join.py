@@ -1,4 +1,4 @@
-"""The verb: a network and a layout give the module to call, once all ranks agree that they were given the same."""
+"""Shards a network by a layout, after checking that all ranks have the same network and layout."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ def shard_model(
     devices: Sequence[Device] | None = None,
     timeout_s: float = 600.0,
 ) -> Sharded:
-    """Returns the module of this rank; all ranks of the party call it with the same network and shares."""
+    """Returns the module of this rank; all ranks of the group call it with the same network and shares."""
     numbers = check_shares(shares, ranks=rank_group.size)
     traced = follow(model, example)
     layout = lay_out(traced.graph, numbers, layer_shares=layer_shares, cut_batch=cut_batch)
@@ -63,32 +63,34 @@ def join_shards(
             "the layout was made for another network, or for an example of another shape. Make a plan for this one."
         )
     check_shares(layout.shares, ranks=rank_group.size)
-    room = rank_group.scoped("shards")
-    monitor = FailureMonitor(room, parent=parent)
+    scoped_group = rank_group.scoped("shards")
+    monitor = FailureMonitor(scoped_group, parent=parent)
     with report_on_error(monitor, closes=True):
-        return _join(traced, layout, room, monitor, devices, timeout_s)
+        return _join(traced, layout, scoped_group, monitor, devices, timeout_s)
 
 
 def _join(
     traced: Traced,
     layout: Layout,
-    room: RankGroup,
+    scoped_group: RankGroup,
     monitor: FailureMonitor,
     devices: Sequence[Device] | None,
     timeout_s: float,
 ) -> Sharded:
     waiter = CollectiveWaiter(monitor, place="the start of a network cut over ranks", timeout_s=timeout_s)
     waiter.barrier()
-    everybody = open_group(room, "everybody", range(room.size), backend="gloo", timeout_s=timeout_s)
+    everybody = open_group(scoped_group, "everybody", range(scoped_group.size), backend="gloo", timeout_s=timeout_s)
     require_same(_settings(traced, layout), everybody, waiter)
-    seed = gather_json(torch.initial_seed() % (1 << 40) + room.serial, everybody, waiter)[layout.members[0]]
+    seed = gather_json(torch.initial_seed() % (1 << 40) + scoped_group.serial, everybody, waiter)[layout.members[0]]
     stage = ShardGroup(everybody, monitor, timeout_s=timeout_s)
     source = layout.members[0]
-    if room.rank not in layout.members:
-        alone = open_group(room, f"alone{room.rank}", [room.rank], backend="gloo", timeout_s=timeout_s)
+    if scoped_group.rank not in layout.members:
+        alone = open_group(
+            scoped_group, f"alone{scoped_group.rank}", [scoped_group.rank], backend="gloo", timeout_s=timeout_s
+        )
         return _left_out(traced, layout, ShardGroup(alone, monitor, timeout_s=timeout_s), stage, source)
     backend = backend_for([devices[rank] for rank in layout.members]) if devices else "gloo"
-    group = open_group(room, "shards", layout.members, backend=backend, timeout_s=timeout_s)
+    group = open_group(scoped_group, "shards", layout.members, backend=backend, timeout_s=timeout_s)
     shard_group = ShardGroup(group, monitor, timeout_s=timeout_s)
     local = cut_model(traced, layout, shard_group, share=lambda tensor: stage.broadcast(tensor, source))
     if shard_group.size > 1:
@@ -99,26 +101,26 @@ def _join(
 
 
 def example_of(layout: Layout) -> dict[str, torch.Tensor]:
-    """Returns tensors without data in the shapes of the example that a layout was made with."""
-    kinds = {tensor.name: getattr(torch, tensor.dtype) for tensor in layout.inputs}
-    made = {t.name: torch.empty(t.shape, dtype=kinds[t.name], device="meta") for t in layout.inputs}
-    return {t.name: made[t.name].requires_grad_(t.has_grad) for t in layout.inputs}
+    """Returns meta tensors in the shapes of the example that a layout was made with."""
+    dtypes = {tensor.name: getattr(torch, tensor.dtype) for tensor in layout.inputs}
+    tensors = {t.name: torch.empty(t.shape, dtype=dtypes[t.name], device="meta") for t in layout.inputs}
+    return {t.name: tensors[t.name].requires_grad_(t.has_grad) for t in layout.inputs}
 
 
 def _left_out(traced: Traced, layout: Layout, alone: ShardGroup, stage: ShardGroup, source: int) -> Sharded:
-    """Returns the module of a rank without a share: it holds nothing, on a wire of its own, and is told the outputs."""
+    """Returns the module of a rank without a share: it has empty parts and its own group, and receives the outputs."""
 
-    def nothing(name: str, tensor: torch.Tensor) -> LocalShard:
+    def empty_shard(name: str, tensor: torch.Tensor) -> LocalShard:
         stage.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), source)
         return LocalShard(name, tensor.shape, alone, 0, ((),)) if tensor.ndim else LocalShard(name, tensor.shape, alone)
 
-    sharded = Sharded(traced, layout, alone, copy_tree(traced, nothing), seed=0, stage=stage, source=source)
+    sharded = Sharded(traced, layout, alone, copy_tree(traced, empty_shard), seed=0, stage=stage, source=source)
     sharded.on_close.append(watch_optimizers())
     return sharded
 
 
 def _settings(traced: Traced, layout: Layout) -> list[str]:
-    """Returns one line for everything that must be the same on all ranks."""
+    """Returns one line for each setting that must be equal on all ranks."""
     lines = [f"shares {list(layout.shares)}"]
     for layer in traced.graph.layers:
         lines.append(f"{layer.kind} {layer.where or layer.name!r}: {layer.model_dump_json()}")

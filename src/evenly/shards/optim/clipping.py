@@ -1,4 +1,4 @@
-"""Sums over the ranks that hold a network's parts, and gradients clipped by the norm of them all."""
+"""Sums over the ranks of a cut network, and clips gradients by their total norm."""
 
 from collections.abc import Callable, Iterable
 from functools import reduce
@@ -10,33 +10,33 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from evenly._torch.clipping import widen_clipping as widen_clipping_of_torch
 from evenly.comm import PendingTensor, ShardGroup
 from evenly.errors import NonFiniteError, SpecError
-from evenly.shards.parts.guard import apart, guard, trial, unguard
+from evenly.shards.parts.guard import cut_tensors_of, guard, trial, unguard
 from evenly.shards.parts.local_shards import LocalShard, is_retired, local_shard_of
 from evenly.shards.parts.part_tensors import is_part, part_of
 
-_FULL = "_evenly_is_full"  # a mark on norms of full gradients
+_FULL = "_evenly_is_full"  # an attribute of norms of full gradients
 
 
 class RankSums:
-    """Tensors to add up over ranks, in one message for each wire; all ranks add the same shapes in the same order."""
+    """Sums tensors over ranks, with one all-reduce per shard group; all ranks add the same shapes in the same order."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._summands: list[torch.Tensor] = []
-        self._wires: list[ShardGroup | None] = []
+        self._shard_groups: list[ShardGroup | None] = []
 
     def add(self, summand: torch.Tensor, shard_group: ShardGroup | None) -> int:
-        """Returns the number of the sum that this summand is this rank's part of; without a wire it is all of it."""
+        """Adds this rank's summand and returns the index of its sum; without a shard group the summand is the sum."""
         self._summands.append(summand)
-        self._wires.append(shard_group)
-        return len(self._wires) - 1
+        self._shard_groups.append(shard_group)
+        return len(self._shard_groups) - 1
 
     def totals(self) -> list[torch.Tensor]:
-        """Returns all sums, by number; all ranks of the wires call it together."""
+        """Returns all sums, by index; all ranks of the shard groups call it together."""
         totals = list(self._summands)
         sent: list[tuple[list[int], PendingTensor]] = []
-        for shard_group in dict.fromkeys(shard_group for shard_group in self._wires if shard_group is not None):
-            numbers = [number for number, other in enumerate(self._wires) if other is shard_group]
+        for shard_group in dict.fromkeys(shard_group for shard_group in self._shard_groups if shard_group is not None):
+            numbers = [number for number, other in enumerate(self._shard_groups) if other is shard_group]
             device = totals[numbers[0]].device
             flat = torch.cat([totals[number].reshape(-1).to(device) for number in numbers])
             sent.append((numbers, shard_group.sum(flat, name=self._name)))
@@ -48,7 +48,7 @@ class RankSums:
 
 
 def squared_norm(x: torch.Tensor, *, dim: int | None = None) -> torch.Tensor:
-    """Returns the sum of squares of `x`, or those along `dim`, in float32 at least; 0 where there is nothing."""
+    """Returns the sum of squares of `x`, or those along `dim`, in float32 at least; 0 if it is empty."""
     norm: torch.Tensor = torch.linalg.vector_norm(x, dim=dim, keepdim=dim is not None, dtype=_wide(x))
     return norm.square_()
 
@@ -63,57 +63,57 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Returns the norm of all gradients of the full network, and scales them so that it is at most `max_norm`.
 
-    It is what `torch.nn.utils.clip_grad_norm_` gives on one device. Cut parameters are summed over their wire in one
-    message, replicated ones and those without a placement count once. All ranks call it together, with the same
+    It equals `torch.nn.utils.clip_grad_norm_` on one device. One all-reduce per shard group sums the cut parameters;
+    replicated ones and those without a local shard count once. All ranks call it together, with the same
     parameters in the same order.
 
     Args:
-        parameters: local parameters, of any number of wires; those without a gradient are passed over.
-        max_norm: the largest norm that is left as it is.
+        parameters: local parameters, of any number of shard groups; those without a gradient are ignored.
+        max_norm: gradients of a larger norm are scaled.
         norm_type: p of the p-norm, above 0; `math.inf` for the largest entry.
-        error_if_nonfinite: whether a norm that is NaN or infinite raises `NonFiniteError` and leaves the gradients.
+        error_if_nonfinite: whether a NaN or infinite norm raises `NonFiniteError` before gradients are scaled.
     """
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if any(is_retired(parameter) for parameter in given):
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(is_retired(parameter) for parameter in tensors):
         raise SpecError(
-            "gradients were to be clipped of parameters that others have taken the place of, as units of the network "
-            "changed hands. Ask for them anew at every step: clip_grad_norm_(model.parameters(), ...)."
+            "gradients were to be clipped of parameters that were replaced when the network was cut anew. Ask for them "
+            "anew at every step: clip_grad_norm_(model.parameters(), ...)."
         )
-    if trial.is_on:  # exact, so nothing to try
+    if trial.is_on:  # exact on parts, so there is nothing to try
         return torch.ones(())
-    held = [(parameter.grad, local_shard_of(parameter)) for parameter in given if parameter.grad is not None]
-    total = _total_norm(held, norm_type)
+    grads = [(parameter.grad, local_shard_of(parameter)) for parameter in tensors if parameter.grad is not None]
+    total = _total_norm(grads, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise NonFiniteError(
             f"gradients were to be clipped to a norm of {max_norm}, but their norm of order {norm_type} is "
             f"{total.item()}. Look for what made it so, or give error_if_nonfinite=False to scale by it anyway."
         )
-    guarded = [parameter for parameter in given if is_part(parameter)]
-    unguard(given)
-    clip_grads_with_norm_(given, max_norm, total)
-    guard(apart(guarded))
+    guarded = [parameter for parameter in tensors if is_part(parameter)]
+    unguard(tensors)
+    clip_grads_with_norm_(tensors, max_norm, total)
+    guard(cut_tensors_of(guarded))
     return total
 
 
 def widen_clipping() -> Callable[[], None]:
-    """Has torch's clipping by norm take the norm of full gradients; on other gradients it stays as it is.
+    """Makes torch's clipping by norm use the norm of full gradients; other gradients are clipped as before.
 
-    Returns what makes it torch's own again. Where a torch cannot be widened, clipping is refused.
+    Returns a function that undoes this. If this version of torch cannot be patched, clipping raises an error.
     """
     return widen_clipping_of_torch(total_norm=_widened_norm, clip=_widened_clip)
 
 
 def _widened_norm(norm: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns torch's `get_total_norm`, for full gradients where it is given parts."""
+    """Returns torch's `get_total_norm`, extended to the norm of full gradients if it is called with parts."""
 
     def get_total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Any:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        guarded = [tensor for tensor in given if is_part(tensor)]
-        if not guarded or any(part_of(tensor) is None for tensor in guarded):  # which refuse
-            return norm(given, norm_type, error_if_nonfinite, foreach)
-        total = _total_norm([(tensor, part_of(tensor)) for tensor in given], norm_type)
+        grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        guarded = [tensor for tensor in grads if is_part(tensor)]
+        if not guarded or any(part_of(tensor) is None for tensor in guarded):  # these raise an error
+            return norm(grads, norm_type, error_if_nonfinite, foreach)
+        total = _total_norm([(tensor, part_of(tensor)) for tensor in grads], norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise NonFiniteError(
                 f"the norm of order {norm_type} of all gradients was asked for, and is {total.item()}. Look for what "
@@ -125,53 +125,60 @@ def _widened_norm(norm: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _widened_clip(clip: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns torch's `clip_grads_with_norm_`, which takes parts if the norm is that of full gradients."""
+    """Returns torch's `clip_grads_with_norm_`, extended to parts if the norm is that of full gradients."""
 
     def clip_grads_with_norm_(
         parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
     ) -> None:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        cut = [(parameter, own) for parameter, own in apart(given) if parameter.grad is not None]
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        cut = [
+            (parameter, local_shard) for parameter, local_shard in cut_tensors_of(tensors) if parameter.grad is not None
+        ]
         if any(not is_part(parameter) for parameter, _ in cut) and not hasattr(total_norm, _FULL):
             raise SpecError(
                 "torch's clipping by norm was called for parameters that are cut over ranks, with gradients that no "
                 "backward of the network left there, so that the norm would be that of one rank's parts. Use "
                 "evenly.shards.clip_grad_norm_, before optimizer.step()."
             )
-        unguard(given)
-        clip(given, max_norm, total_norm, foreach)
+        unguard(tensors)
+        clip(tensors, max_norm, total_norm, foreach)
         guard(cut)
 
     return clip_grads_with_norm_
 
 
-def _total_norm(held: list[tuple[torch.Tensor, LocalShard | None]], norm_type: float) -> torch.Tensor:
-    if not any(placement is not None and placement.is_cut for _, placement in held):
-        return get_total_norm([grad for grad, _ in held], norm_type)
-    total = _norm_over_wires(held, float(norm_type))
+def _total_norm(grads: list[tuple[torch.Tensor, LocalShard | None]], norm_type: float) -> torch.Tensor:
+    if not any(local_shard is not None and local_shard.is_cut for _, local_shard in grads):
+        return get_total_norm([grad for grad, _ in grads], norm_type)
+    total = _norm_over_ranks(grads, float(norm_type))
     setattr(total, _FULL, True)
     return total
 
 
-def _norm_over_wires(held: list[tuple[torch.Tensor, LocalShard | None]], p: float) -> torch.Tensor:
+def _norm_over_ranks(grads: list[tuple[torch.Tensor, LocalShard | None]], p: float) -> torch.Tensor:
     if not p > 0:
         raise SpecError(
             f"norm_type={p} was asked for, but parameters are cut over ranks and only norms of an order above 0 can "
             "be put together from parts. Give a positive number or math.inf."
         )
-    cut = dict.fromkeys(placement.shard_group for _, placement in held if placement is not None and placement.is_cut)
-    counted: dict[ShardGroup | None, list[torch.Tensor]] = {shard_group: [] for shard_group in (*cut, None)}
-    for grad, placement in held:
-        if placement is None or placement.shard_group not in cut:
-            counted[None].append(grad)
+    cut = dict.fromkeys(
+        local_shard.shard_group for _, local_shard in grads if local_shard is not None and local_shard.is_cut
+    )
+    grads_by_group: dict[ShardGroup | None, list[torch.Tensor]] = {shard_group: [] for shard_group in (*cut, None)}
+    for grad, local_shard in grads:
+        if local_shard is None or local_shard.shard_group not in cut:
+            grads_by_group[None].append(grad)
         elif (
-            placement.is_cut or placement.shard_group.rank == 0
+            local_shard.is_cut or local_shard.shard_group.rank == 0
         ):  # one rank counts what all hold: one norm to the last bit
-            counted[placement.shard_group].append(grad)
-    dtype = reduce(torch.promote_types, (grad.dtype for grad, _ in held)).to_real()
-    powers = {shard_group: _power(held[0][0].device, _wide_of(dtype), p, part) for shard_group, part in counted.items()}
+            grads_by_group[local_shard.shard_group].append(grad)
+    dtype = reduce(torch.promote_types, (grad.dtype for grad, _ in grads)).to_real()
+    powers = {
+        shard_group: _power(grads[0][0].device, _wide_of(dtype), p, group_grads)
+        for shard_group, group_grads in grads_by_group.items()
+    }
     pending = [shard_group.sum(powers[shard_group], name="clip", largest=p == torch.inf) for shard_group in cut]
-    parts = torch.stack([*(one.wait() for one in pending), powers[None]])  # [wires + 1, 1 or 2]
+    parts = torch.stack([*(one.wait() for one in pending), powers[None]])  # [shard groups + 1, 1 or 2]
     if p == torch.inf:
         largest, is_nan = parts.amax(0)
         return torch.where(is_nan > 0, torch.nan, largest).to(dtype)

@@ -14,12 +14,14 @@ class GradScaler(AgreeingScaler):
 
     def agreed(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Any]) -> dict[torch.device, Any]:
         """Returns the flags, true where a gradient is not finite on any rank."""
-        found = local_shards_of(p for group in optimizer.param_groups for p in group["params"])
-        shard_groups: dict[int, ShardGroup] = {id(placement.shard_group): placement.shard_group for placement in found}
+        local_shards = local_shards_of(p for group in optimizer.param_groups for p in group["params"])
+        shard_groups: dict[int, ShardGroup] = {
+            id(local_shard.shard_group): local_shard.shard_group for local_shard in local_shards
+        }
         if not shard_groups or not flags:
             return flags
         device = next(iter(flags))
         worst = torch.stack([flag.to(device).float() for flag in flags.values()]).amax(0)
         for shard_group in shard_groups.values():
             worst = shard_group.sum(worst, name="scaler", largest=True).wait()
-        return {place: worst.to(flag) for place, flag in flags.items()}
+        return {flag_device: worst.to(flag) for flag_device, flag in flags.items()}

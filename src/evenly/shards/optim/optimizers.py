@@ -1,4 +1,4 @@
-"""Optimizers that look at more than one element at a time, exact on parameters that are cut over ranks."""
+"""Optimizers that are not elementwise, exact on parameters that are cut over ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,12 +17,12 @@ State = dict[str, torch.Tensor]
 
 @final
 class Adafactor(torch.optim.Adafactor):
-    """The numbers of `torch.optim.Adafactor`, with its arguments, on parameters that may be cut over ranks.
+    """Gives the results of `torch.optim.Adafactor`, with its arguments, on parameters that may be cut over ranks.
 
-    Means over a cut dim and root mean squares are summed over the wire: two messages for each step, whatever the number
-    of parameters. All ranks step together; a gradient is None on all of them or on none. `row_var` and `col_var` are
-    this rank's part where the dim they keep is cut, and the same on all ranks otherwise (`state_placement`). Norms of
-    16-bit parameters are taken in float32; `foreach` changes nothing.
+    Means over a cut dim and root mean squares are summed over the shard group: two all-reduces for each step, whatever
+    the number of parameters. All ranks step together; a gradient is None on all of them or on none. `row_var` and
+    `col_var` are this rank's part where the dim they keep is cut, and equal on all ranks otherwise (`state_placement`).
+    Norms of 16-bit parameters are computed in float32; `foreach` has no effect.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(3, 2))
@@ -43,36 +43,38 @@ class Adafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Makes one step, and returns the closure's loss if one is given."""
+        """Makes one step; returns the loss of the closure, if there is one."""
         loss = _loss(closure)
-        turns = [turn for group in self.param_groups for turn in self._turns(group)]
-        for batch in _batches(turns, [turn.shard_group for turn in turns]):
+        parameter_steps = [
+            parameter_step for group in self.param_groups for parameter_step in self._parameter_steps(group)
+        ]
+        for batch in _batches(parameter_steps, [parameter_step.shard_group for parameter_step in parameter_steps]):
             _advance(batch)
         return loss
 
-    def _turns(self, group: dict[str, Any]) -> "list[_Turn]":
-        held = _with_gradient(group, "Adafactor")
+    def _parameter_steps(self, group: dict[str, Any]) -> "list[_Turn]":
+        with_gradient = _with_gradient(group, "Adafactor")
         eps1 = group["eps"][0]
-        if eps1 is None and held:
-            eps1 = torch.finfo(held[0][0].dtype).eps  # of the first parameter, for all: as torch has it
-        return [_Turn(parameter, grad, self.state[parameter], group, eps1) for parameter, grad in held]
+        if eps1 is None and with_gradient:
+            eps1 = torch.finfo(with_gradient[0][0].dtype).eps  # of the first parameter, for all, as in torch
+        return [_Turn(parameter, grad, self.state[parameter], group, eps1) for parameter, grad in with_gradient]
 
 
 class _Turn:
-    """One parameter in one step of Adafactor, between the messages."""
+    """One parameter in one step of Adafactor: the computations before, between and after the all-reduces."""
 
     def __init__(
         self, parameter: torch.Tensor, grad: torch.Tensor, state: State, group: dict[str, Any], eps1: float
     ) -> None:
-        placement = local_shard_of(parameter)
+        local_shard = local_shard_of(parameter)
         self.parameter = parameter
         self.state = state
         self.group = group
         self.eps1 = eps1
         self.grad = -grad if group["maximize"] else grad
-        self.shape = parameter.shape if placement is None else placement.shape
-        self.shard_group = _shard_group(placement)
-        self.dim = None if placement is None or placement.dim is None else placement.dim - len(self.shape)
+        self.shape = parameter.shape if local_shard is None else local_shard.shape
+        self.shard_group = _shard_group(local_shard)
+        self.dim = None if local_shard is None or local_shard.dim is None else local_shard.dim - len(self.shape)
         self.numbers: dict[str, int] = {}
         if not state:
             self._prepare()
@@ -87,7 +89,7 @@ class _Turn:
             self.state["variance"] = torch.zeros_like(self.grad)
 
     def begin(self, sums: RankSums) -> None:
-        """Adds the parameter's squares and what the second moments sum over a cut dim."""
+        """Adds the parameter's sum of squares and the sums of the second moments over a cut dim."""
         self.state["step"] += 1
         t = self.state["step"].item()
         self.rate = t ** self.group["beta2_decay"]  # 1 - beta2
@@ -103,7 +105,7 @@ class _Turn:
                 self.numbers["total"] = sums.add(self._blend_rows(rows), self.shard_group if self.dim == -2 else None)
 
     def estimate(self, totals: Sequence[torch.Tensor], sums: RankSums) -> None:
-        """Makes the update and adds its squares."""
+        """Computes the update and adds its sum of squares."""
         theta, root_n = self.parameter, self.shape.numel() ** 0.5
         rms = totals[self.numbers["parameter"]].sqrt().item() / root_n
         self.alpha = max(self.group["eps"][1], rms) * self.rho
@@ -138,34 +140,34 @@ class _Turn:
         return variance.lerp_(self.grad * self.grad, self.rate).clone()
 
 
-def _advance(turns: Sequence[_Turn]) -> None:
+def _advance(parameter_steps: Sequence[_Turn]) -> None:
     moments, updates = RankSums("adafactor"), RankSums("adafactor")
-    for turn in turns:
-        turn.begin(moments)
+    for parameter_step in parameter_steps:
+        parameter_step.begin(moments)
     totals = moments.totals()
-    for turn in turns:
-        turn.estimate(totals, updates)
+    for parameter_step in parameter_steps:
+        parameter_step.estimate(totals, updates)
     totals = updates.totals()
-    for turn in turns:
-        turn.finish(totals)
+    for parameter_step in parameter_steps:
+        parameter_step.finish(totals)
 
 
 @final
 class Lamb(torch.optim.Optimizer):
-    r"""LAMB, on parameters that may be cut over ranks: every tensor steps by a share of its own full norm.
+    r"""LAMB, on parameters that may be cut over ranks: the step of every tensor is scaled by its full norm.
 
     .. math::
         m = \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2 \\
         u = \hat m / (\sqrt{\hat v} + \epsilon) + \lambda x, \quad x = x - \eta \|x\| / \|u\| \cdot u
 
-    The ratio of norms is 1 where one of them is 0. All norms of a step are summed over the wire in one message. All
-    ranks step together; a gradient is None on all of them or on none.
+    The ratio of norms is 1 where one of them is 0. One all-reduce for each step sums all norms. All ranks step
+    together; a gradient is None on all of them or on none.
 
     Args:
         params: parameters or groups of them.
         lr: the step size eta.
         betas: decay of the first and the second moment.
-        eps: what keeps the denominator above 0.
+        eps: is added to the denominator.
         weight_decay: lambda.
 
     Reference: You et al. 2020, Large Batch Optimization for Deep Learning: Training BERT in 76 minutes.
@@ -194,23 +196,23 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Makes one step, and returns the closure's loss if one is given."""
+        """Makes one step; returns the loss of the closure, if there is one."""
         loss = _loss(closure)
-        turns = [(*held, group) for group in self.param_groups for held in _with_gradient(group, "Lamb")]
-        for batch in _batches(turns, [_shard_group(local_shard_of(x)) for x, _, _ in turns]):
+        parameter_steps = [(*pair, group) for group in self.param_groups for pair in _with_gradient(group, "Lamb")]
+        for batch in _batches(parameter_steps, [_shard_group(local_shard_of(x)) for x, _, _ in parameter_steps]):
             self._advance(batch)
         return loss
 
-    def _advance(self, turns: Sequence[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]) -> None:
+    def _advance(self, parameter_steps: Sequence[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]) -> None:
         sums = RankSums("lamb")
         updates: list[torch.Tensor] = []
-        for x, g, group in turns:
+        for x, g, group in parameter_steps:
             u, shard_group = self._update(x, g, group), _shard_group(local_shard_of(x))
             sums.add(squared_norm(x), shard_group)
             sums.add(squared_norm(u), shard_group)
             updates.append(u)
         norms = [total.sqrt() for total in sums.totals()]
-        for (x, _, group), u, of_x, of_u in zip(turns, updates, norms[::2], norms[1::2], strict=True):
+        for (x, _, group), u, of_x, of_u in zip(parameter_steps, updates, norms[::2], norms[1::2], strict=True):
             ratio = torch.where((of_x > 0) & (of_u > 0), of_x / of_u, 1.0)
             x.sub_(u.mul_((float(group["lr"]) * ratio).to(u.device)))
 
@@ -232,48 +234,52 @@ class Lamb(torch.optim.Optimizer):
 def state_placement(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any
 ) -> LocalShard | None:
-    """Returns how one entry of a parameter's optimizer state is cut; None for what has no place of its own.
+    """Returns how one entry of a parameter's optimizer state is cut; None if it has no local shard.
 
-    An entry of the local parameter's shape lies as the parameter does. Adafactor's `row_var` and `col_var` have a size
-    of 1 instead of the last dim and the last but one: where that dim is the cut one, all ranks hold all of it. Numbers
-    such as `step` are the same on all ranks and get None, as does every entry of a parameter without a placement.
+    An entry of the local parameter's shape is cut as the parameter is. Adafactor's `row_var` and `col_var` have size 1
+    in the last dim and the last but one: if that dim is the cut one, the entry is replicated. Numbers such as `step`
+    are equal on all ranks and get None, as does every entry of a parameter without a local shard.
     """
-    placement = local_shard_of(parameter)
-    if placement is None or not isinstance(value, torch.Tensor):
+    local_shard = local_shard_of(parameter)
+    if local_shard is None or not isinstance(value, torch.Tensor):
         return None
     if isinstance(optimizer, torch.optim.Adafactor) and key in ("row_var", "col_var"):
-        lost = len(placement.shape) - (1 if key == "row_var" else 2)
-        shape = torch.Size([1 if dim == lost else size for dim, size in enumerate(placement.shape)])
-        if placement.dim == lost:
-            return replace(placement, shape=shape, dim=None, segments=())
-        return replace(placement, shape=shape)
-    return placement if key != "step" and value.shape == parameter.shape else None
+        reduced_dim = len(local_shard.shape) - (1 if key == "row_var" else 2)
+        shape = torch.Size([1 if dim == reduced_dim else size for dim, size in enumerate(local_shard.shape)])
+        if local_shard.dim == reduced_dim:
+            return replace(local_shard, shape=shape, dim=None, segments=())
+        return replace(local_shard, shape=shape)
+    return local_shard if key != "step" and value.shape == parameter.shape else None
 
 
 T = TypeVar("T")
 
 
-def _batches(turns: Sequence[T], shard_groups: Sequence[ShardGroup | None]) -> Iterator[list[T]]:
-    """Yields all cut parameters, to share their messages, then each whole one, to hold one update at a time."""
-    yield [turn for turn, shard_group in zip(turns, shard_groups, strict=True) if shard_group is not None]
-    for turn, shard_group in zip(turns, shard_groups, strict=True):
+def _batches(parameter_steps: Sequence[T], shard_groups: Sequence[ShardGroup | None]) -> Iterator[list[T]]:
+    """Yields all cut parameters together, to share all-reduces, then each whole one alone, to save memory."""
+    yield [
+        parameter_step
+        for parameter_step, shard_group in zip(parameter_steps, shard_groups, strict=True)
+        if shard_group is not None
+    ]
+    for parameter_step, shard_group in zip(parameter_steps, shard_groups, strict=True):
         if shard_group is None:
-            yield [turn]
+            yield [parameter_step]
 
 
-def _shard_group(placement: LocalShard | None) -> ShardGroup | None:
-    return placement.shard_group if placement is not None and placement.is_cut else None
+def _shard_group(local_shard: LocalShard | None) -> ShardGroup | None:
+    return local_shard.shard_group if local_shard is not None and local_shard.is_cut else None
 
 
 def _with_gradient(group: dict[str, Any], name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    held: list[tuple[torch.Tensor, torch.Tensor]] = [(p, p.grad) for p in group["params"] if p.grad is not None]
-    for parameter, grad in held:
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = [(p, p.grad) for p in group["params"] if p.grad is not None]
+    for parameter, grad in pairs:
         if parameter.is_complex() or grad.is_sparse:
             raise SpecError(
                 f"{name} was asked to step on a parameter of {list(parameter.shape)} that is complex or has a sparse "
                 "gradient, which it cannot. Use dense real parameters, or another optimizer for this one."
             )
-    return held
+    return pairs
 
 
 def _loss(closure: Callable[[], float] | None) -> float | None:

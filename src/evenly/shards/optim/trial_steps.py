@@ -1,4 +1,4 @@
-"""An optimizer tried on small tensors: one copy steps on whole ones, others on parts of them."""
+"""Tries an optimizer on small tensors: one copy steps on whole tensors, others on parts of them."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,22 +15,24 @@ from evenly.shards.parts.guard import trial
 
 EXACT = (Adafactor, Lamb)  # they sum over ranks
 TOLERANCE = 1e-12
-RAMP = tuple(10.0**power for power in range(-8, 11, 2))  # of gradients, upwards first: each still shows in the result
-RATIO = 100.0  # of two scales of the ramp
-SCALES = (1.0, 1e-4, 1e4)  # then in turn: some clip
+RAMP = tuple(10.0**power for power in range(-8, 11, 2))  # of gradients, increasing: each still affects the result
+RATIO = 100.0  # of two successive scales of the ramp
+SCALES = (1.0, 1e-4, 1e4)  # then in turn: some optimizers clip
 
 
 def compare(
     optimizer: Optimizer,
     sizes: Sequence[int],
     steps: int,
-    kept: list[list[int]] | None,
+    representatives: list[list[int]] | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> str | None:
-    """Returns what differs between a copy on whole tensors and one on parts of them, in words."""
-    whole = TrialRun(optimizer, sizes, None, kept, args, kwargs)
-    parts = [TrialRun(optimizer, sizes, chosen, kept, args, kwargs) for chosen in (_outer, _inner)]
+    """Returns a description of what differs between a copy on whole tensors and one on parts, or None."""
+    whole = TrialRun(optimizer, sizes, None, representatives, args, kwargs)
+    parts = [
+        TrialRun(optimizer, sizes, part_indices, representatives, args, kwargs) for part_indices in (_outer, _inner)
+    ]
     kinds = {index: kind_of(parameter) for index, parameter in whole.owners}
     drifts = {index: draw(kind, sizes, seed=1000 + index) for index, kind in kinds.items()}
     spreads = {index: _spread(kind, drifts[index]) for index, kind in kinds.items()}
@@ -41,12 +43,12 @@ def compare(
         for run in (whole, *parts):
             run.step(grads, scale)
         for part in parts:
-            if (clash := part.clash(whole, is_last=step == steps - 1)) is not None:
-                name, kind = clash
+            if (difference := part.difference(whole, is_last=step == steps - 1)) is not None:
+                name, kind = difference
                 where = f", cut along dim {kind.dim}," if kind is not None and kind.dim is not None else ","
                 return (
-                    f"it is not elementwise: on parts of tensors of {list(sizes)}{where} its {name} came out other "
-                    "than on the whole ones"
+                    f"it is not elementwise: on parts of tensors of {list(sizes)}{where} its {name} differs "
+                    "from that on the whole ones"
                 )
     if not whole.has_moved():
         return f"it could not be tried out: it does not move tensors of {list(sizes)} to finite numbers"
@@ -56,7 +58,7 @@ def compare(
 def _spread(kind: Kind, like: torch.Tensor) -> torch.Tensor:
     """Returns factors that make the inner indices of the cut dim `RATIO` times as large as the outer ones.
 
-    A threshold of any norm then lies between that of the whole and that of a part at some scale of the ramp.
+    At some scale of the ramp, any threshold then lies between the norms of a part and of the whole.
     """
     factors = torch.full_like(like, RATIO)
     if kind.dim is not None:
@@ -80,26 +82,26 @@ class TrialRun:
         self,
         optimizer: Optimizer,
         sizes: Sequence[int],
-        chosen: Callable[[int], torch.Tensor] | None,
-        kept: list[list[int]] | None,
+        part_indices: Callable[[int], torch.Tensor] | None,
+        representatives: list[list[int]] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
         self._args, self._kwargs = args, kwargs
-        self.optimizer_copy = OptimizerCopy(optimizer, sizes, chosen, kept)
-        if type(optimizer) in EXACT:  # only its hooks are tried
+        self.optimizer_copy = OptimizerCopy(optimizer, sizes, part_indices, representatives)
+        if type(optimizer) in EXACT:  # only their hooks are tried
             self.optimizer_copy.optimizer = _carry_hooks(self.optimizer_copy.optimizer)
         numbered = [p for group in optimizer.param_groups for p in group["params"]]
-        held = {id(p) for group in self.optimizer_copy.optimizer.param_groups for p in group["params"]}
-        self.owners = [(n, p) for n, p in enumerate(numbered) if id(self.optimizer_copy.stand_in(p)) in held]
+        copied_ids = {id(p) for group in self.optimizer_copy.optimizer.param_groups for p in group["params"]}
+        self.owners = [(n, p) for n, p in enumerate(numbered) if id(self.optimizer_copy.stand_in(p)) in copied_ids]
         self._starts = [self.optimizer_copy.stand_in(p).detach().clone() for _, p in self.owners]
 
     def step(self, grads: dict[int, torch.Tensor], scale: float) -> None:
         """Makes one step with this copy's part of the gradients."""
-        self._give(grads, scale)
+        self._set_grads(grads, scale)
 
         def closure() -> torch.Tensor:
-            self._give(grads, scale)
+            self._set_grads(grads, scale)
             return torch.tensor(scale, dtype=torch.float64)
 
         args = [closure if callable(value) else value for value in self._args]
@@ -108,23 +110,29 @@ class TrialRun:
             step: Callable[..., Any] = self.optimizer_copy.optimizer.step
             step(*args, **kwargs)
 
-    def _give(self, grads: dict[int, torch.Tensor], scale: float) -> None:
+    def _set_grads(self, grads: dict[int, torch.Tensor], scale: float) -> None:
         for index, parameter in self.owners:
             stand_in = self.optimizer_copy.stand_in(parameter)
             grad = self.optimizer_copy.part(grads[index], kind_of(parameter))
-            stand_in.grad = grad + 0.01 * scale * stand_in.detach().tanh()  # a closure may ask at another point
+            stand_in.grad = grad + 0.01 * scale * stand_in.detach().tanh()  # a closure may be called after a change
 
-    def clash(self, whole: "TrialRun", *, is_last: bool) -> tuple[str, Kind | None] | None:
-        """Returns the name of something that differs from the copy on whole tensors, or None."""
+    def difference(self, whole: "TrialRun", *, is_last: bool) -> tuple[str, Kind | None] | None:
+        """Returns the name and kind of the first value that differs from the copy on whole tensors, or None."""
         for _, parameter in self.owners:
             kind = kind_of(parameter)
-            mine, truth = self.optimizer_copy.stand_in(parameter), whole.optimizer_copy.stand_in(parameter)
-            names: dict[str, tuple[Any, Any]] = {"parameter": (mine, truth)}
+            part_tensor, whole_tensor = (
+                self.optimizer_copy.stand_in(parameter),
+                whole.optimizer_copy.stand_in(parameter),
+            )
+            pairs: dict[str, tuple[Any, Any]] = {"parameter": (part_tensor, whole_tensor)}
             if is_last:
-                left, right = self._state(mine), whole._state(truth)
-                names |= {f"state{name}": (left.get(name), right.get(name)) for name in {**left, **right}}
-            for name, (one, other) in names.items():
-                if isinstance(other, torch.Tensor) and other.shape == truth.shape:
+                part_state, whole_state = self._state(part_tensor), whole._state(whole_tensor)
+                pairs |= {
+                    f"state{name}": (part_state.get(name), whole_state.get(name))
+                    for name in {**part_state, **whole_state}
+                }
+            for name, (one, other) in pairs.items():
+                if isinstance(other, torch.Tensor) and other.shape == whole_tensor.shape:
                     other = self.optimizer_copy.part(other.detach(), kind)
                 if not _is_same(one, other):
                     return name, kind
@@ -132,14 +140,14 @@ class TrialRun:
             groups = zip(
                 self.optimizer_copy.optimizer.param_groups, whole.optimizer_copy.optimizer.param_groups, strict=True
             )
-            for own, its in groups:
-                for name, value in own.items():
-                    if isinstance(value, Real | torch.Tensor) and not _is_same(value, its.get(name)):
+            for part_group, whole_group in groups:
+                for name, value in part_group.items():
+                    if isinstance(value, Real | torch.Tensor) and not _is_same(value, whole_group.get(name)):
                         return f"option {name}", None
         return None
 
     def has_moved(self) -> bool:
-        """Returns whether something has changed, and all to finite numbers."""
+        """Returns whether a parameter has changed, and all are finite."""
         now = [self.optimizer_copy.stand_in(p).detach() for _, p in self.owners]
         is_same = all(torch.equal(one, start) for one, start in zip(now, self._starts, strict=True))
         return not is_same and all(bool(one.isfinite().all()) for one in now)
@@ -153,8 +161,8 @@ def _carry_hooks(exact: Optimizer) -> Optimizer:
     carrier = torch.optim.SGD([{"params": group["params"]} for group in exact.param_groups], lr=0.1)
     for name in STEP_HOOKS:
         vars(carrier)[name] = vars(exact)[name]
-    for own, group in zip(carrier.param_groups, exact.param_groups, strict=True):
-        own.update({key: value for key, value in group.items() if key not in own})
+    for carrier_group, group in zip(carrier.param_groups, exact.param_groups, strict=True):
+        carrier_group.update({key: value for key, value in group.items() if key not in carrier_group})
     return carrier
 
 
@@ -165,7 +173,7 @@ def _leaves(name: str, value: Any) -> dict[str, Any]:
         return {k: v for index, item in enumerate(value) for k, v in _leaves(f"{name} {index}", item).items()}
     if isinstance(value, Real | torch.Tensor | str | torch.dtype | None):
         return {name: value}
-    raise TypeError(f"its state{name} is a {type(value).__name__}, and whether that depends on the cut cannot be seen")
+    raise TypeError(f"its state{name} is a {type(value).__name__}, and it is unknown whether that depends on the cut")
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -174,7 +182,7 @@ def _is_same(one: Any, other: Any) -> bool:
     a, b = torch.as_tensor(one).detach(), torch.as_tensor(other).detach()
     if a.shape != b.shape:
         return False
-    if torch.equal(a, b):  # the usual case, and the fastest to see
+    if torch.equal(a, b):  # the usual case, and the fastest check
         return True
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)

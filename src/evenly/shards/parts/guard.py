@@ -1,4 +1,4 @@
-"""Which tensors of a cut network are guarded, and when: always, but inside this library and an optimizer's step."""
+"""Guards the tensors of a cut network, except inside this library and in an optimizer's step."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -9,17 +9,17 @@ import torch
 from evenly.shards.parts.local_shards import LocalShard, local_shard_of
 from evenly.shards.parts.part_tensors import BUFFER, PARAMETER, as_part, as_plain
 
-Apart = list[tuple[torch.Tensor, LocalShard]]
+CutTensors = list[tuple[torch.Tensor, LocalShard]]
 
 
 class TrialFlag(threading.local):
-    """Whether this thread tries out a copy of an optimizer: what sums over ranks then does nothing."""
+    """Whether this thread tries a copy of an optimizer: functions that sum over ranks then do nothing."""
 
     is_on = False
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Tries inside."""
+        """Sets the flag inside the block."""
         self.is_on = True
         try:
             yield
@@ -30,23 +30,25 @@ class TrialFlag(threading.local):
 trial = TrialFlag()
 
 
-def apart(tensors: Iterable[torch.Tensor]) -> Apart:
-    """Returns the parameters and buffers that are cut over several ranks, with their placements."""
-    found = ((tensor, local_shard_of(tensor)) for tensor in tensors)
-    cut = [(tensor, own) for tensor, own in found if own is not None and own.is_cut]
+def cut_tensors_of(tensors: Iterable[torch.Tensor]) -> CutTensors:
+    """Returns the parameters and buffers that are cut over several ranks, with their local shards."""
+    pairs = ((tensor, local_shard_of(tensor)) for tensor in tensors)
+    cut = [(tensor, local_shard) for tensor, local_shard in pairs if local_shard is not None and local_shard.is_cut]
     return [
-        (tensor, own) for tensor, own in cut if own.shard_group.size > 1 or not own.segments[0]
+        (tensor, local_shard)
+        for tensor, local_shard in cut
+        if local_shard.shard_group.size > 1 or not local_shard.segments[0]
     ]  # or one without a share
 
 
-def guard(tensors: Apart) -> None:
-    """Has these parameters and buffers, and so their gradients, refuse what their parts cannot give."""
-    for tensor, placement in tensors:
-        as_part(tensor, placement, PARAMETER if isinstance(tensor, torch.nn.Parameter) else BUFFER)
+def guard(tensors: CutTensors) -> None:
+    """Makes these parameters and buffers, and their gradients, raise an error for operations that need full tensors."""
+    for tensor, local_shard in tensors:
+        as_part(tensor, local_shard, PARAMETER if isinstance(tensor, torch.nn.Parameter) else BUFFER)
 
 
 def unguard(tensors: Iterable[torch.Tensor]) -> None:
-    """Has parameters, buffers and their gradients be plain tensors."""
+    """Makes parameters, buffers and their gradients plain tensors."""
     for tensor in tensors:
         as_plain(tensor)
         if tensor.grad is not None:
@@ -54,8 +56,8 @@ def unguard(tensors: Iterable[torch.Tensor]) -> None:
 
 
 @contextmanager
-def unguarded(tensors: Apart) -> Iterator[None]:
-    """Has tensors be plain inside: what this library does with them needs no look."""
+def unguarded(tensors: CutTensors) -> Iterator[None]:
+    """Makes tensors plain inside the block: this library's own operations need no guard."""
     for tensor, _ in tensors:
         as_plain(tensor)
     try:

@@ -1,4 +1,4 @@
-"""Where a local parameter lies in the full one."""
+"""Local shards: which part of a full tensor a local tensor is."""
 
 from collections.abc import Iterable
 
@@ -10,5 +10,5 @@ __all__ = ["LocalShard", "is_retired", "local_shard_of", "local_shards_of", "pla
 
 
 def local_shards_of(tensors: Iterable[torch.Tensor]) -> list[LocalShard]:
-    """Returns the placements of those tensors that have one."""
-    return [found for tensor in tensors if (found := local_shard_of(tensor)) is not None]
+    """Returns the local shards of the tensors that have one."""
+    return [local_shard for tensor in tensors if (local_shard := local_shard_of(tensor)) is not None]

@@ -1,8 +1,7 @@
-"""Tensors that hold one rank's part and refuse what a part cannot give: norms, sums, single elements, layers.
+"""Tensors that hold one rank's part and raise an error for norms, sums, single elements and layers.
 
-Parameters and buffers of a cut network, their gradients, and what is computed from these element by element are such
-tensors. What treats each element alone works as ever; what looks at several raises. This library itself, and an
-optimizer while it steps, get plain tensors.
+Parameters and buffers of a cut network, their gradients, and elementwise results of these are such tensors. Elementwise
+operations work as usual; all others raise. This library itself, and an optimizer in its step, get plain tensors.
 """
 
 import sys
@@ -23,7 +22,7 @@ from evenly.shards.parts.local_shards import LocalShard, local_shard_of, place
 _MARK = "_evenly_part_of"
 _KIND = "_evenly_kind_of_part"
 
-COPIES = {  # operations that are not called pointwise, but leave each element alone
+COPIES = {  # operations without the tag pointwise that treat each element alone
     "_to_copy", "_unsafe_view", "alias", "cat", "contiguous", "copy", "copy_", "detach", "detach_", "empty_like",
     "expand", "fill", "fill_", "flatten", "full_like", "lift_fresh", "masked_fill", "masked_fill_", "ones_like",
     "permute", "reshape", "scalar_tensor", "squeeze", "stack", "t", "transpose", "unsqueeze", "view", "view_as_complex",
@@ -37,7 +36,7 @@ ACCESS = {"__get__", "__set__", "__delete__"}  # of attributes such as p.shape, 
 
 
 class PartTensor(torch.Tensor):
-    """A rank's part of a tensor; an operation on it that would look at several elements raises `SpecError`."""
+    """A rank's part of a tensor; an operation on it that is not elementwise raises `SpecError`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,7 +44,7 @@ class PartTensor(torch.Tensor):
 
 
 class PartParameter(nn.Parameter):
-    """A rank's part of a parameter, which refuses the same."""
+    """A rank's part of a parameter; an operation on it that is not elementwise raises `SpecError`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,12 +52,12 @@ class PartParameter(nn.Parameter):
 
     @property
     def grad(self) -> Any:
-        """The gradient, guarded too; read and set here, since torch's way to `__torch_function__` takes longer."""
+        """The gradient, guarded too; a property here is faster than through `__torch_function__`."""
         with without_torch_function():
-            found = _GRAD.__get__(self)
-        if type(found) is not torch.Tensor or called_by_us():
-            return found
-        return as_part(found, local_shard_of(self), GRADIENT)
+            grad = _GRAD.__get__(self)
+        if type(grad) is not torch.Tensor or called_by_us():
+            return grad
+        return as_part(grad, local_shard_of(self), GRADIENT)
 
     @grad.setter
     def grad(self, value: Any) -> None:
@@ -72,11 +71,11 @@ class PartParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartParameter":
         """Returns a parameter that is the same part of the same tensor."""
-        made = nn.Parameter(_plain(self).detach().clone(), requires_grad=self.requires_grad)
-        placement = local_shard_of(self)
-        if placement is not None:
-            place(made, placement)
-        memo[id(self)] = as_part(made, placement)
+        copied = nn.Parameter(_plain(self).detach().clone(), requires_grad=self.requires_grad)
+        local_shard = local_shard_of(self)
+        if local_shard is not None:
+            place(copied, local_shard)
+        memo[id(self)] = as_part(copied, local_shard)
         return memo[id(self)]  # type: ignore[no-any-return]  # its class was set
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -85,7 +84,7 @@ class PartParameter(nn.Parameter):
 
 
 def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns what a function of torch gives for parts, as parts, or raises `SpecError`."""
+    """Returns the result of a torch function of parts, as parts, or raises `SpecError`."""
     name = getattr(func, "__name__", "")
     with without_torch_function():
         if name in ACCESS:
@@ -95,7 +94,7 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
             return as_part(result, part_of(args[0]), _kind_of(args[0]))
         if called_by_us(above=2):
             return func(*args, **kwargs)
-        if name in LEAVE:  # what leaves torch, or comes out plain, is this rank's part: that is seen
+        if name in LEAVE:  # the result is plain, so the user sees that it is this rank's part
             return func(*pytree.tree_map(_plain, args), **kwargs)
         if name in SPECIAL:
             return SPECIAL[name](func, args, kwargs)
@@ -105,8 +104,8 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
                 result = func(*args, **kwargs)
         except EvenlyError:
             raise
-        except Exception as error:  # torch looks at shapes first
-            if any(own.shape != placement.shape for own in parts if (placement := part_of(own)) is not None):
+        except Exception as error:  # torch checks shapes before it dispatches
+            if any(part.shape != local_shard.shape for part in parts if (local_shard := part_of(part)) is not None):
                 raise _refusal(f"{name} ({first_line(error)})", parts) from error
             raise
     return _as_parts(result, args, kwargs)
@@ -118,7 +117,7 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
-    """Registers a hook, which is given the gradient as a part."""
+    """Registers a hook that is called with the gradient as a part."""
     part, hook, *rest = args
 
     def run(grad: torch.Tensor) -> Any:
@@ -128,22 +127,22 @@ def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns gradients, those of parts as parts."""
+    """Returns the gradients of `torch.autograd.grad`, those of parts as parts."""
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1] if len(args) > 1 else ()
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     outputs = args[0] if args else kwargs["outputs"]
     _refuse_backward([outputs] if isinstance(outputs, torch.Tensor) else list(outputs))
     grads = func(*args, **kwargs)
-    for own, grad in zip(inputs, grads, strict=True):
-        if is_part(own) and grad is not None:
-            as_part(grad, part_of(own), GRADIENT)
+    for tensor, grad in zip(inputs, grads, strict=True):
+        if is_part(tensor) and grad is not None:
+            as_part(grad, part_of(tensor), GRADIENT)
     return grads
 
 
 def _refuse_backward(outputs: Iterable[Any]) -> None:
-    for own in outputs:
-        if is_part(own):
-            raise _refusal("backward", [own])
+    for output in outputs:
+        if is_part(output):
+            raise _refusal("backward", [output])
 
 
 def _backward(func: Any, args: Any, kwargs: Any) -> Any:
@@ -169,36 +168,36 @@ class _OnlyElementwise(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _require_shape(self, func: Any, tensors: list[torch.Tensor]) -> None:
-        """Raises `SpecError` if a part would be repeated to fit a larger tensor: on one device it may not fit."""
-        parts = [x.shape for x in tensors if any(x is own for own in self._parts)]
+        """Raises `SpecError` if a part would be broadcast to a larger shape: the full tensor may not broadcast."""
+        part_shapes = [x.shape for x in tensors if any(x is part for part in self._parts)]
         broadcast: Any = torch.broadcast_shapes
-        if parts and broadcast(*(x.shape for x in tensors)) not in parts:
+        if part_shapes and broadcast(*(x.shape for x in tensors)) not in part_shapes:
             case = " and ".join(str(list(x.shape)) for x in tensors)
             raise _refusal(f"{func} (in {self._name}) of {case}", self._parts)
 
 
-def _refusal(asked: str, parts: list[torch.Tensor]) -> SpecError:
-    placement = next((found for own in parts if (found := part_of(own)) is not None), None)
+def _refusal(operation: str, parts: list[torch.Tensor]) -> SpecError:
+    local_shard = next((shard for part in parts if (shard := part_of(part)) is not None), None)
     kind = _kind_of(*parts)
-    of = f"{kind} {placement.name!r}" if placement is not None else f"{kind} a cut network"
+    subject = f"{kind} {local_shard.name!r}" if local_shard is not None else f"{kind} a cut network"
     if kind == GRADIENT:
         advice = (
             "To clip, call torch.nn.utils.clip_grad_norm_ or evenly.shards.clip_grad_norm_ on all ranks. "
-            "placement_of(parameter).full(parameter.grad), on all ranks, is the whole gradient "
-            "(evenly.shards.placement_of); parameter.grad.as_subclass(torch.Tensor) is this rank's part. torch's "
+            "local_shard_of(parameter).full(parameter.grad), on all ranks, is the whole gradient "
+            "(evenly.shards.local_shard_of); parameter.grad.as_subclass(torch.Tensor) is this rank's part. torch's "
             "GradScaler must be evenly.shards.GradScaler."
         )
     else:
         advice = (
             "A penalty in the loss: compute it inside forward, and return it with the output. A layer: call the whole "
-            "network. Initial values: set them before evenly.shard. For a look, torch.nn.utils.get_total_norm("
-            "model.parameters()) and placement_of(parameter).full(parameter) (evenly.shards.placement_of), on all "
-            "ranks, give the norm of all parameters and the whole tensor; parameter.as_subclass(torch.Tensor) is this "
-            "rank's part."
+            "network. Initial values: set them before evenly.shard. To inspect values, call on all ranks "
+            "torch.nn.utils.get_total_norm(model.parameters()) for the norm of all parameters, or "
+            "local_shard_of(parameter).full(parameter) (evenly.shards.local_shard_of) for the whole tensor; "
+            "parameter.as_subclass(torch.Tensor) is this rank's part."
         )
     return SpecError(
-        f"{asked} was asked for on {of}, but the tensor is cut over ranks and this rank holds only a part: the result "
-        f"would be another one than on one device. {advice}"
+        f"{operation} was asked for on {subject}, but the tensor is cut over ranks and this rank holds only a part: "
+        f"the result would differ from that on one device. {advice}"
     )
 
 
@@ -214,23 +213,23 @@ def _is_elementwise(op: OpOverload) -> bool:
     if single == name or packet is None:
         return False
     tags = [getattr(packet, overload).tags for overload in packet.overloads()]
-    return single in COPIES or any(torch.Tag.pointwise in own for own in tags)
+    return single in COPIES or any(torch.Tag.pointwise in overload_tags for overload_tags in tags)
 
 
 @cache
 def _keeps_shape(op: OpOverload) -> bool:
-    """Returns whether the result of an operation has the shape to which its operands are broadcast."""
+    """Returns whether the result of an operation has the broadcast shape of its operands."""
     name = operator_name(op).partition("::")[2]
     return torch.Tag.pointwise in op.tags or name in {"copy", "copy_", "masked_fill", "masked_fill_"}
 
 
 def called_by_us(*, directly: bool = False, above: int = 1) -> bool:
-    """Returns whether the code that called torch is this library's; not `directly`, it may have called torch's code."""
+    """Returns whether this library called torch; unless `directly`, frames of torch in between are skipped."""
     frame = sys._getframe(above + 1)
     while frame is not None:
-        room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if room != "torch" or directly:
-            return room == "evenly"
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package != "torch" or directly:
+            return package == "evenly"
         frame = frame.f_back  # type: ignore[assignment]  # None at the end
     return False
 
@@ -241,22 +240,22 @@ def is_part(value: Any) -> bool:
 
 
 def part_of(value: torch.Tensor) -> LocalShard | None:
-    """Returns where a guarded tensor lies in the full one; None if that is not known, or it is not guarded."""
+    """Returns the local shard of a guarded tensor; None if it is unknown, or the tensor is not guarded."""
     if type(value) is PartParameter:
         return local_shard_of(value)
     return vars(value).get(_MARK) if type(value) is PartTensor else None
 
 
-def as_part(value: Any, placement: LocalShard | None, kind: str = PARAMETER) -> Any:
-    """Returns the same tensor, guarded; what is no dense plain tensor or parameter stays as it is."""
+def as_part(value: Any, local_shard: LocalShard | None, kind: str = PARAMETER) -> Any:
+    """Returns the same tensor, guarded; anything but a dense plain tensor or parameter is returned unchanged."""
     if type(value) is nn.Parameter:
         set_class(value, PartParameter)
     elif type(value) is torch.Tensor and value.ndim > 0 and value.layout is torch.strided:
         set_class(value, PartTensor)
         vars(value)[_KIND] = kind
-        if placement is not None:
-            vars(value)[_MARK] = placement
-    elif type(value) is PartTensor and kind == GRADIENT:  # a gradient was added to it
+        if local_shard is not None:
+            vars(value)[_MARK] = local_shard
+    elif type(value) is PartTensor and kind == GRADIENT:  # a gradient was accumulated into it
         vars(value)[_KIND] = kind
     return value
 
@@ -266,30 +265,30 @@ def as_plain(value: Any) -> Any:
     if type(value) is PartParameter:
         set_class(value, nn.Parameter)
     elif type(value) is PartTensor:
-        vars(value).pop(_MARK, None)  # a plain tensor can be copied, a placement cannot
+        vars(value).pop(_MARK, None)  # a plain tensor can be copied, a local shard cannot
         vars(value).pop(_KIND, None)
         set_class(value, torch.Tensor)
     return value
 
 
 def _as_parts(result: Any, args: Any, kwargs: Any) -> Any:
-    """Returns what an operation on parts gives, as parts; of lists that are treated one by one, those from parts."""
+    """Returns the result of an operation on parts as parts; of a list, the elements that come from parts."""
     if isinstance(result, torch.Tensor):
         parts = _parts((args, kwargs))
-        alike = [own for own in parts if own.shape == result.shape]
-        return as_part(result, part_of(alike[0]) if alike else None, _kind_of(*parts))
+        same_shape = [part for part in parts if part.shape == result.shape]
+        return as_part(result, part_of(same_shape[0]) if same_shape else None, _kind_of(*parts))
     if isinstance(result, list | tuple):
-        given = args[0] if args and isinstance(args[0], list | tuple) and len(args[0]) == len(result) else None
-        for number, own in enumerate(result):
-            if given is None:
-                as_part(own, None, _kind_of(*_parts((args, kwargs))))
-            elif is_part(given[number]):
-                as_part(own, part_of(given[number]), _kind_of(given[number]))
+        operands = args[0] if args and isinstance(args[0], list | tuple) and len(args[0]) == len(result) else None
+        for number, part in enumerate(result):
+            if operands is None:
+                as_part(part, None, _kind_of(*_parts((args, kwargs))))
+            elif is_part(operands[number]):
+                as_part(part, part_of(operands[number]), _kind_of(operands[number]))
     return result
 
 
 def _kind_of(*parts: torch.Tensor) -> str:
-    kinds = [vars(own).get(_KIND, PARAMETER) if type(own) is PartTensor else PARAMETER for own in parts]
+    kinds = [vars(part).get(_KIND, PARAMETER) if type(part) is PartTensor else PARAMETER for part in parts]
     return GRADIENT if GRADIENT in kinds else str(kinds[0])
 
 

@@ -1,4 +1,4 @@
-"""The tree of modules with only this rank's parts of parameters and buffers; the network given stays as it is."""
+"""Copies a tree of modules with only this rank's parts of parameters and buffers; the original is unchanged."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,55 +15,55 @@ from evenly.shards.run.rebinding import reachable, rebound
 from evenly.spec.layout import COPIED, REPLICATED, Layout, TensorPlacement
 
 
-def homes(traced: Traced, layout: Layout) -> list[tuple[str, TensorPlacement]]:
-    """Returns the state in which each parameter and buffer lives, with its name in the network."""
+def parameter_placements(traced: Traced, layout: Layout) -> list[tuple[str, TensorPlacement]]:
+    """Returns the placement of each parameter and buffer that a layer reads, with its name in the network."""
     layers = {layer.name: layer for layer in traced.graph.layers}
     sources = {layer.name: layer.where for layer in traced.graph.layers if layer.op in ("parameter", "buffer")}
-    found: dict[str, TensorPlacement] = {}
+    placements_by_source: dict[str, TensorPlacement] = {}
     for choice in layout.choices:
         if layers[choice.layer].kind == "source":
             continue
         for name, need in zip(layers[choice.layer].inputs, choice.needs, strict=True):
             if name in sources:
-                found.setdefault(name, REPLICATED if need == COPIED else need)
-    return [(sources[name], record) for name, record in found.items()]
+                placements_by_source.setdefault(name, REPLICATED if need == COPIED else need)
+    return [(sources[name], placement) for name, placement in placements_by_source.items()]
 
 
 def cut_model(
     traced: Traced, layout: Layout, shard_group: ShardGroup, *, share: Callable[[torch.Tensor], torch.Tensor]
 ) -> nn.Module:
-    """Returns a copy of the network that holds this rank's parts; `share` gives every rank the same full tensor."""
-    records = homes(traced, layout)
+    """Returns a copy of the network with this rank's parts; `share` broadcasts a full tensor to all ranks."""
+    placements = parameter_placements(traced, layout)
     names = _names(traced.model)
-    known: dict[int, TensorPlacement] = {}
-    for name, record in records:
-        if known.setdefault(id(names[name]), record) != record:
+    placement_by_tensor: dict[int, TensorPlacement] = {}
+    for name, placement in placements:
+        if placement_by_tensor.setdefault(id(names[name]), placement) != placement:
             tied = sorted(other for other in names if names[other] is names[name])
             raise SpecError(
-                f"the weights {tied} are one tensor, but the layers that use it are cut in ways that do not agree. "
+                f"the weights {tied} are one tensor, but the layers that use it are cut differently. "
                 "Untie them before sharding."
             )
 
-    _refuse_cut_in_whole(traced, known)
+    _refuse_cut_in_whole(traced, placement_by_tensor)
 
     def placed(name: str, tensor: torch.Tensor) -> LocalShard:
-        record = known.get(id(tensor), REPLICATED)
-        if record.state != "sharded":
+        placement = placement_by_tensor.get(id(tensor), REPLICATED)
+        if placement.state != "sharded":
             return LocalShard(name, tensor.shape, shard_group)
-        return LocalShard(name, tensor.shape, shard_group, record.dim, layout.cuts[record.cut].segments)
+        return LocalShard(name, tensor.shape, shard_group, placement.dim, layout.cuts[placement.cut].segments)
 
     return copy_tree(traced, placed, share)
 
 
-def _refuse_cut_in_whole(traced: Traced, known: Mapping[int, TensorPlacement]) -> None:
-    """Raises `SpecError` if a module that is computed whole would see a part of a tensor that another one has cut."""
+def _refuse_cut_in_whole(traced: Traced, placement_by_tensor: Mapping[int, TensorPlacement]) -> None:
+    """Raises `SpecError` if a module that is computed whole uses a tensor that another layer needs cut."""
     modules = {node.name for node in traced.program.graph.nodes if node.op == "call_module"}
     for layer in traced.graph.layers:
         if layer.op != "opaque" or layer.name not in modules:
             continue
         for tensor in reachable(traced.model.get_submodule(layer.where)):
-            if known.get(id(tensor), REPLICATED).state == "sharded":
-                name = next((name for name, own in _names(traced.model).items() if own is tensor), "?")
+            if placement_by_tensor.get(id(tensor), REPLICATED).state == "sharded":
+                name = next((name for name, candidate in _names(traced.model).items() if candidate is tensor), "?")
                 raise SpecError(
                     f"the module {layer.where!r} is computed whole ({layer.note}), but uses {name!r}, which another "
                     "layer needs cut. Give it a tensor of its own, or let it be traced."
@@ -72,67 +72,73 @@ def _refuse_cut_in_whole(traced: Traced, known: Mapping[int, TensorPlacement]) -
 
 def copy_tree(
     traced: Traced,
-    placed: Callable[[str, torch.Tensor], LocalShard],
+    local_shard_for: Callable[[str, torch.Tensor], LocalShard],
     share: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> nn.Module:
     """Returns a copy of a network with every tensor replaced by its part; shared modules and tensors stay shared."""
 
     def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        placement = placed(name, tensor)
+        local_shard = local_shard_for(name, tensor)
         full = tensor.detach().clone(memory_format=torch.contiguous_format) if share is not None else tensor
-        piece = placement.part(share(full) if share is not None else full)
+        piece = local_shard.part(share(full) if share is not None else full)
         if isinstance(tensor, nn.Parameter):
             piece = nn.Parameter(piece, requires_grad=tensor.requires_grad)
-        vars(piece).update(vars(tensor))  # marks that users put on parameters
-        place(piece, placement)
+        vars(piece).update(vars(tensor))  # attributes that users set on parameters
+        place(piece, local_shard)
         return piece
 
-    made = _copied(traced.model, part)
-    for name, module in made.named_modules():
+    copy = _copied(traced.model, part)
+    for name, module in copy.named_modules():
         module.training = traced.modes[name]  # another thread may be tracing the same network
-    return made
+    return copy
 
 
-def hollow_tree(model: nn.Module, local_shards_of: Mapping[str, LocalShard | None], trainable: set[str]) -> nn.Module:
-    """Returns a copy of a network of parts with full tensors that have no data, and with all attributes as they are."""
+def meta_tree(model: nn.Module, local_shards_of: Mapping[str, LocalShard | None], trainable: set[str]) -> nn.Module:
+    """Returns a copy of a cut network with full meta tensors; all other attributes are unchanged."""
 
     def full(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        placement = local_shards_of.get(name)
-        made = torch.empty(tensor.shape if placement is None else placement.shape, dtype=tensor.dtype, device="meta")
-        return nn.Parameter(made, requires_grad=name in trainable) if isinstance(tensor, nn.Parameter) else made
+        local_shard = local_shards_of.get(name)
+        meta_tensor = torch.empty(
+            tensor.shape if local_shard is None else local_shard.shape, dtype=tensor.dtype, device="meta"
+        )
+        return (
+            nn.Parameter(meta_tensor, requires_grad=name in trainable)
+            if isinstance(tensor, nn.Parameter)
+            else meta_tensor
+        )
 
     return _copied(model, full)
 
 
-def _copied(model: nn.Module, part: Callable[[str, torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Returns a copy of a tree of modules with every tensor replaced; what refers into the tree refers to the copy."""
+def _copied(model: nn.Module, replace_tensor: Callable[[str, torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Returns a copy of a tree of modules with every tensor replaced; references into the tree lead to the copy."""
     copies: dict[int, Any] = {}
 
     def replaced(name: str, tensor: torch.Tensor | None) -> Any:
         if tensor is not None and id(tensor) not in copies:
-            copies[id(tensor)] = part(name, tensor)
+            copies[id(tensor)] = replace_tensor(name, tensor)
         return None if tensor is None else copies[id(tensor)]
 
     def copied(module: nn.Module, prefix: str) -> nn.Module:
         if id(module) in copies:
-            found: nn.Module = copies[id(module)]
-            return found
-        made = copies[id(module)] = object.__new__(type(module))
-        made.__dict__ = dict(module.__dict__)
+            existing: nn.Module = copies[id(module)]
+            return existing
+        copy = copies[id(module)] = object.__new__(type(module))
+        copy.__dict__ = dict(module.__dict__)
         replace_tables(
-            made,
+            copy,
             tensor=lambda name, tensor: replaced(prefix + name, tensor),
             child=lambda name, child: copied(child, f"{prefix}{name}.") if child is not None else None,
         )
-        if getattr(made, "inplace", False):
-            made.__dict__["inplace"] = False
-        return made
+        if getattr(copy, "inplace", False):
+            copy.__dict__["inplace"] = False
+        return copy
 
     root = copied(model, "")
     for module in root.modules():
         for name, value in list(vars(module).items()):
             if name not in OF_TORCH:
-                is_result = isinstance(value, torch.Tensor) and not value.is_leaf  # kept by a forward
+                is_result = isinstance(value, torch.Tensor) and not value.is_leaf  # stored by a forward
                 vars(module)[name] = value.detach() if is_result else rebound(value, copies)
     return root
 

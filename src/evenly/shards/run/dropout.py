@@ -1,4 +1,4 @@
-"""Dropout whose mask does not depend on how the tensor is cut: every element draws by its place in the full tensor."""
+"""Dropout whose mask does not depend on the cut: it is a function of the position in the full tensor."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ class DropoutStream:
         self.seed, self.passes = seed, 0
 
     def key(self, layer: int) -> int:
-        """Returns the number that this pass and layer add to every place."""
+        """Returns the number that this pass and layer add to every position."""
         return (self.seed * 1_000_003 + self.passes) * 65_537 + layer
 
 
@@ -36,7 +36,7 @@ def drop(
     Args:
         x: this rank's part: the indices `segments` of `dim`, which has `full` indices; all of it without segments.
         p: probability of an element to be zero.
-        key: what distinguishes layers and steps.
+        key: a number that differs between layers and steps.
         dim: the dim that is cut.
         segments: the indices of `dim` that x holds.
         full: the size of `dim` in the full tensor.
@@ -46,7 +46,7 @@ def drop(
         return x
     if p == 1.0:
         return x * 0.0
-    place = torch.zeros((), dtype=torch.int64, device=x.device)
+    position = torch.zeros((), dtype=torch.int64, device=x.device)
     stride = 1
     for d in reversed(range(x.ndim)):
         size = full if segments is not None and d == dim else x.shape[d]
@@ -55,16 +55,16 @@ def drop(
         coordinate = torch.arange(x.shape[d], device=x.device)
         if segments is not None and d == dim:
             coordinate = torch.cat([torch.arange(a, b, device=x.device) for a, b in segments])
-        place = place + (coordinate * stride).view(-1, *[1] * (x.ndim - 1 - d))
+        position = position + (coordinate * stride).view(-1, *[1] * (x.ndim - 1 - d))
         stride *= size
-    keep = _bits(place, key) >= int(p * (1 << 31))
+    keep = _bits(position, key) >= int(p * (1 << 31))
     return x * keep.to(x.dtype) / (1.0 - p)
 
 
-def _bits(place: torch.Tensor, key: int) -> torch.Tensor:
-    """Returns 31 random bits for every place; integer arithmetic, so all devices agree."""
+def _bits(position: torch.Tensor, key: int) -> torch.Tensor:
+    """Returns 31 random bits for every position; integer arithmetic, so all devices agree."""
     signed = (key + (1 << 63)) % (1 << 64) - (1 << 63)
-    z = place * 2654435769 + signed
+    z = position * 2654435769 + signed
     z = (z ^ ((z >> 30) & _MASK34)) * _FIRST
     z = (z ^ ((z >> 27) & _MASK37)) * _SECOND
     return (z >> 32) & _MASK31

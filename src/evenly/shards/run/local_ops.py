@@ -1,4 +1,4 @@
-"""What one rank does for an operation and mode, where that is not simply the operation itself on its parts."""
+"""Local forms of operations, by operation and mode, where they differ from torch's operation on the local parts."""
 
 from collections.abc import Callable, Mapping
 from math import prod
@@ -14,125 +14,140 @@ from evenly.graph import name_of
 from evenly.shards.run import ops
 from evenly.shards.run.dropout import drop
 from evenly.shards.run.op_instance import ForwardContext, OpInstance
-from evenly.shards.run.overlapped_layers import layer_options, lowered, mixed
+from evenly.shards.run.overlapped_layers import layer_options, overlapped_layer, to_autocast_dtype
 from evenly.spec.layout import Move, Segments, TensorPlacement
 
-Act = Callable[..., Any]  # (now, *args, **kwargs) -> what the operation gives on this rank
+Act = Callable[..., Any]  # (context, *args, **kwargs) -> the operation's output on this rank
 
 
-def act_of(op_instance: OpInstance) -> Act:
-    """Returns what this rank does at one operation."""
-    made = LOCAL.get((op_instance.layer.op, op_instance.choice.mode)) or LOCAL.get((op_instance.layer.op, "*"))
-    if made is not None:
-        return made(op_instance)
+def local_op_of(op_instance: OpInstance) -> Act:
+    """Returns the function that runs one operation on this rank."""
+    build = LOCAL.get((op_instance.layer.op, op_instance.choice.mode)) or LOCAL.get((op_instance.layer.op, "*"))
+    if build is not None:
+        return build(op_instance)
     run = op_instance.run
-    return lambda now, *args, **kwargs: run(*args, **kwargs)
+    return lambda context, *args, **kwargs: run(*args, **kwargs)
 
 
-def layer_of(
-    op_instance: OpInstance, entry: Move | None, shard_group: ShardGroup
+def local_layer_of(
+    op_instance: OpInstance, input_move: Move | None, shard_group: ShardGroup
 ) -> Callable[[ForwardContext, Mapping[str, TensorPlacement], Any], Any]:
-    """Returns what this rank does at a convolution or linear layer, with its bias and the move of its input."""
+    """Returns the function that runs a convolution or linear layer, with its bias and the move of its input."""
     name = name_of(op_instance.node)
-    plain = act_of(op_instance)
+    local_op = local_op_of(op_instance)
     cut = None
-    if entry is not None:
-        cut = entry.before if entry.before.state == "sharded" else entry.after
+    if input_move is not None:
+        cut = input_move.before if input_move.before.state == "sharded" else input_move.after
 
-    def act(now: ForwardContext, reads: Mapping[str, TensorPlacement], bias: torch.Tensor | None) -> Any:
-        args, kwargs = op_instance.switched(lambda n: now.values[n.name, reads.get(n.name)])
+    def run_local(context: ForwardContext, reads: Mapping[str, TensorPlacement], bias: torch.Tensor | None) -> Any:
+        args, kwargs = op_instance.switched(lambda n: context.values[n.name, reads.get(n.name)])
         x, weight, rest = args[0], args[1] if len(args) > 1 else kwargs["weight"], args[3:]
-        if op_instance.is_idle(now):
-            entered = (
-                Redistribute(shard_group, entry.name, cut.dim, _segments(now, cut))(lowered(x)) if entry and cut else x
+        if op_instance.is_idle(context):
+            moved_input = (
+                Redistribute(shard_group, input_move.name, cut.dim, _segments(context, cut))(to_autocast_dtype(x))
+                if input_move and cut
+                else x
             )
-            return op_instance.idle(now, [entered, weight] if bias is None else [entered, weight, bias], reads)
-        options = layer_options(name, rest, kwargs) if entry is not None else None
-        if entry is not None and cut is not None and options is not None:
-            return mixed(
-                Redistribute(shard_group, entry.name, cut.dim, _segments(now, cut)), name, x, weight, bias, options
+            return op_instance.idle(
+                context, [moved_input, weight] if bias is None else [moved_input, weight, bias], reads
             )
-        if entry is not None and cut is not None:
-            x = Redistribute(shard_group, entry.name, cut.dim, _segments(now, cut))(lowered(x))
+        options = layer_options(name, rest, kwargs) if input_move is not None else None
+        if input_move is not None and cut is not None and options is not None:
+            return overlapped_layer(
+                Redistribute(shard_group, input_move.name, cut.dim, _segments(context, cut)),
+                name,
+                x,
+                weight,
+                bias,
+                options,
+            )
+        if input_move is not None and cut is not None:
+            x = Redistribute(shard_group, input_move.name, cut.dim, _segments(context, cut))(to_autocast_dtype(x))
         kwargs = {key: value for key, value in kwargs.items() if key not in ("weight", "bias", "input")}
-        return plain(now, x, weight, bias, *rest, **kwargs)
+        return local_op(context, x, weight, bias, *rest, **kwargs)
 
-    return act
+    return run_local
 
 
-def _segments(now: ForwardContext, record: TensorPlacement) -> tuple[Segments, ...]:
-    return now.segments(record) if record.state == "sharded" else ()
+def _segments(context: ForwardContext, placement: TensorPlacement) -> tuple[Segments, ...]:
+    return context.segments(placement) if placement.state == "sharded" else ()
 
 
 def _view(op_instance: OpInstance) -> Act:
-    """Sizes written into the network are full ones; the dim that is cut gets this rank's size."""
-    (given,) = op_instance.choice.gives
+    """Replaces the full size of the cut dim by this rank's size; sizes in the network's code are full ones."""
+    (output_placement,) = op_instance.choice.gives
     shapes: dict[Any, tuple[int, ...]] = {}
     expands = op_instance.layer.op == "expand"
 
-    def act(now: ForwardContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        key = (now.samples, x.shape, *(a.shape if isinstance(a, torch.Tensor) else a for a in args))
+    def run_local(context: ForwardContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        key = (context.samples, x.shape, *(a.shape if isinstance(a, torch.Tensor) else a for a in args))
         if key not in shapes:
-            shapes[key] = tuple(op_instance.full_output(now).shape)
+            shapes[key] = tuple(op_instance.full_output(context).shape)
         shape = list(shapes[key])
-        shape[given.dim] = now.count(given)
+        shape[output_placement.dim] = context.count(output_placement)
         return x.expand(shape) if expands else x.reshape(shape)
 
-    return act
+    return run_local
 
 
 def _split(op_instance: OpInstance) -> Act:
     dim = op_instance.layer.options["dim"]
     if op_instance.choice.needs[0].dim != dim:
-        return lambda now, *args, **kwargs: op_instance.run(*args, **kwargs)
-    return lambda now, x, *_, **__: torch.split(x, [now.count(record) for record in op_instance.choice.gives], dim)
+        return lambda context, *args, **kwargs: op_instance.run(*args, **kwargs)
+    return lambda context, x, *_, **__: torch.split(
+        x, [context.count(placement) for placement in op_instance.choice.gives], dim
+    )
 
 
 def _narrow(op_instance: OpInstance) -> Act:
     (need,) = op_instance.choice.needs
     options = op_instance.layer.options
     if need.dim != options["dim"]:
-        return lambda now, *args, **kwargs: op_instance.run(*args, **kwargs)
+        return lambda context, *args, **kwargs: op_instance.run(*args, **kwargs)
 
-    def act(now: ForwardContext, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        before = count_of([(a, min(b, options["start"])) for a, b in now.own(need) if a < options["start"]])
-        return x.narrow(need.dim, before, now.count(op_instance.choice.gives[0]))
+    def run_local(context: ForwardContext, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        before = count_of(
+            [(a, min(b, options["start"])) for a, b in context.own_segments(need) if a < options["start"]]
+        )
+        return x.narrow(need.dim, before, context.count(op_instance.choice.gives[0]))
 
-    return act
+    return run_local
 
 
 def _sum(op_instance: OpInstance) -> Act:
-    """A summand of a sum or mean along the dim that is cut."""
+    """Computes this rank's summand of a sum or mean along the cut dim."""
     options = op_instance.layer.options
 
-    def act(now: ForwardContext, x: torch.Tensor, *_: Any, **given: Any) -> torch.Tensor:
+    def run_local(context: ForwardContext, x: torch.Tensor, *_: Any, **keywords: Any) -> torch.Tensor:
         if options["name"] == "sum":
-            return x.sum(options["dims"], keepdim=options["keep"], dtype=given.get("dtype"))
-        shape = now.full_shape(x, op_instance.choice.needs[0])
-        kind: torch.dtype = given.get("dtype") or x.dtype
-        wide = torch.float32 if kind.itemsize < 4 else kind  # a sum of 16-bit numbers may be too large for one
+            return x.sum(options["dims"], keepdim=options["keep"], dtype=keywords.get("dtype"))
+        shape = context.full_shape(x, op_instance.choice.needs[0])
+        kind: torch.dtype = keywords.get("dtype") or x.dtype
+        wide = torch.float32 if kind.itemsize < 4 else kind  # a sum of 16-bit numbers may overflow
         total: torch.Tensor = x.sum(options["dims"], keepdim=options["keep"], dtype=wide)
         mean: torch.Tensor = (total / prod(shape[dim] for dim in options["dims"])).to(kind)
         return mean
 
-    return act
+    return run_local
 
 
 def _group_conv(op_instance: OpInstance) -> Act:
     groups = op_instance.layer.options["groups"]
 
-    def act(now: ForwardContext, x: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        here = groups * now.count(op_instance.choice.needs[0]) // now.size(op_instance.choice.needs[0])
+    def run_local(
+        context: ForwardContext, x: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        local_groups = groups * context.count(op_instance.choice.needs[0]) // context.size(op_instance.choice.needs[0])
         if len(args) > 4:
-            return op_instance.run(x, weight, *args[:4], here, *args[5:], **kwargs)  # type: ignore[no-any-return]
-        return op_instance.run(x, weight, *args, **{**kwargs, "groups": here})  # type: ignore[no-any-return]
+            return op_instance.run(x, weight, *args[:4], local_groups, *args[5:], **kwargs)  # type: ignore[no-any-return]
+        return op_instance.run(x, weight, *args, **{**kwargs, "groups": local_groups})  # type: ignore[no-any-return]
 
-    return act
+    return run_local
 
 
 def _group_norm(op_instance: OpInstance) -> Act:
-    def act(
-        now: ForwardContext,
+    def run_local(
+        context: ForwardContext,
         x: torch.Tensor,
         groups: int,
         weight: Any = None,
@@ -142,18 +157,25 @@ def _group_norm(op_instance: OpInstance) -> Act:
     ) -> Any:
         need = op_instance.choice.needs[0]
         if op_instance.choice.mode == "local":
-            return F.group_norm(x, groups * now.count(need) // now.size(need), weight, bias, eps)
-        channels = now.size(need)
+            return F.group_norm(x, groups * context.count(need) // context.size(need), weight, bias, eps)
+        channels = context.size(need)
         return ops.group_norm(
-            x, groups, weight, bias, eps, channels=channels, segments=now.own(need), shard_group=now.shard_group
+            x,
+            groups,
+            weight,
+            bias,
+            eps,
+            channels=channels,
+            segments=context.own_segments(need),
+            shard_group=context.shard_group,
         )
 
-    return act
+    return run_local
 
 
 def _layer_norm(op_instance: OpInstance) -> Act:
-    def act(
-        now: ForwardContext,
+    def run_local(
+        context: ForwardContext,
         x: torch.Tensor,
         shape: Any,
         weight: Any = None,
@@ -161,44 +183,50 @@ def _layer_norm(op_instance: OpInstance) -> Act:
         eps: float = 1e-5,
         *_: Any,
     ) -> Any:
-        return ops.layer_norm(x, weight, bias, now.size(op_instance.choice.needs[0]), eps, now.shard_group)
+        return ops.layer_norm(x, weight, bias, context.size(op_instance.choice.needs[0]), eps, context.shard_group)
 
-    return act
+    return run_local
 
 
 def _rms_norm(op_instance: OpInstance) -> Act:
-    def act(now: ForwardContext, x: torch.Tensor, _: Any, weight: Any = None, eps: float | None = None) -> Any:
-        return ops.rms_norm(x, weight, now.size(op_instance.choice.needs[0]), eps, now.shard_group)
+    def run_local(
+        context: ForwardContext, x: torch.Tensor, _: Any, weight: Any = None, eps: float | None = None
+    ) -> Any:
+        return ops.rms_norm(x, weight, context.size(op_instance.choice.needs[0]), eps, context.shard_group)
 
-    return act
+    return run_local
 
 
 def _embedding_rows(op_instance: OpInstance) -> Act:
     need = op_instance.choice.needs[1]
 
-    def act(
-        now: ForwardContext, ids: torch.Tensor, weight: torch.Tensor, padding: int | None = None, *_: Any, **k: Any
+    def run_local(
+        context: ForwardContext, ids: torch.Tensor, weight: torch.Tensor, padding: int | None = None, *_: Any, **k: Any
     ) -> Any:
-        return ops.embed_rows(ids, weight, now.own(need), now.size(need), k.get("padding_idx", padding))
+        return ops.embed_rows(
+            ids, weight, context.own_segments(need), context.size(need), k.get("padding_idx", padding)
+        )
 
-    return act
+    return run_local
 
 
 def _vocabulary(op_instance: OpInstance) -> Act:
-    def act(now: ForwardContext, logits: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run_local(
+        context: ForwardContext, logits: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-        given = dict(zip(names, args, strict=False)) | kwargs
+        options = dict(zip(names, args, strict=False)) | kwargs
         return ops.cross_entropy(
             logits,
             target,
-            now.own(op_instance.choice.needs[0]),
-            now.shard_group,
-            size=now.size(op_instance.choice.needs[0]),
-            ignored=given.get("ignore_index", -100),
-            reduction=given.get("reduction", "mean"),
+            context.own_segments(op_instance.choice.needs[0]),
+            context.shard_group,
+            size=context.size(op_instance.choice.needs[0]),
+            ignored=options.get("ignore_index", -100),
+            reduction=options.get("reduction", "mean"),
         )
 
-    return act
+    return run_local
 
 
 def _dropout(op_instance: OpInstance) -> Act:
@@ -207,70 +235,76 @@ def _dropout(op_instance: OpInstance) -> Act:
         op_instance.model.get_submodule(str(op_instance.node.target)) if op_instance.node.op == "call_module" else None
     )
 
-    def act(
-        now: ForwardContext, x: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any
+    def run_local(
+        context: ForwardContext, x: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any
     ) -> torch.Tensor:
         if isinstance(module, Dropout):
             p, training = module.p, module.training
         if not training:
             return x
-        key = now.dropout_stream.key(op_instance.number)
+        key = context.dropout_stream.key(op_instance.number)
         shared = op_instance.layer.options["dims"]
         if need.state != "sharded":
             return drop(x, p, key, shared=shared)
-        return drop(x, p, key, dim=need.dim, segments=now.own(need), full=now.size(need), shared=shared)
+        return drop(
+            x, p, key, dim=need.dim, segments=context.own_segments(need), full=context.size(need), shared=shared
+        )
 
-    return act
+    return run_local
 
 
 def _attention(op_instance: OpInstance) -> Act:
-    """Torch's own attention, or with dropout one that draws by the place in the full tensor."""
+    """Runs torch's attention; with dropout, an attention whose mask depends on positions in the full tensor."""
     need = op_instance.choice.needs[0]
 
-    def act(now: ForwardContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run_local(
+        context: ForwardContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         names = ("attn_mask", "dropout_p", "is_causal")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if not given.get("dropout_p"):
-            return F.scaled_dot_product_attention(q, k, v, **given)
-        if given.get("enable_gqa") and q.shape[-3] != k.shape[-3]:
+        options = dict(zip(names, args, strict=False)) | kwargs
+        if not options.get("dropout_p"):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+        if options.get("enable_gqa") and q.shape[-3] != k.shape[-3]:
             k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for x in (k, v))
-        scores = (q * (given.get("scale") or q.shape[-1] ** -0.5)) @ k.transpose(-2, -1)
-        mask = given.get("attn_mask")
-        if given.get("is_causal"):
+        scores = (q * (options.get("scale") or q.shape[-1] ** -0.5)) @ k.transpose(-2, -1)
+        mask = options.get("attn_mask")
+        if options.get("is_causal"):
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-        key, shares = now.dropout_stream.key(op_instance.number), safe_softmax(scores)
+        key, weights = context.dropout_stream.key(op_instance.number), safe_softmax(scores)
         if need.state != "sharded":
-            return drop(shares, given["dropout_p"], key) @ v
-        own, full = now.own(need), now.size(need)
-        return drop(shares, given["dropout_p"], key, dim=need.dim, segments=own, full=full) @ v
+            return drop(weights, options["dropout_p"], key) @ v
+        segments, full = context.own_segments(need), context.size(need)
+        return drop(weights, options["dropout_p"], key, dim=need.dim, segments=segments, full=full) @ v
 
-    return act
+    return run_local
 
 
 def _instance_norm(op_instance: OpInstance) -> Act:
-    module: Any = op_instance.run  # its own forward would miss the channels of other ranks
+    module: Any = op_instance.run  # its forward would expect the channels of all ranks
 
-    def act(now: ForwardContext, x: torch.Tensor) -> Any:
-        own = module.training or not module.track_running_stats
+    def run_local(context: ForwardContext, x: torch.Tensor) -> Any:
+        uses_batch_statistics = module.training or not module.track_running_stats
         rate = module.momentum if module.momentum is not None else 0.0
         running = (module.running_mean, module.running_var)
-        return F.instance_norm(x, *running, module.weight, module.bias, own, rate, module.eps)
+        return F.instance_norm(x, *running, module.weight, module.bias, uses_batch_statistics, rate, module.eps)
 
-    return act
+    return run_local
 
 
 def _batch_norm(op_instance: OpInstance) -> Act:
     module = op_instance.run
-    held = [(name, need) for name, need in op_instance.needs.items() if name.endswith((".weight", ".bias"))]
+    affine_keys = [(name, need) for name, need in op_instance.needs.items() if name.endswith((".weight", ".bias"))]
 
-    def act(now: ForwardContext, x: torch.Tensor) -> Any:
+    def run_local(context: ForwardContext, x: torch.Tensor) -> Any:
         if not isinstance(module, BatchNorm):
             return module(x)
-        return ops.batch_norm(x, module, [now.values[key] for key in held], now.samples, now.shard_group)
+        return ops.batch_norm(
+            x, module, [context.values[key] for key in affine_keys], context.samples, context.shard_group
+        )
 
-    return act
+    return run_local
 
 
 LOCAL: dict[tuple[str, str], Callable[[OpInstance], Act]] = {

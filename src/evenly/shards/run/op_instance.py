@@ -1,4 +1,4 @@
-"""One operation in its place: the node, its layer and mode, and what of each cut this rank holds in this batch."""
+"""One operation of a cut network: its node, layer and mode, and the indices of each cut that this rank holds."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from torch import fx, nn
 from evenly.comm import ShardGroup, count_of
 from evenly.graph import path_of
 from evenly.shards.run.dropout import DropoutStream
-from evenly.shards.run.ops import hollow
+from evenly.shards.run.ops import linked_zeros
 from evenly.spec.graph import Layer
 from evenly.spec.layout import Choice, Layout, Segments, TensorPlacement, deal, ranges
 
-NEEDS_SOMETHING = {"conv", "spatial", "batch_norm", "instance_norm", "group_norm", "prelu", "attention", "embedding"}
-NEEDS_SOMETHING |= {"pixel_shuffle", "along", "repeat"}  # operations of torch that refuse an empty dim
-TOGETHER = {"moments", "vocabulary", "rows"}  # modes in which all ranks meet inside the operation
+REFUSES_EMPTY = {"conv", "spatial", "batch_norm", "instance_norm", "group_norm", "prelu", "attention", "embedding"}
+REFUSES_EMPTY |= {"pixel_shuffle", "along", "repeat"}  # operations of torch that refuse an empty dim
+TOGETHER = {"moments", "vocabulary", "rows"}  # modes with a collective inside the operation
 
 
 class ForwardContext:
-    """One forward pass: the batch, the values so far, and what of each cut this rank holds."""
+    """One forward pass: the batch, the values computed so far, and the indices of each cut that this rank holds."""
 
     def __init__(
         self, shard_group: ShardGroup, dropout_stream: DropoutStream, layout: Layout, arguments: Mapping[str, Any]
@@ -34,47 +34,47 @@ class ForwardContext:
         first = next((a for a in arguments.values() if isinstance(a, torch.Tensor) and a.ndim), None)
         self.samples = first.shape[0] if first is not None else 0
 
-    def segments(self, record: TensorPlacement) -> tuple[Segments, ...]:
-        """Returns the ranges of each rank, for this batch."""
-        cut = self.layout.cuts[record.cut]
+    def segments(self, placement: TensorPlacement) -> tuple[Segments, ...]:
+        """Returns the index ranges of each rank for this batch."""
+        cut = self.layout.cuts[placement.cut]
         if not cut.rows:
             return cut.segments
         shares = [self.layout.shares[rank] for rank in self.layout.members]
         dealt = ranges(deal(self.samples, shares))
         return tuple(tuple((a * cut.rows, b * cut.rows) for a, b in part) for part in dealt)
 
-    def own(self, record: TensorPlacement) -> Segments:
-        """Returns the ranges of this rank."""
-        return self.segments(record)[self.shard_group.rank]
+    def own_segments(self, placement: TensorPlacement) -> Segments:
+        """Returns the index ranges of this rank for this batch."""
+        return self.segments(placement)[self.shard_group.rank]
 
-    def count(self, record: TensorPlacement) -> int:
-        """Returns how many indices this rank holds."""
-        return count_of(self.own(record))
+    def count(self, placement: TensorPlacement) -> int:
+        """Returns the number of indices that this rank holds."""
+        return count_of(self.own_segments(placement))
 
-    def size(self, record: TensorPlacement) -> int:
+    def size(self, placement: TensorPlacement) -> int:
         """Returns the full size of the dim that is cut."""
-        cut = self.layout.cuts[record.cut]
+        cut = self.layout.cuts[placement.cut]
         return self.samples * cut.rows if cut.rows else cut.size
 
-    def full_shape(self, x: torch.Tensor, record: TensorPlacement | None) -> tuple[int, ...]:
+    def full_shape(self, x: torch.Tensor, placement: TensorPlacement | None) -> tuple[int, ...]:
         """Returns the shape of the full tensor of which x is this rank's part."""
         shape = list(x.shape)
-        if record is not None and record.state == "sharded":
-            shape[record.dim] = self.size(record)
+        if placement is not None and placement.state == "sharded":
+            shape[placement.dim] = self.size(placement)
         return tuple(shape)
 
-    def unfilled(self, x: Any, record: TensorPlacement | None) -> Any:
-        """Returns a tensor of the full shape without data; other values as they are."""
+    def full_meta(self, x: Any, placement: TensorPlacement | None) -> Any:
+        """Returns a meta tensor of the full shape; values that are not tensors are returned unchanged."""
         if not isinstance(x, torch.Tensor):
             return x
         kind = torch.float32 if x.is_floating_point() else x.dtype  # types may differ under autocast
-        return torch.empty(self.full_shape(x, record), dtype=kind, device="meta")
+        return torch.empty(self.full_shape(x, placement), dtype=kind, device="meta")
 
 
 def switch(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], switches: Mapping[str, tuple[Any, Any]], owner: nn.Module
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns arguments with those that training and evaluation set apart as the owner's mode has them."""
+    """Returns the arguments, with those that depend on the mode set for the owner's mode (training or evaluation)."""
     chosen = {key: pair[not owner.training] for key, pair in switches.items()}
     args = tuple(chosen.get(str(i), value) for i, value in enumerate(args))
     return args, {key: chosen.get(key, value) for key, value in kwargs.items()}
@@ -94,12 +94,12 @@ class OpInstance:
 
     @cached_property
     def needs(self) -> dict[str, TensorPlacement]:
-        """The state in which each tensor is read."""
+        """The placement in which each input tensor is read."""
         return dict(zip(self.layer.inputs, self.choice.needs, strict=True))
 
     @cached_property
     def owner(self) -> nn.Module:
-        """The module in whose forward the operation stands."""
+        """The module whose forward contains the operation."""
         path = path_of(self.node)
         return self.model.get_submodule(path) if path else self.model
 
@@ -108,36 +108,36 @@ class OpInstance:
         """The operation itself."""
         return _callable(self.node, self.model)
 
-    def arguments(self, now: ForwardContext) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments: tensors in the states needed, switches as the module's mode says."""
-        return self.switched(lambda n: now.values[n.name, self.needs.get(n.name)])
+    def arguments(self, context: ForwardContext) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments: tensors in the needed placements, switches set by the module's mode."""
+        return self.switched(lambda n: context.values[n.name, self.needs.get(n.name)])
 
     def switched(self, fetch: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments as `fetch` gives them."""
+        """Returns the arguments that `fetch` returns, with the switches set by the module's mode."""
         args, kwargs = fx.map_arg((self.node.args, dict(self.node.kwargs)), fetch)
         return switch(args, kwargs, self.switches, self.owner) if self.switches else (args, kwargs)
 
-    def is_idle(self, now: ForwardContext) -> bool:
-        """Whether this rank has no part in the operation."""
-        if self.layer.op not in NEEDS_SOMETHING or self.choice.mode in TOGETHER:
+    def is_idle(self, context: ForwardContext) -> bool:
+        """Whether this rank holds no indices of the operation's cut tensors, and torch would refuse empty ones."""
+        if self.layer.op not in REFUSES_EMPTY or self.choice.mode in TOGETHER:
             return False
-        cut = [record for record in (*self.choice.needs, *self.choice.gives) if record.state == "sharded"]
-        return any(now.count(record) == 0 for record in cut)
+        cut = [placement for placement in (*self.choice.needs, *self.choice.gives) if placement.state == "sharded"]
+        return any(context.count(placement) == 0 for placement in cut)
 
     def idle(
         self,
-        now: ForwardContext,
+        context: ForwardContext,
         inputs: list[torch.Tensor] | None = None,
         reads: Mapping[str, TensorPlacement] | None = None,
     ) -> Any:
-        """Returns what a rank without a part gives: nothing of a cut tensor, zeros as a summand."""
-        shape = list(self.full_output(now, reads).shape)
-        (given,) = self.choice.gives
-        if given.state == "sharded":
-            shape[given.dim] = now.count(given)
+        """Returns the output on a rank that holds no indices: an empty part of a cut tensor, zeros as a summand."""
+        shape = list(self.full_output(context, reads).shape)
+        (output_placement,) = self.choice.gives
+        if output_placement.state == "sharded":
+            shape[output_placement.dim] = context.count(output_placement)
         if inputs is None:
-            read = [n.name for n in self.node.all_input_nodes if n.name in self.needs]
-            inputs = [now.values[name, self.needs[name]] for name in read]
+            names = [n.name for n in self.node.all_input_nodes if n.name in self.needs]
+            inputs = [context.values[name, self.needs[name]] for name in names]
         if self.node.op == "call_module":
             module = self.model.get_submodule(str(self.node.target))
             inputs += list(module.parameters())
@@ -145,12 +145,14 @@ class OpInstance:
             if self.layer.op == "batch_norm" and module.training and isinstance(counter, torch.Tensor):
                 counter.add_(1)
         floats = [x for x in inputs if x.is_floating_point()]
-        return hollow(shape, *floats)
+        return linked_zeros(shape, *floats)
 
-    def full_output(self, now: ForwardContext, reads: Mapping[str, TensorPlacement] | None = None) -> Any:
-        """Returns what the whole operation would give, without data."""
+    def full_output(self, context: ForwardContext, reads: Mapping[str, TensorPlacement] | None = None) -> Any:
+        """Returns the full output of the operation as a meta tensor."""
         states = self.needs if reads is None else reads
-        args, kwargs = self.switched(lambda n: now.unfilled(now.values[n.name, states.get(n.name)], states.get(n.name)))
+        args, kwargs = self.switched(
+            lambda n: context.full_meta(context.values[n.name, states.get(n.name)], states.get(n.name))
+        )
         if self.layer.op in ("batch_norm", "instance_norm"):
             return args[0]
         return _callable(self.node, self.original)(*args, **kwargs)

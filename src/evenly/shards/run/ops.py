@@ -1,4 +1,4 @@
-"""Operations whose local form is not simply torch's: sums over ranks inside, or places counted in the full tensor."""
+"""Operations whose local form differs from torch's: they sum over ranks, or use positions in the full tensor."""
 
 from collections.abc import Sequence
 from math import prod
@@ -15,7 +15,7 @@ from evenly.spec.layout import Segments
 
 
 class _Hollow(torch.autograd.Function):
-    """Zeros of a given shape that hang on tensors, so that backward passes through a rank that has nothing to do."""
+    """Zeros that depend on tensors in autograd's graph, so that backward runs on a rank that computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, shape: Sequence[int], like: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ class _Hollow(torch.autograd.Function):
         return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
 
 
-def hollow(shape: Sequence[int], *inputs: torch.Tensor) -> torch.Tensor:
+def linked_zeros(shape: Sequence[int], *inputs: torch.Tensor) -> torch.Tensor:
     """Returns zeros of `shape` whose gradient reaches the inputs as zeros."""
     zeros: torch.Tensor = _Hollow.apply(shape, *inputs)  # type: ignore[no-untyped-call]  # torch has no annotation here
     return zeros
@@ -122,7 +122,7 @@ def rms_norm(
 
 
 class _GroupStandard(torch.autograd.Function):
-    """Group norm without its affine part, where groups reach over ranks: sums over channels, then over ranks."""
+    """Group norm without its affine part, where groups span several ranks: sums over channels, then over ranks."""
 
     @staticmethod
     def forward(
@@ -168,12 +168,12 @@ def group_norm(
     shard_group: ShardGroup,
 ) -> torch.Tensor:
     """Returns the group norm of a tensor of which this rank holds the channels `segments`."""
-    each = channels // groups
-    held = [c // each for start, stop in segments for c in range(start, stop)]
-    member = torch.zeros(groups, len(held), dtype=x.dtype, device=x.device)
-    member[held, range(len(held))] = 1
+    channels_per_group = channels // groups
+    group_of_channel = [c // channels_per_group for start, stop in segments for c in range(start, stop)]
+    member = torch.zeros(groups, len(group_of_channel), dtype=x.dtype, device=x.device)
+    member[group_of_channel, range(len(group_of_channel))] = 1
     flat = x.reshape(x.shape[0], x.shape[1], prod(x.shape[2:]))
-    count = each * prod(x.shape[2:])
+    count = channels_per_group * prod(x.shape[2:])
     y: torch.Tensor = _GroupStandard.apply(flat, member, count, eps, shard_group)  # type: ignore[no-untyped-call]  # torch has no annotation here
     y = y.view(x.shape)
     shape = (1, -1, *[1] * (x.ndim - 2))
@@ -184,18 +184,18 @@ def group_norm(
 def embed_rows(
     ids: torch.Tensor, weight: torch.Tensor, segments: Segments, size: int, padding: int | None
 ) -> torch.Tensor:
-    """Returns this rank's summand of a look-up: zeros for ids whose row it does not hold."""
-    places = torch.full((size,), -1, dtype=torch.long, device=ids.device)
+    """Returns this rank's summand of an embedding: zeros for ids whose row another rank holds."""
+    local_rows = torch.full((size,), -1, dtype=torch.long, device=ids.device)
     offset = 0
     for start, stop in segments:
-        places[start:stop] = torch.arange(offset, offset + stop - start, device=ids.device)
+        local_rows[start:stop] = torch.arange(offset, offset + stop - start, device=ids.device)
         offset += stop - start
     assert_later((ids >= 0).all())
-    local = places[ids]
+    local = local_rows[ids]
     if not weight.shape[0]:
-        return hollow((*ids.shape, weight.shape[1]), weight)
-    own = int(places[padding]) if padding is not None else -1
-    rows = F.embedding(local.clamp_min(0), weight, padding_idx=own if own >= 0 else None)
+        return linked_zeros((*ids.shape, weight.shape[1]), weight)
+    local_padding = int(local_rows[padding]) if padding is not None else -1
+    rows = F.embedding(local.clamp_min(0), weight, padding_idx=local_padding if local_padding >= 0 else None)
     return rows * (local >= 0).unsqueeze(-1)
 
 
@@ -218,31 +218,31 @@ class _VocabularyLoss(torch.autograd.Function):
         peak = rows.amax(-1) if rows.shape[-1] else torch.full_like(target, low, dtype=wide.dtype)
         peak = shard_group.sum(peak, name="vocabulary", largest=True).wait()
         exps = torch.exp(rows - peak.unsqueeze(-1))
-        place = torch.full_like(target, -1)
+        local_index = torch.full_like(target, -1)
         offset = 0
         for start, stop in segments:
-            here = (target >= start) & (target < stop)
-            place = torch.where(here, target - start + offset, place)
+            is_local = (target >= start) & (target < stop)
+            local_index = torch.where(is_local, target - start + offset, local_index)
             offset += stop - start
-        own = torch.zeros_like(peak)
+        target_logit = torch.zeros_like(peak)
         if rows.shape[-1]:
-            picked = rows.gather(-1, place.clamp_min(0).unsqueeze(-1)).squeeze(-1) - peak
-            own = torch.where(place >= 0, picked, own)
-        total, chosen = shard_group.sum(torch.stack([exps.sum(-1), own]), name="vocabulary").wait()
+            picked = rows.gather(-1, local_index.clamp_min(0).unsqueeze(-1)).squeeze(-1) - peak
+            target_logit = torch.where(local_index >= 0, picked, target_logit)
+        total, chosen = shard_group.sum(torch.stack([exps.sum(-1), target_logit]), name="vocabulary").wait()
         counted = target != ignored
         assert_later((((target >= 0) & (target < size)) | ~counted).all())
-        ctx.save_for_backward(exps, total, place, counted)
+        ctx.save_for_backward(exps, total, local_index, counted)
         ctx.kind = logits.dtype
         return torch.where(counted, total.log() - chosen, torch.zeros_like(total))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        exps, total, place, counted = ctx.saved_tensors
+        exps, total, local_index, counted = ctx.saved_tensors
         back = exps / total.unsqueeze(-1)
         if back.shape[-1]:
-            one = (place >= 0).to(back.dtype).unsqueeze(-1)
-            back = back.scatter_add(-1, place.clamp_min(0).unsqueeze(-1), -one)
+            one = (local_index >= 0).to(back.dtype).unsqueeze(-1)
+            back = back.scatter_add(-1, local_index.clamp_min(0).unsqueeze(-1), -one)
         back = back * torch.where(counted, gradient, torch.zeros_like(gradient)).unsqueeze(-1)
         return back.movedim(-1, 1).to(ctx.kind), None, None, None, None, None
 
@@ -257,8 +257,8 @@ def cross_entropy(
     ignored: int,
     reduction: str,
 ) -> torch.Tensor:
-    """Returns the cross-entropy of logits whose classes (dim 1) are cut over ranks, with two small messages."""
-    each: torch.Tensor = _VocabularyLoss.apply(logits, target, segments, size, ignored, shard_group)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    """Returns the cross-entropy of logits whose classes (dim 1) are cut over ranks, with two small all-reduces."""
+    losses: torch.Tensor = _VocabularyLoss.apply(logits, target, segments, size, ignored, shard_group)  # type: ignore[no-untyped-call]  # torch has no annotation here
     if reduction == "none":
-        return each
-    return each.sum() if reduction == "sum" else each.sum() / (target != ignored).sum()
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (target != ignored).sum()

@@ -1,7 +1,7 @@
-"""Layers that take their input from other ranks: its gradient travels while that of the weight is computed.
+"""Layers with a redistributed input: backward overlaps the input's communication with the weight's gradient.
 
-The input is copied or gathered on the way in. In backward the input's gradient comes first, its sum over ranks is
-started, and the gradient of the weight is computed meanwhile.
+Forward copies or gathers the input. Backward computes the input's gradient first, starts its sum over ranks, and
+computes the gradient of the weight while the sum is pending.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,29 +17,29 @@ CONV = ("stride", "padding", "dilation", "groups")
 CONV_TRANSPOSE = ("stride", "padding", "output_padding", "groups", "dilation")
 
 
-def mixed(
-    shift: Redistribute,
+def overlapped_layer(
+    redistribute: Redistribute,
     name: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     options: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Returns the layer `name` (conv2d, linear, ...) of the moved input, differentiable."""
-    x, weight, bias = lowered(x), lowered(weight), bias if bias is None else lowered(bias)
-    y: torch.Tensor = _Mixed.apply(x, weight, bias, shift, name, options)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    """Returns the output of the layer `name` (conv2d, linear, ...) for the redistributed input, differentiable."""
+    x, weight, bias = to_autocast_dtype(x), to_autocast_dtype(weight), bias if bias is None else to_autocast_dtype(bias)
+    y: torch.Tensor = _Mixed.apply(x, weight, bias, redistribute, name, options)  # type: ignore[no-untyped-call]  # torch has no annotation here
     return y
 
 
-def lowered(x: torch.Tensor) -> torch.Tensor:
-    """Returns x in the type of autocast, if that is on: devices disagree about many results' types, wires cannot."""
+def to_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
+    """Returns x in autocast's dtype if autocast is on: all ranks of a collective need one dtype, devices may differ."""
     if not torch.is_autocast_enabled(x.device.type) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def layer_options(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the settings of a layer as they stand after input, weight and bias; None where they are not plain."""
+    """Returns the layer's arguments after input, weight and bias, by name; None if the padding is a string."""
     if name == "linear":
         return {}
     names = CONV_TRANSPOSE if "transpose" in name else CONV
@@ -54,79 +54,82 @@ class _Mixed(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        shift: Redistribute,
+        redistribute: Redistribute,
         name: str,
         options: Mapping[str, Any],
     ) -> torch.Tensor:
-        entered = shift.forward(x).wait()
-        # A frozen weight needs no input in backward but its shape.
-        kept = entered if ctx.needs_input_grad[1] else entered.new_empty(1).expand(entered.shape)
-        ctx.save_for_backward(kept, weight)
-        ctx.shift = shift
+        moved_input = redistribute.forward(x).wait()
+        # With a frozen weight, backward needs only the input's shape.
+        saved_input = moved_input if ctx.needs_input_grad[1] else moved_input.new_empty(1).expand(moved_input.shape)
+        ctx.save_for_backward(saved_input, weight)
+        ctx.redistribute = redistribute
         ctx.name = name
         ctx.options = options
         ctx.has_bias = bias is not None
         with torch.autocast(x.device.type, enabled=False):
             run: Callable[..., torch.Tensor] = getattr(F, name)
-            return run(entered, weight, bias, **options)
+            return run(moved_input, weight, bias, **options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        with ctx.shift.shard_group.telling():
-            return _Mixed._back(ctx, gradient)
+        with ctx.redistribute.shard_group.telling():
+            return _Mixed._gradients(ctx, gradient)
 
     @staticmethod
-    def _back(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
         gradients = _linear if ctx.name == "linear" else _conv
-        travelling = None
+        pending_input_gradient = None
         if for_input:
-            travelling = ctx.shift.backward(gradients(ctx, gradient, x, weight, (True, False, False))[0])
+            pending_input_gradient = ctx.redistribute.backward(
+                gradients(ctx, gradient, x, weight, (True, False, False))[0]
+            )
         _, weight_gradient, bias_gradient = gradients(ctx, gradient, x, weight, (False, for_weight, for_bias))
-        return None if travelling is None else travelling.wait(), weight_gradient, bias_gradient, None, None, None
+        input_gradient = None if pending_input_gradient is None else pending_input_gradient.wait()
+        return input_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def _linear(
-    ctx: Any, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: tuple[bool, bool, bool]
+    ctx: Any, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, output_mask: tuple[bool, bool, bool]
 ) -> Gradients:
     rows, inputs = (t.flatten(0, -2) if t.ndim > 1 else t[None] for t in (gradient, x))
     return (
-        gradient @ weight if wanted[0] else None,
-        rows.T @ inputs if wanted[1] else None,
-        rows.sum(0) if wanted[2] else None,
+        gradient @ weight if output_mask[0] else None,
+        rows.T @ inputs if output_mask[1] else None,
+        rows.sum(0) if output_mask[2] else None,
     )
 
 
 def _conv(
-    ctx: Any, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: tuple[bool, bool, bool]
+    ctx: Any, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, output_mask: tuple[bool, bool, bool]
 ) -> Gradients:
-    if not any(wanted):
+    if not any(output_mask):
         return None, None, None
     dims, options = x.ndim - 2, ctx.options
 
-    def each(key: str, default: int) -> list[int]:
+    def per_dim(key: str, default: int) -> list[int]:
         value = options.get(key, default)
         return list(value) if isinstance(value, tuple | list) and len(value) == dims else [_single(value)] * dims
 
-    found: Gradients = torch.ops.aten.convolution_backward(
+    gradients: Gradients = torch.ops.aten.convolution_backward(
         gradient,
         x,
         weight,
         [gradient.shape[1]] if ctx.has_bias else None,
-        each("stride", 1),
-        each("padding", 0),
-        each("dilation", 1),
+        per_dim("stride", 1),
+        per_dim("padding", 0),
+        per_dim("dilation", 1),
         "transpose" in ctx.name,
-        each("output_padding", 0),
+        per_dim("output_padding", 0),
         options.get("groups", 1),
-        list(wanted),
+        list(output_mask),
     )
-    return found
+    return gradients
 
 
 def _single(value: Any) -> int:

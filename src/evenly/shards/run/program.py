@@ -1,4 +1,4 @@
-"""A traced network and its layout as the list of steps that one rank runs."""
+"""Compiles a traced network and its layout into the list of steps that one rank runs."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -13,21 +13,21 @@ from evenly._torch.tracing import is_constant
 from evenly.comm import Redistribute, ShardGroup
 from evenly.errors import SpecError
 from evenly.graph import Traced
-from evenly.shards.run.cutting import homes
+from evenly.shards.run.cutting import parameter_placements
 from evenly.shards.run.dropout import DropoutStream
-from evenly.shards.run.fusion import biases, entries
-from evenly.shards.run.local_ops import act_of, layer_of
+from evenly.shards.run.fusion import biases, input_moves
+from evenly.shards.run.local_ops import local_layer_of, local_op_of
 from evenly.shards.run.op_instance import ForwardContext, OpInstance
-from evenly.shards.run.overlapped_layers import lowered
+from evenly.shards.run.overlapped_layers import to_autocast_dtype
 from evenly.spec.graph import Layer
 from evenly.spec.layout import REPLICATED, Choice, Layout, Move, TensorPlacement
 
-Key = tuple[str, TensorPlacement | None]  # a tensor in one of its states; None: not a tensor
+Key = tuple[str, TensorPlacement | None]  # a tensor in one of its placements; None: not a tensor
 
 
 @dataclass
 class ProgramStep:
-    """One operation or move: what it reads, and which values nobody needs afterwards."""
+    """One operation or move: the values it reads, and those to free after it."""
 
     name: str
     run: Callable[[ForwardContext], None]
@@ -36,7 +36,7 @@ class ProgramStep:
 
 
 class Program:
-    """The steps of one rank."""
+    """The steps of one rank, in order; `listener` is called with every tensor that is computed."""
 
     def __init__(
         self, traced: Traced, layout: Layout, model: nn.Module, shard_group: ShardGroup, dropout_stream: DropoutStream
@@ -54,13 +54,13 @@ class Program:
             for layer in traced.graph.layers
             if layer.op in ("parameter", "buffer") or is_constant(layer.where)
         }
-        self._biases, self._entries = biases(traced, layout), entries(traced, layout)
-        self._bias_done = {bias: layer for layer, bias in self._biases.items()}
+        self._biases, self._input_moves = biases(traced, layout), input_moves(traced, layout)
+        self._layer_of_bias = {bias: layer for layer, bias in self._biases.items()}
         self._nodes = {node.name: node for node in traced.program.graph.nodes}
-        self._draws = any(choice.op in ("dropout", "attention") for choice in layout.choices)
-        self._homes = dict(homes(traced, layout))
-        self._known: set[Key] = set()
-        self.listener: Callable[[str, TensorPlacement, Any], None] | None = None  # told every tensor as it is made
+        self._has_dropout = any(choice.op in ("dropout", "attention") for choice in layout.choices)
+        self._parameter_placements = dict(parameter_placements(traced, layout))
+        self._available: set[Key] = set()
+        self.listener: Callable[[str, TensorPlacement, Any], None] | None = None
         self.steps: list[ProgramStep] = []
         for number, node in enumerate(traced.program.graph.nodes):
             if node.name in self._layers:
@@ -70,35 +70,39 @@ class Program:
             step.drops.append(key)
 
     def run(self, arguments: Mapping[str, Any]) -> Any:
-        """Returns what the network's forward returns; this rank does its part of the work."""
-        if self._draws and self._model.training and in_backward():
+        """Runs this rank's steps and returns the output of the network's forward."""
+        if self._has_dropout and self._model.training and in_backward():
             raise SpecError(
                 "forward was called during backward, as torch.utils.checkpoint does, but the network has dropout, "
-                "whose masks would not be drawn again. Call the sharded network without checkpoint."
+                "and its masks would differ. Call the sharded network without checkpoint."
             )
-        now = ForwardContext(self._shard_group, self._dropout_stream, self._layout, arguments)
+        context = ForwardContext(self._shard_group, self._dropout_stream, self._layout, arguments)
         for step in self.steps:
-            step.run(now)
+            step.run(context)
             for key in step.drops:
-                del now.values[key]
+                del context.values[key]
         if self._model.training:
             self._dropout_stream.passes += 1
-        return self._formed(now.values["output", None])
+        return self._restore_structure(context.values["output", None])
 
-    def _formed(self, result: Any) -> Any:
-        """Returns what forward returned in the tuples, lists and dicts that it made."""
-        form = self.traced.form
+    def _restore_structure(self, result: Any) -> Any:
+        """Returns the outputs in the tuples, lists and dicts of the network's forward."""
+        structure = self.traced.form
         leaves = pytree.tree_leaves(result)
-        return pytree.tree_unflatten(leaves, form) if form is not None and form.num_leaves == len(leaves) else result
+        return (
+            pytree.tree_unflatten(leaves, structure)
+            if structure is not None and structure.num_leaves == len(leaves)
+            else result
+        )
 
     def _add(self, node: fx.Node, layer: Layer, number: int) -> None:
         if node.op == "get_attr":
-            return  # fetched where it is needed
+            return  # fetched by the steps that read it
         if node.op == "placeholder":
             self._input(node)
         elif layer.op in ("number", "constant"):
             self._number(node, layer, number)
-        elif node.name in self._bias_done:
+        elif node.name in self._layer_of_bias:
             self._alias(node, layer)
         elif layer.op in ("conv", "linear"):
             self._layer(node, layer, number)
@@ -109,92 +113,93 @@ class Program:
         key: Key = (node.name, REPLICATED)
         name = str(node.target)
 
-        def run(now: ForwardContext) -> None:
-            now.values[key] = now.arguments.get(name)
+        def run(context: ForwardContext) -> None:
+            context.values[key] = context.arguments.get(name)
 
         self._step(node.name, [], [key], run)
 
-    def _site(self, node: fx.Node, layer: Layer, choice: Choice, number: int) -> OpInstance:
+    def _op_instance(self, node: fx.Node, layer: Layer, choice: Choice, number: int) -> OpInstance:
         switches = self.traced.switches.get(node.name, {})
         return OpInstance(node, layer, choice, number, self._model, self.traced.program, switches)
 
     def _operation(self, node: fx.Node, layer: Layer, number: int) -> None:
-        op_instance = self._site(node, layer, self._choices[node.name], number)
+        op_instance = self._op_instance(node, layer, self._choices[node.name], number)
         for name, need in op_instance.needs.items():
             self._ensure(name, need)
         outputs = [
-            (tensor.name, record) for tensor, record in zip(layer.outputs, op_instance.choice.gives, strict=True)
+            (tensor.name, placement) for tensor, placement in zip(layer.outputs, op_instance.choice.gives, strict=True)
         ]
         single: Key | None = (node.name, None) if not outputs else outputs[0] if outputs[0][0] == node.name else None
-        act = act_of(op_instance)
+        local_op = local_op_of(op_instance)
 
-        def run(now: ForwardContext) -> None:
-            if op_instance.is_idle(now):
-                made = op_instance.idle(now)
+        def run(context: ForwardContext) -> None:
+            if op_instance.is_idle(context):
+                result = op_instance.idle(context)
             else:
-                args, kwargs = op_instance.arguments(now)
-                made = act(now, *args, **kwargs)
+                args, kwargs = op_instance.arguments(context)
+                result = local_op(context, *args, **kwargs)
             if single is not None:
-                now.values[single] = made
-            elif len(made) == len(outputs):
-                now.values.update(zip(outputs, made, strict=True))
+                context.values[single] = result
+            elif len(result) == len(outputs):
+                context.values.update(zip(outputs, result, strict=True))
             else:
-                now.values.update(self._some(node, outputs, made))
-            self._tell(now, list(outputs))
+                context.values.update(self._used_outputs(node, outputs, result))
+            self._notify_listener(context, list(outputs))
 
         self._step(node.name, self._reads(node, op_instance.needs), [single] if single else list(outputs), run)
 
-    def _some(self, node: fx.Node, outputs: Sequence[Key], made: Sequence[Any]) -> dict[Key, Any]:
-        """Returns the tensors of a tuple that is of another length than for the example, where only some are used."""
-        used = [place for place, key in enumerate(outputs) if any(key in step.reads for step in self.steps)]
-        if node.meta.get("has_fixed_length") or any(place >= len(made) for place in used):
+    def _used_outputs(self, node: fx.Node, outputs: Sequence[Key], results: Sequence[Any]) -> dict[Key, Any]:
+        """Returns the used tensors of a tuple whose length differs from the one for the example."""
+        used = [index for index, key in enumerate(outputs) if any(key in step.reads for step in self.steps)]
+        if node.meta.get("has_fixed_length") or any(index >= len(results) for index in used):
             raise SpecError(
-                f"{node.name!r} gave {len(outputs)} tensors for the example and gives {len(made)} for this batch, and "
-                "forward uses them one by one. Give batches of the example's size, or move it into a module of its own."
+                f"{node.name!r} gave {len(outputs)} tensors for the example and gives {len(results)} for this batch, "
+                "and forward uses them one by one. Give batches of the example's size, or move it into a module of its "
+                "own."
             )
-        return {outputs[place]: made[place] for place in used}
+        return {outputs[index]: results[index] for index in used}
 
     def _alias(self, node: fx.Node, layer: Layer) -> None:
-        """The bias was added by the layer itself."""
+        """Adds a step for a bias that its layer already adds: the value is renamed."""
         choice = self._choices[node.name]
         before, after = (layer.inputs[0], choice.needs[0]), (node.name, choice.gives[0])
 
-        def run(now: ForwardContext) -> None:
-            now.values[after] = now.values[before]
-            self._tell(now, [after])
+        def run(context: ForwardContext) -> None:
+            context.values[after] = context.values[before]
+            self._notify_listener(context, [after])
 
         self._step(node.name, [before], [after], run)
 
     def _layer(self, node: fx.Node, layer: Layer, number: int) -> None:
-        """A convolution or linear layer, with its bias and the move of its input where these belong to it alone."""
-        op_instance = self._site(node, layer, self._choices[node.name], number)
-        entry = self._entries.get(node.name)
-        adder = self._biases.get(node.name)
+        """Adds a convolution or linear layer, fused with its bias and the move of its input where possible."""
+        op_instance = self._op_instance(node, layer, self._choices[node.name], number)
+        input_move = self._input_moves.get(node.name)
+        bias_layer = self._biases.get(node.name)
         reads = dict(op_instance.needs)
-        if entry is not None:
-            reads[entry.tensor] = entry.before
+        if input_move is not None:
+            reads[input_move.tensor] = input_move.before
         bias: Key | None = None
-        if adder is not None:
-            bias = (self._layers[adder].inputs[1], self._choices[adder].needs[1])
+        if bias_layer is not None:
+            bias = (self._layers[bias_layer].inputs[1], self._choices[bias_layer].needs[1])
         for name, need in (*reads.items(), *([bias] if bias else [])):
             if need is not None:
                 self._ensure(name, need)
         out: Key = (node.name, op_instance.choice.gives[0])
-        act = layer_of(op_instance, entry, self._shard_group)
+        local_layer = local_layer_of(op_instance, input_move, self._shard_group)
 
-        def run(now: ForwardContext) -> None:
-            added = now.values[bias] if bias is not None else None
-            now.values[out] = act(now, reads, added)
-            if adder is None:
-                self._tell(now, [out])
+        def run(context: ForwardContext) -> None:
+            bias_value = context.values[bias] if bias is not None else None
+            context.values[out] = local_layer(context, reads, bias_value)
+            if bias_layer is None:
+                self._notify_listener(context, [out])
 
         self._step(node.name, [*self._reads(node, reads), *([bias] if bias else [])], [out], run)
 
-    def _tell(self, now: ForwardContext, made: list[Key]) -> None:
+    def _notify_listener(self, context: ForwardContext, keys: list[Key]) -> None:
         if self.listener is not None:
-            for name, record in made:
-                if record is not None and (name, record) in now.values:
-                    self.listener(name, record, now.values[name, record])
+            for name, placement in keys:
+                if placement is not None and (name, placement) in context.values:
+                    self.listener(name, placement, context.values[name, placement])
 
     def _reads(self, node: fx.Node, needs: Mapping[str, TensorPlacement]) -> list[Key]:
         return [self._key(n.name, needs) for n in node.all_input_nodes]
@@ -203,57 +208,59 @@ class Program:
         return name, needs.get(name)
 
     def _number(self, node: fx.Node, layer: Layer, number: int) -> None:
-        """Numbers are those of the full network: sizes are asked of tensors with full shapes."""
-        needs = tuple(self._at_hand(name) for name in layer.inputs)
+        """Adds a step that computes a number, such as a size, from full shapes."""
+        needs = tuple(self._available_placement(name) for name in layer.inputs)
         choice = Choice(layer=layer.name, mode="source", needs=needs)
-        op_instance = self._site(node, layer, choice, number)
+        op_instance = self._op_instance(node, layer, choice, number)
         for name, need in op_instance.needs.items():
             self._ensure(name, need)
         key: Key = (node.name, REPLICATED if layer.outputs else None)
 
-        def run(now: ForwardContext) -> None:
-            args, kwargs = op_instance.arguments(now)
-            plain = layer.op == "constant" or (node.target is getattr and args[1] in ("device", "dtype"))
-            now.values[key] = op_instance.run(*args, **kwargs) if plain else op_instance.full_output(now)
+        def run(context: ForwardContext) -> None:
+            args, kwargs = op_instance.arguments(context)
+            is_direct = layer.op == "constant" or (node.target is getattr and args[1] in ("device", "dtype"))
+            context.values[key] = op_instance.run(*args, **kwargs) if is_direct else op_instance.full_output(context)
 
         self._step(node.name, self._reads(node, op_instance.needs), [key], run)
 
-    def _at_hand(self, name: str) -> TensorPlacement:
-        """Returns a state in which a tensor is known already."""
-        known = sorted(record for known, record in self._known if known == name and record is not None)
-        return known[0] if known else self._homes.get(self._paths.get(name, ""), REPLICATED)
+    def _available_placement(self, name: str) -> TensorPlacement:
+        """Returns a placement in which a tensor is available at this point."""
+        available = sorted(
+            placement for tensor, placement in self._available if tensor == name and placement is not None
+        )
+        return available[0] if available else self._parameter_placements.get(self._paths.get(name, ""), REPLICATED)
 
     def _ensure(self, name: str, need: TensorPlacement) -> None:
-        """Adds the moves that bring a tensor into the state `need`."""
+        """Adds the steps that bring a tensor into the placement `need`, unless it is available there."""
         key: Key = (name, need)
-        if key in self._known:
+        if key in self._available:
             return
         move = self._moves.get((name, need))
         if move is not None:
             self._ensure(name, move.before)
-            self._step(f"{name}:{move.name}", [(name, move.before)], [key], self._mover(move))
+            self._step(f"{name}:{move.name}", [(name, move.before)], [key], self._move_runner(move))
         elif name in self._paths:
             fetch = operator.attrgetter(self._paths[name])
             owner = self.traced.program if self._layers[name].op == "constant" else self._model
 
-            def run(now: ForwardContext) -> None:
-                now.values[key] = fetch(owner)
+            def run(context: ForwardContext) -> None:
+                context.values[key] = fetch(owner)
 
             self._step(name, [], [key], run)
 
-    def _mover(self, move: Move) -> Callable[[ForwardContext], None]:
+    def _move_runner(self, move: Move) -> Callable[[ForwardContext], None]:
         before, after = (move.tensor, move.before), (move.tensor, move.after)
         cut = move.before if move.before.state == "sharded" else move.after
 
         is_state = move.tensor in self._paths
 
-        def run(now: ForwardContext) -> None:
-            x = now.values[before] if is_state else lowered(now.values[before])
-            segments = now.segments(cut) if cut.state == "sharded" else ()
-            now.values[after] = Redistribute(self._shard_group, move.name, cut.dim, segments)(x)
+        def run(context: ForwardContext) -> None:
+            x = context.values[before] if is_state else to_autocast_dtype(context.values[before])
+            segments = context.segments(cut) if cut.state == "sharded" else ()
+            context.values[after] = Redistribute(self._shard_group, move.name, cut.dim, segments)(x)
 
         return run
 
     def _step(self, name: str, reads: list[Key], writes: list[Key], run: Callable[[ForwardContext], None]) -> None:
-        self._known.update(writes)
+        self._available.update(writes)
         self.steps.append(ProgramStep(name, run, reads))

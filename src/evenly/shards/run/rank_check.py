@@ -1,7 +1,7 @@
-"""Whether the ranks of a cut network still do the same: equal steps, settings, losses, and tensors that all hold whole.
+"""Checks that the ranks of a cut network agree: on steps, optimizer settings, losses and replicated tensors.
 
-Each rank trains its parts from its own loss, so a step left out, another learning rate or other labels on one rank
-would leave parts of different networks. A row of numbers is compared every few passes.
+Each rank trains its parts from its own loss. A skipped step, another learning rate or other labels on one rank would
+leave parts of different networks. The ranks compare a row of numbers every few forward passes.
 """
 
 import struct
@@ -27,7 +27,7 @@ ADVICE = "All ranks of a cut network must make the same calls with the same batc
 
 
 class StepTally:
-    """What a rank has done with the parameters of one cut network."""
+    """Counts a rank's optimizer steps and forward passes for one cut network."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -49,12 +49,12 @@ _tallies: "weakref.WeakKeyDictionary[ShardGroup, StepTally]" = weakref.WeakKeyDi
 
 
 def tally_of(shard_group: ShardGroup) -> StepTally:
-    """Returns the tally of the network that is cut over this wire."""
+    """Returns the tally of the network that is cut over this shard group."""
     return _tallies.setdefault(shard_group, StepTally())
 
 
 def mark_uncut(parameters: Iterable[torch.Tensor], tally: StepTally) -> None:
-    """Notes on the parameters of the uncut network what the cut one does; copies of them have no such note."""
+    """Links the parameters of the uncut network to the tally of the cut one; copies of them have no link."""
     for parameter in parameters:
         setattr(parameter, _UNCUT, weakref.ref(tally))
 
@@ -66,7 +66,7 @@ def tally_of_uncut(parameter: torch.Tensor) -> StepTally | None:
 
 
 class RankCheck:
-    """Compares the ranks that have a share of a cut network, every few passes; they call its methods together."""
+    """Compares the ranks of a cut network every few passes; all ranks with a share call its methods together."""
 
     def __init__(self, model: nn.Module, shard_group: ShardGroup) -> None:
         self._model = weakref.ref(model)
@@ -77,14 +77,14 @@ class RankCheck:
         self._output_gradients: list[float] = [0.0, 0.0, 0.0]  # sum of sizes, weighted sum, tolerance
 
     def before_pass(self, number: int) -> None:
-        """Compares where it is time to."""
+        """Counts a pass, and compares the ranks if a comparison is due."""
         if torch.is_grad_enabled() and self._tally.passes is not None:
             self._tally.passes += 1
         if _is_due(number):
             self.require_same(f"before pass {number}")
 
     def watch_outputs(self, outputs: Iterable[Any], number: int) -> None:
-        """Notes the gradients of these outputs, if they are compared before the next pass."""
+        """Records the gradients of these outputs if a comparison is due before the next pass."""
         if not _is_due(number + 1):
             return
         self._output_gradients = [0.0, 0.0, 0.0]
@@ -93,34 +93,36 @@ class RankCheck:
                 output.register_hook(self._note_gradient)  # type: ignore[no-untyped-call]  # torch has no annotation
 
     def end(self) -> None:
-        """Notes that the network is no longer trained."""
+        """Ends the count of passes: the network is no longer trained."""
         self._tally.passes = 0
 
     def require_same(self, when: str) -> None:
-        """Raises `MismatchError` on every rank unless all have done the same."""
+        """Raises `MismatchError` on every rank unless all ranks agree."""
         if self._shard_group.size == 1:
             return
         tensors = self._whole_tensors()
-        name = list(tensors)[self._comparisons % len(tensors)] if tensors else ""  # each in its turn
+        name = list(tensors)[self._comparisons % len(tensors)] if tensors else ""  # one per comparison, in turn
         self._comparisons += 1
-        row = [self._tally.steps, self._tally.settings, self._tally.lr, *self._output_gradients]
-        row += _digest(tensors[name]) if name else [0.0, 0.0, 0.0]
-        first, *others = rows = self._shard_group.gather_numbers(row, self._device())
-        if any(theirs[0] != first[0] for theirs in others):
-            counts = {rank: int(theirs[0]) for rank, theirs in enumerate(rows)}
+        local_row = [self._tally.steps, self._tally.settings, self._tally.lr, *self._output_gradients]
+        local_row += _digest(tensors[name]) if name else [0.0, 0.0, 0.0]
+        first, *others = rows = self._shard_group.gather_numbers(local_row, self._device())
+        if any(row[0] != first[0] for row in others):
+            counts = {rank: int(row[0]) for rank, row in enumerate(rows)}
             raise MismatchError(
                 f"the ranks of a cut network have made unequal numbers of optimizer steps {when}: {counts}. {ADVICE}"
             )
-        if any(theirs[1] != first[1] for theirs in others):
-            rates = {rank: theirs[2] for rank, theirs in enumerate(rows)}
+        if any(row[1] != first[1] for row in others):
+            rates = {rank: row[2] for rank, row in enumerate(rows)}
             raise MismatchError(
                 f"the ranks of a cut network have made steps with other settings of the optimizer {when}; the learning "
                 f"rates of the last step were {rates}. {ADVICE}"
             )
-        for place, what in ((3, "gradients of the outputs"), (6, f"values of {name!r}")):
-            strange = [rank for rank, theirs in enumerate(rows) if not _alike(first, theirs, place)]
-            if strange:
-                raise MismatchError(f"ranks {strange} of a cut network have other {what} than rank 0 {when}. {ADVICE}")
+        for offset, what in ((3, "gradients of the outputs"), (6, f"values of {name!r}")):
+            deviating = [rank for rank, row in enumerate(rows) if not _alike(first, row, offset)]
+            if deviating:
+                raise MismatchError(
+                    f"ranks {deviating} of a cut network have other {what} than rank 0 {when}. {ADVICE}"
+                )
 
     def _device(self) -> torch.device:
         model = self._model()
@@ -134,14 +136,14 @@ class RankCheck:
         self._output_gradients = [before[0] + size, before[1] + weighted, max(before[2], tolerance)]
 
     def _whole_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters and buffers that all ranks hold whole."""
+        """Returns the replicated parameters and buffers, by name."""
         model = self._model()
         named = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
-        found = {name: (tensor.detach(), local_shard_of(tensor)) for name, tensor in named}
+        tensors = {name: (tensor.detach(), local_shard_of(tensor)) for name, tensor in named}
         return {
             name: tensor
-            for name, (tensor, placement) in found.items()
-            if placement is not None and not placement.is_cut and tensor.is_floating_point() and tensor.numel()
+            for name, (tensor, local_shard) in tensors.items()
+            if local_shard is not None and not local_shard.is_cut and tensor.is_floating_point() and tensor.numel()
         }
 
 
@@ -150,7 +152,7 @@ def _is_due(number: int) -> bool:
 
 
 def _numbers(group: dict[str, Any]) -> Iterable[float]:
-    """Yields the numbers among the settings of a parameter group, but for switches that differ between devices."""
+    """Yields the numeric settings of a parameter group, without switches that may differ between devices."""
     for name in sorted(group):
         value = group[name]
         if name in ("params", "foreach", "fused", "capturable"):
@@ -164,16 +166,16 @@ def _numbers(group: dict[str, Any]) -> Iterable[float]:
 
 
 def _digest(tensor: torch.Tensor) -> list[float]:
-    """Returns the sum of sizes, a weighted sum, and how much of the first may lie between ranks by rounding."""
+    """Returns the sum of absolute values, a weighted sum, and the relative difference that rounding may cause."""
     flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
     step = -(-flat.numel() // SAMPLED)
-    few = flat[::step].double()
-    places = torch.arange(1, few.numel() + 1, dtype=torch.float64, device=few.device)
-    size, weighted = torch.stack([few.abs().sum(), (few * places.cos()).sum()]).tolist()
+    sample = flat[::step].double()
+    positions = torch.arange(1, sample.numel() + 1, dtype=torch.float64, device=sample.device)
+    size, weighted = torch.stack([sample.abs().sum(), (sample * positions.cos()).sum()]).tolist()
     return [size, weighted, max(1e-4, 4 * torch.finfo(flat.dtype).eps)]
 
 
-def _alike(mine: Sequence[float], theirs: Sequence[float], place: int) -> bool:
-    tolerance = max(mine[place + 2], theirs[place + 2]) * max(abs(mine[place]), abs(theirs[place]))
-    pairs = zip(mine[place : place + 2], theirs[place : place + 2], strict=True)
+def _alike(mine: Sequence[float], theirs: Sequence[float], offset: int) -> bool:
+    tolerance = max(mine[offset + 2], theirs[offset + 2]) * max(abs(mine[offset]), abs(theirs[offset]))
+    pairs = zip(mine[offset : offset + 2], theirs[offset : offset + 2], strict=True)
     return all(a == b or (a != a and b != b) or abs(a - b) <= tolerance for a, b in pairs)

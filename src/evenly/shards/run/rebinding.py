@@ -1,4 +1,4 @@
-"""References into a tree of modules, in methods, functions and containers: led over to a copy of the tree, or found."""
+"""Replaces or collects references into a tree of modules, in methods, functions and containers."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-DEPTH = 4  # of containers and closures within others
+DEPTH = 4  # of nested containers and closures
 
 
 def rebound(value: Any, copies: Mapping[int, Any], depth: int = 0) -> Any:
@@ -17,7 +17,7 @@ def rebound(value: Any, copies: Mapping[int, Any], depth: int = 0) -> Any:
     Args:
         value: an attribute of a module.
         copies: the copy of each module and tensor, by its identity.
-        depth: how deep in other values it is.
+        depth: the number of values that it is nested in.
     """
     if isinstance(value, nn.Module | torch.Tensor):
         return copies.get(id(value), value)
@@ -38,17 +38,17 @@ def rebound(value: Any, copies: Mapping[int, Any], depth: int = 0) -> Any:
         items = [rebound(item, copies, depth + 1) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     if type(value) is dict:
-        made = {key: rebound(item, copies, depth + 1) for key, item in value.items()}
-        return value if all(made[key] is value[key] for key in made) else made
+        replaced = {key: rebound(item, copies, depth + 1) for key, item in value.items()}
+        return value if all(replaced[key] is value[key] for key in replaced) else replaced
     return value
 
 
-def reachable(value: Any, seen: set[int] | None = None, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yields the tensors that a module can get at: its own, and those of modules that it holds in any way."""
-    seen = set() if seen is None else seen
-    if id(value) in seen or depth > 2 * DEPTH:
+def reachable(value: Any, visited: set[int] | None = None, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yields the tensors that a module can reach: its own, and those of objects that it refers to."""
+    visited = set() if visited is None else visited
+    if id(value) in visited or depth > 2 * DEPTH:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     inner: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         yield value
@@ -57,7 +57,7 @@ def reachable(value: Any, seen: set[int] | None = None, depth: int = 0) -> Itera
     elif isinstance(value, MethodType):
         inner = (value.__self__, value.__func__)
     elif isinstance(value, FunctionType):
-        inner = [_payload_builder(cell) for cell in value.__closure__ or ()]
+        inner = [_cell_contents(cell) for cell in value.__closure__ or ()]
     elif isinstance(value, partial):
         inner = (value.func, value.args, value.keywords)
     elif isinstance(value, list | tuple | set):
@@ -67,23 +67,23 @@ def reachable(value: Any, seen: set[int] | None = None, depth: int = 0) -> Itera
     elif type(value).__module__ != "builtins":
         inner = list(getattr(value, "__dict__", {}).values())
     for item in inner:
-        yield from reachable(item, seen, depth + 1)
+        yield from reachable(item, visited, depth + 1)
 
 
 def _function(value: FunctionType, copies: Mapping[int, Any], depth: int) -> FunctionType:
     cells = value.__closure__ or ()
-    held = [_payload_builder(cell) for cell in cells]
-    made = [rebound(inner, copies, depth + 1) for inner in held]
-    if all(a is b for a, b in zip(made, held, strict=True)):
+    contents = [_cell_contents(cell) for cell in cells]
+    replaced = [rebound(inner, copies, depth + 1) for inner in contents]
+    if all(a is b for a, b in zip(replaced, contents, strict=True)):
         return value
-    closure = tuple(cell if a is b else CellType(a) for a, b, cell in zip(made, held, cells, strict=True))
+    closure = tuple(cell if a is b else CellType(a) for a, b, cell in zip(replaced, contents, cells, strict=True))
     copy = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
     copy.__kwdefaults__, copy.__dict__ = value.__kwdefaults__, dict(vars(value))
     return copy
 
 
-def _payload_builder(cell: CellType) -> Any:
+def _cell_contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # an empty cell
         return None

@@ -1,4 +1,4 @@
-"""The module to call: a network of which every rank holds its parts of the layers."""
+"""The module that `evenly.shard` returns: a network of which every rank holds parts of the layers."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -17,16 +17,16 @@ from evenly._torch.modules import WatchedModule, child_names, is_registered, sha
 from evenly.comm import ShardGroup, Traffic, close_groups, first_line
 from evenly.errors import SpecError
 from evenly.graph import Traced, refuse_strange_tensors
-from evenly.shards.parts.guard import apart, guard, unguarded
+from evenly.shards.parts.guard import cut_tensors_of, guard, unguarded
 from evenly.shards.parts.local_shards import local_shard_of, place
 from evenly.shards.run.dropout import DropoutStream
-from evenly.shards.run.ops import hollow
+from evenly.shards.run.ops import linked_zeros
 from evenly.shards.run.program import Program
 from evenly.shards.run.rank_check import RankCheck
 from evenly.shards.run.retrace import TracedProgram
 from evenly.spec.layout import Layout
 
-OWN = {
+RESERVED_NAMES = {
     "layout",
     "shard_group",
     "_dropout_stream",
@@ -34,18 +34,24 @@ OWN = {
     "_shapes",
     "_stage",
     "_source",
-    "_has_audience",
+    "_has_idle_ranks",
     "_program",
     "_plain",
+    "_agreed_batch",
+    "_passes",
+    "_is_closed",
+    "_network",
+    "_traced_program",
+    "_rank_check",
+    "on_close",
+    "on_first_batch",
 }
-OWN |= {"_stand", "_passes", "_is_closed", "_network", "_traced_program", "_rank_check", "on_close"}
-OWN |= {"on_first_batch"}
 
 
 class Sharded(WatchedModule):
-    """A network whose layers are cut over the ranks of a wire; parameters are plain local tensors under their names.
+    """A network whose layers are cut over the ranks of a shard group; parameters are local tensors under their names.
 
-    `stage` joins all ranks, also those without a share, to whom rank `source` tells the outputs.
+    `stage` is the group of all ranks, including those without a share; rank `source` broadcasts the outputs to these.
     """
 
     def __init__(
@@ -60,10 +66,10 @@ class Sharded(WatchedModule):
         source: int,
     ) -> None:
         super().__init__()
-        taken = [name for name in child_names(local) if hasattr(Sharded, name) or name in OWN]
-        if taken:
+        reserved = [name for name in child_names(local) if hasattr(Sharded, name) or name in RESERVED_NAMES]
+        if reserved:
             raise SpecError(
-                f"a part of the network is called {taken[0]!r}, which a cut network needs itself. Rename it."
+                f"a part of the network is called {reserved[0]!r}, which a cut network needs itself. Rename it."
             )
         share_tables(self, local)
         self.training = local.training
@@ -72,26 +78,25 @@ class Sharded(WatchedModule):
         self._signature = signature(traced.model.forward)
         self._shapes = traced.example
         self._stage, self._source = stage, source
-        self._has_audience = len(layout.members) < len(layout.shares)
+        self._has_idle_ranks = len(layout.members) < len(layout.shares)
         self._program: Program | None = None
-        hollowed = _without_data(traced)
+        traced_without_data = _without_data(traced)
         if stage.rank in layout.members:
-            self._program = Program(hollowed, layout, self, shard_group, self._dropout_stream)
-        self._traced_program = TracedProgram(hollowed, local, given=traced.model)
-        draws = any(choice.op in ("dropout", "attention") for choice in layout.choices)
-        self._plain = (
-            [local] if shard_group.size == 1 and not draws and not self._has_audience else []
-        )  # no child of this one
+            self._program = Program(traced_without_data, layout, self, shard_group, self._dropout_stream)
+        self._traced_program = TracedProgram(traced_without_data, local, original=traced.model)
+        has_dropout = any(choice.op in ("dropout", "attention") for choice in layout.choices)
+        runs_plain = shard_group.size == 1 and not has_dropout and not self._has_idle_ranks
+        self._plain = [local] if runs_plain else []  # in a list, so that it is no child
         self._rank_check = RankCheck(self, shard_group)
         self._passes = 0
-        self._stand = (0, False, 0)  # the samples, the mode and the trace of the last pass
+        self._agreed_batch = (0, False, 0)  # samples, mode and trace that the ranks agreed on last
         self._is_closed = False
-        self.on_first_batch: Callable[[Mapping[str, Any]], None] | None = None  # is given the arguments of forward
+        self.on_first_batch: Callable[[Mapping[str, Any]], None] | None = None  # called with the arguments of forward
         self.on_close: list[Callable[[], None]] = []
-        self._network = [local]  # no child of this one; it keeps the attributes of the network
+        self._network = [local]  # in a list, so that it is no child; it holds the network's attributes
 
     def __getattr__(self, name: str) -> Any:
-        """Returns a parameter, a module, or a setting of the network; its methods would see parts of tensors."""
+        """Returns a parameter, a module or a setting of the network, not its methods, which need full tensors."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -102,16 +107,22 @@ class Sharded(WatchedModule):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a part of the network, or one of its settings, where its forward reads it."""
-        own = vars(self)
+        """Sets a parameter, a module or a setting where the network's forward reads it."""
+        attributes = vars(self)
         is_part = is_registered(self, name) or isinstance(value, nn.Parameter | nn.Module)
-        if "_network" not in own or name in own or name in OWN or is_part or hasattr(Sharded, name):
+        if (
+            "_network" not in attributes
+            or name in attributes
+            or name in RESERVED_NAMES
+            or is_part
+            or hasattr(Sharded, name)
+        ):
             super().__setattr__(name, value)
         else:
-            setattr(own["_network"][0], name, value)
+            setattr(attributes["_network"][0], name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Removes a part of the network, or one of its settings."""
+        """Removes a parameter, a module or a setting of the network."""
         network = vars(self).get("_network", [None])[0]
         if name in vars(self) or network is None or name not in vars(network):
             super().__delattr__(name)
@@ -120,72 +131,76 @@ class Sharded(WatchedModule):
 
     @property
     def traffic(self) -> Traffic:
-        """What the ranks have sent so far: messages and bytes."""
+        """Messages and bytes that all ranks of the shard group have sent so far, together."""
         return self.shard_group.traffic
 
     @disable_compile
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the network returns for these arguments, on every rank; torch.compile leaves it as it is."""
-        for plain in self._plain:  # one rank has everything
+        """Returns the network's outputs on every rank; torch.compile does not trace into it."""
+        for plain in self._plain:  # one rank holds the whole network
             plain.training = self.training
             return plain(*args, **kwargs)
         self._require_open()
         with self.shard_group.telling(), unguarded(self._traced_program.cut):
             bound = self._bind(args, kwargs)
             self._check(bound)
-            asks = any(isinstance(value, torch.Tensor) and value.requires_grad for value in bound.values())
-            if self._program is None and asks and torch.is_grad_enabled():
+            needs_input_gradient = any(
+                isinstance(value, torch.Tensor) and value.requires_grad for value in bound.values()
+            )
+            if self._program is None and needs_input_gradient and torch.is_grad_enabled():
                 raise SpecError(
                     "an input requires a gradient, but this rank has no share of the network and cannot give one. "
                     "Give the rank a share, or leave it out of the group."
                 )
             if self._program is not None:
-                self._keep_current(bound)
+                self._update_program(bound)
             self._agree_on_batch(bound)
-            self._meet_first_batch(bound)
+            self._run_first_batch_callback(bound)
             result = self._run(bound) if self._program is not None else None
-            return self._tell(result) if self._has_audience else result
+            return self._broadcast_outputs(result) if self._has_idle_ranks else result
 
-    def _run(self, given: Mapping[str, Any]) -> Any:
+    def _run(self, arguments: Mapping[str, Any]) -> Any:
         self._rank_check.before_pass(self._passes)
-        result = self._program.run(given) if self._program is not None else None
+        result = self._program.run(arguments) if self._program is not None else None
         self._rank_check.watch_outputs(pytree.tree_leaves(result), self._passes)
         return result
 
-    def _meet_first_batch(self, given: Mapping[str, Any]) -> None:
-        """Does what waits for a batch, once; on all ranks, as all see the same batches."""
+    def _run_first_batch_callback(self, arguments: Mapping[str, Any]) -> None:
+        """Calls `on_first_batch` once; all ranks do, since all get the same batches."""
         if self.on_first_batch is not None and not torch.is_inference_mode_enabled():
-            act, self.on_first_batch = self.on_first_batch, None
-            act(given)
+            callback, self.on_first_batch = self.on_first_batch, None
+            callback(arguments)
 
-    def _agree_on_batch(self, given: Mapping[str, Any]) -> None:
-        """Compares the size of the batch with the other ranks' whenever it is another one than before."""
+    def _agree_on_batch(self, arguments: Mapping[str, Any]) -> None:
+        """Compares the batch with the other ranks' whenever its size, the mode or the trace has changed."""
         self._passes += 1
-        tensors = [given[name] for name in self._shapes if self._shapes[name]]
+        tensors = [arguments[name] for name in self._shapes if self._shapes[name]]
         if self._program is None or self.shard_group.size == 1 or not tensors:
             return
         samples = tensors[0].shape[0]
-        stand = (samples, self.training, self._traced_program.stamp_of(self._program.traced))
-        asks = stand != self._stand
-        self.shard_group.batch = (self._passes, [*stand, *(_look(tensors[0]) if asks else [])])
-        if asks:
+        batch_state = (samples, self.training, self._traced_program.stamp_of(self._program.traced))
+        has_changed = batch_state != self._agreed_batch
+        self.shard_group.batch = (self._passes, [*batch_state, *(_digest(tensors[0]) if has_changed else [])])
+        if has_changed:
             self.shard_group.agree_on_batch(self.layout.members)
-            self._stand = stand
+            self._agreed_batch = batch_state
 
-    def _keep_current(self, given: Mapping[str, Any]) -> None:
-        """Takes the program that holds for the network as it is now, and for this batch; raises if there is none."""
-        traced = self._traced_program.update(given, training=self.training)
+    def _update_program(self, arguments: Mapping[str, Any]) -> None:
+        """Rebuilds the program if the network's trace has changed; raises if no trace is valid for this batch."""
+        traced = self._traced_program.update(arguments, training=self.training)
         if self._program is not None and traced is not self._program.traced:
             self._program = Program(traced, self.layout, self, self.shard_group, self._dropout_stream)
 
-    def _program_for_both_modes(self, given: Mapping[str, Any]) -> Program | None:
-        """Returns the program of the network as it is now, whatever the modes of its modules are."""
+    def _program_for_both_modes(self, arguments: Mapping[str, Any]) -> Program | None:
+        """Returns the program for the network's current attributes, whatever the modes of its modules."""
         if self._program is None:
             return None
-        self._traced_program.update(given, training=self.training)
+        self._traced_program.update(arguments, training=self.training)
         traced = self._traced_program.traced
-        is_taken = traced is self._program.traced
-        return self._program if is_taken else Program(traced, self.layout, self, self.shard_group, self._dropout_stream)
+        is_current = traced is self._program.traced
+        return (
+            self._program if is_current else Program(traced, self.layout, self, self.shard_group, self._dropout_stream)
+        )
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -197,19 +212,19 @@ class Sharded(WatchedModule):
 
     @contextmanager
     def while_moved(self) -> Iterator[None]:
-        """Has tensors that torch moves or casts inside stay parts of the same tensors."""
+        """Keeps the local shards of tensors that torch moves or casts inside the block."""
         named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
-        known = {name: local_shard_of(tensor) for name, tensor in named}
+        local_shards = {name: local_shard_of(tensor) for name, tensor in named}
         yield
         named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
         for name, tensor in named:
-            found = known[name]
-            if found is not None:
-                place(tensor, found)
-        guard(apart(tensor for _, tensor in named))
+            local_shard = local_shards[name]
+            if local_shard is not None:
+                place(tensor, local_shard)
+        guard(cut_tensors_of(tensor for _, tensor in named))
 
     def left_out_by_ddp(self) -> list[str]:
-        """Raises `SpecError` if there are several ranks: DDP would take parts for copies."""
+        """Raises `SpecError` if there are several ranks: DDP would average parts as if they were copies."""
         if self.shard_group.size == 1:
             return []
         raise SpecError(
@@ -218,20 +233,20 @@ class Sharded(WatchedModule):
         )
 
     def __deepcopy__(self, memo: Any) -> "Sharded":
-        """A cut network has connections and cannot be copied."""
+        """Raises `SpecError`: a cut network has connections and cannot be copied."""
         raise SpecError(
             "a network cut over ranks was to be copied, but it has connections to other ranks. Copy its state: "
             "evenly.shards.full_state_dict."
         )
 
     def extra_repr(self) -> str:
-        """Says what of the sizes below is here."""
+        """Returns this rank and the shares; the sizes that torch prints are full ones."""
         return (
             f"rank {self._stage.rank} of shares {', '.join(f'{s:g}' for s in self.layout.shares)}; full sizes are shown"
         )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads what this rank's `state_dict()` gave; the state of the whole network is refused with a hint."""
+        """Loads a `state_dict()` of this rank; the state of the whole network raises `SpecError`."""
         try:
             return super().load_state_dict(*args, **kwargs)
         except RuntimeError as error:
@@ -242,19 +257,18 @@ class Sharded(WatchedModule):
             ) from None
 
     def _require_open(self) -> None:
-        """Raises if the ranks can no longer work together: closed, or after an error."""
+        """Raises an error if the network is closed, or if a rank has failed."""
         if self._is_closed:
             raise SpecError("a network cut over ranks was called after close(). Shard it anew, or close it later.")
         self.shard_group.monitor.check()
         if self.shard_group.failed is not None:
             raise SpecError(
                 f"a network cut over ranks was called again after an error ({first_line(self.shard_group.failed)}); "
-                "its ranks "
-                "may stand at different places. Shard it anew."
+                "its ranks may have stopped at different points. Shard it anew."
             )
 
     def close(self) -> None:
-        """Ends the connections; the module can no longer be called, nor its full state be collected."""
+        """Closes the connections; forward and full_state_dict can no longer be called."""
         self._is_closed = True
         self._rank_check.end()
         for act in self.on_close:
@@ -263,13 +277,13 @@ class Sharded(WatchedModule):
             close_groups([self._stage.group], failed=self.shard_group.monitor.has_failed)
         self.shard_group.close()
 
-    def _tell(self, result: Any) -> Any:
-        """Returns the outputs, sent to the ranks without a share."""
+    def _broadcast_outputs(self, result: Any) -> Any:
+        """Returns the outputs on all ranks: those without a share receive them by broadcast."""
         stage, source = self._stage, self._source
-        flat, form = pytree.tree_flatten(result)
-        leaves = [x for x in flat if isinstance(x, torch.Tensor)]
-        shapes = [[list(x.shape), str(x.dtype)] if isinstance(x, torch.Tensor) else x for x in flat]
-        text = stage.tell([shapes, pytree.treespec_dumps(form) if stage.rank == source else ""], source)
+        values, structure = pytree.tree_flatten(result)
+        leaves = [x for x in values if isinstance(x, torch.Tensor)]
+        shapes = [[list(x.shape), str(x.dtype)] if isinstance(x, torch.Tensor) else x for x in values]
+        description = stage.tell([shapes, pytree.treespec_dumps(structure) if stage.rank == source else ""], source)
         if self._program is not None:
             if stage.rank == source:
                 for leaf in leaves:
@@ -280,43 +294,43 @@ class Sharded(WatchedModule):
             return result
         parameters = [p for p in self.parameters() if p.requires_grad]
         device = parameters[0].device if parameters else torch.device("cpu")
-        told: list[Any] = []
-        for entry in text[0]:
+        outputs: list[Any] = []
+        for entry in description[0]:
             if not isinstance(entry, list):
-                told.append(entry)
+                outputs.append(entry)
                 continue
-            shape, kind = entry
-            received = torch.empty(shape, dtype=getattr(torch, kind.removeprefix("torch.")), device=device)
+            shape, dtype = entry
+            received = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
             stage.broadcast(received, source)
-            hangs = received.is_floating_point() and torch.is_grad_enabled() and bool(parameters)
-            told.append(received + hollow(shape, *parameters).to(received.dtype) if hangs else received)
-        return pytree.tree_unflatten(told, pytree.treespec_loads(text[1]))
+            needs_graph = received.is_floating_point() and torch.is_grad_enabled() and bool(parameters)
+            outputs.append(received + linked_zeros(shape, *parameters).to(received.dtype) if needs_graph else received)
+        return pytree.tree_unflatten(outputs, pytree.treespec_loads(description[1]))
 
-    def _check(self, given: Mapping[str, Any]) -> None:
+    def _check(self, arguments: Mapping[str, Any]) -> None:
         _refuse_transforms()
-        refuse_strange_tensors(given)
+        refuse_strange_tensors(arguments)
         for name, shape in self._shapes.items():
-            value = given.get(name)
+            value = arguments.get(name)
             if not isinstance(value, torch.Tensor) or value.shape[1:] != shape[1:] or value.ndim != len(shape):
                 case = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise SpecError(
                     f"the input {name!r} is {case}, but the network was sharded with an example of shape {shape}; only "
                     "the batch may differ. Shard it with an example of this shape."
                 )
-        self._check_batches(given)
-        strange = [n for n in given if n not in self._shapes and given[n] is not None]
-        if strange:
+        self._check_batches(arguments)
+        unexpected = [n for n in arguments if n not in self._shapes and arguments[n] is not None]
+        if unexpected:
             raise SpecError(
-                f"the argument {strange[0]!r} was not in the example with which the network was sharded. "
+                f"the argument {unexpected[0]!r} was not in the example with which the network was sharded. "
                 "Give an example with all arguments."
             )
 
-    def _check_batches(self, given: Mapping[str, Any]) -> None:
-        """Inputs that are cut along the batch together must have one number of samples."""
+    def _check_batches(self, arguments: Mapping[str, Any]) -> None:
+        """Raises `SpecError` if inputs that are cut along the batch have unequal numbers of samples."""
         if not any(cut.rows for cut in self.layout.cuts):
             return
         batch = next((shape[0] for shape in self._shapes.values() if shape), 0)
-        sizes = {name: given[name].shape[0] for name, shape in self._shapes.items() if shape[:1] == (batch,)}
+        sizes = {name: arguments[name].shape[0] for name, shape in self._shapes.items() if shape[:1] == (batch,)}
         if len(set(sizes.values())) > 1:
             raise SpecError(
                 f"the inputs have {sizes} samples, but in the example they had {batch} each, and the network is cut "
@@ -325,7 +339,7 @@ class Sharded(WatchedModule):
 
 
 def sharded_of(model: nn.Module) -> Sharded:
-    """Returns the cut network itself, also out of what synchronizes it; raises `SpecError` for any other module."""
+    """Returns the cut network, unwrapped from `evenly.synchronize`; raises `SpecError` for any other module."""
     inner = getattr(model, "module", model)
     if not isinstance(inner, Sharded):
         raise SpecError(f"{type(model).__name__} was given, but a network cut by evenly.shard is needed.")
@@ -333,30 +347,32 @@ def sharded_of(model: nn.Module) -> Sharded:
 
 
 def _refuse_transforms() -> None:
-    """Raises `SpecError` inside of a function transform: messages between ranks have no batched or forward form."""
+    """Raises `SpecError` inside a function transform: collectives have no batched or forward-mode form."""
     if in_transform():
         raise SpecError(
             "a network cut over ranks was called inside of torch.func (vmap, grad, jvp, ...) or forward-mode autograd, "
-            "which cannot follow the messages between ranks. Call it plainly, and use backward or torch.autograd.grad."
+            "which cannot trace communication between ranks. Call it plainly, and use backward or torch.autograd.grad."
         )
 
 
-def _look(x: torch.Tensor) -> list[float]:
+def _digest(x: torch.Tensor) -> list[float]:
     """Returns two numbers that differ for different data."""
-    few = x.detach().flatten()[:4096].cpu()
-    few = torch.view_as_real(few).flatten() if few.is_complex() else few
-    numbers = few.double()
-    places = torch.arange(1, numbers.numel() + 1, dtype=torch.float64)
-    return [float(numbers.abs().sum()), float((numbers * places.cos()).sum())] if numbers.numel() else []
+    sample = x.detach().flatten()[:4096].cpu()
+    sample = torch.view_as_real(sample).flatten() if sample.is_complex() else sample
+    numbers = sample.double()
+    positions = torch.arange(1, numbers.numel() + 1, dtype=torch.float64)
+    return [float(numbers.abs().sum()), float((numbers * positions.cos()).sum())] if numbers.numel() else []
 
 
 def _without_data(traced: Traced) -> Traced:
-    """Returns the same with parameters that have no data: only their shapes are asked for."""
+    """Returns the trace with meta tensors for parameters and buffers: only their shapes are needed."""
     memo: dict[int, Any] = {}
     for tensor in (*traced.model.parameters(), *traced.model.buffers()):
-        hollowed = torch.empty_like(tensor, device="meta")
+        meta_tensor = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(hollowed, requires_grad=tensor.requires_grad) if is_parameter else hollowed
-    decisions = tuple(replace(made, program=copy.deepcopy(made.program, memo)) for made in traced.decisions)
+        memo[id(tensor)] = (
+            nn.Parameter(meta_tensor, requires_grad=tensor.requires_grad) if is_parameter else meta_tensor
+        )
+    decisions = tuple(replace(decision, program=copy.deepcopy(decision.program, memo)) for decision in traced.decisions)
     program = copy.deepcopy(traced.program, memo)
     return replace(traced, model=nn.Module(), program=program, decisions=decisions)

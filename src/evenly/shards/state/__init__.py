@@ -1,1 +1,1 @@
-"""What moves state: full state in and out, units that change ranks."""
+"""State of a cut network: saving and loading the full state, moving units between ranks."""

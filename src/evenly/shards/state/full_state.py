@@ -1,4 +1,4 @@
-"""The full state of a network cut over ranks: put together from the parts, cut again for any split."""
+"""The full state of a network cut over ranks: gathered from the parts, and cut again for any split."""
 
 import hashlib
 from collections import OrderedDict
@@ -19,7 +19,13 @@ from evenly.shards.parts.local_shards import LocalShard, local_shard_of
 from evenly.shards.run.sharded import Sharded, sharded_of
 
 State = dict[str, Any]
-OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # what these put into groups
+OF_SCHEDULES = {
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+}  # options that schedulers add to groups
 
 
 def full_state_dict(
@@ -29,17 +35,17 @@ def full_state_dict(
     everywhere: bool = True,
     device: torch.device | str | None = None,
 ) -> State:
-    """Returns the state of the whole network as one device would have it; it does not depend on the split.
+    """Returns the state of the whole network as on one device; it does not depend on the split.
 
     `"model"` is the `state_dict()` of the uncut network, `"optimizer"` that of an optimizer over its parameters,
-    `"optimizer_class"` the name of its class, `"dropout"` the place in the stream of dropout masks. All ranks call it
-    together; a rank without a share of the network gets {}.
+    `"optimizer_class"` the name of its class, `"dropout"` the position in the stream of dropout masks. All ranks call
+    it together; a rank without a share of the network gets {}.
 
     Args:
         model: the network.
         optimizer: an optimizer of `model.parameters()`.
-        everywhere: whether every rank gets the state; otherwise only rank 0 of the wire does, and the others get {}.
-        device: where the full tensors are to be; by default where this rank has its parts.
+        everywhere: whether every rank gets the state; otherwise only rank 0 of the shard group, and the others {}.
+        device: the device of the full tensors; by default that of this rank's parts.
     """
     model = sharded_of(model)
     if model._program is None:
@@ -49,16 +55,16 @@ def full_state_dict(
         parts |= {"optimizer": _slots(optimizer), "optimizer_class": type(optimizer).__name__}
     _require_agreement(model, parts)
     model._rank_check.require_same("when their state was collected")
-    kept = everywhere or model.shard_group.rank == 0
-    known: dict[int, torch.Tensor] = {}
+    is_receiver = everywhere or model.shard_group.rank == 0
+    full_tensors: dict[int, torch.Tensor] = {}
 
-    def whole(leaf: Any) -> Any:
+    def full_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().to(device, copy=True)
-        return leaf.whole(known, kept=kept, device=device) if isinstance(leaf, _Part) else leaf
+        return leaf.full(full_tensors, is_receiver=is_receiver, device=device) if isinstance(leaf, _Part) else leaf
 
-    state: State = pytree.tree_map(whole, parts)
-    if not kept:
+    state: State = pytree.tree_map(full_leaf, parts)
+    if not is_receiver:
         return {}
     copy_versions(state["model"], model._network[0].state_dict(), if_missing=True)
     return {**state, "dropout": {"seed": model._dropout_stream.seed, "passes": model._dropout_stream.passes}}
@@ -67,14 +73,14 @@ def full_state_dict(
 def load_full_state_dict(
     model: Sharded, state: Mapping[str, Any], optimizer: Optimizer | None = None, *, strict: bool = True
 ) -> None:
-    """Puts this rank's parts of a full state into the network and its optimizer, in place.
+    """Loads this rank's parts of a full state into the network and its optimizer, in place.
 
-    Nothing is changed if something does not fit: `CheckpointError` names it.
+    If an entry does not fit, nothing is changed, and `CheckpointError` names the entry.
 
     Args:
         model: the network, cut in any way.
-        state: what `full_state_dict` gave for any split, or the `state_dict()` of the uncut network.
-        optimizer: an optimizer of `model.parameters()`, to go on from the state's.
+        state: a result of `full_state_dict` for any split, or the `state_dict()` of the uncut network.
+        optimizer: an optimizer of `model.parameters()`, which gets the state's optimizer state.
         strict: whether the state must hold exactly the network's parameters and buffers.
     """
     model = sharded_of(model)
@@ -99,30 +105,32 @@ def load_full_state_dict(
 
 @dataclass(frozen=True)
 class _Part:
-    """One tensor of a state as this rank holds it; `problem` says why it cannot be put together."""
+    """One tensor of a state on this rank; `problem` says why the full tensor cannot be gathered."""
 
     label: str
     tensor: torch.Tensor
-    placement: LocalShard | None
+    local_shard: LocalShard | None
     problem: str = ""
 
     def line(self) -> str:
-        """Returns what must be the same on all ranks."""
-        placement = self.placement
-        where = None if placement is None else (placement.shape, placement.dim, placement.segments)
+        """Returns a description that must be equal on all ranks."""
+        local_shard = self.local_shard
+        where = None if local_shard is None else (local_shard.shape, local_shard.dim, local_shard.segments)
         return f"{self.label} {self.tensor.dtype} {where} {bool(self.problem)}"
 
-    def whole(self, known: dict[int, torch.Tensor], *, kept: bool, device: torch.device | str | None) -> Any:
-        """Returns the full tensor, one for all names of a tied one; None where it is not `kept`."""
-        if id(self.tensor) in known:
-            return known[id(self.tensor)] if kept else None
+    def full(
+        self, full_tensors: dict[int, torch.Tensor], *, is_receiver: bool, device: torch.device | str | None
+    ) -> Any:
+        """Returns the full tensor, the same for all names of a tied one; None unless `is_receiver`."""
+        if id(self.tensor) in full_tensors:
+            return full_tensors[id(self.tensor)] if is_receiver else None
         full = self.tensor.detach()
-        if self.placement is not None and (kept or self.placement.is_cut):
-            full = self.placement.full(self.tensor)
-        if kept and full.data_ptr() == self.tensor.data_ptr():
+        if self.local_shard is not None and (is_receiver or self.local_shard.is_cut):
+            full = self.local_shard.full(self.tensor)
+        if is_receiver and full.data_ptr() == self.tensor.data_ptr():
             full = full.clone()
-        known[id(self.tensor)] = full.to(device) if kept else self.tensor
-        return known[id(self.tensor)] if kept else None
+        full_tensors[id(self.tensor)] = full.to(device) if is_receiver else self.tensor
+        return full_tensors[id(self.tensor)] if is_receiver else None
 
 
 def _weights(model: Sharded) -> "OrderedDict[str, Any]":
@@ -130,9 +138,9 @@ def _weights(model: Sharded) -> "OrderedDict[str, Any]":
     for name, value in model._network[0].state_dict(keep_vars=True).items():
         parts[name] = value
         if isinstance(value, torch.Tensor) and not is_extra_state(name):
-            placement = local_shard_of(value)
-            lost = "it is not known how it is cut: the tensor was put in place of another after sharding"
-            parts[name] = _Part(name, value, placement, "" if placement is not None else lost)
+            local_shard = local_shard_of(value)
+            problem = "it is not known how it is cut: the tensor replaced another after sharding"
+            parts[name] = _Part(name, value, local_shard, "" if local_shard is not None else problem)
     return parts
 
 
@@ -141,43 +149,43 @@ def _slots(optimizer: Optimizer) -> State:
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         index: {
-            key: pytree.tree_map(partial(_slot, optimizer, order[index], key), value) for key, value in held.items()
+            key: pytree.tree_map(partial(_slot, optimizer, order[index], key), value) for key, value in entries.items()
         }
         if isinstance(index, int)
-        else held
-        for index, held in packed["state"].items()
+        else entries
+        for index, entries in packed["state"].items()
     }
     return {**packed, "state": state}
 
 
 def _slot(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: Any) -> Any:
-    """Returns one entry of an optimizer's state, with its place if it is a tensor."""
+    """Returns one entry of an optimizer's state, with its local shard if it is a tensor."""
     if not isinstance(value, torch.Tensor):
         return value
-    home = local_shard_of(parameter)
-    placement = state_placement(optimizer, parameter, key, value)
-    label = f"{type(optimizer).__name__}'s {key!r} of {home.name if home is not None else 'a parameter'!r}"
+    parameter_shard = local_shard_of(parameter)
+    local_shard = state_placement(optimizer, parameter, key, value)
+    owner = parameter_shard.name if parameter_shard is not None else "a parameter"
+    label = f"{type(optimizer).__name__}'s {key!r} of {owner!r}"
     problem = ""
-    if placement is None and home is not None and home.is_cut and value.numel() != 1:
+    if local_shard is None and parameter_shard is not None and parameter_shard.is_cut and value.numel() != 1:
         problem = f"it is {list(value.shape)} for a part of {list(parameter.shape)}, which has no rule"
-    return _Part(label, value, placement, problem)
+    return _Part(label, value, local_shard, problem)
 
 
 def _require_agreement(model: Sharded, parts: State) -> None:
     """Raises an error on every rank unless all ranks hold parts of the same tensors, in the same order."""
-    found = [leaf for leaf in pytree.tree_leaves(parts) if isinstance(leaf, _Part)]
-    text = "\n".join(part.line() for part in found)
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-    pair = torch.tensor([number, ~number], device=_device(model))
+    leaves = [leaf for leaf in pytree.tree_leaves(parts) if isinstance(leaf, _Part)]
+    text = "\n".join(part.line() for part in leaves)
+    checksum = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+    pair = torch.tensor([checksum, ~checksum], device=_device(model))
     top, low = model.shard_group.sum(pair, name="state", largest=True).wait().tolist()
     if top != ~low:
         raise MismatchError(
-            f"a state of {len(found)} tensors was to be put together from {model.shard_group.size} ranks, but they do "
-            "not "
-            "hold the same tensors: their optimizers have stepped on different parameters, or are different. Use the "
-            "same optimizer on all ranks, and let gradients be None on all of them or on none."
+            f"a state of {len(leaves)} tensors was to be put together from {model.shard_group.size} ranks, but they do "
+            "not hold the same tensors: their optimizers have stepped on different parameters, or are different. Use "
+            "the same optimizer on all ranks, and let gradients be None on all of them or on none."
         )
-    for part in found:
+    for part in leaves:
         if part.problem:
             raise CheckpointError(
                 f"the full tensor of {part.label} was asked for, but {part.problem}. Move networks before they are "
@@ -186,97 +194,99 @@ def _require_agreement(model: Sharded, parts: State) -> None:
 
 
 def _cut_weights(model: Sharded, weights: Mapping[str, Any], *, strict: bool) -> State:
-    held = model._network[0].state_dict(keep_vars=True)
-    missing = [name for name in held if name not in weights]
-    strange = [name for name in weights if name not in held]
-    if strict and (missing or strange):
-        lacks = f"the state lacks {_listed(missing)}" if missing else f"the state holds {_listed(strange)} besides"
+    local_state = model._network[0].state_dict(keep_vars=True)
+    missing = [name for name in local_state if name not in weights]
+    unexpected = [name for name in weights if name not in local_state]
+    if strict and (missing or unexpected):
+        lacks = f"the state lacks {_listed(missing)}" if missing else f"the state has {_listed(unexpected)} in addition"
         raise _misfit(model, lacks, "or give strict=False to load what is in both")
-    local: OrderedDict[str, Any] = OrderedDict()
-    copy_versions(local, weights)
-    for name, tensor in held.items():
+    parts: OrderedDict[str, Any] = OrderedDict()
+    copy_versions(parts, weights)
+    for name, tensor in local_state.items():
         if name not in weights:
             continue
-        local[name] = full = weights[name]
+        parts[name] = full = weights[name]
         if not isinstance(tensor, torch.Tensor) or is_extra_state(name):
             continue
-        placement = local_shard_of(tensor)
-        shape = tensor.shape if placement is None else placement.shape
+        local_shard = local_shard_of(tensor)
+        shape = tensor.shape if local_shard is None else local_shard.shape
         if not isinstance(full, torch.Tensor) or full.shape != shape:
             there = list(full.shape) if isinstance(full, torch.Tensor) else type(full).__name__
             raise _misfit(model, f"{name!r} is {there} there and {list(shape)} here")
-        local[name] = full if placement is None else placement.part(full)
-    return local
+        parts[name] = full if local_shard is None else local_shard.part(full)
+    return parts
 
 
 def _cut_slots(model: Sharded, optimizer: Optimizer, state: Mapping[str, Any]) -> State:
     saved = state.get("optimizer")
     if not isinstance(saved, Mapping) or "param_groups" not in saved:
         raise _misfit(model, "it has no state of an optimizer", "or load without the optimizer")
-    own = type(optimizer).__name__
-    if state.get("optimizer_class", own) != own:
-        raise _misfit(model, f"it has the state of {state['optimizer_class']}, and the optimizer is {own}")
+    class_name = type(optimizer).__name__
+    if state.get("optimizer_class", class_name) != class_name:
+        raise _misfit(model, f"it has the state of {state['optimizer_class']}, and the optimizer is {class_name}")
     slots = _by_index(model, optimizer, saved)
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def cut(parameter: torch.Tensor, key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        placement = state_placement(optimizer, parameter, key, parameter)
-        if placement is None:
+        local_shard = state_placement(optimizer, parameter, key, parameter)
+        if local_shard is None:
             return value.clone()
-        if value.shape == placement.shape:
-            return placement.part(value)
-        if value.numel() == 1 or not placement.is_cut:
+        if value.shape == local_shard.shape:
+            return local_shard.part(value)
+        if value.numel() == 1 or not local_shard.is_cut:
             return value.clone()
-        where = f"{own}'s {key!r} of {placement.name!r}"
-        raise _misfit(model, f"{where} is {list(value.shape)} there and {list(placement.shape)} here")
+        where = f"{class_name}'s {key!r} of {local_shard.name!r}"
+        raise _misfit(model, f"{where} is {list(value.shape)} there and {list(local_shard.shape)} here")
 
     slots["state"] = {
-        index: {key: pytree.tree_map(partial(cut, order[index], key), value) for key, value in held.items()}
+        index: {key: pytree.tree_map(partial(cut, order[index], key), value) for key, value in entries.items()}
         if isinstance(index, int)
-        else held
-        for index, held in slots["state"].items()
+        else entries
+        for index, entries in slots["state"].items()
     }
     return slots
 
 
 def _by_index(model: Sharded, optimizer: Optimizer, saved: Mapping[str, Any]) -> State:
-    """Returns a saved state in the order of the optimizer's parameters, whether it was by name or by index."""
-    groups, own = saved["param_groups"], optimizer.param_groups
-    counts, expected = ([len(group["params"]) for group in some] for some in (groups, own))
+    """Returns a saved state, keyed by name or by index, in the order of the optimizer's parameters."""
+    groups, own_groups = saved["param_groups"], optimizer.param_groups
+    counts, expected = ([len(group["params"]) for group in some] for some in (groups, own_groups))
     if counts != expected:
         raise _misfit(model, f"its optimizer has groups of {counts} parameters, and the one here of {expected}")
     names = parameter_names(model, optimizer)
-    state = {str(key): held for key, held in saved.get("state", {}).items()}
+    state = {str(key): entries for key, entries in saved.get("state", {}).items()}
     ordered: list[State] = []
-    found: dict[int, Any] = {}
+    state_by_index: dict[int, Any] = {}
     start = 0
-    for theirs, ours in zip(groups, own, strict=True):
+    for theirs, ours in zip(groups, own_groups, strict=True):
         _require_same_options(model, optimizer, theirs, ours)
         ids, stop = list(theirs["params"]), start + len(ours["params"])
         if any(isinstance(name, str) for name in ids):
-            strange = sorted(set(ids).symmetric_difference(names[start:stop]))
-            if strange:
-                raise _misfit(model, f"one of the two optimizers has {_listed(strange)} in a group, the other has not")
+            unmatched = sorted(set(ids).symmetric_difference(names[start:stop]))
+            if unmatched:
+                raise _misfit(
+                    model, f"one of the two optimizers has {_listed(unmatched)} in a group, the other has not"
+                )
             ids = names[start:stop]
         ordered.append({**theirs, "params": list(range(start, stop))})
-        found |= {start + place: state.pop(str(key)) for place, key in enumerate(ids) if str(key) in state}
+        state_by_index |= {start + offset: state.pop(str(key)) for offset, key in enumerate(ids) if str(key) in state}
         start = stop
-    return {**saved, "state": {**found, **state}, "param_groups": ordered}
+    return {**saved, "state": {**state_by_index, **state}, "param_groups": ordered}
 
 
 def _require_same_options(
     model: Sharded, optimizer: Optimizer, theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> None:
-    """Raises `CheckpointError` if a group's options are those of another class, not only of another version."""
-    strange = [name for name in theirs if name not in ours and name not in OF_SCHEDULES]
-    lacking = [name for name in optimizer.defaults if name not in theirs]
-    if strange and lacking:
+    """Raises `CheckpointError` if a group's options belong to another class, not only to another version."""
+    unexpected = [name for name in theirs if name not in ours and name not in OF_SCHEDULES]
+    missing = [name for name in optimizer.defaults if name not in theirs]
+    if unexpected and missing:
         raise _misfit(
             model,
-            f"it has the state of another optimizer than {type(optimizer).__name__}: one with {_listed(strange)} and "
-            f"without {_listed(lacking)}",
+            f"it has the state of another optimizer than {type(optimizer).__name__}: one with {_listed(unexpected)} "
+            f"and without {_listed(missing)}",
         )
 
 
@@ -286,8 +296,8 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _misfit(model: Sharded, case: str, otherwise: str = "") -> CheckpointError:
-    advice = ", ".join(part for part in ("Load a state of the same network and optimizer", otherwise) if part)
+def _misfit(model: Sharded, case: str, alternative: str = "") -> CheckpointError:
+    advice = ", ".join(part for part in ("Load a state of the same network and optimizer", alternative) if part)
     return CheckpointError(
         f"a state was to be loaded into a network cut over {model.shard_group.size} ranks, but {case}. {advice}."
     )

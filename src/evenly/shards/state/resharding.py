@@ -1,4 +1,4 @@
-"""Units that change hands while a network trains: parameters, gradients, buffers, and the optimizer's state of them."""
+"""Moves units between ranks while a network trains: parameters, gradients, buffers and optimizer state."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,28 +14,28 @@ from evenly.errors import SpecError
 from evenly.shards.optim.optimizers import state_placement
 from evenly.shards.parts.guard import unguard
 from evenly.shards.parts.local_shards import LocalShard, local_shard_of, place, retire
-from evenly.shards.run.cutting import homes
+from evenly.shards.run.cutting import parameter_placements
 from evenly.shards.run.program import Program
 from evenly.shards.run.sharded import Sharded
 from evenly.spec.layout import REPLICATED, Layout
 
-OURS = 1  # hooks on a parameter that averages gradients, and is led over
-Homes = Callable[[str, LocalShard], LocalShard]  # where the tensor of this name lies from now on
+OURS = 1  # hooks of this library on a parameter; the new parameter gets them too
+NewLocalShard = Callable[[str, LocalShard], LocalShard]  # (name, old local shard) -> new local shard
 
 
 def immovable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Returns why units of a network cannot change hands; empty if they can."""
+    """Returns why units of a network cannot move between ranks; an empty text if they can."""
     for tensor in (*model.parameters(), *model.buffers()):
         if local_shard_of(tensor) is None:
-            return "a tensor was put in place of another after sharding"
-    for name, own in model.named_parameters():
-        if has_hooks(own, besides=OURS):
+            return "a tensor replaced another after sharding"
+    for name, hooked in model.named_parameters():
+        if has_hooks(hooked, besides=OURS):
             return f"a hook on {name!r} would be lost"
     for parameter, key, value in _slots(optimizer):
-        home = local_shard_of(parameter)
-        has_place = state_placement(optimizer, parameter, key, value) is not None
-        if home is not None and home.is_cut and value.numel() != 1 and not has_place:
-            return f"{type(optimizer).__name__}'s {key!r} of {home.name!r} has no rule"
+        local_shard = local_shard_of(parameter)
+        has_shard = state_placement(optimizer, parameter, key, value) is not None
+        if local_shard is not None and local_shard.is_cut and value.numel() != 1 and not has_shard:
+            return f"{type(optimizer).__name__}'s {key!r} of {local_shard.name!r} has no rule"
     return ""
 
 
@@ -43,13 +43,13 @@ def immovable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def reshard(model: Sharded, optimizer: torch.optim.Optimizer, layout: Layout) -> None:
     """Cuts a network anew, in place, between two steps; all of its ranks call it together.
 
-    Only what changes hands travels. Parameters whose part has another size become new ones, in the network and in the
-    optimizer; what is computed stays the same.
+    Only indices that change ranks are sent. Parameters whose part changes its size are replaced, in the network and in
+    the optimizer; the network computes the same as before.
 
     Args:
         model: the network.
         optimizer: an optimizer of its parameters; its state moves with them.
-        layout: how it is cut from now on, over the same ranks.
+        layout: the new layout, over the same ranks.
     """
     if layout.graph != model.layout.graph or layout.members != model.layout.members:
         raise SpecError(
@@ -61,29 +61,29 @@ def reshard(model: Sharded, optimizer: torch.optim.Optimizer, layout: Layout) ->
     program = model._program
     if program is not None:
         with model.shard_group.telling():
-            _Move(model, optimizer, _homes(program, layout)).run()
+            _Move(model, optimizer, _new_local_shards(program, layout)).run()
         model._program = Program(program.traced, layout, model, model.shard_group, model._dropout_stream)
     model.layout = layout
-    model._traced_program.place()
-    model._stand = (0, False, 0)
+    model._traced_program.record_placements()
+    model._agreed_batch = (0, False, 0)
 
 
-def _homes(program: Program, layout: Layout) -> Homes:
-    records = dict(homes(program.traced, layout))
+def _new_local_shards(program: Program, layout: Layout) -> NewLocalShard:
+    placements = dict(parameter_placements(program.traced, layout))
 
-    def placed(name: str, old: LocalShard) -> LocalShard:
-        record = records.get(name, REPLICATED)
-        if record.state != "sharded":
+    def local_shard_for(name: str, old: LocalShard) -> LocalShard:
+        placement = placements.get(name, REPLICATED)
+        if placement.state != "sharded":
             return LocalShard(old.name, old.shape, old.shard_group)
-        return LocalShard(old.name, old.shape, old.shard_group, record.dim, layout.cuts[record.cut].segments)
+        return LocalShard(old.name, old.shape, old.shard_group, placement.dim, layout.cuts[placement.cut].segments)
 
-    return placed
+    return local_shard_for
 
 
 class _Move:
-    """All tensors of one network and its optimizer, moved one after another, in the same order on every rank."""
+    """Moves all tensors of a network and its optimizer, one after another, in the same order on every rank."""
 
-    def __init__(self, model: Sharded, optimizer: torch.optim.Optimizer, placed: Homes) -> None:
+    def __init__(self, model: Sharded, optimizer: torch.optim.Optimizer, local_shard_for: NewLocalShard) -> None:
         self._model, self._optimizer = model, optimizer
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         self._tensors = {id(tensor): tensor for _, tensor in named}
@@ -92,37 +92,37 @@ class _Move:
         for name, tensor in named:
             old = local_shard_of(tensor)
             if old is None:
-                raise SpecError(f"{name!r} of a network cut over ranks does not say where it lies. Shard it anew.")
+                raise SpecError(f"{name!r} of a network cut over ranks has no local shard. Shard it anew.")
             self._before[id(tensor)] = old
-            found = placed(name, old)  # of several names of one tensor, any may be the one that is cut
-            if found.is_cut or id(tensor) not in self._after:
-                self._after[id(tensor)] = found
-        self._seats: dict[int, list[tuple[dict[str, Any], str]]] = {}
+            new_shard = local_shard_for(name, old)  # of several names of one tensor, any may be the cut one
+            if new_shard.is_cut or id(tensor) not in self._after:
+                self._after[id(tensor)] = new_shard
+        self._tables_of: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for module in model.modules():
-            for held in tensor_tables(module):
-                for name, own in held.items():
-                    self._seats.setdefault(id(own), []).append((held, name))
+            for table in tensor_tables(module):
+                for name, tensor in table.items():
+                    self._tables_of.setdefault(id(tensor), []).append((table, name))
         self._groups: dict[int, list[tuple[list[torch.Tensor], int]]] = {}
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 self._groups.setdefault(id(parameter), []).append((group["params"], index))
         slots = [(id(value), state_placement(optimizer, p, key, value)) for p, key, value in _slots(optimizer)]
-        self._slots_before = {key: found for key, found in slots if found is not None}
+        self._slots_before = {key: shard for key, shard in slots if shard is not None}
 
     def run(self) -> None:
-        """Moves everything, one tensor after another, so that only one is held twice."""
+        """Moves all tensors, one at a time, so that only one is in memory twice."""
         while self._tensors:
             key, tensor = next(iter(self._tensors.items()))
             del self._tensors[key]
             new = self._moved_tensor(tensor)
-            for held, name in self._seats[key]:
-                held[name] = new
+            for table, name in self._tables_of[key]:
+                table[name] = new
             for params, index in self._groups.get(key, ()):
                 params[index] = new
             self._move_slots(tensor, new)
 
     def _moved_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor to go on with: the same where its part keeps its shape."""
+        """Returns the moved tensor: the same object if its part keeps its shape."""
         before, after = self._before[id(tensor)], self._after[id(tensor)]
         if before == after:
             return tensor
@@ -130,26 +130,26 @@ class _Move:
         gradient = None if tensor.grad is None else moved(tensor.grad, before, after)
         if part.shape == tensor.shape:
             tensor.detach().copy_(part)
-            made = tensor
+            new = tensor
         elif isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(part, requires_grad=tensor.requires_grad)
-            vars(made).update(vars(tensor))  # marks that users put on parameters
+            new = nn.Parameter(part, requires_grad=tensor.requires_grad)
+            vars(new).update(vars(tensor))  # attributes that users set on parameters
             tensor.grad = None
             retire(tensor)
         else:
-            made = part
-            vars(made).update(vars(tensor))
-        made.grad = gradient
-        place(made, after)
-        return made
+            new = part
+            vars(new).update(vars(tensor))
+        new.grad = gradient
+        place(new, after)
+        return new
 
     def _move_slots(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Cuts the optimizer's state of a parameter as the new one is."""
-        held = self._optimizer.state.pop(old, None) if id(old) in self._groups else None
-        if held is not None:
-            for key in held if self._before[id(old)] != self._after[id(old)] else ():
-                held[key] = pytree.tree_map(partial(self._moved_slot, key, new), held[key])
-            self._optimizer.state[new] = held
+        entries = self._optimizer.state.pop(old, None) if id(old) in self._groups else None
+        if entries is not None:
+            for key in entries if self._before[id(old)] != self._after[id(old)] else ():
+                entries[key] = pytree.tree_map(partial(self._moved_slot, key, new), entries[key])
+            self._optimizer.state[new] = entries
 
     def _moved_slot(self, key: str, new: torch.Tensor, value: Any) -> Any:
         before = self._slots_before.get(id(value))
@@ -158,7 +158,7 @@ class _Move:
 
 
 def moved(part: torch.Tensor, before: LocalShard, after: LocalShard) -> torch.Tensor:
-    """Returns this rank's part of a tensor that lay as `before` says and will lie as `after` says."""
+    """Returns this rank's part after a tensor is redistributed from the cut `before` to the cut `after`."""
     if before.dim is None:
         return part.detach() if after.dim is None else after.part(part)
     if after.dim is None:

@@ -1,1 +1,1 @@
-"""What verifies: a cut network against the uncut one, ranks against each other."""
+"""Verification: a cut network against the uncut one, and ranks against each other."""

@@ -1,4 +1,4 @@
-"""Whether a cut network computes what the uncut one does: outputs, gradients, buffers, parameters after a step."""
+"""Compares a cut network with the uncut one: outputs, gradients, buffers, parameters after a step."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -21,14 +21,14 @@ from evenly.shards.run.sharded import Sharded, sharded_of
 from evenly.shards.verification.layer_trace import LayerRecorder, Trace, backward, chances
 from evenly.shards.verification.tolerance import Differences, noise_of
 
-RTOL = {8: 1e-9, 4: 1e-4}  # by bytes of a number; 2e-2 for shorter ones
+RTOL = {8: 1e-9, 4: 1e-4}  # by bytes of a number; 2e-2 for smaller ones
 LR = 1e-2
-SWITCHES = ("training", "p", "dropout")  # what is changed of modules
+SWITCHES = ("training", "p", "dropout")  # attributes of modules that are changed
 
 Loss = Callable[[Any], torch.Tensor | None]
 Build = Callable[[list[nn.Parameter]], Optimizer]
-Found = dict[str, dict[str, float]]  # kind -> name -> difference
-Played = dict[str, dict[str, torch.Tensor]]  # kind -> name -> tensor
+DifferencesByKind = dict[str, dict[str, float]]  # kind -> name -> difference
+StepTensors = dict[str, dict[str, torch.Tensor]]  # kind -> name -> tensor
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found: whether all is the same, the worst relative difference, the first layer that differs."""
+    """The result of `verify`: whether all tensors agree, the worst relative difference, the first differing layer."""
 
     ok: bool
     worst: float
@@ -74,19 +74,19 @@ def verify(
     optimizer: Build | None = None,
     rtol: float | None = None,
 ) -> Report:
-    """Returns whether a cut network is the uncut one: outputs, every gradient and buffer, parameters after a step.
+    """Compares a cut network with the uncut one: outputs, every gradient and buffer, parameters after a step.
 
-    Both run in training mode with dropout off. All ranks call it together and get the same report; both networks stay
-    as they were, and so do their gradients and torch's random numbers.
+    Both run in training mode with dropout off. All ranks call it together and get the same report. Both networks, their
+    gradients and torch's random states are restored.
 
     Args:
         model: the uncut network with the same weights; a copy of it is used.
         sharded: the cut one.
         example: a batch as forward takes it: a tensor, a tuple of arguments, or a dict of named arguments.
-        loss: gives a number for the outputs; by default a weighted sum of all of them.
-        optimizer: makes the optimizer of the step from a list of parameters; by default plain SGD.
-        rtol: the largest relative difference that is none; by default 1e-9 for float64, 1e-4 for float32, 2e-2 for
-            shorter numbers.
+        loss: maps the outputs to a number; by default a weighted sum of all of them.
+        optimizer: maps a list of parameters to the optimizer of the step; by default plain SGD.
+        rtol: the largest relative difference that passes; by default 1e-9 for float64, 1e-4 for float32, 2e-2 for
+            smaller types.
     """
     report, sharded = None, sharded_of(sharded)
     with sharded.shard_group.telling():
@@ -94,14 +94,16 @@ def verify(
         if program is not None:
             trial = _Comparison(model, sharded, program, example, loss or _weighted_sum, optimizer, rtol)
             report = trial.report()
-    if report is not None and not sharded._has_audience:
+    if report is not None and not sharded._has_idle_ranks:
         return report
-    told = sharded._stage.tell(None if report is None else asdict(report), sharded._source)
-    return Report(**{**told, "rows": tuple(ReportRow(**row) for row in told["rows"]), "notes": tuple(told["notes"])})
+    received = sharded._stage.tell(None if report is None else asdict(report), sharded._source)
+    return Report(
+        **{**received, "rows": tuple(ReportRow(**row) for row in received["rows"]), "notes": tuple(received["notes"])}
+    )
 
 
 class _Comparison:
-    """One comparison."""
+    """One comparison of a cut network with the uncut one."""
 
     def __init__(
         self,
@@ -120,14 +122,14 @@ class _Comparison:
         self._loss, self._optimizer = loss, optimizer
         self._device = _device(sharded)
         bound = _bound(sharded, example)
-        self._arguments = _moved(bound, _device(model)), _moved(bound, self._device)
+        self._arguments = _on_device(bound, _device(model)), _on_device(bound, self._device)
         floats = [x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
         self._eps = max((torch.finfo(x.dtype).eps for x in floats), default=2.0**-52)
         shortest = min((x.dtype.itemsize for x in floats), default=8)
-        self._is_short = shortest < 8
+        self._is_below_float64 = shortest < 8
         self._rtol = RTOL.get(shortest, 2e-2) if rtol is None else rtol
         self._traced = program.traced
-        self._owners, always = chances(self._traced)
+        self._dropout_owners, always = chances(self._traced)
         if always:
             raise SpecError(
                 f"a network was to be verified whose dropout at {always[0]!r} is on in every mode, so that two runs "
@@ -135,55 +137,63 @@ class _Comparison:
             )
 
     def report(self) -> Report:
-        """Returns what was found."""
-        with self._left_as_it_was():
-            found = self._compare()
-        rows = tuple(_row(what, differences) for what, differences in found.items())
+        """Runs the comparison and returns its report."""
+        with self._state_restored():
+            differences_by_kind = self._compare()
+        rows = tuple(_row(kind, differences) for kind, differences in differences_by_kind.items())
         worst = max((row.worst for row in rows), default=0.0)
-        layer = None if worst <= self._rtol else self._layer(found)
+        layer = None if worst <= self._rtol else self._layer(differences_by_kind)
         return Report(worst <= self._rtol, worst, self._rtol, layer, rows, tuple(self._notes(worst <= self._rtol)))
 
-    def _compare(self) -> Found:
-        plain, own = self._plain(), _named(self._sharded)
-        differences = self._gaps()
-        for name, tensor in _named(plain).items():
-            differences.add(name, _full(own[name], own[name]), tensor)
-        found = {"state": self._settled(differences)}
-        truth, exact = self._play(plain, self._arguments[0]), self._play_exact()
-        _switch(self._sharded, self._owners)
-        mine = self._play(self._sharded, self._arguments[1])
-        noise = noise_of(list(truth["gradients"].values()), self._eps)
-        for what, tensors in truth.items():
-            differences = self._gaps()
+    def _compare(self) -> DifferencesByKind:
+        uncut, local_tensors = self._uncut_copy(), _named_tensors(self._sharded)
+        differences = self._new_differences()
+        for name, tensor in _named_tensors(uncut).items():
+            differences.add(name, _full(local_tensors[name], local_tensors[name]), tensor)
+        differences_by_kind = {"state": self._reduced(differences)}
+        uncut_results, exact = self._run_step(uncut, self._arguments[0]), self._run_step_in_float64()
+        _switch(self._sharded, self._dropout_owners)
+        cut_results = self._run_step(self._sharded, self._arguments[1])
+        noise = noise_of(list(uncut_results["gradients"].values()), self._eps)
+        for kind, tensors in uncut_results.items():
+            differences = self._new_differences()
             for name, tensor in tensors.items():
-                value = mine[what][name] if what == "outputs" else _full(own[name], mine[what][name])
-                if what == "parameters" and self._optimizer is not None:  # it may blow up a gradient that is only noise
-                    value = torch.where(truth["gradients"][name].abs() <= noise, tensor, value.to(tensor.device))
-                differences.add(name, value, tensor, exact[what].get(name) if exact else None)
-            found[what] = self._settled(differences)
-        return found
+                value = (
+                    cut_results[kind][name]
+                    if kind == "outputs"
+                    else _full(local_tensors[name], cut_results[kind][name])
+                )
+                if kind == "parameters" and self._optimizer is not None:  # it may amplify rounding noise
+                    value = torch.where(
+                        uncut_results["gradients"][name].abs() <= noise, tensor, value.to(tensor.device)
+                    )
+                differences.add(name, value, tensor, exact[kind].get(name) if exact else None)
+            differences_by_kind[kind] = self._reduced(differences)
+        return differences_by_kind
 
-    def _plain(self) -> nn.Module:
+    def _uncut_copy(self) -> nn.Module:
         """Returns a copy of the uncut network, ready to run."""
-        plain = copy.deepcopy(self._model)
-        plain.zero_grad()
-        _switch(plain, self._owners)
-        return plain
+        uncut = copy.deepcopy(self._model)
+        uncut.zero_grad()
+        _switch(uncut, self._dropout_owners)
+        return uncut
 
-    def _play_exact(self) -> Played | None:
-        """Returns what the uncut network makes in float64; None if it has that already, or cannot."""
-        if not self._is_short:
+    def _run_step_in_float64(self) -> StepTensors | None:
+        """Returns the tensors of the uncut network in float64; None if it is in float64 already, or cannot be."""
+        if not self._is_below_float64:
             return None
         try:
-            return self._play(self._plain().double(), _lengthened(self._arguments[0]))
-        except (RuntimeError, TypeError, ValueError):  # a network may insist on its type
-            self._is_short = False
+            return self._run_step(self._uncut_copy().double(), _arguments_in_float64(self._arguments[0]))
+        except (RuntimeError, TypeError, ValueError):  # a network may require its dtype
+            self._is_below_float64 = False
             return None
 
-    def _play(self, network: nn.Module, arguments: Mapping[str, Any]) -> Played:
+    def _run_step(self, network: nn.Module, arguments: Mapping[str, Any]) -> StepTensors:
         """Returns the outputs, the gradients, the buffers and the parameters after a step."""
-        torch.manual_seed(0)  # for what draws in spite of all
-        arguments = pytree.tree_map_only(torch.Tensor, torch.clone, dict(arguments))  # a network may change them
+        torch.manual_seed(0)  # for random numbers that are still drawn
+        arguments = pytree.tree_map_only(
+            torch.Tensor, torch.clone, dict(arguments)
+        )  # a network may change them in place
         with torch.enable_grad():
             outputs = self._program.run(arguments) if network is self._sharded else network(**arguments)
             backward(self._loss(outputs))
@@ -200,36 +210,43 @@ class _Comparison:
             "parameters": {name: parameter.detach() for name, parameter in parameters.items()},
         }
 
-    def _layer(self, found: Found) -> str | None:
+    def _layer(self, differences_by_kind: DifferencesByKind) -> str | None:
         """Returns the layer that differs first."""
 
-        def bad(what: str) -> list[str]:
-            return [name for name, difference in found[what].items() if not difference <= self._rtol]
+        def differing(kind: str) -> list[str]:
+            return [name for name, difference in differences_by_kind[kind].items() if not difference <= self._rtol]
 
         layer = None
-        if not bad("state"):
-            with self._left_as_it_was():
-                _switch(self._sharded, self._owners)
-                truth = self._record(self._plain(), self._arguments[0])
+        if not differing("state"):
+            with self._state_restored():
+                _switch(self._sharded, self._dropout_owners)
+                truth = self._record(self._uncut_copy(), self._arguments[0])
                 exact = (
-                    self._record(self._plain().double(), _lengthened(self._arguments[0])) if self._is_short else None
+                    self._record(self._uncut_copy().double(), _arguments_in_float64(self._arguments[0]))
+                    if self._is_below_float64
+                    else None
                 )
                 trace = Trace(self._sharded, self._program, truth, exact)
-                backward(self._loss(trace.run(self._arguments[1], forward := self._gaps())))
-                layer = trace.first([forward, trace.gradients(self._gaps())], self._settled, self._rtol)
-        # backward goes from the last layer to the first
-        names = [*bad("state"), *reversed(bad("gradients")), *bad("buffers"), *bad("parameters")]
+                backward(self._loss(trace.run(self._arguments[1], forward := self._new_differences())))
+                layer = trace.first([forward, trace.gradients(self._new_differences())], self._reduced, self._rtol)
+        # backward runs from the last layer to the first
+        names = [
+            *differing("state"),
+            *reversed(differing("gradients")),
+            *differing("buffers"),
+            *differing("parameters"),
+        ]
         return layer or next((name.rpartition(".")[0] or name for name in names), None)
 
-    def _record(self, plain: nn.Module, arguments: Mapping[str, Any]) -> LayerRecorder:
+    def _record(self, uncut: nn.Module, arguments: Mapping[str, Any]) -> LayerRecorder:
         """Returns all tensors of the uncut network, with their gradients."""
-        recorder = LayerRecorder(plain, self._traced)
+        recorder = LayerRecorder(uncut, self._traced)
         backward(self._loss(recorder.run(*[arguments.get(name) for name in recorder.inputs])))
         return recorder
 
     @contextmanager
-    def _left_as_it_was(self) -> Iterator[None]:
-        """Puts everything back at the end: tensors, gradients, modes, dropout, random numbers."""
+    def _state_restored(self) -> Iterator[None]:
+        """Restores tensors, gradients, modes, dropout and random states at the end of the block."""
         sharded = self._sharded
         tensors = {tensor: tensor.detach().clone() for tensor in (*sharded.parameters(), *sharded.buffers())}
         grads = [(parameter, parameter.grad) for parameter in sharded.parameters()]
@@ -251,31 +268,31 @@ class _Comparison:
                 vars(module).update(values)
             sharded._dropout_stream.passes = passes
 
-    def _gaps(self) -> Differences:
+    def _new_differences(self) -> Differences:
         return Differences(self._rtol, self._eps)
 
-    def _settled(self, differences: Differences) -> dict[str, float]:
-        return differences.settle(self._sharded.shard_group, self._device)
+    def _reduced(self, differences: Differences) -> dict[str, float]:
+        return differences.reduce(self._sharded.shard_group, self._device)
 
     def _notes(self, ok: bool) -> Iterator[str]:
-        if self._owners:
-            paths = [repr(path or "the network itself") for path in sorted(self._owners)]
+        if self._dropout_owners:
+            paths = [repr(path or "the network itself") for path in sorted(self._dropout_owners)]
             names = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
             yield f"dropout functions were switched off by the evaluation mode of {names}"
-        if self._eps > torch.finfo(torch.float64).eps and not self._is_short:
+        if self._eps > torch.finfo(torch.float64).eps and not self._is_below_float64:
             yield "what rounding does alone is not known: the uncut network does not run in float64"
-        elif not ok and self._is_short:
+        elif not ok and self._is_below_float64:
             yield "where a network has bends, short numbers may be the cause: be sure with copies in float64"
 
 
-def _row(what: str, differences: Mapping[str, float]) -> ReportRow:
+def _row(kind: str, differences: Mapping[str, float]) -> ReportRow:
     where = max(differences, key=lambda name: differences[name], default="")
     worst = differences.get(where, 0.0)
-    return ReportRow(what, len(differences), worst, where if worst else "")
+    return ReportRow(kind, len(differences), worst, where if worst else "")
 
 
 def _weighted_sum(outputs: Any) -> torch.Tensor | None:
-    """Returns the sum of all outputs, each element with a weight of its own; None if there is no gradient to take."""
+    """Returns the sum of all outputs, each element with its own weight; None if no output requires a gradient."""
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     total: torch.Tensor | None = None
     for leaf in leaves:
@@ -301,63 +318,63 @@ def _switch(network: nn.Module, owners: set[str]) -> None:
 
 @torch.no_grad()
 def take_weights(model: nn.Module, sharded: Sharded) -> None:
-    """Gives an uncut network the weights of the cut one; all ranks that have a share call it together."""
-    own = _named(sharded)
-    for name, tensor in _named(model).items():
-        if name in own:
-            tensor.copy_(_full(own[name], own[name]))
+    """Copies the weights of a cut network to an uncut one; all ranks that have a share call it together."""
+    local_tensors = _named_tensors(sharded)
+    for name, tensor in _named_tensors(model).items():
+        if name in local_tensors:
+            tensor.copy_(_full(local_tensors[name], local_tensors[name]))
 
 
 @contextmanager
 def in_float64(sharded: Sharded) -> Iterator[None]:
-    """Has a cut network compute in float64 inside, and gives it back its own numbers after."""
-    kept = [(p, p.data, p.grad) for p in sharded.parameters()]
-    buffers = [(held, dict(held)) for held in map(buffer_table, sharded.modules())]
+    """Makes a cut network compute in float64 inside the block, and restores its values after it."""
+    saved = [(p, p.data, p.grad) for p in sharded.parameters()]
+    buffers = [(table, dict(table)) for table in map(buffer_table, sharded.modules())]
     for parameter in sharded.parameters():
         parameter.grad = None
     try:
         sharded.double()
         yield
     finally:
-        for parameter, data, grad in kept:
+        for parameter, data, grad in saved:
             parameter.data, parameter.grad = data, None
             parameter.grad = grad
-        for held, values in buffers:
-            held.update(values)
+        for table, values in buffers:
+            table.update(values)
 
 
 def _require_same_form(model: nn.Module, sharded: Sharded) -> None:
-    mine = {name: tuple(_shape(tensor)) for name, tensor in _named(sharded).items()}
-    truth = {name: tuple(tensor.shape) for name, tensor in _named(model).items()}
-    for name in (*truth, *mine):
-        if mine.get(name) != truth.get(name):
+    cut_shapes = {name: tuple(_shape(tensor)) for name, tensor in _named_tensors(sharded).items()}
+    uncut_shapes = {name: tuple(tensor.shape) for name, tensor in _named_tensors(model).items()}
+    for name in (*uncut_shapes, *cut_shapes):
+        if cut_shapes.get(name) != uncut_shapes.get(name):
             raise MismatchError(
-                f"a cut network was to be compared with an uncut one, but {name!r} is {mine.get(name, 'absent')} in "
-                f"the cut one and {truth.get(name, 'absent')} in the other. Give the network that was cut."
+                f"a cut network was to be compared with an uncut one, but {name!r} is {cut_shapes.get(name, 'absent')} "
+                f"in the cut one and {uncut_shapes.get(name, 'absent')} in the other. Give the network that was cut."
             )
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
-    placement = local_shard_of(tensor)
-    return tensor.shape if placement is None else placement.shape
+    local_shard = local_shard_of(tensor)
+    return tensor.shape if local_shard is None else local_shard.shape
 
 
 def _full(owner: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns the full tensor of which `value` is a part as `owner` is; all ranks call it together."""
-    placement = local_shard_of(owner)
-    return value if placement is None else placement.full(value)
+    """Returns the full tensor of `value`, which is cut as `owner` is; all ranks call it together."""
+    local_shard = local_shard_of(owner)
+    return value if local_shard is None else local_shard.full(value)
 
 
 def _sgd(parameters: list[nn.Parameter]) -> Optimizer:
     return SGD(parameters, lr=LR)
 
 
-def _lengthened(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_in_float64(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments in float64."""
     return {k: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for k, x in arguments.items()}
 
 
-def _named(network: nn.Module) -> dict[str, torch.Tensor]:
+def _named_tensors(network: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
@@ -367,7 +384,7 @@ def _bound(sharded: Sharded, example: Example) -> dict[str, Any]:
     return dict(sharded._signature.bind(*(example if isinstance(example, tuple | list) else (example,))).arguments)
 
 
-def _moved(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def _on_device(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return {key: x.detach().to(device) if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
 
 

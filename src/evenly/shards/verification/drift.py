@@ -1,4 +1,4 @@
-"""Watches that what every rank holds whole stays the same on all of them: unlike hardware rounds unlike."""
+"""Monitors that replicated tensors stay equal on all ranks: different hardware rounds differently."""
 
 import logging
 import math
@@ -19,31 +19,31 @@ from evenly.shards.run.sharded import Sharded, sharded_of
 
 logger = logging.getLogger(__name__)
 
-FLOOR = 1e-3  # of the largest number of a kind: smaller tensors are measured by that, lest noise around 0 counts
-CHUNK = 1 << 22  # elements that are read at a time
-_ODD, _SHIFT = -7046029254386353131, 29  # of the numbers that places are multiplied by
+FLOOR = 1e-3  # of the largest number of a kind: the least scale of a tensor, so that noise around 0 is ignored
+CHUNK = 1 << 22  # elements that are hashed at a time
+_ODD, _SHIFT = -7046029254386353131, 29  # constants of the factors that positions are multiplied with
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Drift:
-    """How far one tensor is apart: `size` is the largest difference, compared with the tensor's largest number."""
+    """The drift of one tensor: `size` is the largest difference, relative to the tensor's largest number."""
 
     name: str
     size: float
-    ranks: tuple[int, ...]  # of the wire, that hold something else than most
+    ranks: tuple[int, ...]  # of the shard group, whose values differ from those of most
 
 
 class DriftMonitor:
-    """Compares the parameters and buffers that are not cut over the ranks of a wire, every few steps.
+    """Compares the replicated parameters and buffers of a cut network over its ranks, every few steps.
 
-    A fingerprint of the bits of each tensor travels, eight bytes each; the values follow only where it differs. All
+    Ranks exchange a fingerprint of eight bytes for each tensor, and its values only where fingerprints differ. All
     ranks call every method together.
 
     Args:
         sharded: the network.
         every: steps between comparisons.
-        limit: the largest drift that is let pass.
+        limit: the largest drift that passes.
         action: whether a larger one raises `MismatchError` or is logged as a warning.
     """
 
@@ -63,7 +63,7 @@ class DriftMonitor:
         self._optimizers: list[Optimizer] = []
 
     def attach(self, optimizer: Optimizer) -> RemovableHandle:
-        """Counts every step of an optimizer of the network; the handle ends it. `mend` mends its state too."""
+        """Counts every step of an optimizer of the network until the handle is removed. `mend` includes its state."""
         self._optimizers.append(optimizer)
 
         def after(_: Optimizer, __: Any, ___: Any) -> None:
@@ -72,29 +72,29 @@ class DriftMonitor:
         return optimizer.register_step_post_hook(after)
 
     def step(self) -> None:
-        """Counts a step, and compares where it is time to."""
+        """Counts a step, and compares the ranks if a comparison is due."""
         self.steps += 1
         if self.steps % self.every == 0:
             self._act(self.measure())
 
     def measure(self) -> list[Drift]:
-        """Returns the tensors that are not the same on all ranks, the one that is furthest apart first."""
+        """Returns the tensors that differ between ranks, the largest drift first."""
         tensors, shard_group = self._tensors(), self._sharded.shard_group
         if shard_group.size == 1 or not tensors or self._sharded._program is None:
             return []
         prints = torch.stack([_fingerprint(tensor) for tensor in tensors.values()])[None]  # [1, tensors]
         rows = tuple(((rank, rank + 1),) for rank in range(shard_group.size))
         table = shard_group.gather(prints, 0, rows, name="drift").wait().T.tolist()  # [tensors][ranks]
-        apart = {name: row for name, row in zip(tensors, table, strict=True) if len(set(row)) > 1}
-        if not apart:
+        differing = {name: row for name, row in zip(tensors, table, strict=True) if len(set(row)) > 1}
+        if not differing:
             return []
-        sizes = self._sizes({name: tensors[name] for name in apart})
-        found = [Drift(name, sizes[name], _minority(row)) for name, row in apart.items()]
-        return sorted(found, key=lambda drift: -drift.size)
+        sizes = self._sizes({name: tensors[name] for name in differing})
+        drifts = [Drift(name, sizes[name], _minority(row)) for name, row in differing.items()]
+        return sorted(drifts, key=lambda drift: -drift.size)
 
     @torch.no_grad()
     def mend(self) -> None:
-        """Gives all ranks what rank 0 of the wire holds, in place: tensors that are not cut, and their state."""
+        """Copies rank 0's replicated tensors, and their optimizer state, to all ranks of the shard group, in place."""
         shard_group = self._sharded.shard_group
         if shard_group.size == 1 or self._sharded._program is None:
             return
@@ -113,38 +113,38 @@ class DriftMonitor:
             return
         worst = large[0]
         text = (
-            f"after step {self.steps} {len(large)} tensors that all ranks hold whole are not the same on them: "
-            f"{worst.name!r} of ranks {list(worst.ranks)} of the wire is {worst.size:.1e} of its size away from the "
+            f"after step {self.steps} {len(large)} replicated tensors differ between ranks: "
+            f"{worst.name!r} of ranks {list(worst.ranks)} of the network is {worst.size:.1e} of its size away from the "
             f"others', with a limit of {self.limit:.1e}. Call mend() of the monitor to give all ranks the values of "
-            "rank 0; give all ranks the same batches, and the optimizer's settings."
+            "rank 0; give all ranks the same batches and optimizer settings."
         )
         if self.action == "raise":
             raise MismatchError(text)
         logger.warning(text)
 
     def _tensors(self, *, floats_only: bool = True) -> dict[str, torch.Tensor]:
-        """Returns the parameters, then the buffers, that all ranks hold whole."""
-        found: dict[str, torch.Tensor] = {}
+        """Returns the replicated parameters, then the replicated buffers."""
+        tensors: dict[str, torch.Tensor] = {}
         for name, tensor in (*self._sharded.named_parameters(), *self._sharded.named_buffers()):
-            placement = local_shard_of(tensor)
-            whole = placement is not None and not placement.is_cut and tensor.numel() > 0
+            local_shard = local_shard_of(tensor)
+            whole = local_shard is not None and not local_shard.is_cut and tensor.numel() > 0
             if whole and (tensor.is_floating_point() or not floats_only):
-                found[name] = tensor.detach()
-        return found
+                tensors[name] = tensor.detach()
+        return tensors
 
     def _slots(self) -> Iterator[torch.Tensor]:
-        """Yields what attached optimizers remember of whole parameters."""
+        """Yields the state of attached optimizers for replicated parameters."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    for key, held in optimizer.state.get(parameter, {}).items():
-                        for value in pytree.tree_leaves(held):
-                            placement = state_placement(optimizer, parameter, key, value)
-                            if placement is not None and not placement.is_cut and value.numel():
+                    for key, entry in optimizer.state.get(parameter, {}).items():
+                        for value in pytree.tree_leaves(entry):
+                            local_shard = state_placement(optimizer, parameter, key, value)
+                            if local_shard is not None and not local_shard.is_cut and value.numel():
                                 yield value
 
     def _sizes(self, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Returns how far tensors are apart, in one message: the largest and the smallest of every number."""
+        """Returns the relative drift of tensors, from one all-reduce of the largest and smallest values."""
         wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors.values()) else torch.float32
         buffers = dict(self._sharded.named_buffers())
         flat = torch.cat([tensor.reshape(-1).to(wide) for tensor in tensors.values()])
@@ -176,17 +176,17 @@ def _peak(x: torch.Tensor) -> float:
 
 
 def _minority(row: list[int]) -> tuple[int, ...]:
-    """Returns the ranks whose fingerprint is not the most common one; of two as common, that of the lower rank."""
+    """Returns the ranks whose fingerprint is not the most common one; the lower rank decides between equals."""
     (most, _), *_rest = Counter(row).most_common(1)
     return tuple(rank for rank, value in enumerate(row) if value != most)
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a sum of the bits times odd numbers: whole numbers, so all devices agree, and one change always shows."""
+    """Returns a sum of the bits times odd factors: integers, so all devices agree, and any single change shows."""
     bits = tensor.reshape(-1).view(_BITS[tensor.dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(bits), CHUNK):
         chunk = bits[start : start + CHUNK].to(torch.int64)
-        place = torch.arange(start, start + len(chunk), device=tensor.device) * _ODD
-        total += (chunk * ((place ^ (place >> _SHIFT)) | 1)).sum()
+        factor = torch.arange(start, start + len(chunk), device=tensor.device) * _ODD
+        total += (chunk * ((factor ^ (factor >> _SHIFT)) | 1)).sum()
     return total

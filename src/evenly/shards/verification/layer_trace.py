@@ -1,4 +1,4 @@
-"""Where a cut network first leaves the uncut one: every tensor in between, forward and then backward."""
+"""Finds the first layer at which a cut network differs from the uncut one, in forward and then in backward."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -33,36 +33,36 @@ def chances(traced: Traced) -> tuple[set[str], list[str]]:
 
 
 def owner_of(node: fx.Node) -> str:
-    """Returns the path of the module in whose forward an operation stands."""
+    """Returns the path of the module whose forward contains an operation."""
     return next(iter(reversed(list(node.meta.get("nn_module_stack") or {}))), "")
 
 
 def _probability(node: fx.Node, name: str) -> Any:
-    """Returns with what probability a function drops elements, as it stands in the graph."""
+    """Returns the dropout probability of a function, as written in the graph."""
 
-    def given(place: int, key: str, default: Any) -> Any:
-        return node.args[place] if len(node.args) > place else node.kwargs.get(key, default)
+    def argument(index: int, key: str, default: Any) -> Any:
+        return node.args[index] if len(node.args) > index else node.kwargs.get(key, default)
 
     if name == "scaled_dot_product_attention":
-        return given(4, "dropout_p", 0.0)
-    return given(1, "p", 0.5) if "dropout" in name and given(2, "training", True) else 0.0
+        return argument(4, "dropout_p", 0.0)
+    return argument(1, "p", 0.5) if "dropout" in name and argument(2, "training", True) else 0.0
 
 
 class LayerRecorder(fx.Interpreter):
-    """Runs the traced operations of an uncut network, which may be changed, and keeps all tensors and gradients."""
+    """Runs the traced operations of an uncut network, which it may change, and records all tensors and gradients."""
 
     def __init__(self, plain: nn.Module, traced: Traced) -> None:
         super().__init__(plain, graph=traced.program.graph)
         for module in plain.modules():
             if getattr(module, "inplace", False):
-                vars(module)["inplace"] = False  # a tensor that is changed later could not be compared
+                vars(module)["inplace"] = False  # a tensor that is changed in place could not be compared
         self._traced = traced
         self.inputs = [str(node.target) for node in traced.program.graph.nodes if node.op == "placeholder"]
         self.values: dict[str, torch.Tensor] = {}
         self.gradients: dict[str, torch.Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs one node and keeps its value."""
+        """Runs one node and records its value."""
         value = super().run_node(n)
         if n.op.startswith("call"):
             named = {n.name: value} | (
@@ -71,7 +71,7 @@ class LayerRecorder(fx.Interpreter):
             for name, tensor in named.items():
                 if isinstance(tensor, torch.Tensor):
                     self.values[name] = tensor.detach()
-                    _keep_gradient(tensor, name, self.gradients)
+                    _record_gradient(tensor, name, self.gradients)
         return value
 
     def fetch_attr(self, target: str) -> Any:
@@ -82,7 +82,7 @@ class LayerRecorder(fx.Interpreter):
             return operator.attrgetter(target)(self._traced.program)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns a node's arguments, as the mode of its module has them."""
+        """Returns a node's arguments for the mode of its module."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         switches = self._traced.switches.get(n.name)
         if not switches:
@@ -92,13 +92,13 @@ class LayerRecorder(fx.Interpreter):
 
 
 class Trace:
-    """Runs a cut network and compares every tensor as it is made; all ranks call each method together.
+    """Runs a cut network and compares every tensor that it computes; all ranks call each method together.
 
     Args:
         sharded: the network.
         program: its steps.
         truth: the tensors of the uncut one.
-        exact: the same in longer numbers, if that is not what they are.
+        exact: the same in float64, if `truth` is in a smaller type.
     """
 
     def __init__(self, sharded: Sharded, program: Program, truth: LayerRecorder, exact: LayerRecorder | None) -> None:
@@ -106,25 +106,28 @@ class Trace:
         self._program = program
         self._truth = truth
         self._exact = exact
-        self._made: dict[str, tuple[TensorPlacement, torch.Tensor]] = {}  # in forward order; without their history
+        self._tensors: dict[str, tuple[TensorPlacement, torch.Tensor]] = {}  # in forward order; detached
         self._grads: dict[str, torch.Tensor] = {}
 
     def run(self, arguments: Mapping[str, Any], differences: Differences) -> Any:
         """Returns the outputs, and adds all tensors to `differences`."""
-        self._now = ForwardContext(
+        self._context = ForwardContext(
             self._sharded.shard_group, self._sharded._dropout_stream, self._sharded.layout, arguments
         )
-        known, exact = self._truth.values, self._exact.values if self._exact is not None else {}
+        true_values, exact_values = self._truth.values, self._exact.values if self._exact is not None else {}
 
-        def hear(name: str, record: TensorPlacement, value: Any) -> None:
-            if name in known and isinstance(value, torch.Tensor):
-                self._made[name] = record, value.detach()
-                _keep_gradient(value, name, self._grads)
+        def record_tensor(name: str, placement: TensorPlacement, value: Any) -> None:
+            if name in true_values and isinstance(value, torch.Tensor):
+                self._tensors[name] = placement, value.detach()
+                _record_gradient(value, name, self._grads)
                 differences.add(
-                    name, self._whole(value.detach(), record, summed="partial"), known[name], exact.get(name)
+                    name,
+                    self._full(value.detach(), placement, summed="partial"),
+                    true_values[name],
+                    exact_values.get(name),
                 )
 
-        self._program.listener = hear
+        self._program.listener = record_tensor
         try:
             return self._program.run(arguments)
         finally:
@@ -132,11 +135,16 @@ class Trace:
 
     def gradients(self, differences: Differences) -> Differences:
         """Adds the gradients of all tensors to `differences`, the last one first."""
-        known, exact = self._truth.gradients, self._exact.gradients if self._exact is not None else {}
-        for name, (record, value) in reversed(self._made.items()):
-            if name in known:
+        true_gradients, exact_gradients = (
+            self._truth.gradients,
+            self._exact.gradients if self._exact is not None else {},
+        )
+        for name, (placement, value) in reversed(self._tensors.items()):
+            if name in true_gradients:
                 grad = self._grads.get(name, torch.zeros_like(value))
-                differences.add(name, self._whole(grad, record, summed="copied"), known[name], exact.get(name))
+                differences.add(
+                    name, self._full(grad, placement, summed="copied"), true_gradients[name], exact_gradients.get(name)
+                )
         return differences
 
     def first(
@@ -151,16 +159,16 @@ class Trace:
                     return where[name]
         return None
 
-    def _whole(self, value: torch.Tensor, record: TensorPlacement, *, summed: str) -> torch.Tensor:
+    def _full(self, value: torch.Tensor, placement: TensorPlacement, *, summed: str) -> torch.Tensor:
         shard_group = self._sharded.shard_group
-        if record.state == "sharded":
-            return shard_group.gather(value, record.dim, self._now.segments(record), name="verify").wait()
-        return shard_group.sum(value, name="verify").wait() if record.state == summed else value
+        if placement.state == "sharded":
+            return shard_group.gather(value, placement.dim, self._context.segments(placement), name="verify").wait()
+        return shard_group.sum(value, name="verify").wait() if placement.state == summed else value
 
 
-def _keep_gradient(tensor: torch.Tensor, name: str, kept: dict[str, torch.Tensor]) -> None:
+def _record_gradient(tensor: torch.Tensor, name: str, gradients: dict[str, torch.Tensor]) -> None:
     if tensor.requires_grad:
-        tensor.register_hook(partial(kept.__setitem__, name))  # type: ignore[no-untyped-call]  # torch has no annotation here
+        tensor.register_hook(partial(gradients.__setitem__, name))  # type: ignore[no-untyped-call]  # torch has no annotation here
 
 
 def backward(loss: torch.Tensor | None) -> None:
