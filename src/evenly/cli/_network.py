@@ -64,10 +64,8 @@ def examples(model: str, inputs: Sequence[str], dtype: str, *, device: str = "cp
             "batch, its samples first."
         )
     torch_dtype, shapes = dtype_of(dtype), [shape_of(size) for size in sizes]
-    needed_bytes, free_bytes = (
-        sum(prod(shape) for shape in shapes) * torch_dtype.itemsize,
-        psutil.virtual_memory().available,
-    )
+    needed_bytes = sum(prod(shape) for shape in shapes) * torch_dtype.itemsize
+    free_bytes = psutil.virtual_memory().available
     if device != "meta" and needed_bytes > free_bytes:
         raise SpecError(
             f"--input {' '.join(sizes)} was given, which is {gigabytes(needed_bytes)}, but {gigabytes(free_bytes)} of "
