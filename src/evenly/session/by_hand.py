@@ -151,8 +151,9 @@ def synchronize(
         exchange: how exchanges are made: `overlap` (steps made during an exchange), `fragments` (parts sent one after
             another), `codec` (`"fp32"`, `"bf16"`, `"int8"`, `"int4"`), `outer` (`"nesterov"`, or another optimizer of
             torch), `optimizer_state` (`"keep"`, `"average"` or `"reset"` momenta, for all or by name), `state_every`
-            (the state policy applies every N exchanges), `buffers` (`"auto"`, `"average"`, `"max"`, `"min"`, `"first"`,
-            `"keep"`, for all or by patterns), `nonfinite` (a NaN gradient ends the run, `"stop"`, or the step, `"skip"`).
+            (the state policy applies every N exchanges), `buffers` (`"auto"`, `"average"`, `"max"`, `"min"`,
+            `"first"`, `"keep"`, for all or by patterns), `nonfinite` (a NaN gradient ends the
+            run, `"stop"`, or the step, `"skip"`).
 
     Example:
         ```python

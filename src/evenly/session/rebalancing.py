@@ -53,10 +53,8 @@ class Rebalancer:
         self.on_change: list[Callable[[], None]] = []
         self._units, self._batches = Doubt(), Doubt()
         self._tried: tuple[list[Layout], float] | None = None  # layouts and step seconds before a trial
-        self._is_lean, self._may_try = (
-            False,
-            False,
-        )  # whether messages keep slow ranks busy; whether a trial may find out
+        self._is_lean = False  # whether messages keep slow ranks busy
+        self._may_try = False  # whether a trial may find that out
         schedule = trained_model.model.schedule
         self._step = schedule.step
         self._checked_step = schedule.step
@@ -76,11 +74,9 @@ class Rebalancer:
         self._step = schedule.step
         if schedule.step - self._checked_step < EVERY or (self._waits and schedule.exchanges == self._exchanges):
             return
-        steps, self._checked_step, self._exchanges = (
-            schedule.step - self._checked_step,
-            schedule.step,
-            schedule.exchanges,
-        )
+        steps = schedule.step - self._checked_step
+        self._checked_step = schedule.step
+        self._exchanges = schedule.exchanges
         step_times = self._trained_model.model.clock.take()
         computing_s = median(spent.computing_s for spent in step_times) if step_times else 0.0
         whole_s = median(spent.whole_s for spent in step_times) if step_times else 0.0
@@ -118,10 +114,10 @@ class Rebalancer:
         plain: dict[int, list[float]] = {}
         for network, (ranks, layout) in networks:
             group_seconds, group_wholes = ([times[rank] for rank in ranks] for times in (seconds, wholes))
-            plain |= {network: factors} if (factors := unit_factors(layout, group_seconds)) is not None else {}
-            lean |= (
-                {network: factors} if (factors := lean_factors(layout, group_seconds, group_wholes)) is not None else {}
-            )
+            if (factors := unit_factors(layout, group_seconds)) is not None:
+                plain[network] = factors
+            if (factors := lean_factors(layout, group_seconds, group_wholes)) is not None:
+                lean[network] = factors
         due = lean if self._is_lean else plain
         slowest = [max(seconds[rank] for rank in ranks) for ranks in self._groups]
         needed_checks = 1 if any(min(factors) < OBVIOUS for factors in due.values()) else patience
@@ -291,8 +287,8 @@ def lean_factors(layout: Layout, seconds: Sequence[float], wholes: Sequence[floa
     """Returns the factor for each rank's units if messages take a rank time in proportion to its slowness.
 
     A rank with the share w_r computes for c_r seconds, so the whole network would take it s_r = c_r / w_r. Its
-    messages take k s_r, which is at most its waiting time: k is the least waiting time over s_r. All finish together after
-    T = (1 + n k) / sum_r 1 / s_r, with the shares T / s_r - k.
+    messages take k s_r, which is at most its waiting time: k is the least waiting time over s_r. All finish together
+    after T = (1 + n k) / sum_r 1 / s_r, with the shares T / s_r - k.
     """
     members, total = layout.members, sum(layout.shares)
     if len(members) < 2 or min(seconds[rank] for rank in members) <= 0:
