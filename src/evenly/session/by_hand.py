@@ -6,7 +6,7 @@ from typing import TypedDict, Unpack
 import torch
 import torch.distributed as dist
 
-from evenly.calibration.joint_steps import rehearse
+from evenly.calibration.joint_steps import calibrate
 from evenly.comm import FailureMonitor, RankGroup, rank_group_of
 from evenly.errors import SpecError
 from evenly.graph import Example, Traced, follow
@@ -113,7 +113,7 @@ def measure_rank_group(
     scoped = rank_group.scoped("measure")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # later random numbers stay the same
         profile = measure_cluster(scoped, traced, cluster, device, memory_bytes=memory_bytes, **limits)
-        return rehearse(rank_group.scoped("rehearse"), traced, cluster, profile, device, **limits)
+        return calibrate(rank_group.scoped("calibrate"), traced, cluster, profile, device, **limits)
 
 
 def synchronize(
