@@ -26,7 +26,7 @@ from evenly.graph import Traced, follow
 from evenly.planner import plan as make_plan
 from evenly.planner import simulate
 from evenly.session import discover
-from evenly.session.by_hand import measure_party
+from evenly.session.by_hand import measure_rank_group
 from evenly.spec import Plan, Profile
 from evenly.survey.devices import DeviceSurvey
 
@@ -51,7 +51,7 @@ def run_cluster_rank(name: str, rounds: int, folder: str) -> None:
         """Returns the profile of all ranks as they are now."""
         memory_bytes = memory.size_bytes[rank] if memory else None
         quick = rounds < 2
-        return measure_party(
+        return measure_rank_group(
             rank_group_of(), traced, cluster, CPU, quick=quick, memory_bytes=memory_bytes, timeout_s=600.0
         )
 

@@ -118,7 +118,7 @@ def test_a_profile_is_shown_with_steps_and_the_slowest_ways():
     text = shown(profile.model_copy(update={"lanes": lanes}), cluster)
     assert "a training step with 100 samples" in text
     assert "333.3" in text  # samples/s of the fast ones: 3 GFlop at 10 GFlop/s for 100 samples
-    assert "and 22 faster ways; --out has them all" in text
+    assert "and 22 faster links; --out has them all" in text
     assert max(map(len, text.splitlines())) <= 80
 
 

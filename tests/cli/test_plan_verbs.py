@@ -69,7 +69,7 @@ def test_a_cluster_may_be_given_with_speeds(evenly, files):
         "plan", "--cluster", files["cluster"], "--graph", files["graph"], "--speeds", "1,1,1", "--flops", "1G"
     )
     assert "host1" in text
-    assert "the speeds that were said" in text
+    assert "the speeds you gave" in text
 
 
 def test_a_network_that_is_cut_shows_the_filters_of_each_rank(evenly):

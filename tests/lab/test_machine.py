@@ -57,5 +57,5 @@ def test_a_lab_refuses_with_the_sentence(monkeypatch):
 
 
 def test_a_lab_that_does_not_stand_says_so():
-    with pytest.raises(LabError, match="does not stand"):
+    with pytest.raises(LabError, match="is not built"):
         Lab(ONE).run(["true"])

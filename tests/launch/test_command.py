@@ -141,7 +141,7 @@ def test_a_second_interruption_does_not_wait_for_what_does_not_listen(tmp_path: 
 def test_help_says_how_to_start_a_cluster() -> None:
     text = help_text("--help")
     assert "evenly launch --nodes 3,1 --node-rank 0 --master host0:29500 train.py" in text
-    assert "rehearsal" in text
+    assert "all nodes start on this machine" in text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from evenly.exchange.anchors import Anchors
 from evenly.exchange.tensors.buffer_policies import policies_of
 from evenly.nodes import join_nodes
 from evenly.nodes.checks import require_dense, require_plain
-from evenly.session.by_hand import survey_party
+from evenly.session.by_hand import survey_rank_group
 from evenly.spec import Adaptive, EverySeconds, Exchange, Outer, period_of
 from tests.nodes.test_corners import join, linear
 from tests.nodes.test_faults import failing
@@ -36,7 +36,7 @@ def train(synchronized, optimizer, steps, rank):
     "meet",
     [
         lambda rank_group: join(rank_group, ragged(1, 1), linear(), timeout_s=1.0),
-        lambda rank_group: survey_party(rank_group, torch.device("cpu"), timeout_s=1.0),
+        lambda rank_group: survey_rank_group(rank_group, torch.device("cpu"), timeout_s=1.0),
     ],
     ids=["synchronize", "discover"],
 )

@@ -38,7 +38,7 @@ def test_a_report_of_one_run_says_where_the_time_went():
     )
     assert phase_rows(run)[0] == ("0", "0", "40.0 %", "10.0 %", "10.0 %", "25.0 %", "15.0 %", "2.0", "1.0")
     assert remarks(run) == [
-        "2 exchanges took 0.4 s, training stood still for 0.4 s, 1 of them merged late; the node of rank 0 was 0 % "
+        "2 exchanges took 0.4 s, training waited for 0.4 s, 1 of them merged late; the node of rank 0 was 0 % "
         "away from the average of all at the last, 2 % at most"
     ]
     plan = run.events[0].plan.model_copy(update={"exchange": Exchange(overlap=3, codec="int8", outer="nesterov")})
@@ -63,5 +63,5 @@ def test_a_report_says_who_took_part_and_how_work_was_dealt_out_anew():
     assert remarks(Run(events=(start, *changes, finished()))) == [
         "of all that were started ranks 0, 2 took part, counted here as 0, 1",
         "ranks 1, 3 took no part: too slow",
-        "work was dealt out anew 2 times, last after step 68: 568, 432 samples",
+        "work was rebalanced 2 times, last after step 68: 568, 432 samples",
     ]

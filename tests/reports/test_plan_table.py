@@ -65,7 +65,7 @@ def test_the_whole_is_said_in_sentences(every, words):
     made, told, _ = planned(2, 1, speeds=[60, 30, 10], every=every)
     lines = totals(made, told)
     assert f"{told.samples_per_s:.4g} samples/s" in lines[0]
-    assert "the speeds that were said" in lines[1]
+    assert "the speeds you gave" in lines[1]
     assert words in lines[2]
     assert f"{told.exchange_s / told.seconds:.1%} of the time" in lines[2]
     measured = made.model_copy(update={"predicted": Prediction(step_s=1.0)})

@@ -34,7 +34,7 @@ def test_a_run_that_failed_says_why():
         ([steps(10), measured(loss=0.5)], "after step 20"),
         ([steps(10), epoch(12)], "after step 12"),
         ([steps(10), checkpoint(14)], "after step 14"),
-        ([], "before its first step was told"),
+        ([], "before its first recorded step"),
     ],
 )
 def test_a_run_that_stopped_says_how_far_it_came(events, told):

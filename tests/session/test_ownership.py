@@ -139,7 +139,7 @@ def test_two_runs_in_one_folder_are_not_mixed(tmp_path):
 
 
 def test_a_copy_of_the_folder_by_the_run_itself_gives_it_to_nobody(tmp_path, monkeypatch):
-    monkeypatch.setattr(ownership, "RENEWED_S", 0.05)
+    monkeypatch.setattr(ownership, "RENEW_EVERY_S", 0.05)
     owner = take_folder(tmp_path, "mine")
     try:
         copied = (tmp_path / OWNER).read_bytes()  # closing the file drops all locks that this process has on it

@@ -131,7 +131,7 @@ def test_a_plan_with_predictions_tells_them():
         "node 0: rank 0 (cpu) 6 samples a step (computes 20 ms, needs 3 MB)\n"
         "node 1: rank 2 (cpu) 2 samples a step\n"
         "rank 1 (cpu) is left out: too slow\n"
-        "predicted from speeds that were given: a step takes 25 ms, an exchange 100 ms"
+        "predicted from the speeds you gave: a step takes 25 ms, an exchange 100 ms"
     )
 
 

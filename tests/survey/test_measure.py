@@ -104,7 +104,7 @@ def slow_network(sample_s: float, network: nn.Module | None = None, example: tor
 )
 def test_sizes_are_those_for_which_there_is_time(sample_s, sizes):
     survey = DeviceSurvey(follow(Network(), torch.randn(256, 3, 16, 16)), torch.device("cpu"), budget_s=1.0)
-    assert tuple(survey._within_reach(sample_s)[:3]) == sizes
+    assert tuple(survey._affordable_batches(sample_s)[:3]) == sizes
 
 
 def test_a_slow_device_gets_time_for_three_sizes():

@@ -1,4 +1,4 @@
-"""Random numbers that are the same on every rank, and leave those of the program alone."""
+"""Random numbers that are the same on every rank and independent of the program's generators."""
 
 import random
 import threading
@@ -22,13 +22,13 @@ def seed_of(seed: int, epoch: int, *, salt: int = 0) -> int:
 
 
 def generator_of(seed: int, epoch: int, *, offset: int, rank: int) -> torch.Generator:
-    """Returns what a loader draws the seeds of its workers from; it leaves the global generator to the program."""
+    """Returns the generator for the seeds of a loader's workers; the global generator is not used."""
     number = seed_of(seed, epoch, salt=rank + 1) + offset * 1_000_003
     return torch.Generator().manual_seed(number % 2**63)
 
 
 class Chance:
-    """The global generators of torch, Python and numpy as a seed leaves them, and as they are used from there on."""
+    """The state of torch's, Python's and numpy's global generators, starting from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._state: Generators = (
@@ -39,23 +39,23 @@ class Chance:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The global generators are these inside the block, and what they were after it."""
-        with _alone():
+        """Uses this state for the global generators inside the block; restores theirs afterwards."""
+        with _exclusive():
             outside = torch.get_rng_state(), random.getstate(), np.random.get_state()
-            _put(self._state)
+            _set_states(self._state)
             try:
                 yield
             finally:
                 self._state = torch.get_rng_state(), random.getstate(), np.random.get_state()
-                _put(outside)
+                _set_states(outside)
 
 
-def _put(state: Generators) -> None:
+def _set_states(state: Generators) -> None:
     torch.set_rng_state(state[0])
     random.setstate(state[1])
     np.random.set_state(state[2])
 
 
-def _alone() -> AbstractContextManager[object]:
-    """A worker has one thread, and may have been forked while a thread of its parent held the lock."""
+def _exclusive() -> AbstractContextManager[object]:
+    """Returns the lock; none in a worker, which has one thread and may have been forked while the lock was taken."""
     return _ONE_AT_A_TIME if get_worker_info() is None else nullcontext()

@@ -1,4 +1,4 @@
-"""A batch -> the same on a device."""
+"""Moves a batch to a device."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns a batch with its tensors on `device`, whatever lists, tuples and dicts they stand in."""
+    """Returns a batch with its tensors on `device`, inside any lists, tuples and dicts."""
     if hasattr(batch, "to"):  # a tensor, or a batch that knows how, such as a PackedSequence
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

@@ -21,7 +21,7 @@ class Feed:
 
     Each epoch has one order of all samples, the same on every rank. Step by step each rank takes its samples of the
     next global batch; a last, smaller batch is split in the same proportions. `samples` is the real size of the batch
-    handed out last: 0 where nothing was left for this rank and it got a borrowed batch, to take part in the step.
+    yielded last: 0 if nothing was left for this rank and it got a borrowed batch, to take part in the step.
     """
 
     def __init__(
@@ -66,22 +66,22 @@ class Feed:
 
     @property
     def times(self) -> float:
-        """The samples of all ranks for each one of this rank's; as many as there are ranks if it has none."""
-        own = self._shares[self._rank]
-        return self.global_batch / own if own else len(self._shares)
+        """The samples of all ranks over those of this rank; the number of ranks if it has none."""
+        rank_samples = self._shares[self._rank]
+        return self.global_batch / rank_samples if rank_samples else len(self._shares)
 
     def __len__(self) -> int:
-        """Returns the number of steps in an epoch, the same on every rank; a stream may not know it: `TypeError`."""
-        whole, rest = divmod(self._source.size(), self.global_batch)
-        return whole + (rest > 0 and not (self._drop_last and whole))
+        """Returns the number of steps in an epoch, equal on all ranks; `TypeError` for a stream without a length."""
+        whole, remainder = divmod(self._source.size(), self.global_batch)
+        return whole + (remainder > 0 and not (self._drop_last and whole))
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._source.begin(self.epoch)
-        while self._follows(epoch):
+        while self._has_next(epoch):
             self.offset, self.samples, batch = epoch.take()
             self._is_under_way = True
             yield batch if self._device is None else to_device(batch, self._device)
-            for tell in self.between if self._follows(epoch) else ():
+            for tell in self.between if self._has_next(epoch) else ():
                 tell()
         self._is_under_way = False
         if self.offset == 0:
@@ -95,9 +95,9 @@ class Feed:
             tell()
 
     def samples_of(self, module: torch.nn.Module, *args: object, **kwargs: object) -> float:
-        """Returns the samples of the batch handed out last, which `module` is about to be called with.
+        """Returns the samples of the batch yielded last, which `module` is about to be called with.
 
-        Raises `SpecError` where none was handed out in this epoch and the module trains. In evaluation it is the
+        Raises `SpecError` if none was yielded in this epoch and the module trains. In evaluation it is the
         leading dim of the first tensor.
         """
         if not self._is_under_way and not module.training:
@@ -116,9 +116,9 @@ class Feed:
         return {"epoch": self.epoch, "offset": self.offset}
 
     def resume(self, state: dict[str, int]) -> None:
-        """Goes on from a position."""
-        given = [state.get(name) for name in ("epoch", "offset")] if isinstance(state, dict) else []
-        if not given or not all(isinstance(number, int) and number >= 0 for number in given):
+        """Resumes from a position."""
+        numbers = [state.get(name) for name in ("epoch", "offset")] if isinstance(state, dict) else []
+        if not numbers or not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise SpecError(
                 f"{self._name} was to go on from {state}. Give what state() has returned: an epoch and an offset, both "
                 "whole numbers of at least 0."
@@ -136,10 +136,10 @@ class Feed:
         self.epoch, self.offset = epoch, offset
 
     def reshare(self, samples: Sequence[int]) -> None:
-        """Lets each rank take other numbers of samples from the next batch on; no sample is lost or comes twice.
+        """Changes the samples of each rank from the next batch on; no sample is lost or repeated.
 
-        All ranks call it at the same step with the same numbers. The sum may change too. What workers have loaded ahead
-        is dropped and loaded anew, unless the numbers are those of before.
+        All ranks call it at the same step with the same numbers. The sum may change too. Batches that workers
+        prefetched are dropped and loaded again, unless the numbers are the same.
 
         Args:
             samples: one number for each rank that takes a batch of its own, as in the plan.
@@ -148,7 +148,7 @@ class Feed:
         if shares != self._shares:
             self._shares = shares
 
-    def _follows(self, epoch: Epoch) -> bool:
+    def _has_next(self, epoch: Epoch) -> bool:
         if epoch.shares is not self._shares:
             epoch.load(self.offset, self._shares)
         return epoch.more()
@@ -174,19 +174,20 @@ def feed(
             torch's DataLoader `num_workers`, `collate_fn`, `pin_memory`, `worker_init_fn`, `persistent_workers`,
             `prefetch_factor`, `timeout`, `multiprocessing_context`.
     """
-    own = rank_group_of().rank if rank is None else rank
-    if not 0 <= own < len(plan.roles):
+    own_rank = rank_group_of().rank if rank is None else rank
+    if not 0 <= own_rank < len(plan.roles):
         raise DataError(
-            f"the batches of rank {own} were asked for, but the plan is for {len(plan.roles)} ranks, counted from 0. "
-            "Make a plan for the ranks that run."
+            f"the batches of rank {own_rank} were asked for, but the plan is for {len(plan.roles)} ranks, counted "
+            "from 0. Make a plan for the ranks that run."
         )
-    if plan.roles[own].left_out:
+    if reason := plan.roles[own_rank].left_out:
         raise DataError(
-            f"the batches of rank {own} were asked for, but the plan leaves it out: {plan.roles[own].left_out}. "
+            f"the batches of rank {own_rank} were asked for, but the plan leaves it out: {reason}. "
             "Do not start that rank, or make a plan with it."
         )
-    first = next((replica.ranks[0] for replica in plan.replicas if own in replica.ranks), own)  # it sees one batch
-    place, shares = plan.takers.index(first), plan.batch_shares
+    replica = plan.replica_of(own_rank)
+    taker = own_rank if replica is None else replica.ranks[0]  # a replica takes one batch
+    shares = plan.batch_shares
     if not all(shares):
         raise DataError("feed was given a plan without samples per rank. Make it with a batch_size, or set them.")
-    return Feed(dataset, rank=place, samples=shares, device=device, **loading)
+    return Feed(dataset, rank=plan.takers.index(taker), samples=shares, device=device, **loading)

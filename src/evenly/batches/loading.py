@@ -1,4 +1,4 @@
-"""What is passed on to torch's DataLoader."""
+"""Options that are passed on to torch's DataLoader."""
 
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
@@ -12,7 +12,7 @@ Collate = Callable[[Any], object]  # samples, as the dataset has them -> a batch
 
 
 class Loading(TypedDict, total=False):
-    """What torch's DataLoader is given."""
+    """Options of torch's DataLoader."""
 
     num_workers: int
     collate_fn: Collate | None
@@ -54,13 +54,13 @@ def check_loading(loading: Loading) -> None:
     """Raises `SpecError` for an option that is not passed on, or that a DataLoader does not take."""
     for name in loading:
         if name not in PASSED_ON:
-            known = ", ".join(("seed", "shuffle", "sampler", "drop_last", "device", *PASSED_ON))
+            allowed = ", ".join(("seed", "shuffle", "sampler", "drop_last", "device", *PASSED_ON))
             raise SpecError(
                 f"{name}= was given, but feed takes no such option. "
-                f"{INSTEAD.get(name, f'Leave it out; there are: {known}.')}"
+                f"{INSTEAD.get(name, f'Leave it out; there are: {allowed}.')}"
             )
     try:
         DataLoader([], **loading)  # type: ignore[arg-type]  # an empty list has no type of samples
     except (TypeError, ValueError) as problem:
-        given = ", ".join(f"{name}={value!r}" for name, value in loading.items())
-        raise SpecError(f"{given} was given, but torch's DataLoader refuses it: {problem} Change it.") from problem
+        settings = ", ".join(f"{name}={value!r}" for name, value in loading.items())
+        raise SpecError(f"{settings} was given, but torch's DataLoader refuses it: {problem} Change it.") from problem

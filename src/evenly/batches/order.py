@@ -26,15 +26,15 @@ class Ordering:
         self._sampler = sampler
         drawn_from = dataset if sampler is None else sampler
         if isinstance(drawn_from, Sized) and len(drawn_from) < ranks:
-            what = "dataset has" if sampler is None else "sampler draws"
+            source = "dataset has" if sampler is None else "sampler draws"
             raise DataError(
-                f"the {what} {len(drawn_from)} samples for {ranks} ranks, so some rank would have none. "
+                f"the {source} {len(drawn_from)} samples for {ranks} ranks, so some rank would have none. "
                 "Use fewer ranks or more data."
             )
 
     def size(self) -> int:
         """Returns the number of samples, or raises `TypeError` if the sampler has no length."""
-        return len(self._dataset if self._sampler is None else self._sampler)  # type: ignore[arg-type]  # that is tried
+        return len(self._dataset if self._sampler is None else self._sampler)  # type: ignore[arg-type]  # TypeError without a length
 
     def of(self, epoch: int) -> Order:
         """Returns the order of an epoch, the same on every rank and every time."""
@@ -46,25 +46,25 @@ class Ordering:
 
 
 def drawn(sampler: Iterable[object], *, seed: int, epoch: int) -> list[object]:
-    """Returns what a sampler draws in an epoch: a matter of the seed and the epoch, whatever was drawn before."""
+    """Returns what a sampler draws in an epoch: it depends only on the seed and the epoch."""
     set_epoch(sampler, epoch)
     number = seed_of(seed, epoch)
     with Chance(number).applied(), _seeded(getattr(sampler, "generator", None), number):
-        found = list(sampler)
-    if found and isinstance(found[0], list):
-        raise SpecError(f"{type(sampler).__name__} draws whole batches: {found[0]}, ... {_SINGLE}")
-    return found
+        samples = list(sampler)
+    if samples and isinstance(samples[0], list):
+        raise SpecError(f"{type(sampler).__name__} draws whole batches: {samples[0]}, ... {_SINGLE}")
+    return samples
 
 
-def taken_from(order: Order, first: int, last: int) -> list[object]:
-    """Returns the samples [first, last); where there are none, two borrowed ones, as BatchNorm needs two."""
-    found = order[first:last] if first < last else order[-2:]
-    return found.tolist() if isinstance(found, torch.Tensor) else list(found)
+def taken_from(order: Order, start: int, stop: int) -> list[object]:
+    """Returns the samples [start, stop); if there are none, two borrowed ones, as BatchNorm needs two."""
+    samples = order[start:stop] if start < stop else order[-2:]
+    return samples.tolist() if isinstance(samples, torch.Tensor) else list(samples)
 
 
-def set_epoch(thing: object, epoch: int) -> None:
-    """Tells the epoch to a sampler or dataset that wants to know it."""
-    if callable(tell := getattr(thing, "set_epoch", None)):
+def set_epoch(target: object, epoch: int) -> None:
+    """Calls `set_epoch` of a sampler or dataset that has it."""
+    if callable(tell := getattr(target, "set_epoch", None)):
         tell(epoch)
 
 
@@ -92,7 +92,7 @@ _SINGLE = "The plan says how large batches are. Give a sampler of single indices
 
 @contextmanager
 def _seeded(generator: object, seed: int) -> Iterator[None]:
-    """The sampler's own generator has this seed inside the block; after it, its state is as before."""
+    """Seeds the sampler's own generator inside the block; restores its state afterwards."""
     if not isinstance(generator, torch.Generator):
         yield
         return

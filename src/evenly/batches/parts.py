@@ -14,7 +14,7 @@ Step = tuple[int, int, object]  # samples of the epoch taken after it, samples o
 
 @dataclass(frozen=True)
 class Rules:
-    """How one rank is fed."""
+    """The settings of one rank's loader."""
 
     rank: int
     ranks: int
@@ -34,7 +34,7 @@ class Epoch(Protocol):
     shares: tuple[int, ...] | None  # those it is loaded with
 
     def load(self, offset: int, shares: tuple[int, ...]) -> None:
-        """Goes on after `offset` samples with these shares; what was loaded ahead is dropped."""
+        """Continues after `offset` samples with these shares; prefetched batches are dropped."""
 
     def more(self) -> bool:
         """Returns whether a step follows; the global random numbers are left alone."""
@@ -69,7 +69,7 @@ def check_samples(samples: Sequence[int], *, ranks: int | None = None) -> tuple[
 
 
 def is_step(count: int, batch_size: int, *, start: int, drop_last: bool) -> bool:
-    """Returns whether `count` samples make a step; a smaller batch may be dropped, but never the only one."""
+    """Returns whether `count` samples make a step; `drop_last` drops a smaller batch, unless it is the only one."""
     return count == batch_size or (count > 0 and not (drop_last and start > 0))
 
 
@@ -80,5 +80,5 @@ def part_of(count: int, shares: Sequence[int], rank: int) -> tuple[int, int]:
     ((7, 10), (4, 5), (1, 1))
     """
     counts = shares if count == sum(shares) else deal(count, shares)
-    first = sum(counts[:rank])
-    return first, first + counts[rank]
+    start = sum(counts[:rank])
+    return start, start + counts[rank]

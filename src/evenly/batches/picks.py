@@ -15,8 +15,8 @@ class Picks:
     def __init__(self, dataset: Dataset[object], ordering: Ordering, rules: Rules) -> None:
         self.size, self.rules = ordering.size, rules
         self._dataset, self._ordering = dataset, ordering
-        self._traced_program = _Current()
-        self._lasting: DataLoader[object] | None = None  # if workers outlive an epoch, so does their loader
+        self._current = _Current()
+        self._persistent_loader: DataLoader[object] | None = None  # kept if workers outlive an epoch
 
     def begin(self, epoch: int) -> "PickedEpoch":
         """Returns an epoch, to be loaded from any offset."""
@@ -25,15 +25,15 @@ class Picks:
     def batches(self, indices: Iterator[list[object]], *, epoch: int, offset: int) -> Iterator[object]:
         """Returns the batches of these indices; the workers' random numbers depend on epoch, offset and rank."""
         rules = self.rules
-        own = generator_of(rules.seed, epoch, offset=offset, rank=rules.rank)
+        generator = generator_of(rules.seed, epoch, offset=offset, rank=rules.rank)
         if not rules.workers_last:
-            return iter(DataLoader(self._dataset, batch_sampler=indices, generator=own, **rules.loading))
-        self._traced_program.indices = indices
-        if self._lasting is None:
-            self._lasting = DataLoader(
-                self._dataset, batch_sampler=self._traced_program, generator=own, **rules.loading
+            return iter(DataLoader(self._dataset, batch_sampler=indices, generator=generator, **rules.loading))
+        self._current.indices = indices
+        if self._persistent_loader is None:
+            self._persistent_loader = DataLoader(
+                self._dataset, batch_sampler=self._current, generator=generator, **rules.loading
             )
-        return iter(self._lasting)
+        return iter(self._persistent_loader)
 
 
 class PickedEpoch:
@@ -46,8 +46,8 @@ class PickedEpoch:
         self.shares: tuple[int, ...] | None = None
 
     def load(self, offset: int, shares: tuple[int, ...]) -> None:
-        """Goes on after `offset` samples with these shares."""
-        self._batches: Iterator[object] | None = None  # ends the workers, and with them what they loaded ahead
+        """Continues after `offset` samples with these shares."""
+        self._batches: Iterator[object] | None = None  # ends the workers and drops their prefetched batches
         self._offset, self.shares = offset, shares
         self._spans = self._steps()
         self._next = next(self._spans, None)
@@ -58,26 +58,26 @@ class PickedEpoch:
 
     def take(self) -> Step:
         """Returns the step that follows."""
-        stop, first, last = self._next or next(self._spans)
+        stop, begin, end = self._next or next(self._spans)
         if self._batches is None:
             indices = (taken_from(self._order, *span) for _, *span in self._steps())
             self._batches = self._picks.batches(indices, epoch=self._epoch, offset=self._offset)
         batch = next(self._batches)
         self._next = next(self._spans, None)
-        return stop, last - first, batch
+        return stop, end - begin, batch
 
     def _steps(self) -> Iterator[tuple[int, int, int]]:
-        """Yields where in the order a step ends, and where this rank's part of it begins and ends."""
+        """Yields the end of each step in the order, and the begin and end of this rank's part."""
         start, shares, rules = self._offset, self.shares or (), self._picks.rules
         batch_size, size = sum(shares), len(self._order)
         while is_step(count := min(batch_size, size - start), batch_size, start=start, drop_last=rules.drop_last):
-            first, last = part_of(count, shares, rules.rank)
-            yield start + count, start + first, start + last
+            begin, end = part_of(count, shares, rules.rank)
+            yield start + count, start + begin, start + end
             start += count
 
 
 class _Current:
-    """What a lasting loader iterates over now."""
+    """The indices that a persistent loader iterates over now."""
 
     indices: Iterator[list[object]] = iter(())
 

@@ -1,4 +1,4 @@
-"""Stream of samples -> the same samples in the same order, wherever and whenever it is read."""
+"""Stream of samples -> the same samples in the same order, on every rank and in every run."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ class Reader:
     def __init__(self, dataset: Iterable[object], *, seed: int, epoch: int) -> None:
         set_epoch(dataset, epoch)
         self.position = 0  # samples taken
-        self.last: list[object] = []  # the two taken last, to be borrowed
+        self.last: list[object] = []  # the last two, for ranks that get none
         self._name = type(dataset).__name__
         self._ahead: deque[object] = deque()
         self._chance = Chance(seed_of(seed, epoch))
@@ -34,10 +34,10 @@ class Reader:
 
     def take(self, count: int) -> list[object]:
         """Returns the next `count` samples, fewer at the end."""
-        taken = [self._ahead.popleft() for _ in range(self.fill(count))]
-        self.position += len(taken)
-        self.last = (self.last + taken)[-2:]
-        return taken
+        samples = [self._ahead.popleft() for _ in range(self.fill(count))]
+        self.position += len(samples)
+        self.last = (self.last + samples)[-2:]
+        return samples
 
     def go_to(self, offset: int) -> None:
         """Skips samples until `offset` are taken, or all there are."""

@@ -29,7 +29,7 @@ class Stream:
         collated = _Collated(loading.get("collate_fn") or default_collate)
         self._loading: Loading = {**loading, "collate_fn": collated}
         self._reader: Reader | None = None
-        self._lasting: tuple[torch.Tensor, DataLoader[Step]] | None = None  # where workers outlive an epoch
+        self._persistent: tuple[torch.Tensor, DataLoader[Step]] | None = None  # kept if workers outlive an epoch
 
     def size(self) -> int:
         """Returns the samples of an epoch if the dataset has a length, or raises `TypeError`."""
@@ -45,19 +45,19 @@ class Stream:
 
     def steps(self, epoch: int, offset: int, shares: Sequence[int], reader: Reader | None) -> Iterator[Step]:
         """Returns the steps from `offset` on."""
-        orders = torch.tensor([epoch, offset, *shares])
-        own = generator_of(self.rules.seed, epoch, offset=offset, rank=self.rules.rank)
+        position = torch.tensor([epoch, offset, *shares])
+        generator = generator_of(self.rules.seed, epoch, offset=offset, rank=self.rules.rank)
         if not self.rules.workers_last:
-            return iter(self._open(orders, reader, own))
-        if self._lasting is None:
-            orders.share_memory_()  # type: ignore[no-untyped-call]  # torch has no annotation here
-            self._lasting = orders, self._open(orders, reader, own)
-        self._lasting[0].copy_(orders)
-        return iter(self._lasting[1])
+            return iter(self._open(position, reader, generator))
+        if self._persistent is None:
+            position.share_memory_()  # type: ignore[no-untyped-call]  # torch has no annotation here
+            self._persistent = position, self._open(position, reader, generator)
+        self._persistent[0].copy_(position)
+        return iter(self._persistent[1])
 
-    def _open(self, orders: torch.Tensor, reader: Reader | None, own: torch.Generator) -> DataLoader[Step]:
-        parts = Parts(self._dataset, orders, self.rules, reader)
-        return DataLoader(parts, batch_size=None, generator=own, **self._loading)
+    def _open(self, position: torch.Tensor, reader: Reader | None, generator: torch.Generator) -> DataLoader[Step]:
+        parts = Parts(self._dataset, position, self.rules, reader)
+        return DataLoader(parts, batch_size=None, generator=generator, **self._loading)
 
 
 class StreamedEpoch:
@@ -70,49 +70,49 @@ class StreamedEpoch:
         self.shares: tuple[int, ...] | None = None
 
     def load(self, offset: int, shares: tuple[int, ...]) -> None:
-        """Goes on after `offset` samples with these shares."""
-        self._steps: Iterator[Step] | None = None  # ends the workers, and with them what they loaded ahead
+        """Continues after `offset` samples with these shares."""
+        self._steps: Iterator[Step] | None = None  # ends the workers and drops their prefetched batches
         self._ahead: Step | None = None
         self._offset, self.shares = offset, shares
         if self._reader is not None:
             self._reader.go_to(offset)
 
     def more(self) -> bool:
-        """Returns whether a step follows. Without workers it is not collated yet: that may take random numbers."""
+        """Returns whether a step follows. Without workers it is not collated yet: collating may draw random numbers."""
         if self._reader is not None:
             return follows(self._reader, self.shares or (), drop_last=self._stream.rules.drop_last)
         if self._ahead is None:
-            self._ahead = next(self._begun(), None)
+            self._ahead = next(self._started_steps(), None)
         return self._ahead is not None
 
     def take(self) -> Step:
         """Returns the step that follows."""
-        step = self._ahead or next(self._begun())
+        step = self._ahead or next(self._started_steps())
         self._ahead = None
         return step
 
-    def _begun(self) -> Iterator[Step]:
+    def _started_steps(self) -> Iterator[Step]:
         if self._steps is None:
             self._steps = self._stream.steps(self._epoch, self._offset, self.shares or (), self._reader)
         return self._steps
 
 
 class Parts(IterableDataset[Step]):
-    """The steps of one rank, not collated yet; of several workers each reads all and hands on its turns.
+    """The steps of one rank, not collated yet; each worker reads the whole stream and yields every n-th step.
 
-    `orders` says where to start: epoch, offset, shares. It is a tensor so that lasting workers can see it change.
+    `position` says where to start: epoch, offset, shares. It is a tensor so that persistent workers see changes.
     """
 
-    def __init__(self, dataset: Iterable[object], orders: torch.Tensor, rules: Rules, reader: Reader | None) -> None:
+    def __init__(self, dataset: Iterable[object], position: torch.Tensor, rules: Rules, reader: Reader | None) -> None:
         self._dataset = dataset
-        self._orders = orders
+        self._position = position
         self._rules = rules
-        self._reader = reader  # one that has begun already; workers make their own
+        self._reader = reader  # already opened; workers open their own
 
     def __iter__(self) -> Iterator[Step]:
         info = get_worker_info()
         turn, turns = (info.id, info.num_workers) if info is not None else (0, 1)
-        epoch, offset, *shares = self._orders.tolist()
+        epoch, offset, *shares = self._position.tolist()
         reader = self._reader or Reader(self._dataset, seed=self._rules.seed, epoch=epoch)
         reader.go_to(offset)
         number = 0
@@ -123,9 +123,9 @@ class Parts(IterableDataset[Step]):
             number += 1
 
     def _step(self, reader: Reader, shares: Sequence[int]) -> Step:
-        taken = reader.take(sum(shares))
-        first, last = part_of(len(taken), shares, self._rules.rank)
-        return reader.position, last - first, taken[first:last] or reader.last
+        samples = reader.take(sum(shares))
+        start, stop = part_of(len(samples), shares, self._rules.rank)
+        return reader.position, stop - start, samples[start:stop] or reader.last
 
 
 class _Collated:

@@ -1,4 +1,4 @@
-"""How measured joint steps correct a Profile: what ranks tell of them, how long to measure, and the arithmetic."""
+"""How measured joint steps correct a Profile: the measurements of ranks, how long to measure, and the arithmetic."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from statistics import mean
 from evenly.spec import Cluster, Curve, DeviceProfile, Layout, Profile, deal
 
 LEAST, MOST = 2, 40  # steps of a kind
-LEAST_FACTOR, MOST_FACTOR = 0.5, 3.0  # what steps in step take over those that run freely; beyond that it is chance
-ENOUGH = 8  # samples of a rank: less tells little of many
-TELLING = 2.0  # a large step must be so many times a small one to say how fast ranks are in step
+LEAST_FACTOR, MOST_FACTOR = 0.5, 3.0  # joint steps over independent ones; beyond these bounds it is noise
+ENOUGH = 8  # samples of a rank; fewer do not represent a large batch
+TELLING = 2.0  # a large step must take this many times a small one to show the speed of joint steps
 
 
 @dataclass(frozen=True)
 class Joint:
-    """A step of some ranks together, and the part of it in which this rank computes."""
+    """A joint step of some ranks, and the part of it in which this rank computes."""
 
     seconds: float
     computing_s: float
@@ -22,7 +22,7 @@ class Joint:
 
 @dataclass(frozen=True)
 class SmallStep:
-    """A step of `ranks` together in which all have few samples; the slowest of them tells it."""
+    """A joint step of `ranks` in which all have few samples; reported by the slowest."""
 
     ranks: tuple[int, ...]
     seconds: float
@@ -30,7 +30,7 @@ class SmallStep:
 
 @dataclass(frozen=True)
 class LargeStep:
-    """A step of `ranks` together with batches by their speed, as one of them sees it."""
+    """A joint step of `ranks` with batches by their speed, as measured on one of them."""
 
     ranks: tuple[int, ...]
     samples: int  # of this rank
@@ -40,18 +40,18 @@ class LargeStep:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank tells of its joint steps."""
+    """The joint steps measured by one rank."""
 
     small: tuple[SmallStep, ...] = ()
-    factor: float = 1.0  # what own steps take in step with others, over those that run freely
-    alone: float = 1.0  # of that, what they take while the others of the node rest
+    factor: float = 1.0  # time of joint steps over that of independent ones
+    alone: float = 1.0  # time while the others of the node are idle, over that of joint steps
     large: LargeStep | None = None
     lean_s: float | None = None  # a large step of the fastest rank in which the others have few samples
 
 
 @dataclass(frozen=True)
 class CutTrial:
-    """A network cut over ranks that is to be tried, and what its layers and messages take one by one."""
+    """A network cut over ranks to try, and the sum of its layers' and messages' times."""
 
     ranks: tuple[int, ...]
     layout: Layout
@@ -60,7 +60,7 @@ class CutTrial:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the profile lets one rank expect of steps, and so how many of them to make, with how many samples."""
+    """The step times that the profile predicts for one rank, and so how many steps to make, with how many samples."""
 
     rank: int
     cluster: Cluster
@@ -79,7 +79,7 @@ class Expectation:
 
     @property
     def few(self) -> list[int]:
-        """The samples of every rank with which it has little to compute."""
+        """The smallest measured batch of every rank."""
         return [step.sizes[0] for step in self.steps]
 
     @property
@@ -88,16 +88,16 @@ class Expectation:
         return min(self.node, key=self.pace)
 
     def pace(self, rank: int) -> tuple[float, int]:
-        """Returns what ranks are ordered by, the fastest first."""
+        """Returns the sort key of ranks, the fastest first."""
         return self.steps[rank].at(self.profile.batch_size), rank
 
     def own_s(self, ranks: Sequence[int], rank: int, samples: int) -> float:
-        """Returns what a rank needs for a step by itself, while these ranks work."""
+        """Returns the time of a rank's own step while these ranks work."""
         return self.profile.ease(rank, ranks, self.node) * self.steps[rank].at(samples)
 
     def samples_by_speed(self, ranks: Sequence[int]) -> list[int]:
-        """Returns batches with which these ranks should finish together, and all nodes too if they share the batch of
-        the example by speed; not longer than there is time for, and not too short to tell anything."""
+        """Returns batches with which these ranks should finish together, and all nodes too if they share the example's
+        batch by speed; within the time budget, and large enough to be informative."""
         batch = self.profile.batch_size
         pace = [1 / step.at(batch) for step in self.steps]
         part = sum(pace[rank] for rank in self.node) / sum(pace)
@@ -106,12 +106,12 @@ class Expectation:
         expected_s = samples / batch / sum(speeds)
         samples *= min(1.0, self.enough_s / LEAST / expected_s)
         counts = deal(max(len(ranks), round(samples)), speeds)
-        most = [max(self.steps[rank].sizes) for rank in ranks]  # so many were seen to fit into its memory
+        most = [max(self.steps[rank].sizes) for rank in ranks]  # so many fit into its memory when measured
         return [min(top, max(self.few[rank], count)) for rank, top, count in zip(ranks, most, counts, strict=True)]
 
     def leader(self, ranks: Sequence[int], sizes: Sequence[int]) -> int | None:
-        """Returns the fastest rank, if it is faster than all others and would be the last to finish if they had little
-        to do."""
+        """Returns the fastest rank, if it is faster than all others and would finish last if the others had few
+        samples."""
         order = sorted(ranks, key=self.pace)
         if len(order) < 2 or self.steps[order[0]] == self.steps[order[1]]:
             return None
@@ -121,7 +121,7 @@ class Expectation:
 
 
 def steps_to_make(expected_s: float, enough_s: float) -> int:
-    """Returns how many steps to make in a time; of those that are longer than there is time for, one."""
+    """Returns how many steps fit into a time; one if a step takes longer."""
     return min(MOST, max(LEAST if expected_s <= enough_s else 1, round(enough_s / expected_s)))
 
 
@@ -133,17 +133,17 @@ def small_factor(small: Joint, *, own_s: float) -> float:
 def large_factor(large: Joint, small: Joint, *, own_s: float, own_small_s: float, alone_s: float, ranks: int) -> float:
     """Returns how much longer than expected a rank computes in a joint step with many samples.
 
-    What is fixed in a step, such as a quota that recovers while the rank averages, is in the small step too: where the
-    large one is expected to be several times as long, the difference of the two counts. A rank is never faster in step
-    with others than by itself.
+    Fixed costs of a step, such as a quota that recovers while the rank averages, are in the small step too: if the
+    large one should take several times as long, the difference of the two counts. A rank is never faster in a joint
+    step than alone.
 
     Args:
         large: the step with many samples.
         small: the one with few.
-        own_s: what the rank was expected to need for the large step by itself.
-        own_small_s: and for the small one.
-        alone_s: what it needed for the large one while the others rested.
-        ranks: how many made the step; of a rank alone nothing of it is averaging or waiting.
+        own_s: the predicted time of the rank's own large step.
+        own_small_s: the same for the small one.
+        alone_s: the measured time of the large one while the others were idle.
+        ranks: how many made the step; a single rank neither averages nor waits.
     """
     if ranks == 1:
         return _bounded(large.seconds / own_s)
@@ -154,19 +154,19 @@ def large_factor(large: Joint, small: Joint, *, own_s: float, own_small_s: float
 
 
 def alone_factor(alone_s: float, *, factor: float, own_s: float, ranks_of_node: int) -> float:
-    """Returns the time of a step while the others of the node rest, over that in step with them; 1 at most."""
+    """Returns the step time while the others of the node are idle, over that of a joint step; 1 at most."""
     return 1.0 if ranks_of_node == 1 else min(1.0, alone_s / (factor * own_s))
 
 
 def correct_profile(profile: Profile, cluster: Cluster, rows: Sequence[RankSteps]) -> Profile:
-    """Returns the profile with what was seen: first how fast ranks are in step, then what averaging adds to that.
+    """Returns the corrected profile: first the speed of ranks in joint steps, then the cost of averaging.
 
-    Ranks of a node whose steps are equally long count as one device and get the mean of what they tell.
+    Ranks of a node whose steps are equally long count as one device and get the mean of their measurements.
 
     Args:
-        profile: of devices that run freely.
+        profile: of devices that run independently.
         cluster: the nodes.
-        rows: what each rank tells.
+        rows: the measurements of each rank.
     """
     scaled = profile.model_copy(update={"devices": tuple(_in_step(profile, cluster, rows))})
     devices = list(scaled.devices)
@@ -177,12 +177,11 @@ def correct_profile(profile: Profile, cluster: Cluster, rows: Sequence[RankSteps
 
 
 def added_by_averaging(profile: Profile, node: Sequence[int], rows: Sequence[RankSteps]) -> dict[int, float]:
-    """Returns, where it was seen, what averaging adds to the steps of a rank of a node.
+    """Returns the measured averaging cost of ranks of a node.
 
-    Of a small step it is what the slowest rank does not need by itself. Of a large one, with batches as they will be,
-    it is what is neither the rank's own step nor waiting for a slower one. Where the fastest rank also made steps in
-    which the others had few samples, the mean of both counts: the others will have less to do than by speed, but not
-    next to nothing.
+    Averaging cost = small joint step - the slowest rank's own step. In a large step it is the time that is neither the
+    rank's own step nor waiting for a slower one. If the fastest rank also made steps in which the others had few
+    samples, the mean of both counts: in training the others will have less work than by speed, but not next to none.
     """
     added: dict[int, float] = {}
     for rank in node:
@@ -203,7 +202,7 @@ def added_by_averaging(profile: Profile, node: Sequence[int], rows: Sequence[Ran
 
 
 def _in_step(profile: Profile, cluster: Cluster, rows: Sequence[RankSteps]) -> list[DeviceProfile]:
-    """Returns the devices as fast as they are in step with others."""
+    """Returns the devices with their speed in joint steps."""
     devices = list(profile.devices)
     for node in cluster.nodes:
         for rank in node.ranks:
@@ -214,18 +213,20 @@ def _in_step(profile: Profile, cluster: Cluster, rows: Sequence[RankSteps]) -> l
 
 
 def _averaging(profile: Profile, node: Sequence[int], added: Mapping[int, float]) -> dict[int, float]:
-    """Returns what averaging adds to the steps of every rank of a node; nothing for a node of one rank.
+    """Returns the averaging cost of every rank of a node; empty for a node of one rank.
 
-    A rank for which it was not seen takes that of the next slower one, or else of the slowest, by their speeds.
+    A rank without a measurement takes that of the next slower one, or else of the slowest, scaled by their speeds.
     """
     batch, steps = profile.batch_size, [device.step for device in profile.devices]
     order = sorted(node, key=lambda rank: (steps[rank].at(batch), rank))
-    found: dict[int, float] = {}
-    for place, rank in enumerate(order if len(order) > 1 else ()):
+    averaging_s: dict[int, float] = {}
+    for index, rank in enumerate(order if len(order) > 1 else ()):
         alike = [added[peer] for peer in _alike(profile, node, rank) if peer in added]
-        other = next(peer for peer in (*order[place:], *order[::-1]) if peer in added)
-        found[rank] = mean(alike) if alike else added[other] * (steps[rank].at(batch) / steps[other].at(batch))
-    return found
+        reference = next(peer for peer in (*order[index:], *order[::-1]) if peer in added)
+        averaging_s[rank] = (
+            mean(alike) if alike else added[reference] * (steps[rank].at(batch) / steps[reference].at(batch))
+        )
+    return averaging_s
 
 
 def _alike(profile: Profile, node: Sequence[int], rank: int) -> list[int]:

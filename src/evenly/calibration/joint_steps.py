@@ -1,4 +1,4 @@
-"""Steps as they will be: gradients averaged inside a node, a network cut over ranks; a profile is corrected by them."""
+"""Calibration: real steps, with averaged gradients or a network cut over ranks, that correct a profile."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ from evenly.spec import Cluster, CutStep, Profile
 from evenly.survey import LONG_S, fastest_groups, usual
 
 QUICK_S, THOROUGH_S = 0.6, 20.0  # for the steps of a kind
-ROUND_S = 1.5  # of them together and alone, at least
+ROUND_S = 1.5  # least time of a round of joint and single steps
 
 STEPS: TypeAdapter[RankSteps] = TypeAdapter(RankSteps)
 TRIAL: TypeAdapter[CutTrial | None] = TypeAdapter(CutTrial | None)
@@ -39,7 +39,7 @@ CUT_STEP: TypeAdapter[CutStep | None] = TypeAdapter(CutStep | None)
 T = TypeVar("T")
 
 
-def rehearse(
+def calibrate(
     rank_group: RankGroup,
     traced: Traced,
     cluster: Cluster,
@@ -53,24 +53,22 @@ def rehearse(
 ) -> Profile:
     """Returns the profile corrected by real steps; all ranks call it together.
 
-    The two, three, ... fastest ranks of a node average gradients of few samples: what such a step takes more than the
-    slowest of them needs by itself is what averaging adds there. The ranks that seem to do best together make steps
-    with batches by their speed: ranks in step with each other disturb each other more than ranks that run freely, and
-    what such a step takes besides is what averaging adds to batches of that size. All nodes do so at the same time and
-    share the batch by speed, as what is slow for a while, or with such batches, should be so for all; a rank that is
-    alone in its node does so by itself. The fastest rank also makes steps in which the others have little to do:
-    averaging may be long because it is so on the others. And if a network cut over the ranks of a node may be fast, one
-    is tried.
+    The two, three, ... fastest ranks of a node average gradients of few samples: averaging cost = joint step - slowest
+    solo step. The group of ranks that looks fastest makes steps with batches by speed: ranks in joint steps slow each
+    other down more than independent ones, and the rest of such a step is the averaging cost of batches of that size.
+    All nodes do so at the same time and share the batch by speed, so that temporary slowness affects all alike; a
+    single rank of a node does so alone. The fastest rank also makes steps in which the others have few samples:
+    averaging may be slow because of the others. If a network cut over the ranks of a node may be fast, one is tried.
     """
     expected = Expectation(rank_group.rank, cluster, profile, QUICK_S if quick else THOROUGH_S)
     with open_context(
-        rank_group.scoped("rehearsal"), "rehearsal", place="the rehearsal", timeout_s=timeout_s, parent=parent
+        rank_group.scoped("calibration"), "calibration", place="the calibration", timeout_s=timeout_s, parent=parent
     ) as context:
         calibration_run = _CalibrationRun(rank_group, traced, device, context, expected, tell)
-        profile = correct_profile(profile, cluster, _gather(context, calibration_run.averaged(), STEPS))
+        profile = correct_profile(profile, cluster, _gather(context, calibration_run.measure_averaging(), STEPS))
         calibration_run = replace(calibration_run, expected=replace(expected, profile=profile))
-        trials = _gather(context, calibration_run.cut_found(), TRIAL)
-        cuts = _gather(context, calibration_run.cut_tried(trials[calibration_run.expected.fastest]), CUT_STEP)
+        trials = _gather(context, calibration_run.choose_cut(), TRIAL)
+        cuts = _gather(context, calibration_run.try_cut(trials[calibration_run.expected.fastest]), CUT_STEP)
     return profile.model_copy(update={"cuts": tuple(cut for cut in cuts if cut is not None)})
 
 
@@ -81,7 +79,7 @@ def _gather(context: GroupContext, value: T, form: TypeAdapter[T]) -> list[T]:
 
 @dataclass(frozen=True)
 class _CalibrationRun:
-    """One rank at the rehearsal."""
+    """The calibration on one rank."""
 
     rank_group: RankGroup
     traced: Traced
@@ -95,34 +93,34 @@ class _CalibrationRun:
         """How long a rank waits for the others."""
         return self.context.waiter.timeout_s
 
-    def averaged(self) -> RankSteps:
-        """Returns what this rank tells of steps in which gradients are averaged."""
+    def measure_averaging(self) -> RankSteps:
+        """Returns this rank's measurements of steps with averaged gradients."""
         expected, steps = self.expected, RankSteps()
         likely = group_to_try(expected.node, expected.profile, self.traced.graph)
         for ranks in fastest_groups(expected.node, expected.steps, expected.profile.batch_size):
             if self.rank_group.rank in ranks and ranks != likely:
                 with self._ensemble(ranks) as ensemble:
-                    steps, _ = self._with_few(ensemble, ranks, steps)
+                    steps, _ = self._make_small_steps(ensemble, ranks, steps)
         self.context.meet()
         if self.rank_group.rank not in likely:
-            self._wait_for_large()
+            self._skip_large_steps()
             return steps
         with self._ensemble(likely) as ensemble:
-            steps, small = self._with_few(ensemble, likely, steps)
-            return self._with_many(ensemble, likely, small, steps)
+            steps, small = self._make_small_steps(ensemble, likely, steps)
+            return self._make_large_steps(ensemble, likely, small, steps)
 
-    def _with_few(self, ensemble: Ensemble, ranks: list[int], steps: RankSteps) -> tuple[RankSteps, Joint]:
-        """Returns what is told with a step with little to compute added, and that step."""
+    def _make_small_steps(self, ensemble: Ensemble, ranks: list[int], steps: RankSteps) -> tuple[RankSteps, Joint]:
+        """Returns the measurements with a small joint step added, and that step."""
         expected = self.expected
         self.tell(f"ranks {ranks} averaging gradients")
-        slowest, mine = max(ranks, key=expected.pace), expected.few[self.rank_group.rank]
+        slowest, rank_samples = max(ranks, key=expected.pace), expected.few[self.rank_group.rank]
         longest_s = expected.own_s(ranks, slowest, expected.few[slowest])
-        small = ensemble.together(mine, steps_to_make(longest_s, expected.enough_s / 3), warm=mine)
-        told = steps.small
+        small = ensemble.together(rank_samples, steps_to_make(longest_s, expected.enough_s / 3), warm=rank_samples)
+        small_steps = steps.small
         if self.rank_group.rank == slowest and len(ranks) > 1:
-            told = (*told, SmallStep(tuple(ranks), small.seconds))
-        factor = small_factor(small, own_s=expected.own_s(ranks, self.rank_group.rank, mine))
-        return replace(steps, small=told, factor=factor), small
+            small_steps = (*small_steps, SmallStep(tuple(ranks), small.seconds))
+        factor = small_factor(small, own_s=expected.own_s(ranks, self.rank_group.rank, rank_samples))
+        return replace(steps, small=small_steps, factor=factor), small
 
     @contextmanager
     def _ensemble(self, ranks: Sequence[int]) -> Iterator[Ensemble]:
@@ -148,42 +146,44 @@ class _CalibrationRun:
     def _turns(self) -> int:
         return max(len(node.ranks) for node in self.expected.cluster.nodes)
 
-    def _wait_for_large(self) -> None:
-        """Meets the others as often as those that make large steps do."""
+    def _skip_large_steps(self) -> None:
+        """Joins the barriers of the ranks that make large steps."""
         for _ in range(self._rounds * (1 + self._turns) + 1):
             self.context.meet()
 
-    def _with_many(self, ensemble: Ensemble, ranks: list[int], small: Joint, steps: RankSteps) -> RankSteps:
-        """Returns what is told with steps of batches by speed added: in step with the others, and by itself.
+    def _make_large_steps(self, ensemble: Ensemble, ranks: list[int], small: Joint, steps: RankSteps) -> RankSteps:
+        """Returns the measurements with steps of batches by speed added: joint ones, and solo ones.
 
-        All nodes do so at the same time, and in turns, as a machine may be faster now and slower then.
+        All nodes do so at the same time, alternating, as the speed of a machine may vary over time.
         """
         expected, rank = self.expected, self.rank_group.rank
         sizes, least = expected.samples_by_speed(ranks), expected.few[rank]
-        mine = sizes[ranks.index(rank)]
-        longest_s = max(expected.own_s(ranks, other, samples) for other, samples in zip(ranks, sizes, strict=True))
-        own_s, own_small_s = (expected.own_s(ranks, rank, samples) for samples in (mine, least))
+        rank_samples = sizes[ranks.index(rank)]
+        longest_s = max(expected.own_s(ranks, member, samples) for member, samples in zip(ranks, sizes, strict=True))
+        own_s, own_small_s = (expected.own_s(ranks, rank, samples) for samples in (rank_samples, least))
         leader = expected.leader(ranks, sizes)
         round_s = expected.enough_s / self._rounds
         large: list[Joint] = []
         alone: list[float] = []
         lean: list[float] = []
         is_long = self._is_long([rank], own_s)
-        was_made = self._rounds == 1 and sizes == [expected.few[other] for other in ranks]
+        was_made = self._rounds == 1 and sizes == [expected.few[member] for member in ranks]
         if own_small_s <= expected.enough_s:
-            ensemble.alone(least, 1, warm=0)  # warms up, while the others do so too
+            ensemble.alone(least, 1, warm=0)  # warm-up, on all ranks at once
         for _ in range(self._rounds):
             self.context.meet()
             times = steps_to_make(longest_s, round_s)
-            large.append(small if was_made else ensemble.together(mine, times, warm=least if is_long else mine))
+            large.append(
+                small if was_made else ensemble.together(rank_samples, times, warm=least if is_long else rank_samples)
+            )
             if leader is not None:
-                samples, times = mine if leader == rank else least, steps_to_make(longest_s, round_s / 2)
+                samples, times = rank_samples if leader == rank else least, steps_to_make(longest_s, round_s / 2)
                 lean.append(ensemble.together(samples, times, warm=least if is_long else samples).seconds)
             for turn in range(self._turns):
                 self.context.meet()
                 if expected.node[turn : turn + 1] == (rank,):
                     times = steps_to_make(own_s, round_s / self._turns)
-                    alone.append(ensemble.alone(mine, times, warm=0 if is_long else mine))
+                    alone.append(ensemble.alone(rank_samples, times, warm=0 if is_long else rank_samples))
         self.context.meet()
         usual_large = Joint(usual([step.seconds for step in large]), usual([step.computing_s for step in large]))
         alone_s = usual(alone)
@@ -194,11 +194,11 @@ class _CalibrationRun:
             steps,
             factor=factor,
             alone=alone_factor(alone_s, factor=factor, own_s=own_s, ranks_of_node=len(expected.node)),
-            large=LargeStep(tuple(ranks), mine, usual_large.seconds, usual_large.computing_s),
+            large=LargeStep(tuple(ranks), rank_samples, usual_large.seconds, usual_large.computing_s),
             lean_s=usual(lean) if rank == leader else None,
         )
 
-    def cut_found(self) -> CutTrial | None:
+    def choose_cut(self) -> CutTrial | None:
         """Returns, on the fastest rank of a node, the cut network to try there."""
         node = self.expected.node
         if len(node) < 2 or self.rank_group.rank != self.expected.fastest:
@@ -211,29 +211,29 @@ class _CalibrationRun:
         )  # others rest meanwhile
         return CutTrial(tuple(replica_option.ranks), replica_option.layout, parts_s)
 
-    def cut_tried(self, found: CutTrial | None) -> CutStep | None:
-        """Returns, on the first rank of the cut network, what a step of it takes over its parts."""
-        if found is None or self.rank_group.rank not in found.ranks:
+    def try_cut(self, trial: CutTrial | None) -> CutStep | None:
+        """Returns, on the first rank of the cut network, the time of its step over the sum of its parts."""
+        if trial is None or self.rank_group.rank not in trial.ranks:
             return None
-        self.tell(f"ranks {list(found.ranks)} with a network cut over them")
+        self.tell(f"ranks {list(trial.ranks)} with a network cut over them")
         sharded = join_shards(
             self.traced,
-            found.layout,
-            rank_group=self.rank_group.among(found.ranks, f"cut {list(found.ranks)}"),
-            devices=[self.expected.cluster.device_of(rank) for rank in found.ranks],
+            trial.layout,
+            rank_group=self.rank_group.among(trial.ranks, f"cut {list(trial.ranks)}"),
+            devices=[self.expected.cluster.device_of(rank) for rank in trial.ranks],
             timeout_s=self.timeout_s,
             parent=self.context.monitor,
         )
         try:
-            trial = TimedStep(sharded.train(), self.traced, self.device)
-            times, batch = steps_to_make(found.parts_s, self.expected.enough_s), self.expected.profile.batch_size
-            warm = max(self.expected.few) if self._is_long(found.ranks, found.parts_s) else batch
-            seconds = trial.step_s(batch, times, warm=warm)
+            timed_step = TimedStep(sharded.train(), self.traced, self.device)
+            times, batch = steps_to_make(trial.parts_s, self.expected.enough_s), self.expected.profile.batch_size
+            warm = max(self.expected.few) if self._is_long(trial.ranks, trial.parts_s) else batch
+            seconds = timed_step.step_s(batch, times, warm=warm)
         finally:
             sharded.close()
-        is_first = self.rank_group.rank == found.ranks[0]
-        return CutStep(ranks=found.ranks, factor=seconds / found.parts_s) if is_first else None
+        is_first = self.rank_group.rank == trial.ranks[0]
+        return CutStep(ranks=trial.ranks, factor=seconds / trial.parts_s) if is_first else None
 
     def _is_long(self, ranks: Sequence[int], expected_s: float) -> bool:
-        """Whether steps of these ranks are so long that few samples warm up for them: see `Stopwatch`."""
+        """Whether steps of these ranks are so long that few samples suffice for warm-up: see `Stopwatch`."""
         return expected_s > LONG_S and all(self.expected.cluster.device_of(rank).kind == "cpu" for rank in ranks)

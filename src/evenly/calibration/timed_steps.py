@@ -1,4 +1,4 @@
-"""Steps that change nothing, to see how long they take: of one network, of ranks together."""
+"""Timed steps that change no parameters: of one network, or of several ranks."""
 
 import copy
 import time
@@ -15,7 +15,7 @@ from evenly.survey import finish, inputs_of, train_step, usual
 
 
 class TimedStep:
-    """A network that makes steps which change nothing."""
+    """Times steps of a network that change no parameters."""
 
     def __init__(
         self,
@@ -27,18 +27,18 @@ class TimedStep:
         self._model = model
         self._traced = traced
         self._device = device
-        self._optimizer = optimizer or still_optimizer(model)
+        self._optimizer = optimizer or no_op_optimizer(model)
 
     def step_s(self, samples: int, times: int, *, warm: int) -> float:
-        """Returns the seconds of a step with so many samples; one with `warm` samples comes first, if not 0."""
-        given = {size: inputs_of(self._traced.graph, size, self._device) for size in {warm, samples} if size}
+        """Returns the seconds of a step with `samples`; one with `warm` samples comes first, if not 0."""
+        inputs_by_size = {size: inputs_of(self._traced.graph, size, self._device) for size in {warm, samples} if size}
         if warm:
-            self._step(given[warm])
-        return usual([self._step(given[samples]) for _ in range(times)])
+            self._step(inputs_by_size[warm])
+        return usual([self._step(inputs_by_size[samples]) for _ in range(times)])
 
-    def _step(self, given: dict[str, torch.Tensor]) -> float:
+    def _step(self, inputs: dict[str, torch.Tensor]) -> float:
         began = time.perf_counter()
-        train_step(self._model, self._optimizer, given)
+        train_step(self._model, self._optimizer, inputs)
         finish(self._device)
         return time.perf_counter() - began
 
@@ -57,17 +57,17 @@ class Ensemble:
         timeout_s: float,
         parent: FailureMonitor,
     ) -> None:
-        own = rank_group.among(ranks, f"ensemble {list(ranks)}")
+        ensemble_group = rank_group.among(ranks, f"ensemble {list(ranks)}")
         model = copy.deepcopy(traced.model).to(device).train()
         used = {layer.where for layer in traced.graph.layers if layer.op == "parameter"}
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad and name in used)  # DDP would wait for the others
-        optimizer = still_optimizer(model)
+            parameter.requires_grad_(parameter.requires_grad and name in used)  # DDP would wait for unused parameters
+        optimizer = no_op_optimizer(model)
         exchange, period = Exchange(timeout_s=timeout_s), EverySteps(10**9)
         self._joined = compose_synchronized(
             model,
             optimizer,
-            rank_group=own,
+            rank_group=ensemble_group,
             cluster=cluster.among(ranks),
             period=period,
             exchange=exchange,
@@ -78,19 +78,19 @@ class Ensemble:
         self._single = TimedStep(copy.deepcopy(traced.model).to(device).train(), traced, device)
 
     def together(self, samples: int, times: int, *, warm: int) -> Joint:
-        """Returns a step in which this rank has so many samples, after one with `warm`; all make as many steps."""
+        """Returns a joint step in which this rank has `samples`, after one with `warm`; all ranks make `times`."""
         seconds = self._trial.step_s(samples, times, warm=warm)
         return Joint(seconds, usual([spent.computing_s for spent in self._joined.clock.take()[-times:]]))
 
     def alone(self, samples: int, times: int, *, warm: int) -> float:
-        """Returns the seconds of a step by itself, after one with `warm` samples, if not 0."""
+        """Returns the seconds of a solo step, after one with `warm` samples, if not 0."""
         return self._single.step_s(samples, times, warm=warm)
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the process groups."""
         self._joined.close()
 
 
-def still_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Returns an optimizer that does the work of a step and leaves the parameters where they are."""
+def no_op_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Returns an optimizer that does the work of a step and leaves the parameters unchanged."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0, momentum=0.9)

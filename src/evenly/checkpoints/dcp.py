@@ -18,9 +18,9 @@ from evenly.shards.state.full_state import State, full_state_dict, load_full_sta
 
 SECTIONS = ("model", "optimizer", "optimizer_class", "dropout")
 
-Keys = tuple[str | int, ...]  # the way to a value
+Keys = tuple[str | int, ...]  # the path of a value
 
-_lock = threading.Lock()  # filters of warnings belong to the process, and ranks may be threads
+_lock = threading.Lock()  # warning filters belong to the process, and ranks may be threads
 
 
 def save_dcp(
@@ -32,7 +32,7 @@ def save_dcp(
 ) -> None:
     """Writes the full state as a checkpoint of `torch.distributed.checkpoint`, which plain torch programs can read.
 
-    It holds `{"model": ..., "optimizer": ...}`. All ranks call it together; rank 0 of the wire writes.
+    It holds `{"model": ..., "optimizer": ...}`. All ranks call it together; the first rank of the network writes.
 
     Args:
         folder: a folder that holds no checkpoint yet.
@@ -64,7 +64,7 @@ def load_dcp(
         folder: what `save_dcp` wrote for any split, or a plain torch program: `{"model": model.state_dict()}`, with
             `"optimizer"` in either form of `save_dcp`. Settings in it are unpickled: load what you trust.
         model: the network, cut in any way.
-        optimizer: an optimizer of `model.parameters()`, to go on from the checkpoint's.
+        optimizer: an optimizer of `model.parameters()`, to continue from the checkpoint's state.
         strict: whether the checkpoint must hold exactly the network's parameters and buffers.
     """
     sections = SECTIONS if optimizer is not None else ("model", "dropout")
@@ -77,7 +77,7 @@ def _by_name(slots: State, names: Sequence[str]) -> State:
             "the optimizer's state was to be saved by parameter names, but it holds parameters that are not the "
             "network's. Give by='index', or an optimizer of model.parameters() only."
         )
-    state = {names[key] if isinstance(key, int) else key: held for key, held in slots["state"].items()}
+    state = {names[key] if isinstance(key, int) else key: slot_state for key, slot_state in slots["state"].items()}
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in slots["param_groups"]]
     return {**slots, "state": state, "param_groups": groups}
 
@@ -89,7 +89,7 @@ def _write(folder: Path, state: State) -> None:
         raise CheckpointError(
             f"a checkpoint was to be written to {folder}, but there is one already. Give another folder, or remove it."
         )
-    with _translated(f"write a checkpoint to {folder}"):
+    with _translate_errors(f"write a checkpoint to {folder}"):
         save(state, checkpoint_id=folder, no_dist=True)
 
 
@@ -100,10 +100,10 @@ def _read(folder: Path, sections: Sequence[str]) -> State:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     reader = FileSystemReader(folder)
-    with _translated(f"read the checkpoint {folder}"):
+    with _translate_errors(f"read the checkpoint {folder}"):
         metadata = reader.read_metadata()
-        known = metadata.planner_data or {}
-        paths = {key: tuple(known.get(key, (key,))) for key in metadata.state_dict_metadata}
+        key_paths = metadata.planner_data or {}
+        paths = {key: tuple(key_paths.get(key, (key,))) for key in metadata.state_dict_metadata}
         if any(path[0] == "model" and len(path) > 1 for path in paths.values()):
             paths = {key: path for key, path in paths.items() if path[0] in sections}
         flat: State = {
@@ -117,20 +117,20 @@ def _read(folder: Path, sections: Sequence[str]) -> State:
 
 
 def _nest(flat: Mapping[Keys, object]) -> object:
-    """Returns values by path as dicts in dicts; numbers on the way are places in lists."""
+    """Returns nested dicts of values by path; numbers in a path are indices of lists."""
     if () in flat:
         return flat[()]
-    below: dict[str | int, dict[Keys, object]] = {}
-    for (key, *rest), value in flat.items():
-        below.setdefault(key, {})[tuple(rest)] = value
-    if below and all(isinstance(key, int) for key in below):
-        return [_nest(below[key]) for key in sorted(below, key=int)]
-    return {key: _nest(values) for key, values in below.items()}
+    children: dict[str | int, dict[Keys, object]] = {}
+    for (key, *subpath), value in flat.items():
+        children.setdefault(key, {})[tuple(subpath)] = value
+    if children and all(isinstance(key, int) for key in children):
+        return [_nest(children[key]) for key in sorted(children, key=int)]
+    return {key: _nest(values) for key, values in children.items()}
 
 
 @contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Turns the errors of torch into `CheckpointError`, and does without its word that this is one process."""
+def _translate_errors(action: str) -> Iterator[None]:
+    """Turns torch's errors into `CheckpointError` and hides its warning about a single process."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -138,14 +138,14 @@ def _translated(what: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             yield
     except CheckpointException as error:  # not an Exception in torch
-        cause: BaseException = next((found for found, _ in error.failures.values()), error)
-        raise _failed(what, cause) from error
+        cause: BaseException = next((failure for failure, _ in error.failures.values()), error)
+        raise _failed(action, cause) from error
     except Exception as error:
-        raise _failed(what, error) from error
+        raise _failed(action, error) from error
 
 
-def _failed(what: str, error: BaseException) -> CheckpointError:
+def _failed(action: str, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"torch.distributed.checkpoint was to {what}, but it could not: {type(error).__name__}: {first_line(error)}. "
+        f"torch.distributed.checkpoint was to {action}, but it could not: {type(error).__name__}: {first_line(error)}. "
         "Give a folder that can be written, or one that holds a whole checkpoint."
     )

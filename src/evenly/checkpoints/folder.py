@@ -48,18 +48,18 @@ def read_part(folder: Path, name: str, digests: dict[str, str]) -> Any:
 
 
 def seal(partial: Path, final: Path, manifest: Mapping[str, object]) -> None:
-    """Makes the folder `partial` the checkpoint `final`: from here on it exists, whole."""
+    """Makes the folder `partial` the checkpoint `final`: from here on it exists and is complete."""
     file = partial / MANIFEST
     text = {"version": VERSION, **manifest}
     file.write_text(json.dumps({**text, "sha256": _digest_of(text)}, indent=1))
     _flush(file)
     _flush(partial)
-    if final.exists():  # saved before at the same step: the older one must not be lost before the newer is there
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
+    if final.exists():  # saved at the same step before: keep the older one until the newer is in place
+        previous = final.with_name(f".{final.name}.old")
+        shutil.rmtree(previous, ignore_errors=True)
+        final.rename(previous)
         partial.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(previous, ignore_errors=True)
     else:
         partial.rename(final)
     _flush(final.parent)
@@ -83,28 +83,30 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} has version {manifest.get('version')}, this library reads version {VERSION}. "
             "Resume with the version that wrote it."
         )
-    said, found = manifest.pop("sha256", None), _digest_of(manifest)
-    if said != found:
-        raise _damaged(folder / MANIFEST, f"its SHA-256 is {found[:16]}..., it says {str(said)[:16]}...")
+    expected_digest, actual_digest = manifest.pop("sha256", None), _digest_of(manifest)
+    if expected_digest != actual_digest:
+        raise _damaged(
+            folder / MANIFEST, f"its SHA-256 is {actual_digest[:16]}..., it says {str(expected_digest)[:16]}..."
+        )
     return cast("Manifest", manifest)  # as it was sealed
 
 
 def recover(root: Path) -> None:
-    """Gives a checkpoint its name back that a run was killed in replacing."""
-    for old in root.glob(".step-*.old"):
-        final = root / old.name.removeprefix(".").removesuffix(".old")
-        if (old / MANIFEST).is_file() and not final.exists():
-            old.rename(final)
+    """Restores the name of a checkpoint whose replacement was interrupted by a kill."""
+    for previous in root.glob(".step-*.old"):
+        final = root / previous.name.removeprefix(".").removesuffix(".old")
+        if (previous / MANIFEST).is_file() and not final.exists():
+            previous.rename(final)
 
 
 def set_aside(root: Path) -> None:
     """Moves all checkpoints in `root` into a new folder `earlier-N` there."""
-    found = checkpoints(root)
-    if found:
+    paths = checkpoints(root)
+    if paths:
         numbers = [int(path.name[len("earlier-") :]) for path in root.iterdir() if EARLIER.fullmatch(path.name)]
         aside = root / f"earlier-{1 + max(numbers, default=0)}"
         aside.mkdir()
-        for path in found:
+        for path in paths:
             path.rename(aside / path.name)
 
 
@@ -119,9 +121,9 @@ def clear(root: Path, *, keep: int) -> None:
 def _require_intact(file: Path, digest: str | None) -> None:
     if digest is None or not file.is_file():
         raise _damaged(file, "the file is missing or not in the manifest")
-    found = _digest(file)
-    if found != digest:
-        raise _damaged(file, f"its SHA-256 is {found[:16]}..., the manifest says {digest[:16]}...")
+    actual_digest = _digest(file)
+    if actual_digest != digest:
+        raise _damaged(file, f"its SHA-256 is {actual_digest[:16]}..., the manifest says {digest[:16]}...")
 
 
 def _damaged(file: Path, reason: str) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""The state of what trains in full tensors, whether its network is cut over ranks or not."""
+"""The state of a trained model in full tensors, whether its network is cut over ranks or not."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class TrainedModel:
     feed: Feed | None
 
     def times(self, ranks: int) -> float:
-        """Returns the samples of all ranks for each one of this rank's."""
+        """Returns the samples of all ranks over those of this rank."""
         return ranks if self.feed is None else self.feed.times
 
     def close(self) -> None:
-        """Ends the connections of the module."""
+        """Closes the process groups of the module."""
         self.model.close()
         if isinstance(self.model.module, Sharded):
             self.model.module.close()
@@ -58,41 +58,48 @@ def full_state(trained_model: TrainedModel) -> FullState:
         "parameters": {name: value for name, value in full["model"].items() if name in names},
         "optimizer": {**full["optimizer"], "dropout": full["dropout"], "class": full["optimizer_class"]},
         "buffers": {name: value for name, value in full["model"].items() if name in buffers},
-        "agreed": {name: _whole(buffers[name], value) for name, value in agreed.items()},
+        "agreed": {name: _full_tensor(buffers[name], value) for name, value in agreed.items()},
         "exchanges": {
             **exchanges,
-            "trips": [_with_buffers(pending_exchange, _whole, buffers) for pending_exchange in exchanges["trips"]],
+            "trips": [
+                _with_buffers(pending_exchange, _full_tensor, buffers) for pending_exchange in exchanges["trips"]
+            ],
         },
-        "pending": [[_whole_piece(module, piece) for piece in pending_exchange] for pending_exchange in pending],
+        "pending": [[_full_piece(module, piece) for piece in pending_exchange] for pending_exchange in pending],
     }
 
 
-def own_exchanges(trained_model: TrainedModel, node: NodeState, rank: LocalState) -> Saved | None:
-    """Returns what a checkpoint has of the last exchanges and of those under way, cut as the network is here."""
+def local_exchanges(trained_model: TrainedModel, node: NodeState, rank: LocalState) -> Saved | None:
+    """Returns a checkpoint's state of past and pending exchanges, cut as the network is on this rank."""
     saved, module = rank["exchanges"], trained_model.model.module
     if saved is None:
         return None
-    homes, buffers = (dict(named) for named in (module.named_parameters(), module.named_buffers()))
+    parameters, buffers = (dict(named) for named in (module.named_parameters(), module.named_buffers()))
     pending_exchanges = []
     for pending_exchange, pieces in zip(saved["trips"], node["pending"], strict=True):
-        own = [{**piece, "value": part_of(homes[piece["home"]], piece["value"])} for piece in pieces]
-        pending_exchanges.append({**_with_buffers(pending_exchange, part_of, buffers), "pieces": own})
+        local_pieces = [{**piece, "value": part_of(parameters[piece["home"]], piece["value"])} for piece in pieces]
+        pending_exchanges.append({**_with_buffers(pending_exchange, part_of, buffers), "pieces": local_pieces})
     return {**saved, "trips": pending_exchanges}
 
 
 def _with_buffers(
-    pending_exchange: Saved, act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], owners: dict[str, torch.Tensor]
+    pending_exchange: Saved,
+    convert: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    owners: dict[str, torch.Tensor],
 ) -> Saved:
-    """Returns a saved exchange whose buffers, as they were and as agreed on, are made whole or cut."""
-    kinds = ("snapshot", "buffers")
+    """Returns a saved exchange with its buffers, snapshot and agreed, converted to full tensors or to parts."""
+    fields = ("snapshot", "buffers")
     return {
         **pending_exchange,
-        **{kind: {name: act(owners[name], value) for name, value in pending_exchange[kind].items()} for kind in kinds},
+        **{
+            kind: {name: convert(owners[name], value) for name, value in pending_exchange[kind].items()}
+            for kind in fields
+        },
     }
 
 
 def put_state(trained_model: TrainedModel, node: NodeState, rank: LocalState) -> None:
-    """Puts a state in full tensors into the network and its optimizer."""
+    """Loads a state in full tensors into the network and its optimizer."""
     module, optimizer = trained_model.model.module, dict(node["optimizer"])
     dropout, kind = optimizer.pop("dropout", None), optimizer.pop("class", type(trained_model.optimizer).__name__)
     if isinstance(module, Sharded):
@@ -101,17 +108,19 @@ def put_state(trained_model: TrainedModel, node: NodeState, rank: LocalState) ->
         load_full_state_dict(module, state, trained_model.optimizer, strict=False)
         return
     with torch.no_grad():
-        for name, buffer in _last_first(module.named_buffers(), set(module.state_dict())):
+        for name, buffer in _in_copy_order(module.named_buffers(), set(module.state_dict())):
             if name in rank["buffers"]:
                 buffer.copy_(rank["buffers"][name])
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-        for name, parameter in _last_first(module.named_parameters(), trained):
+        for name, parameter in _in_copy_order(module.named_parameters(), trained):
             parameter.copy_(node["parameters"][name])
     trained_model.optimizer.load_state_dict(optimizer)
 
 
-def _last_first(named: Iterable[tuple[str, torch.Tensor]], preferred: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields tensors such that of those that share memory the one that exchanges treat comes last, and holds."""
+def _in_copy_order(
+    named: Iterable[tuple[str, torch.Tensor]], preferred: set[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields tensors in copy order: of those that share memory, the one that exchanges use is copied last."""
     order = sorted(enumerate(named), key=lambda row: (row[1][0] in preferred, row[1][1].nbytes, -row[0]))
     return (row for _, row in order)
 
@@ -122,10 +131,10 @@ def part_of(owner: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     return full if placement is None else placement.part(full)
 
 
-def _whole_piece(module: torch.nn.Module, piece: Saved) -> Saved:
-    return {**piece, "value": _whole(dict(module.named_parameters())[piece["home"]], piece["value"])}
+def _full_piece(module: torch.nn.Module, piece: Saved) -> Saved:
+    return {**piece, "value": _full_tensor(dict(module.named_parameters())[piece["home"]], piece["value"])}
 
 
-def _whole(owner: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def _full_tensor(owner: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     placement = local_shard_of(owner)
     return part if placement is None else placement.full(part)

@@ -1,4 +1,4 @@
-"""The state of a run for another cluster: what the next exchange of the old one would have made."""
+"""Merges the state of a run for another cluster, as the next exchange of the old one would have."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,17 @@ from evenly.spec import BufferPolicy
 def merge(
     nodes: list[dict[str, NodeState]], ranks: list[RankState], layout: list[list[int]]
 ) -> tuple[dict[str, NodeState], RankState]:
-    """Returns one node's and one rank's state that stands for all of a saved run, for every rank of a new one."""
+    """Returns the merged node state and rank state of a saved run, for every rank of a new one."""
     node, rank = nodes[0], ranks[0]
     trained_models: dict[str, LocalState] = {}
     for name, local in rank["trainees"].items():
-        own = [max(r["trainees"][name]["progress"]["samples"]) for r in ranks]
-        weights = fractions([sum(own[r] for r in members) for members in layout])
-        policies, of_ranks = _policies(local), _of_ranks(weights, own, layout)
+        rank_samples = [max(r["trainees"][name]["progress"]["samples"]) for r in ranks]
+        weights = fractions([sum(rank_samples[r] for r in members) for members in layout])
+        policies, rank_weights = _policies(local), _weights_of_ranks(weights, rank_samples, layout)
         for saved in nodes:
-            _land(saved[name])
-        for of_rank in ranks:
-            _land_buffers(of_rank["trainees"][name], policies)
+            _merge_pending(saved[name])
+        for rank_state in ranks:
+            _merge_pending_buffers(rank_state["trainees"][name], policies)
         state = node[name]
         state["parameters"] = _average([n[name]["parameters"] for n in nodes], weights)
         slots = state["optimizer"]["state"]
@@ -32,7 +32,7 @@ def merge(
                 [_averaged_slots(n[name]["optimizer"]["state"].get(key, {})) for n in nodes], weights
             )
         trained_models[name] = {
-            "buffers": _buffers([r["trainees"][name]["buffers"] for r in ranks], policies, of_ranks),
+            "buffers": _buffers([r["trainees"][name]["buffers"] for r in ranks], policies, rank_weights),
             "agreed": None,
             "progress": _at_an_exchange(local["progress"]),
             "exchanges": None,
@@ -41,13 +41,13 @@ def merge(
     return node, {"trainees": trained_models, "tracked": rank["tracked"], "random": None}
 
 
-def _land(state: NodeState) -> None:
-    """Merges what was under way into a node's parameters and its optimizer's state."""
+def _merge_pending(state: NodeState) -> None:
+    """Merges pending exchanges into a node's parameters and its optimizer's state."""
     for piece in (piece for pending_exchange in state["pending"] for piece in pending_exchange):
         target = state["parameters"].get(piece["home"])
         if piece["slot"]:
-            place = int(piece["label"].split(".")[0])
-            target = state["optimizer"]["state"].get(place, {}).get(piece["slot"])
+            index = int(piece["label"].split(".")[0])
+            target = state["optimizer"]["state"].get(index, {}).get(piece["slot"])
         if target is not None:
             start, stop = piece["rows"] or (0, target.shape[0] if target.ndim else 1)
             rows = target[start:stop] if target.ndim else target
@@ -57,46 +57,46 @@ def _land(state: NodeState) -> None:
 
 
 def _policies(local: LocalState) -> dict[str, BufferPolicy]:
-    """Returns what exchanges make of each buffer; those that they leave alone are kept."""
+    """Returns the policy for each buffer; those that exchanges leave alone are kept."""
     saved: dict[str, BufferPolicy] | None = (local["exchanges"] or {}).get("policies")
     if saved is None:
         return {name: "average" if _is_number(value) else "max" for name, value in local["buffers"].items()}
     return {name: saved.get(name, "keep") for name in local["buffers"]}
 
 
-def _land_buffers(state: LocalState, policies: dict[str, BufferPolicy]) -> None:
-    """Merges what was under way into a rank's buffers."""
+def _merge_pending_buffers(state: LocalState, policies: dict[str, BufferPolicy]) -> None:
+    """Merges pending exchanges into a rank's buffers."""
     for pending_exchange in (state["exchanges"] or {"trips": ()})["trips"]:
         for name, agreed in pending_exchange["buffers"].items():
             add_change(state["buffers"][name], agreed, pending_exchange["snapshot"][name], policies[name])
 
 
 def _buffers(rows: list[Tensors], policies: dict[str, BufferPolicy], weights: Sequence[float]) -> Tensors:
-    """Returns what ranks would agree on; of what is kept or taken from one rank, that of rank 0."""
-    found = {}
-    for name, first in rows[0].items():
-        values, policy = [row.get(name, first) for row in rows], policies[name]
+    """Returns the buffers that an exchange would give; those that are kept or taken from one rank are rank 0's."""
+    merged = {}
+    for name, result in rows[0].items():
+        values, policy = [row.get(name, result) for row in rows], policies[name]
         if policy in ("max", "min"):
-            first = extreme(values, smallest=policy == "min")
+            result = extreme(values, smallest=policy == "min")
         elif policy == "average":
-            first = _mean(values, weights)
-            if any(bool(is_torn(first, value)) for value in values):
+            result = _mean(values, weights)
+            if any(bool(is_torn(result, value)) for value in values):
                 raise CheckpointError(
                     f"the buffer {name!r} of a checkpoint was to be averaged for another cluster, but on some ranks "
                     "elements of it are infinite that are finite on others. Resume on the cluster that saved it, or "
                     f"train with buffers={{{name!r}: 'max'}}, 'min', 'first' or 'keep'."
                 )
-        found[name] = first
-    return found
+        merged[name] = result
+    return merged
 
 
-def _of_ranks(weights: Sequence[float], samples: Sequence[float], layout: list[list[int]]) -> list[float]:
-    """Returns the weight of each rank: its part of its node's."""
-    found = [0.0] * len(samples)
+def _weights_of_ranks(weights: Sequence[float], samples: Sequence[float], layout: list[list[int]]) -> list[float]:
+    """Returns the weight of each rank: its fraction of its node's weight."""
+    rank_weights = [0.0] * len(samples)
     for weight, members in zip(weights, layout, strict=True):
         for rank, share in zip(members, fractions([samples[rank] for rank in members]), strict=True):
-            found[rank] = weight * share
-    return found
+            rank_weights[rank] = weight * share
+    return rank_weights
 
 
 def _at_an_exchange(progress: Saved) -> Saved:
@@ -109,19 +109,19 @@ def _average(rows: list[Tensors], weights: Sequence[float]) -> Tensors:
 
 
 def _mean(values: list[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Returns the weighted mean; what is the same everywhere, or no number that has one, stays as it is."""
-    first = values[0]
-    if not _is_number(first) or all(same(value, first) for value in values):
-        return first
-    wide = torch.complex128 if first.is_complex() else torch.float64
-    terms = [weight * value.to(wide) for weight, value in zip(weights, values, strict=True) if weight]
-    return sum(terms, torch.zeros_like(first, dtype=wide)).to(first.dtype)
+    """Returns the weighted mean; equal values, and dtypes without a mean, stay as they are."""
+    reference = values[0]
+    if not _is_number(reference) or all(same(value, reference) for value in values):
+        return reference
+    accumulation_dtype = torch.complex128 if reference.is_complex() else torch.float64
+    terms = [weight * value.to(accumulation_dtype) for weight, value in zip(weights, values, strict=True) if weight]
+    return sum(terms, torch.zeros_like(reference, dtype=accumulation_dtype)).to(reference.dtype)
 
 
 def _averaged_slots(slots: Saved) -> Tensors:
-    """Returns the state of one parameter that is averaged: not its counters, which have no dim.
+    """Returns the averaged slots of one parameter: not its counters, which are scalars.
 
-    If nothing has one, the parameter itself has none.
+    If all slots are scalars, the parameter itself is one.
     """
     tensors = {slot: value for slot, value in slots.items() if isinstance(value, torch.Tensor) and _is_number(value)}
     is_scalar = not any(value.ndim for value in tensors.values())

@@ -1,8 +1,8 @@
-"""One run at a time writes into a folder: a lock that dies with its process, and across machines a lease.
+"""One run at a time writes into a folder: a lock that ends with its process, and across machines a lease.
 
-The file `.owner` in the folder is locked by the process that holds it and renewed by it every few seconds. On the
-owner's machine the lock decides. Elsewhere, as not every shared file system knows locks, whoever wants the folder
-watches the file for a while: one that is still renewed is held, and one that is not was left by a run that was killed.
+The file `.owner` in the folder is locked by its owner, which renews it every few seconds. On the owner's machine
+the lock decides. Elsewhere, as not every shared file system has locks, a new run watches the file for a while: if it is
+still renewed, the folder is owned; if not, a killed run left it behind.
 """
 
 import errno
@@ -24,16 +24,16 @@ from evenly.launch.host import boot_id
 logger = logging.getLogger(__name__)
 
 OWNER = ".owner"
-RENEWED_S = 2.0
+RENEW_EVERY_S = 2.0
 LEASE_S = 10.0
-_SIZE = 4096  # more than what is written, in one piece
+_SIZE = 4096  # bytes; the entry is written in one piece and is shorter
 
-_held: dict[str, "FolderOwner"] = {}  # of this process: its locks do not keep itself out
-_guard = threading.Lock()
+_owners: dict[str, "FolderOwner"] = {}  # of this process, as a lock does not exclude its own process
+_owners_lock = threading.Lock()
 
 
 class FolderOwner:
-    """The hold of this process on a folder, until `release`."""
+    """The ownership of a folder by this process, until `release`."""
 
     def __init__(self, folder: Path, token: str, handle: int) -> None:
         self._file, self._handle = folder / OWNER, handle
@@ -47,17 +47,17 @@ class FolderOwner:
         }
         self._renewals = 0
         self._renew()
-        self._thread = threading.Thread(target=self._keep, name="evenly-folder", daemon=True)
+        self._thread = threading.Thread(target=self._renew_until_released, name="evenly-folder", daemon=True)
         self._thread.start()
 
     def describe(self) -> str:
-        """Returns who this is."""
+        """Returns process, host and start time of the owner."""
         return _describe(self._entry)
 
     def require(self) -> None:
-        """Raises `CheckpointError` if another run has taken the folder, after this process gave no sign for long."""
+        """Raises `CheckpointError` if another run took the folder because this process did not renew it in time."""
         with suppress(OSError):
-            if _same_file(self._handle, self._file) and self._is_own():
+            if _same_file(self._handle, self._file) and self._still_owns():
                 return
         raise CheckpointError(
             f"a checkpoint was to be written to {self._file.parent}, which this run held; since then another run has "
@@ -66,30 +66,30 @@ class FolderOwner:
         )
 
     def release(self) -> None:
-        """Lets others have the folder."""
+        """Releases the folder."""
         self._stop.set()
         self._thread.join(timeout=5.0)
-        with _guard:  # closing the file drops every lock that this process has on it, also one taken meanwhile
-            _held.pop(str(self._file.resolve()), None)
+        with _owners_lock:  # closing the file drops all locks of this process on it, also a newer one
+            _owners.pop(str(self._file.resolve()), None)
             with suppress(OSError):
-                if _same_file(self._handle, self._file) and self._is_own():
+                if _same_file(self._handle, self._file) and self._still_owns():
                     self._file.unlink()
             os.close(self._handle)
 
-    def _keep(self) -> None:
-        while not self._stop.wait(RENEWED_S):
+    def _renew_until_released(self) -> None:
+        while not self._stop.wait(RENEW_EVERY_S):
             try:
-                # a copy of the folder made by this process has dropped the lock, as POSIX has it
+                # if this process copied the folder, POSIX has dropped the lock
                 _try_lock(self._file.parent, self._handle)
-                if not self._is_own():
-                    return  # taken; `require` will say so
+                if not self._still_owns():
+                    return  # lost; `require` will raise
                 self._renew()
             except CheckpointError:
                 return  # as above
             except OSError as error:
                 logger.warning("the hold on the folder %s could not be renewed: %s", self._file.parent, error)
 
-    def _is_own(self) -> bool:
+    def _still_owns(self) -> bool:
         return read_owner(self._handle).get("token") == self._entry["token"]
 
     def _renew(self) -> None:
@@ -99,7 +99,7 @@ class FolderOwner:
 
 
 def hold_together(folder: Path, gatherer: ObjectGatherer, *, rank: int, leads: bool) -> FolderOwner | None:
-    """Returns this process's hold on the folder of a run, if it has one; all ranks call it together.
+    """Returns this process's ownership of the run's folder, if it has one; all ranks call it together.
 
     Rank 0 takes the folder, and so does the first rank (`leads`) of each node that has a folder of its own.
 
@@ -125,20 +125,20 @@ def hold_together(folder: Path, gatherer: ObjectGatherer, *, rank: int, leads: b
 
 
 def take_folder(folder: Path, token: str) -> FolderOwner:
-    """Returns the hold of this process on `folder`, which is made if need be.
+    """Returns the ownership of `folder` by this process; the folder is created if needed.
 
     Raises:
         CheckpointError: another run holds it, or it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _guard:
+        with _owners_lock:
             key = str((folder / OWNER).resolve())
-            if key in _held:
-                raise _refused(folder, _held[key].describe())
+            if key in _owners:
+                raise _refused(folder, _owners[key].describe())
             handle = _lock(folder)
-            _held[key] = FolderOwner(folder, token, handle)
-            return _held[key]
+            _owners[key] = FolderOwner(folder, token, handle)
+            return _owners[key]
     except OSError as error:
         raise CheckpointError(
             f"a run was to be written to the folder {folder}; that cannot be done: {error.strerror or error}. "
@@ -159,7 +159,7 @@ def is_held_by(folder: Path, token: str) -> bool:
 
 
 def read_owner(handle: int) -> dict[str, object]:
-    """Returns what an open file says about its owner; nothing if it says nothing that can be read."""
+    """Returns the owner's entry in an open file; empty if it cannot be read."""
     try:
         entry = json.loads(os.pread(handle, _SIZE, 0))
     except (ValueError, RecursionError):
@@ -173,7 +173,7 @@ def _lock(folder: Path) -> int:
         handle = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             has_locks = _try_lock(folder, handle)
-            if not _same_file(handle, folder / OWNER):  # its owner left while we looked
+            if not _same_file(handle, folder / OWNER):  # its owner released it meanwhile
                 os.close(handle)
                 continue
             entry = read_owner(handle)
@@ -191,7 +191,7 @@ def _lock(folder: Path) -> int:
 def _try_lock(folder: Path, handle: int) -> bool:
     """Locks the file; returns False where the file system has no locks."""
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: workers that it forks hold nothing
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: forked workers do not inherit it
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise _refused(folder, _describe(read_owner(handle))) from None
@@ -202,7 +202,7 @@ def _try_lock(folder: Path, handle: int) -> bool:
 
 
 def _is_renewed(handle: int, folder: Path, entry: dict[str, object]) -> bool:
-    """Whether somebody on another machine still renews the file; it takes a while to say no."""
+    """Whether a process on another machine still renews the file; waits for up to `LEASE_S`."""
     logger.warning("%s: %s had it last; waiting %g s for a sign of life", folder, _describe(entry), LEASE_S)
     until = time.monotonic() + LEASE_S
     while time.monotonic() < until:

@@ -1,6 +1,6 @@
 """Saving and resuming a whole run: every node's parameters, every rank's buffers, random states and positions.
 
-Nodes differ inside a period, so each node's full tensors are kept. On the same cluster a run goes on bit for bit; on
+Nodes differ inside a period, so each node's full tensors are saved. On the same cluster a run continues bit for bit; on
 another one it starts from the average that the next exchange would have made.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from evenly.checkpoints import folder
-from evenly.checkpoints.full_state import TrainedModel, full_state, own_exchanges, part_of, put_state
+from evenly.checkpoints.full_state import TrainedModel, full_state, local_exchanges, part_of, put_state
 from evenly.checkpoints.merge import merge
 from evenly.checkpoints.ownership import FolderOwner
 from evenly.checkpoints.states import (
@@ -86,10 +86,12 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """Returns the newest checkpoint that every rank can see, or None."""
         self._together(lambda: folder.recover(self.root) if self._leads else None, "look into", self.root)
-        seen = self._together(lambda: [path.name for path in folder.checkpoints(self.root)], "look into", self.root)
-        common = set(seen[0]).intersection(*seen[1:])
-        if not common and any(seen):
-            parts = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(seen))
+        names_of_ranks = self._together(
+            lambda: [path.name for path in folder.checkpoints(self.root)], "look into", self.root
+        )
+        common = set(names_of_ranks[0]).intersection(*names_of_ranks[1:])
+        if not common and any(names_of_ranks):
+            parts = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(names_of_ranks))
             raise CheckpointError(
                 f"the ranks have no checkpoint in common in {self.root} ({parts}). "
                 "Bring the missing files back, or start afresh with resume=False."
@@ -103,13 +105,13 @@ class Checkpoints:
         self._together(lambda: folder.set_aside(self.root) if self._leads else None, "clear", self.root)
 
     def load(self, path: Path) -> Restored:
-        """Returns the state this rank goes on from, read and checked on every rank."""
+        """Returns the state this rank resumes from, read and checked on every rank."""
         read: list[Restored] = []
         self._together(lambda: read.append(self._read(path)), "read the checkpoint", path)
         return read[0]
 
     def _begin(self, step: int) -> tuple[str, int]:
-        """Returns a new token and the step; those of rank 0 count, as nodes may have made other numbers of steps."""
+        """Returns a new token and the step; those of rank 0 count, as nodes may have made unequal numbers of steps."""
         if self._owner is not None:
             self._owner.require()
         return secrets.token_hex(4), step
@@ -137,16 +139,16 @@ class Checkpoints:
         self, partial: Path, trained_models: list[TrainedModel], tracked: Mapping[str, Stateful]
     ) -> dict[str, str]:
         digests: dict[str, str] = {}
-        full = {t.name: full_state(t) for t in trained_models}  # ranks that hold a network together meet here
+        full = {t.name: full_state(t) for t in trained_models}  # a collective of the ranks that share a network
         if self._leads:
             value = {name: _node_state(state) for name, state in full.items()}
             digests |= folder.write_part(partial, f"node-{self._node}", value)
-        mine: RankState = {
+        rank_state: RankState = {
             "trainees": {t.name: _local_state(t, full[t.name]) for t in trained_models},
-            "tracked": {name: thing.state_dict() for name, thing in tracked.items()},
+            "tracked": {name: stateful.state_dict() for name, stateful in tracked.items()},
             "random": _random_state(),
         }
-        return digests | folder.write_part(partial, f"rank-{self.rank}", mine)
+        return digests | folder.write_part(partial, f"rank-{self.rank}", rank_state)
 
     def _read(self, path: Path) -> Restored:
         manifest = folder.read_manifest(path)
@@ -160,7 +162,7 @@ class Checkpoints:
             node, rank = merge(nodes, ranks, manifest["nodes"])
         return {"manifest": manifest, "node": node, "rank": rank}
 
-    def _together(self, act: Callable[[], T], what: str, path: Path) -> list[T]:
+    def _together(self, act: Callable[[], T], action: str, path: Path) -> list[T]:
         """Returns every rank's result; if one rank fails, all raise, naming it."""
         result: T | None = None
         error = None
@@ -168,16 +170,16 @@ class Checkpoints:
             result = act()
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
-        rows = self._gatherer.gather((result, error), what, where=f" {path}")
+        rows = self._gatherer.gather((result, error), action, where=f" {path}")
         failed = {rank: reason for rank, (_, reason) in enumerate(rows) if reason}
         if failed:
             rank, reason = next(iter(failed.items()))
-            raise CheckpointError(f"ranks {list(failed)} could not {what} {path}. Rank {rank} says: {reason}")
-        return [cast("T", theirs) for theirs, _ in rows]  # there is a result where there is no error
+            raise CheckpointError(f"ranks {list(failed)} could not {action} {path}. Rank {rank} says: {reason}")
+        return [cast("T", value) for value, _ in rows]  # without an error there is a result
 
 
 def apply(state: Restored, trained_model: TrainedModel) -> None:
-    """Puts a loaded state into the model, its optimizer, its schedule and its batches."""
+    """Loads a state into the model, its optimizer, its schedule and its batches."""
     saved = state["manifest"]["models"].get(trained_model.name)
     _require_same_form(saved, _form(trained_model.model.module), trained_model.name)
     node, rank = state["node"][trained_model.name], state["rank"]["trainees"][trained_model.name]
@@ -187,14 +189,14 @@ def apply(state: Restored, trained_model: TrainedModel) -> None:
     trained_model.model.resume(
         rank["progress"],
         None if agreed is None else {name: part_of(buffers[name], value.to(device)) for name, value in agreed.items()},
-        own_exchanges(trained_model, node, rank),
+        local_exchanges(trained_model, node, rank),
     )
     if trained_model.feed is not None:
         trained_model.feed.resume(rank["feed"] or {})
 
 
 def restore_random_state(state: Restored) -> None:
-    """Sets torch's, Python's and numpy's generators as they were; a rank that is new keeps its own."""
+    """Restores torch's, Python's and numpy's generators; a new rank keeps its own."""
     saved = state["rank"]["random"]
     if saved is None:
         return
@@ -247,12 +249,12 @@ def _form(module: torch.nn.Module) -> dict[str, str]:
     }
 
 
-def _require_same_form(saved: dict[str, str] | None, now: dict[str, str], trained_model: str) -> None:
+def _require_same_form(saved: dict[str, str] | None, current: dict[str, str], trained_model: str) -> None:
     if saved is None:
         raise CheckpointError(f"the checkpoint has no model {trained_model!r}. Resume with the program that saved it.")
-    for name in [*saved, *now]:
-        if saved.get(name) != now.get(name):
+    for name in [*saved, *current]:
+        if saved.get(name) != current.get(name):
             raise CheckpointError(
                 f"the checkpoint was saved from another model: {name!r} is {saved.get(name, 'absent')} there "
-                f"and {now.get(name, 'absent')} here. Build the same model, or start a new run folder."
+                f"and {current.get(name, 'absent')} here. Build the same model, or start a new run folder."
             )

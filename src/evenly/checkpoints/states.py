@@ -1,25 +1,25 @@
-"""What a checkpoint holds: the state of a run, of its nodes and of its ranks, in full tensors."""
+"""Types of a checkpoint's content: the state of a run, of its nodes and of its ranks, in full tensors."""
 
 from typing import Any, Protocol, TypedDict
 
 import torch
 
 Tensors = dict[str, torch.Tensor]
-Saved = dict[str, Any]  # what a state_dict() returned, or what an exchange needs to go on
+Saved = dict[str, Any]  # a state_dict(), or the state of an exchange
 
 
 class Stateful(Protocol):
-    """What can be kept in a checkpoint: schedulers, a GradScaler."""
+    """An object whose state can be saved: a scheduler, a GradScaler."""
 
     def state_dict(self) -> Saved:
         """Returns the state."""
 
     def load_state_dict(self, state_dict: Saved, /) -> object:
-        """Goes on from a state."""
+        """Loads a state."""
 
 
 class Manifest(TypedDict):
-    """What a checkpoint is of, and the SHA-256 of its files."""
+    """Step, nodes and models of a checkpoint, and the SHA-256 of its files."""
 
     step: int
     epoch: int
@@ -33,11 +33,11 @@ class NodeState(TypedDict):
 
     parameters: Tensors
     optimizer: Saved
-    pending: list[list[Saved]]  # what exchanges under way carry
+    pending: list[list[Saved]]  # the payload of pending exchanges
 
 
 class FullState(NodeState):
-    """One model with what each rank has of its own."""
+    """One model with the state that differs between ranks."""
 
     buffers: Tensors
     agreed: Tensors  # the buffers of the last exchange
@@ -45,7 +45,7 @@ class FullState(NodeState):
 
 
 class LocalState(TypedDict):
-    """One model, what one rank has of its own."""
+    """The part of one model's state that differs between ranks."""
 
     buffers: Tensors
     agreed: Tensors | None
@@ -72,7 +72,7 @@ class RankState(TypedDict):
 
 
 class Restored(TypedDict):
-    """What one rank goes on from."""
+    """The state that one rank resumes from."""
 
     manifest: Manifest
     node: dict[str, NodeState]

@@ -12,7 +12,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def flatten(value: object, prefix: str, tensors: dict[str, torch.Tensor]) -> Json:
-    """Returns `value` as JSON can say it; its tensors are put into `tensors` under names that start with `prefix`."""
+    """Returns `value` as JSON; its tensors are put into `tensors` under names that start with `prefix`."""
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
         name = f"{prefix}#{len(tensors)}"  # the number keeps keys with dots apart
         plain = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
@@ -36,7 +36,7 @@ def flatten(value: object, prefix: str, tensors: dict[str, torch.Tensor]) -> Jso
 
 
 def restore(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Returns what `flatten` was given."""
+    """Returns the value that `flatten` converted."""
     if isinstance(value, list):
         return [restore(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -44,9 +44,7 @@ def restore(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if "$tensor" in value:
         return tensors[value["$tensor"]]
     if "$complex" in value:
-        return torch.view_as_complex(
-            tensors[value["$complex"]].clone()
-        )  # in a file it may lie where torch cannot read it
+        return torch.view_as_complex(tensors[value["$complex"]].clone())  # a file may not be aligned for it
     if "$tuple" in value:
         return tuple(restore(item, tensors) for item in value["$tuple"])
     return {restore(key, tensors): restore(item, tensors) for key, item in value["$dict"]}

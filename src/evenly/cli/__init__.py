@@ -44,13 +44,13 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 def main() -> None:
     """Runs the command line; an expected error is one message, not a traceback."""
-    atexit.register(gc.freeze)  # nothing looks for cycles in what is left, which takes most of a second with torch
+    atexit.register(gc.freeze)  # no cycle collection at exit: with torch it takes most of a second
     try:
         app()
     except EvenlyError as error:
         print(f"evenly: {error}", file=sys.stderr)
         sys.exit(1)
-    except OSError as error:  # a file or folder that cannot be used, where nobody could say more about it
+    except OSError as error:  # a file or folder that cannot be used, and no caller said more about it
         reason = error.strerror or str(error) or type(error).__name__
         print(f"evenly: {reason}{f': {error.filename}' if error.filename else ''}.", file=sys.stderr)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Files that verbs are given and write: read as what they should be, or refused with what they are."""
+"""Reads and checks the files that verbs take and write."""
 
 import os
 from pathlib import Path
@@ -19,21 +19,21 @@ Kind = TypeVar("Kind", bound=Document)
 
 
 def read(kind: type[Kind], path: Path, option: str) -> Kind:
-    """Returns the value in a file; one that holds another kind of value is named."""
+    """Returns the value in a file; if the file holds another kind of value, the error names it."""
     try:
         return kind.load(path)
     except SpecError:
-        other = _other(kind, path)
-        if other is None:
+        actual_kind = _actual_kind(kind, path)
+        if actual_kind is None:
             raise
         raise SpecError(
-            f"{option} {path} was given, but the file holds a {other}, not a {kind.__name__}. "
+            f"{option} {path} was given, but the file holds a {actual_kind}, not a {kind.__name__}. "
             f"Give a file that was written by: {MAKERS[kind.__name__]}."
         ) from None
 
 
 def require_writable(*paths: Path | None) -> None:
-    """Raises `SpecError` where a file cannot be written, before any work is done for it."""
+    """Raises `SpecError` if a file cannot be written, before any work is done for it."""
     for path in paths:
         if path is None:
             continue
@@ -48,12 +48,12 @@ def require_writable(*paths: Path | None) -> None:
             raise SpecError(f"the file {path} was to be written, but {case}. Give a file in a folder of yours.")
 
 
-def _other(kind: type[Document], path: Path) -> str | None:
-    for other in KINDS:
+def _actual_kind(kind: type[Document], path: Path) -> str | None:
+    for candidate in KINDS:
         try:
-            if other is not kind:
-                other.load(path)
-                return other.__name__
+            if candidate is not kind:
+                candidate.load(path)
+                return candidate.__name__
         except SpecError:
             continue
     return None

@@ -30,13 +30,13 @@ Nodes = Annotated[
     str | None, typer.Option(metavar="N,N,...", help="Instead of --cluster, with --speeds: ranks on each node.")
 ]
 Flops = Annotated[str | None, typer.Option(help="With --speeds: operations a second of the fastest rank [1T].")]
-Inside = Annotated[str | None, typer.Option(help="With --speeds: wires inside a node [10GB/s].")]
-Across = Annotated[str | None, typer.Option(help="With --speeds: wires between nodes [1Gbit].")]
+Inside = Annotated[str | None, typer.Option(help="With --speeds: links inside a node [10GB/s].")]
+Across = Annotated[str | None, typer.Option(help="With --speeds: links between nodes [1Gbit].")]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was typed; None for what was not."""
+    """The options as typed; None if left out."""
 
     model: str | None
     inputs: Sequence[str]
@@ -50,9 +50,9 @@ class Options:
     inside: str | None
     across: str | None
 
-    def known(self) -> tuple[Cluster, Profile, Graph]:
+    def load(self) -> tuple[Cluster, Profile, Graph]:
         """Returns the three values, or raises `SpecError` saying which is missing or given twice."""
-        self._require_sense()
+        self._require_consistent()
         speeds = None if self.speeds is None else numbers_between_commas(self.speeds, "--speeds")
         cluster = self._cluster(len(speeds or ()))
         graph = self._graph()
@@ -65,24 +65,25 @@ class Options:
         profile.require_fit(cluster, graph)
         return cluster, profile, graph
 
-    def _require_sense(self) -> None:
-        twice = [
+    def _require_consistent(self) -> None:
+        alternatives = [
             ("--profile", self.profile, "--speeds", self.speeds),
             ("--cluster", self.cluster, "--nodes", self.nodes),
         ]
-        twice.append(("--graph", self.graph, "MODEL", self.model))
-        for one, first, other, second in twice:
-            if first is not None and second is not None:
+        alternatives.append(("--graph", self.graph, "MODEL", self.model))
+        for option, value, other_option, other_value in alternatives:
+            if value is not None and other_value is not None:
                 raise SpecError(
-                    f"{one} {first} and {other} {second} were given, but one stands for the other. Give one."
+                    f"{option} {value} and {other_option} {other_value} were given, but one stands for "
+                    "the other. Give one."
                 )
         if self.speeds is not None:
             return
         needs = {"--nodes": self.nodes, "--flops": self.flops, "--inside": self.inside, "--across": self.across}
-        for option, given in needs.items():
-            if given is not None:
+        for option, text in needs.items():
+            if text is not None:
                 raise SpecError(
-                    f"{option} {given} was given without --speeds, but a profile says that itself. Add --speeds "
+                    f"{option} {text} was given without --speeds, but a profile says that itself. Add --speeds "
                     f"70,25,5 or leave {option} out."
                 )
 
@@ -114,9 +115,9 @@ class Options:
         return draw_quickly(self.model, self.inputs, self.dtype)
 
     def _from_speeds(self, cluster: Cluster, graph: Graph, speeds: list[float]) -> Profile:
-        usual = Profile.model_fields
+        fields = Profile.model_fields
         inside, across = (
-            None if text is None else rate_of(text, f"--{name}", usual[name].default)
+            None if text is None else rate_of(text, f"--{name}", fields[name].default)
             for name, text in (("inside", self.inside), ("across", self.across))
         )
         flops = {} if self.flops is None else {"flops_per_s": flops_of(self.flops)}

@@ -1,4 +1,4 @@
-"""MODEL as a person names it: a recipe's network, `package.module:callable` or `path/file.py:callable`."""
+"""MODEL as typed: a recipe's network, `package.module:callable` or `path/file.py:callable`."""
 
 import importlib
 import importlib.util
@@ -35,22 +35,22 @@ def build(model: str, dtype: str) -> "nn.Module":
     import torch
     from torch import nn
 
-    kind = dtype_of(dtype)
+    torch_dtype = dtype_of(dtype)
     maker = _maker(model)
     try:
-        made = maker()
+        network = maker()
     except Exception as error:  # whatever the user's code raises
         raise SpecError(
             f"the network {model!r} was asked for, but calling it raised {_words(error)}. {HOW}."
         ) from error
-    if not isinstance(made, nn.Module):
+    if not isinstance(network, nn.Module):
         raise SpecError(
-            f"the network {model!r} was asked for, but calling it gave a {type(made).__name__}, not a torch.nn.Module. "
-            f"{HOW}."
+            f"the network {model!r} was asked for, but calling it gave a {type(network).__name__}, not a "
+            f"torch.nn.Module. {HOW}."
         )
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in made.parameters()):
-        return made  # tracing says what to do
-    return made.to(kind) if kind.is_floating_point and kind != torch.float32 else made
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in network.parameters()):
+        return network  # tracing says what to do
+    return network.to(torch_dtype) if torch_dtype.is_floating_point and torch_dtype != torch.float32 else network
 
 
 def examples(model: str, inputs: Sequence[str], dtype: str, *, device: str = "cpu") -> tuple["torch.Tensor", ...]:
@@ -63,15 +63,16 @@ def examples(model: str, inputs: Sequence[str], dtype: str, *, device: str = "cp
             f"the network {model!r} was asked for, but not what goes into it. Add --input 64x3x32x32: the sizes of a "
             "batch, its samples first."
         )
-    kind, shapes = dtype_of(dtype), [shape_of(size) for size in sizes]
-    wanted, free = sum(prod(shape) for shape in shapes) * kind.itemsize, psutil.virtual_memory().available
-    if device != "meta" and wanted > free:
+    torch_dtype, shapes = dtype_of(dtype), [shape_of(size) for size in sizes]
+    needed_bytes = sum(prod(shape) for shape in shapes) * torch_dtype.itemsize
+    free_bytes = psutil.virtual_memory().available
+    if device != "meta" and needed_bytes > free_bytes:
         raise SpecError(
-            f"--input {' '.join(sizes)} was given, which is {gigabytes(wanted)}, but {gigabytes(free)} of memory are "
-            "free. Give the sizes of a batch that fits into memory."
+            f"--input {' '.join(sizes)} was given, which is {gigabytes(needed_bytes)}, but {gigabytes(free_bytes)} of "
+            "memory are free. Give the sizes of a batch that fits into memory."
         )
     try:
-        return tuple(torch.zeros(shape, dtype=kind, device=device) for shape in shapes)
+        return tuple(torch.zeros(shape, dtype=torch_dtype, device=device) for shape in shapes)
     except (RuntimeError, TypeError, OverflowError) as error:
         raise SpecError(
             f"--input {' '.join(sizes)} was given, but cannot be made: {_words(error)}. Give the sizes of a batch that "
@@ -80,16 +81,16 @@ def examples(model: str, inputs: Sequence[str], dtype: str, *, device: str = "cp
 
 
 def draw(model: str, network: "nn.Module", example: tuple["torch.Tensor", ...]) -> "Graph":
-    """Returns the network's operations; what goes wrong with this input is said in one message."""
+    """Returns the network's operations; any error becomes one message."""
     from evenly.graph import trace
 
     try:
         return trace(network, example)
     except Exception as error:  # whatever the user's forward raises
-        given = " ".join("x".join(map(str, x.shape)) for x in example)
-        first = str(error).splitlines()[0] if isinstance(error, EvenlyError) else f"it raised {_words(error)}."
+        shapes = " ".join("x".join(map(str, x.shape)) for x in example)
+        problem = str(error).splitlines()[0] if isinstance(error, EvenlyError) else f"it raised {_words(error)}."
         raise SpecError(
-            f"the network {model!r} was traced with an input of {given} ({str(example[0].dtype)[6:]}), but {first} "
+            f"the network {model!r} was traced with an input of {shapes} ({str(example[0].dtype)[6:]}), but {problem} "
             "Give the --input and --dtype that its forward takes."
         ) from error
 
@@ -98,7 +99,7 @@ def draw_quickly(model: str, inputs: Sequence[str], dtype: str) -> "Graph":
     """Returns the network's operations, without memory for its parameters where the network allows that."""
     import torch
 
-    _maker(model)  # what is wrong with the name comes first
+    _maker(model)  # a wrong name is reported first
     example = examples(model, inputs, dtype, device="meta")
     try:
         with torch.device("meta"):
@@ -113,51 +114,50 @@ def draw_quickly(model: str, inputs: Sequence[str], dtype: str) -> "Graph":
 
 
 def dtype_of(name: str) -> "torch.dtype":
-    """Returns torch's type of numbers."""
+    """Returns the torch dtype of this name."""
     import torch
 
     if name not in DTYPES:
         raise SpecError(f"--dtype {name} was given. Choose one of: {', '.join(DTYPES)}.")
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _maker(model: str) -> Callable[[], object]:
     if model in NETWORKS:
-        home, name, _ = NETWORKS[model]
-        maker: Callable[[], object] = getattr(importlib.import_module(home), name)
+        module_name, name, _ = NETWORKS[model]
+        maker: Callable[[], object] = getattr(importlib.import_module(module_name), name)
         return maker
-    home, colon, name = model.rpartition(":")
-    if not colon or not home or not name:
+    module_name, colon, name = model.rpartition(":")
+    if not colon or not module_name or not name:
         raise SpecError(
             f"there is no network {model!r}. Choose one of: {', '.join(NETWORKS)}. {HOW.replace('Give', 'Or give', 1)}."
         )
-    found: object = _module(home, model)
+    attribute: object = _module(module_name, model)
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise SpecError(f"the network {model!r} was asked for, but {home} has no {name!r}. {HOW}.")
-        found = getattr(found, part)
-    if not callable(found):
+        if not hasattr(attribute, part):
+            raise SpecError(f"the network {model!r} was asked for, but {module_name} has no {name!r}. {HOW}.")
+        attribute = getattr(attribute, part)
+    if not callable(attribute):
         raise SpecError(
-            f"the network {model!r} was asked for, but {name!r} is a {type(found).__name__}, which cannot be called. "
-            f"{HOW}."
+            f"the network {model!r} was asked for, but {name!r} is a {type(attribute).__name__}, which cannot be "
+            f"called. {HOW}."
         )
-    made: Callable[[], object] = found
-    return made
+    return attribute
 
 
-def _module(home: str, model: str) -> ModuleType:
-    is_file = home.endswith(".py")
-    if is_file and not Path(home).is_file():
-        raise SpecError(f"the network {model!r} was asked for, but there is no file {home}. {HOW}.")
-    folder = str(Path(home).resolve().parent if is_file else Path.cwd())
+def _module(module_name: str, model: str) -> ModuleType:
+    is_file = module_name.endswith(".py")
+    if is_file and not Path(module_name).is_file():
+        raise SpecError(f"the network {model!r} was asked for, but there is no file {module_name}. {HOW}.")
+    folder = str(Path(module_name).resolve().parent if is_file else Path.cwd())
     if folder not in sys.path:  # as python does for a script
         sys.path.insert(0, folder)
     try:
-        return _run_file(Path(home)) if is_file else importlib.import_module(home)
+        return _run_file(Path(module_name)) if is_file else importlib.import_module(module_name)
     except Exception as error:  # whatever the user's code raises
         raise SpecError(
-            f"the network {model!r} was asked for, but importing {home} raised {_words(error)}. {HOW}."
+            f"the network {model!r} was asked for, but importing {module_name} raised {_words(error)}. {HOW}."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Profiles that were measured before, kept in the user's cache folder."""
+"""Measured profiles in the user's cache folder."""
 
 import hashlib
 from pathlib import Path
@@ -8,7 +8,7 @@ from evenly.spec import Cluster, Graph, Profile
 
 
 class ProfileCache:
-    """The place of one profile: of these machines and limits, this network and batch, this torch, this care."""
+    """The cache file of one profile; its key is cluster, memory limits, network, batch, versions and thoroughness."""
 
     def __init__(self, cluster: Cluster, graph: Graph, *, limits: list[int] | None, quick: bool) -> None:
         import torch
@@ -16,24 +16,24 @@ class ProfileCache:
         from evenly.survey.measure import versions
 
         self._cluster, self._graph = cluster, graph
-        threads, care = f"{torch.get_num_threads()} threads", "quick" if quick else "thorough"
-        marks = [cluster.to_json(), graph.fingerprint, versions(), threads, care, *map(str, limits or ())]
-        name = hashlib.sha256("\n".join(marks).encode()).hexdigest()[:24]
+        threads, thoroughness = f"{torch.get_num_threads()} threads", "quick" if quick else "thorough"
+        key_parts = [cluster.to_json(), graph.fingerprint, versions(), threads, thoroughness, *map(str, limits or ())]
+        name = hashlib.sha256("\n".join(key_parts).encode()).hexdigest()[:24]
         self.path = Path.home() / ".cache" / "evenly" / "profiles" / f"{name}.json"
 
     def find(self) -> Profile | None:
-        """Returns the profile that was kept; None where there is none that can be read."""
+        """Returns the cached profile; None if there is none or it cannot be read."""
         if not self.path.is_file():
             return None
         try:
-            found = Profile.load(self.path)
-            found.require_fit(self._cluster, self._graph)
+            profile = Profile.load(self.path)
+            profile.require_fit(self._cluster, self._graph)
         except SpecError:
             return None
-        return found
+        return profile
 
     def keep(self, profile: Profile) -> bool:
-        """Keeps a profile for the next time; returns whether the folder allows that."""
+        """Writes a profile to the cache; returns whether that was possible."""
         part = self.path.with_suffix(".part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a person types as text: sizes, speeds, bytes and rates of wires."""
+"""Parses quantities of the command line: sizes, speeds, bytes, bandwidths and latencies."""
 
 import re
 from math import isfinite
@@ -26,7 +26,7 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 
 def numbers_between_commas(text: str, option: str) -> list[float]:
-    """Returns what stands between the commas.
+    """Returns the numbers between the commas.
 
     >>> numbers_between_commas("70,25,5", "--speeds")
     [70.0, 25.0, 5.0]
@@ -71,8 +71,8 @@ def flops_of(text: str) -> float:
     >>> flops_of("10T"), flops_of("2e11")
     (10000000000000.0, 200000000000.0)
     """
-    found = re.fullmatch(NUMBER + r"\s*([kKMGTPmgtp]?)", text.strip())
-    number = _scaled(found[1], found[2]) if found else 0.0
+    match = re.fullmatch(NUMBER + r"\s*([kKMGTPmgtp]?)", text.strip())
+    number = _scaled(match[1], match[2]) if match else 0.0
     if not 0 < number < float("inf"):
         raise SpecError(
             f"--flops {text} was given, but it is the floating-point operations a second of the fastest rank, a number "
@@ -82,22 +82,24 @@ def flops_of(text: str) -> float:
 
 
 def rate_of(text: str, option: str, usual: Rate) -> Rate:
-    """Returns what a wire does: bandwidth, and after a comma the latency, which is that of `usual` if left out.
+    """Returns bandwidth and, after a comma, latency of a link; latency is that of `usual` if left out.
 
     >>> rate_of("1Gbit,20ms", "--across", Rate(latency_s=1e-4, bytes_per_s=1))
     Rate(latency_s=0.02, bytes_per_s=125000000.0)
     """
-    speed, comma, delay = text.partition(",")
-    fast = re.fullmatch(NUMBER + r"\s*([kKMGTmgt]?)(i?)(bit|B)(?:/s)?", speed.strip())
-    late = re.fullmatch(NUMBER + r"\s*(s|ms|us)", delay.strip()) if comma else None
-    number = _scaled(fast[1], fast[2], binary=bool(fast[3])) if fast else 0.0
-    if fast is None or not 1 <= number < 1e18 or (comma and late is None):
+    bandwidth, comma, latency = text.partition(",")
+    bandwidth_match = re.fullmatch(NUMBER + r"\s*([kKMGTmgt]?)(i?)(bit|B)(?:/s)?", bandwidth.strip())
+    latency_match = re.fullmatch(NUMBER + r"\s*(s|ms|us)", latency.strip()) if comma else None
+    number = (
+        _scaled(bandwidth_match[1], bandwidth_match[2], binary=bool(bandwidth_match[3])) if bandwidth_match else 0.0
+    )
+    if bandwidth_match is None or not 1 <= number < 1e18 or (comma and latency_match is None):
         raise SpecError(
-            f"{option} {text} was given, but a wire has a bandwidth of 1 or more bit or B a second, and after a comma "
+            f"{option} {text} was given, but a link has a bandwidth of 1 or more bit or B a second, and after a comma "
             f"its latency. Write {option} 1Gbit, {option} 10GB/s or {option} 1Gbit,20ms."
         )
-    latency_s = float(late[1]) * SECONDS[late[2]] if late else usual.latency_s
-    return Rate(latency_s=latency_s, bytes_per_s=number / 8 if fast[4] == "bit" else number)
+    latency_s = float(latency_match[1]) * SECONDS[latency_match[2]] if latency_match else usual.latency_s
+    return Rate(latency_s=latency_s, bytes_per_s=number / 8 if bandwidth_match[4] == "bit" else number)
 
 
 def factor_of(number: float, option: str) -> float:
@@ -109,8 +111,8 @@ def factor_of(number: float, option: str) -> float:
 
 
 def _bytes(part: str, text: str) -> int:
-    found = re.fullmatch(NUMBER + r"\s*([kKMGTmgt]?)(i?)B", part.strip())
-    number = _scaled(found[1], found[2], binary=bool(found[3])) if found else 0.0
+    match = re.fullmatch(NUMBER + r"\s*([kKMGTmgt]?)(i?)B", part.strip())
+    number = _scaled(match[1], match[2], binary=bool(match[3])) if match else 0.0
     if not 1 <= number < 2**62:
         raise SpecError(
             f"--memory {text} was given, but {part!r} is no amount of memory. Write --memory 8GB,512MiB: one for each "

@@ -1,4 +1,4 @@
-"""Plans and forecasts as a person sees them: tables, bars, and a few sentences."""
+"""Prints plans and forecasts: tables, bars and a few sentences."""
 
 from collections.abc import Sequence
 
@@ -23,11 +23,11 @@ from evenly.reports import (
 from evenly.spec import Cluster, Forecast, Layout, Plan, Profile
 from evenly.spec.plan import counted
 
-MOST_PLANNED, MOST_COMPARED, MOST_BLOCKS = 40, 20, 40  # lines of a table; what is left is counted
+MOST_PLANNED, MOST_COMPARED, MOST_BLOCKS = 40, 20, 40  # rows of a table; the rest is counted
 
 
 def show_plan(plan: Plan, forecast: Forecast, cluster: Cluster, *, console: Console) -> None:
-    """Prints who does what, how the networks are cut, and how long everybody computes and waits."""
+    """Prints the role of each rank, how networks are cut, and how long each rank computes and waits."""
     rows = rank_rows(plan, forecast, cluster)
     table = table_of(PLAN_HEADERS, left=3)
     for row in rows[:MOST_PLANNED]:
@@ -54,8 +54,10 @@ def show_forecasts(
     say([""], console)
     pairs = list(side_by_side(rank_rows(*before), rank_rows(*after) if after else None))
     ranks = table_of(RANK_HEADERS, left=2)
-    for old, new in pairs[:MOST_COMPARED]:
-        ranks.add_row(*map(escape, rank_cells(old, new, arrow="->" if console.options.ascii_only else "→")))
+    for row_before, row_after in pairs[:MOST_COMPARED]:
+        ranks.add_row(
+            *map(escape, rank_cells(row_before, row_after, arrow="->" if console.options.ascii_only else "→"))
+        )
     console.print(ranks)
     _say_more(pairs, MOST_COMPARED, console)
     say(left_out_notes(rank_rows(*(after or before))), console)
@@ -88,12 +90,14 @@ def _say_more(rows: Sequence[object], most: int, console: Console) -> None:
 
 
 def _show_layouts(plan: Plan, console: Console) -> None:
-    """Prints each way in which networks are cut once, with the ranks that hold one so."""
-    slots: dict[str, tuple[Layout, list[tuple[int, ...]]]] = {}
+    """Prints each layout once, with the ranks that use it."""
+    holders_by_layout: dict[str, tuple[Layout, list[tuple[int, ...]]]] = {}
     for replica in plan.replicas:
         if len(replica.ranks) > 1:
-            slots.setdefault(replica.layout.model_dump_json(), (replica.layout, []))[1].append(replica.ranks)
-    for layout, holders in slots.values():
+            holders_by_layout.setdefault(replica.layout.model_dump_json(), (replica.layout, []))[1].append(
+                replica.ranks
+            )
+    for layout, holders in holders_by_layout.values():
         names = "; ".join("ranks " + ", ".join(map(str, ranks)) for ranks in holders)
         say(["", f"{names}: one network together, of which each rank has"], console)
         table = table_of(("layer", "what", *(f"rank {rank}" for rank in holders[0])), left=2)

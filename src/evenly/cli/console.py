@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, plain lines elsewhere, a table at the end."""
+"""Shows a run: a progress bar on a terminal, plain lines elsewhere, a table at the end."""
 
 import time
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ LINE_S = 5.0  # plain progress lines come at most this often
 
 
 def show_rows(rows: Sequence[TableRow], *, console: Console) -> None:
-    """Prints the runs as a table of at most 80 columns, and below it what stopped those that are not done."""
+    """Prints the runs as a table of at most 80 columns, and below it why unfinished runs stopped."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     for number, header in enumerate(HEADERS):
         justify: Literal["left", "right"] = "left" if number < 4 else "right"
@@ -61,7 +61,7 @@ class Watcher:
         self._task: TaskID | None = None
         self._total: int | None = None
         self._events: list[Event] = []
-        self._lined = 0.0
+        self._printed_at = 0.0
         self._began = time.time()
 
     def __call__(self, event: Event) -> None:
@@ -73,10 +73,10 @@ class Watcher:
             case StepsDone():
                 self._progress(event)
             case Measured(values=values, step=step):
-                words = [
+                texts = [
                     f"{name} {'not finite' if value is None else f'{value:.4g}'}" for name, value in values.items()
                 ]
-                self._say(f"step {step}: {', '.join(words)}")
+                self._say(f"step {step}: {', '.join(texts)}")
             case EpochDone(epoch=epoch, step=step):
                 self._say(f"epoch {epoch} done at step {step}")
             case CheckpointSaved(path=path, seconds=seconds):
@@ -88,7 +88,7 @@ class Watcher:
                 pass
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the progress bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -113,10 +113,10 @@ class Watcher:
         rate = event.samples / max(event.at_s - self._began, 1e-9)
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=event.step, description=f"epoch {event.epoch + 1}, {rate:.0f}/s")
-        elif time.monotonic() - self._lined > LINE_S:
-            self._lined = time.monotonic()
-            of = f"/{self._total}" if self._total else ""
-            self._console.print(f"epoch {event.epoch + 1} step {event.step}{of}: {rate:.0f} samples/s")
+        elif time.monotonic() - self._printed_at > LINE_S:
+            self._printed_at = time.monotonic()
+            total = f"/{self._total}" if self._total else ""
+            self._console.print(f"epoch {event.epoch + 1} step {event.step}{total}: {rate:.0f} samples/s")
 
     def _say(self, text: str) -> None:
         (self._bar.console if self._bar is not None else self._console).print(text, markup=False, soft_wrap=True)

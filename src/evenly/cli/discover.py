@@ -36,8 +36,8 @@ def discover(
         for header in ("node", "rank", "device", "memory GiB", "cores"):
             table.add_column(header, justify="left" if header in ("node", "device") else "right")
         for node in session.cluster.nodes:
-            for rank, found in zip(node.ranks, node.devices, strict=True):
-                name = found.name or f"{found.kind}:{found.index}" if found.kind == "cuda" else "cpu"
-                memory, cores = f"{found.memory_bytes / 2**30:.1f}", str(found.cores or "-")
+            for rank, hardware in zip(node.ranks, node.devices, strict=True):
+                name = hardware.name or f"{hardware.kind}:{hardware.index}" if hardware.kind == "cuda" else "cpu"
+                memory, cores = f"{hardware.memory_bytes / 2**30:.1f}", str(hardware.cores or "-")
                 table.add_row(node.name, str(rank), name, memory, cores)
         Console().print(table)

@@ -1,4 +1,4 @@
-"""`evenly lab`: rehearse an uneven cluster on one Linux box."""
+"""`evenly lab`: emulate an uneven cluster on one Linux machine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from evenly.lab import Lab, LabCluster, LabResult, clean, load_cluster, missing
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Rehearse an uneven cluster on one Linux box: a namespace and hostname per node, shaped links, CPU quotas.",
+    help="Emulate an uneven cluster on one Linux machine: a namespace and hostname per node, shaped links, CPU quotas.",
 )
 
 
@@ -30,7 +30,7 @@ def run_command(
     ] = 10.0,
     json: Annotated[Path | None, typer.Option(help="Write exit codes, seconds and bytes to this file.")] = None,
 ) -> None:
-    """Run COMMAND once per rank on the emulated nodes of CLUSTER, and say what went over the wires.
+    """Run COMMAND once per rank on the emulated nodes of CLUSTER, and print the bytes each node sent and received.
 
     CLUSTER is a TOML file, or the name of one that comes with evenly: demo, three-one, two-by-two. Each node has a name
     (its hostname), ranks, a rate both ways, and per rank so many cores' worth of CPU time (one number for all ranks or
@@ -46,7 +46,7 @@ def run_command(
 
     Example: evenly lab run demo -- python train.py --epochs 2
     """
-    with _spoken():
+    with _errors_to_exit_codes():
         described = load_cluster(cluster)
         with Lab(described) as lab:
             result = lab.run(command, output=output, timeout_s=timeout, grace_s=grace)
@@ -67,13 +67,13 @@ def check_machine() -> None:
 @app.command("clean")
 def clean_up() -> None:
     """Remove what labs left behind whose owner was killed."""
-    with _spoken():
+    with _errors_to_exit_codes():
         removed = clean()
     typer.echo("\n".join(f"removed {name}" for name in removed) or "nothing was left behind")
 
 
 @contextmanager
-def _spoken() -> Iterator[None]:
+def _errors_to_exit_codes() -> Iterator[None]:
     try:
         yield
     except EvenlyError as error:
@@ -89,13 +89,13 @@ def _show(cluster: LabCluster, *, result: LabResult) -> None:
     from rich.table import Table
 
     table = Table("node", "ranks", "rate Mbit/s", "sent MB", "received MB", "exit codes")
-    first = 0
+    start = 0
     for index, node in enumerate(cluster.nodes):
-        codes = result.exit_codes[first : first + node.ranks]
+        codes = result.exit_codes[start : start + node.ranks]
         rate = "unshaped" if node.rate_mbit is None else f"{node.rate_mbit:g}"
         sent, received = result.sent_bytes[index] / 1e6, result.received_bytes[index] / 1e6
         table.add_row(node.name, str(node.ranks), rate, f"{sent:.3f}", f"{received:.3f}", " ".join(map(str, codes)))
-        first += node.ranks
+        start += node.ranks
     console = Console(stderr=True)
     console.print(table)
     console.print(f"{result.wall_s:.1f} s" + ("" if result.ok else f"; {result.blame()}"))

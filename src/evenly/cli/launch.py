@@ -1,4 +1,4 @@
-"""`evenly launch`: torchrun on nodes with unequal numbers of processes, or a rehearsal of them on one machine."""
+"""`evenly launch`: torchrun on nodes with unequal numbers of processes, or all of them on one machine."""
 
 import os
 import re
@@ -21,11 +21,11 @@ from evenly.launch.ports import free_port
 from evenly.launch.settings import environment, overlay
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-"""How the command is to be registered: every word after SCRIPT belongs to the script."""
+"""Typer settings of the command: every word after SCRIPT belongs to the script."""
 
 _GRACE_S = 40.0  # an agent gives its workers 30 s before it kills them
-_ONCE_S = 1.0  # in which two Ctrl-C are one
-_KILLED_S = 5.0  # within which what was killed is gone
+_SAME_CTRL_C_S = 1.0  # two Ctrl-C within this time count as one
+_KILLED_S = 5.0  # killed processes should be gone after this time
 _POLL_S = 0.1
 
 
@@ -46,13 +46,13 @@ def launch(
 
         evenly launch --nodes 3,1 --node-rank 0 --master host0:29500 train.py
 
-    Without --node-rank all nodes start here, as a rehearsal: the library treats them as separate nodes.
+    Without --node-rank all nodes start on this machine; the library treats them as separate nodes.
     """
     counts = _parse_nodes(nodes)
     host, port = _parse_master(master, node_rank=node_rank, num_nodes=len(counts))
     chosen = range(len(counts)) if node_rank is None else [_check_node(node_rank, num_nodes=len(counts))]
     _require_script(command[0], is_module=module)
-    script = [*(["-m"] if module else []), "--", *command]  # else torchrun would take the script's options for its own
+    script = [*(["-m"] if module else []), "--", *command]  # without -- torchrun would parse the script's options
     commands = [_agent(counts, node=node, host=host, port=port, script=script) for node in chosen]
     shared = {**_threads(sum(counts)), "EVENLY_TOKEN": secrets.token_hex(16)} if node_rank is None else {}
     raise typer.Exit(run_together(commands, environ=shared))
@@ -60,17 +60,17 @@ def launch(
 
 def run_together(commands: Sequence[Sequence[str]], *, environ: Mapping[str, str]) -> int:
     """Returns the first exit code that is not 0, once all commands have ended; one failure ends the others."""
-    with _asked_to_end() as asked:
+    with _collect_signals() as signals:
         # In groups of their own: a Ctrl-C that reached an agent twice would cut short its ending of the workers.
         agents = [subprocess.Popen(command, env=overlay(environ), process_group=0) for command in commands]
         try:
-            return _first_failure(agents, asked)
+            return _first_failure(agents, signals)
         finally:
-            _end(agents, asked)
+            _end(agents, signals)
 
 
-def _first_failure(agents: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int:
-    while not asked:
+def _first_failure(agents: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> int:
+    while not signals:
         codes = [agent.poll() for agent in agents]
         failed = [code for code in codes if code]
         if failed:
@@ -78,31 +78,31 @@ def _first_failure(agents: Sequence[subprocess.Popen[bytes]], asked: Sequence[in
         if None not in codes:
             return 0
         time.sleep(_POLL_S)
-    return 128 + asked[0]
+    return 128 + signals[0]
 
 
-def _end(agents: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> None:
-    """Asks what still runs to end, waits, and kills what does not listen, with all that it has started.
+def _end(agents: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> None:
+    """Terminates running agents, waits, and kills those that do not end, with all their child processes.
 
-    A Ctrl-C shortens the waiting, unless it is one with that which ended all: wrappers may send it twice.
+    A second Ctrl-C ends the waiting. Wrappers may send one Ctrl-C twice, so those of the first second count as one.
     """
     started = {agent.pid: _started_by(agent) for agent in agents}
     for agent in agents:
         if agent.poll() is None:
             agent.terminate()
-    began, pressed = time.monotonic(), 0
+    began, interrupts = time.monotonic(), 0
     while any(agent.poll() is None for agent in agents) and time.monotonic() < began + _GRACE_S:
-        if time.monotonic() < began + _ONCE_S:
-            pressed = asked.count(signal.SIGINT)
-        elif asked.count(signal.SIGINT) > pressed:
+        if time.monotonic() < began + _SAME_CTRL_C_S:
+            interrupts = signals.count(signal.SIGINT)
+        elif signals.count(signal.SIGINT) > interrupts:
             break
         time.sleep(_POLL_S)
-    deaf = [agent for agent in agents if agent.poll() is None]
-    killed = {process for agent in deaf for process in (*started[agent.pid], *_started_by(agent))}
+    unresponsive = [agent for agent in agents if agent.poll() is None]
+    killed = {process for agent in unresponsive for process in (*started[agent.pid], *_started_by(agent))}
     for process in killed:
         with suppress(psutil.Error):
             process.kill()
-    for agent in deaf:
+    for agent in unresponsive:
         agent.kill()
         agent.wait()
     deadline = time.monotonic() + _KILLED_S
@@ -125,13 +125,13 @@ def _is_gone(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def _asked_to_end() -> Iterator[list[int]]:
-    """Notes the signals to end that come meanwhile; an exception raised by one could get lost where none can pass."""
-    asked: list[int] = []
+def _collect_signals() -> Iterator[list[int]]:
+    """Collects termination signals; an exception raised in a handler could be swallowed by the code it interrupts."""
+    received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda given, _: asked.append(given)) for number in numbers}
+    before = {number: signal.signal(number, lambda signum, _: received.append(signum)) for number in numbers}
     try:
-        yield asked
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -148,7 +148,7 @@ def _agent(counts: Sequence[int], *, node: int, host: str, port: int, script: Se
 
 
 def _threads(num_processes: int) -> dict[str, str]:
-    """Returns equal shares of the cores; torchrun gives one thread to many ranks but every core to a lone one."""
+    """Returns equal shares of the cores; torchrun gives one thread to each of several ranks but all to a single one."""
     if environment("OMP_NUM_THREADS") is not None:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes))}
@@ -165,12 +165,12 @@ def _parse_nodes(text: str) -> list[int]:
 
 
 def _require_script(name: str, *, is_module: bool) -> None:
-    """Raises `LaunchError` for a script or module that is not there, once and not from every rank."""
+    """Raises `LaunchError` for a script or module that does not exist, once instead of on every rank."""
     is_there = False
     if is_module:
         top = name.partition(".")[0]
-        found = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])  # `python -m` looks into this folder too
-        is_there = found is not None or top in sys.builtin_module_names
+        spec = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path])  # `python -m` looks into this folder too
+        is_there = spec is not None or top in sys.builtin_module_names
         case = f"there is no module {top} in this folder or in this Python"
     else:
         with suppress(OSError, ValueError):  # a name that no file can have

@@ -1,4 +1,4 @@
-"""`evenly measure`: how fast each rank trains a network, and the ways between ranks."""
+"""`evenly measure`: how fast each rank trains a network, and the links between ranks."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from evenly.session import Session
     from evenly.spec import Graph
 
-MOST_LANES = 20  # shown; of more, the slowest
+MOST_LINKS = 20  # shown; of more, the slowest
 MOST_SIZES = 4  # of a step, that are shown
 
 
@@ -50,7 +50,7 @@ def measure(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for all ranks.")] = 600.0,
 ) -> None:
-    """Measure the devices and wires with a network: run it under the launcher you train with, or alone.
+    """Measure the devices and links with a network: run it under the launcher you train with, or alone.
 
     Examples: `evenly measure cifar --quick --out profile.json --cluster-out cluster.json --graph-out graph.json`;
     `evenly launch --nodes 2,1 -m evenly measure net.py:Net --input 64x3x32x32`.
@@ -65,7 +65,7 @@ def measure(
         batch = examples(model, inputs or (), dtype)
         graph = draw(model, network, batch)
         moved = tuple(x.to(session.device) for x in batch)
-        profile, word = _profile(session, network.to(session.device), moved, graph, limits, quick, fresh, timeout)
+        profile, source = _profile(session, network.to(session.device), moved, graph, limits, quick, fresh, timeout)
         if session.rank:
             return
         for value, path in ((profile, out), (session.cluster, cluster_out), (graph, graph_out)):
@@ -74,19 +74,19 @@ def measure(
         console = Console(highlight=False)
         show_profile(profile, session.cluster, console=console)
         say_doubts(profile, console=console)
-        print(word)
+        print(source)
 
 
 def _limits(session: "Session", memory: str | None) -> list[int] | None:
-    """Returns what each rank may use, as rank 0 was told; None where that is all."""
+    """Returns the memory limit of each rank, as given on rank 0; None without limits."""
     ranks = session.world_size
-    given: list[int] = []
+    limits: list[int] = []
     if memory is not None and session.rank == 0:
-        given = memories_of(memory)
-        if len(given) != ranks:
+        limits = memories_of(memory)
+        if len(limits) != ranks:
             raise SpecError(f"--memory {memory} was given for {counted(ranks, 'rank')}. Write one size for each.")
-    told = session.sum(*(given or [0] * ranks))
-    return [int(size) for size in told] if any(told) else None
+    sums = session.sum(*(limits or [0] * ranks))
+    return [int(size) for size in sums] if any(sums) else None
 
 
 def _profile(
@@ -99,24 +99,26 @@ def _profile(
     fresh: bool,
     timeout_s: float,
 ) -> tuple[Profile, str]:
-    """Returns the profile, kept or measured, and where it comes from; rank 0 decides for all."""
+    """Returns the profile, cached or measured, and a sentence on its source; rank 0 decides for all."""
     from evenly.cli._profiles import ProfileCache
     from evenly.session import measure as measure_all
 
-    shelf = ProfileCache(session.cluster, graph, limits=limits, quick=quick)
-    kept = shelf.find() if session.rank == 0 and not fresh else None
-    if session.sum(kept is not None)[0]:
-        return kept or _nothing(session, graph), f"kept from an earlier time in {shelf.path}; --fresh measures anew"
+    cache = ProfileCache(session.cluster, graph, limits=limits, quick=quick)
+    cached = cache.find() if session.rank == 0 and not fresh else None
+    if session.sum(cached is not None)[0]:
+        return cached or _placeholder(
+            session, graph
+        ), f"kept from an earlier time in {cache.path}; --fresh measures anew"
     with progress(quick, console=Console(stderr=True, highlight=False) if session.rank == 0 else None) as tell:
         mine = None if limits is None else limits[session.rank]
         profile = measure_all(network, batch, quick=quick, memory_bytes=mine, tell=tell, timeout_s=timeout_s)
-    if session.rank == 0 and not shelf.keep(profile):
-        return profile, f"measured now; not kept, because {shelf.path.parent} cannot be written to"
-    return profile, f"measured now, and kept in {shelf.path}"
+    if session.rank == 0 and not cache.keep(profile):
+        return profile, f"measured now; not kept, because {cache.path.parent} cannot be written to"
+    return profile, f"measured now, and kept in {cache.path}"
 
 
-def _nothing(session: "Session", graph: "Graph") -> Profile:
-    """Returns what stands for the profile on ranks that print nothing."""
+def _placeholder(session: "Session", graph: "Graph") -> Profile:
+    """Returns a placeholder profile for ranks that print nothing."""
     return Profile.from_speeds(session.cluster, graph, [1.0] * session.world_size)
 
 
@@ -145,19 +147,19 @@ def progress(quick: bool, *, console: Console | None) -> Iterator["Callable[[str
 
 
 class _Lines:
-    """Prints what is done, not too often."""
+    """Prints progress at most every `LINE_S` seconds."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._told = console, 0.0
+        self._console, self._printed_at = console, 0.0
 
     def tell(self, text: str) -> None:
-        if time.monotonic() - self._told > LINE_S:
-            self._told = time.monotonic()
+        if time.monotonic() - self._printed_at > LINE_S:
+            self._printed_at = time.monotonic()
             self._console.print(f"measuring: {text}", markup=False, soft_wrap=True)
 
 
 def show_profile(profile: Profile, cluster: Cluster, *, console: Console) -> None:
-    """Prints what every rank needs for a step, and the ways between ranks."""
+    """Prints what every rank needs for a step, and the links between ranks."""
     sizes = sorted({size for device in profile.devices for size in device.step.sizes})
     shown = _spaced(sizes, MOST_SIZES)
     headers = ("rank", "device", *(f"{size}: ms" for size in shown), "samples/s", "spread", "free")
@@ -166,40 +168,43 @@ def show_profile(profile: Profile, cluster: Cluster, *, console: Console) -> Non
         table.add_row(*map(escape, _cells(device, cluster, shown)))
     say([f"a training step with {', '.join(map(str, sizes))} samples"], console)
     console.print(table)
-    _show_lanes(profile, console)
+    _show_links(profile, console)
 
 
 def _spaced(values: Sequence[int], most: int) -> list[int]:
-    """Returns the first, the last, and as many between as there is room for."""
+    """Returns the first, the last, and evenly spaced ones between them, at most `most` in all."""
     differences = min(most, len(values)) - 1
     return (
-        [values[round(place * (len(values) - 1) / differences)] for place in range(differences + 1)]
+        [values[round(index * (len(values) - 1) / differences)] for index in range(differences + 1)]
         if differences
         else list(values)
     )
 
 
 def _cells(device: DeviceProfile, cluster: Cluster, sizes: Sequence[int]) -> Iterator[str]:
-    known = dict(zip(device.step.sizes, device.step.seconds, strict=True))
-    found = cluster.device_of(device.rank)
-    most = max(known)
-    yield from (str(device.rank), found.name or (f"cuda:{found.index}" if found.kind == "cuda" else "cpu"))
-    yield from (milliseconds(known[size]) if size in known else "-" for size in sizes)
+    seconds_by_size = dict(zip(device.step.sizes, device.step.seconds, strict=True))
+    rank_device = cluster.device_of(device.rank)
+    most = max(seconds_by_size)
     yield from (
-        per_second(most / known[most]),
+        str(device.rank),
+        rank_device.name or (f"cuda:{rank_device.index}" if rank_device.kind == "cuda" else "cpu"),
+    )
+    yield from (milliseconds(seconds_by_size[size]) if size in seconds_by_size else "-" for size in sizes)
+    yield from (
+        per_second(most / seconds_by_size[most]),
         "-" if device.spread is None else f"{device.spread:.1%}",
         gigabytes(device.free_bytes),
     )
 
 
-def _show_lanes(profile: Profile, console: Console) -> None:
-    lanes = sorted(profile.lanes, key=lambda lane: lane.rate.bytes_per_s)[:MOST_LANES]
-    if not lanes:
+def _show_links(profile: Profile, console: Console) -> None:
+    links = sorted(profile.lanes, key=lambda link: link.rate.bytes_per_s)[:MOST_LINKS]
+    if not links:
         return
     table = table_of(("from", "to", "latency ms", "MB/s"), left=0)
-    for lane in sorted(lanes, key=lambda lane: (lane.source, lane.target)):
-        rate = lane.rate
-        table.add_row(str(lane.source), str(lane.target), milliseconds(rate.latency_s), f"{rate.bytes_per_s / 1e6:.4g}")
+    for link in sorted(links, key=lambda link: (link.source, link.target)):
+        rate = link.rate
+        table.add_row(str(link.source), str(link.target), milliseconds(rate.latency_s), f"{rate.bytes_per_s / 1e6:.4g}")
     console.print(table)
-    if len(profile.lanes) > MOST_LANES:
-        say([f"and {counted(len(profile.lanes) - MOST_LANES, 'faster way')}; --out has them all"], console)
+    if len(profile.lanes) > MOST_LINKS:
+        say([f"and {counted(len(profile.lanes) - MOST_LINKS, 'faster link')}; --out has them all"], console)

@@ -1,4 +1,4 @@
-"""`evenly plan`: who does what, so that all devices finish together."""
+"""`evenly plan`: the work of each rank, so that all devices finish together."""
 
 from pathlib import Path
 from typing import Annotated
@@ -46,7 +46,7 @@ def plan(
         str | None,
         typer.Option(metavar="K|30s|2%|epoch|adaptive|global", help="The period K'; chosen by --budget if left out."),
     ] = None,
-    budget: Annotated[float, typer.Option(help="Slice of the time for exchanges between nodes.")] = 0.05,
+    budget: Annotated[float, typer.Option(help="Part of the time for exchanges between nodes.")] = 0.05,
     memory: Annotated[
         str | None, typer.Option(metavar="8GB,4GB,...", help="What each rank may use; else what was free.")
     ] = None,
@@ -71,24 +71,24 @@ def plan(
         "exchange_budget": budget,
         "memory_bytes": None if memory is None else memories_of(memory),
     }
-    known = Options(model, inputs or (), dtype, *options).known()
+    described = Options(model, inputs or (), dtype, *options).load()
     from evenly.cli._show import say_doubts, show_plan
     from evenly.planner import plan as find_plan
     from evenly.planner import simulate
 
-    made = find_plan(*known, **wishes)  # type: ignore[arg-type]  # each has the type that plan names
-    told = simulate(made, *known, steps=_steps(made))
+    best_plan = find_plan(*described, **wishes)  # type: ignore[arg-type]  # each has the type that plan names
+    forecast = simulate(best_plan, *described, steps=_steps(best_plan))
     if out is not None:
-        made.save(out)
+        best_plan.save(out)
     if picture is not None:
-        draw_picture([Panel("", rank_rows(made, told, known[0]), told)], picture)
+        draw_picture([Panel("", rank_rows(best_plan, forecast, described[0]), forecast)], picture)
     if json:
-        print(made.to_json())
+        print(best_plan.to_json())
         return
-    show_plan(made, told, known[0], console=Console(highlight=False))
-    say_doubts(known[1], made, console=Console(highlight=False))
+    show_plan(best_plan, forecast, described[0], console=Console(highlight=False))
+    say_doubts(described[1], best_plan, console=Console(highlight=False))
 
 
-def _steps(made: Plan) -> int:
-    """Returns the steps of one period, which is what a mean step is taken over."""
-    return known_steps(made.period) or 1000
+def _steps(plan: Plan) -> int:
+    """Returns the steps of one period; the mean step time is taken over them."""
+    return known_steps(plan.period) or 1000

@@ -1,4 +1,4 @@
-"""`evenly report`: what runs came to, side by side."""
+"""`evenly report`: results of runs, side by side."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,8 +17,8 @@ def report(
 ) -> None:
     """Print one row for each run: time, samples/s, MB across nodes, exchanges, accuracy.
 
-    Of one run alone also where the time of each rank went: computing, averaging inside its node, standing still for
-    exchanges across nodes, waiting for slower ranks, other things.
+    For a single run also print where the time of each rank went: computing, averaging inside its node, exchanges
+    across nodes, waiting for slower ranks, other things.
     """
     rows = [read_row(path) for path in runs]
     if json:

@@ -1,4 +1,4 @@
-"""`evenly simulate`: what a plan takes, and what it would take on a changed cluster."""
+"""`evenly simulate`: predicted times of a plan, also on a changed cluster."""
 
 from dataclasses import dataclass, field
 from math import ceil, lcm
@@ -29,7 +29,7 @@ from evenly.spec import Cluster, Forecast, Graph, Plan, Profile
 from evenly.spec.period import known_steps
 from evenly.spec.plan import counted
 
-LEAST_PLAYED, MOST_PLAYED = 1000, 10**6  # steps, if nobody says how many
+LEAST_STEPS, MOST_STEPS = 1000, 10**6  # steps, unless --steps is given
 
 
 def simulate(
@@ -64,7 +64,7 @@ def simulate(
     picture: Annotated[Path | None, typer.Option(help="Draw who computes and waits: a .png or .svg file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Play a plan through, and with what-if options a changed one beside it. Nothing runs; no torch is needed.
+    """Simulate a plan, and with what-if options a changed one beside it. Nothing runs; no torch is needed.
 
     Examples: `evenly simulate --plan plan.json --cluster cluster.json --profile profile.json --graph graph.json`;
     the same with `--link 0.5`, `--slow 2=0.25`, `--period 200` or `--add 1:like 0`.
@@ -73,25 +73,25 @@ def simulate(
     if picture is not None:
         require_picture(picture)
     options = (cluster, profile, graph, speeds, nodes, flops, inside, across)
-    known = Options(model, inputs or (), dtype, *options).known()
-    given = _Case(read(Plan, plan, "--plan"), *known)
-    require_samples(given.plan, given.graph, given.cluster)
+    described = Options(model, inputs or (), dtype, *options).load()
+    planned = _Case(read(Plan, plan, "--plan"), *described)
+    require_samples(planned.plan, planned.graph, planned.cluster)
     edits = _Edits(period, link, slow or [], add or [])
-    changed = edits.of(given)
-    _tell(given, changed, steps=steps, jitter=jitter, out=out, picture=picture, json=json)
+    changed = edits.of(planned)
+    _show(planned, changed, steps=steps, jitter=jitter, out=out, picture=picture, json=json)
 
 
 @dataclass(frozen=True)
 class _Case:
-    """What is simulated."""
+    """A plan and the cluster, profile and network it is simulated with."""
 
     plan: Plan
     cluster: Cluster
     profile: Profile
     graph: Graph
-    words: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
 
-    def play(self, steps: int, jitter: float) -> Forecast:
+    def simulate(self, steps: int, jitter: float) -> Forecast:
         from evenly.planner import simulate as play
 
         return play(self.plan, self.cluster, self.profile, self.graph, steps=steps, jitter=jitter)
@@ -99,7 +99,7 @@ class _Case:
 
 @dataclass(frozen=True)
 class _Edits:
-    """What is to be different."""
+    """The what-if options."""
 
     period: str | None
     link: float | None
@@ -107,42 +107,44 @@ class _Edits:
     add: list[str]
 
     def of(self, case: _Case) -> _Case | None:
-        """Returns the changed case; None where nothing is to be different."""
+        """Returns the changed case; None without changes."""
         plan, cluster, profile = case.plan, case.cluster, case.profile
-        words = []
+        changes = []
         if self.period is not None:
             plan = with_period(plan, self.period)
-            words.append(f"period {self.period}")
+            changes.append(f"period {self.period}")
         if self.link is not None:
             profile = with_link(profile, cluster, self.link)
-            words.append(f"{self.link:g} times the bandwidth between nodes")
-        for wish in self.slow:
-            profile = with_slow(profile, wish)
-            words.append(f"rank {wish.split('=')[0]} at {wish.split('=')[1]} times its speed")
-        for wish in self.add:
-            cluster, profile = with_device(cluster, profile, wish)
-            node, _, like = wish.partition(":")
-            words.append(f"a device more on node {node.strip()}" + (f", like rank {like.split()[-1]}" if like else ""))
+            changes.append(f"{self.link:g} times the bandwidth between nodes")
+        for option in self.slow:
+            profile = with_slow(profile, option)
+            changes.append(f"rank {option.split('=')[0]} at {option.split('=')[1]} times its speed")
+        for option in self.add:
+            cluster, profile = with_device(cluster, profile, option)
+            node, _, like = option.partition(":")
+            changes.append(
+                f"a device more on node {node.strip()}" + (f", like rank {like.split()[-1]}" if like else "")
+            )
         if self.add:
             plan = plan_anew(plan, cluster, profile, case.graph)
             cut = "networks may be cut" if case.plan.replicas else "no network is cut, as before"
             period = "the same period" if self.period is None else "that period"
             ranks, samples = counted(cluster.world_size, "rank"), counted(plan.batch_size, "sample")
-            words.append(f"planned anew for {ranks}: {samples} a step, {period}, {cut}")
+            changes.append(f"planned anew for {ranks}: {samples} a step, {period}, {cut}")
         if self.period is not None:
             plan = settled(plan, cluster, profile, case.graph)
-        return _Case(plan, cluster, profile, case.graph, words) if words else None
+        return _Case(plan, cluster, profile, case.graph, changes) if changes else None
 
 
 def _whole_periods(plans: list[Plan]) -> int:
-    """Returns steps that are whole periods of each plan, so that no exchange counts for a part of one."""
-    each = [steps for plan in plans if (steps := known_steps(plan.period))]
-    together = lcm(*each) if lcm(*each) <= MOST_PLAYED else max(each)
-    return min(MOST_PLAYED, together * ceil(LEAST_PLAYED / together))
+    """Returns steps that are whole periods of each plan, so that the exchanges are whole too."""
+    period_steps = [steps for plan in plans if (steps := known_steps(plan.period))]
+    together = lcm(*period_steps) if lcm(*period_steps) <= MOST_STEPS else max(period_steps)
+    return min(MOST_STEPS, together * ceil(LEAST_STEPS / together))
 
 
-def _tell(
-    given: _Case,
+def _show(
+    planned: _Case,
     changed: _Case | None,
     *,
     steps: int | None,
@@ -152,15 +154,15 @@ def _tell(
     json: bool,
 ) -> None:
     if steps is None:
-        steps = _whole_periods([case.plan for case in (given, changed) if case is not None])
-    before = given.play(steps, jitter)
-    after = changed.play(steps, jitter) if changed else None
+        steps = _whole_periods([case.plan for case in (planned, changed) if case is not None])
+    before = planned.simulate(steps, jitter)
+    after = changed.simulate(steps, jitter) if changed else None
     if out is not None:
         (after or before).save(out)
     if picture is not None:
-        panels = [Panel("as planned" if changed else "", rank_rows(given.plan, before, given.cluster), before)]
+        panels = [Panel("as planned" if changed else "", rank_rows(planned.plan, before, planned.cluster), before)]
         if changed is not None and after is not None:
-            panels.append(Panel("; ".join(changed.words), rank_rows(changed.plan, after, changed.cluster), after))
+            panels.append(Panel("; ".join(changed.changes), rank_rows(changed.plan, after, changed.cluster), after))
         draw_picture(panels, picture)
     if json:
         from json import dumps
@@ -170,6 +172,6 @@ def _tell(
     from evenly.cli._show import say, show_forecasts
 
     console = Console(highlight=False)
-    say([f"changed: {word}" for word in changed.words] if changed else [], console)
-    other = (changed.plan, after, changed.cluster) if changed and after else None
-    show_forecasts((given.plan, before, given.cluster), other, console=console)
+    say([f"changed: {change}" for change in changed.changes] if changed else [], console)
+    after_case = (changed.plan, after, changed.cluster) if changed and after else None
+    show_forecasts((planned.plan, before, planned.cluster), after_case, console=console)

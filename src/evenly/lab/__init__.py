@@ -1,4 +1,4 @@
-"""An uneven cluster on one Linux box: namespaces, shaped links, CPU quotas, byte counters. No torch."""
+"""An uneven cluster on one Linux machine: namespaces, shaped links, CPU quotas, byte counters. No torch."""
 
 from evenly.lab._lab import Lab, clean
 from evenly.lab._machine import missing

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from evenly.errors import LabError
 
-_PERIOD_US = 4_000  # short, so that the steps of a training loop do not fall into fast and throttled ones
+_PERIOD_US = 4_000  # short, so that training steps do not alternate between fast and throttled ones
 _MIN_QUOTA_US = 1_000
 _KILL_S = 10.0
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Where the controllers are mounted; with version 2 both are the same place."""
+    """Where the controllers are mounted; in version 2 both are the same folder."""
 
     version: int
     cpu: Path
@@ -25,22 +25,24 @@ class Hierarchy:
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """The places where a lab has folders, each once."""
+        """The roots under which a lab has folders, each once."""
         return tuple(dict.fromkeys(root for root in (self.cpu, self.cpuset) if root is not None))
 
 
 def find_hierarchy(mounts: Path = Path("/proc/self/mounts")) -> Hierarchy | None:
     """Returns where CPU quotas can be set on this machine, None where they cannot."""
-    first: dict[str, Path] = {}
+    controllers: dict[str, Path] = {}
     for line in mounts.read_text().splitlines():
-        _device, place, kind, options, *_rest = line.split()
-        if kind == "cgroup2" and "cpu" in _words(Path(place) / "cgroup.controllers"):
-            both = "cpuset" in _words(Path(place) / "cgroup.controllers")
-            return Hierarchy(version=2, cpu=Path(place), cpuset=Path(place) if both else None)
+        _device, mount_point, kind, options, *_rest = line.split()
+        if kind == "cgroup2" and "cpu" in _words(Path(mount_point) / "cgroup.controllers"):
+            has_cpuset = "cpuset" in _words(Path(mount_point) / "cgroup.controllers")
+            return Hierarchy(version=2, cpu=Path(mount_point), cpuset=Path(mount_point) if has_cpuset else None)
         if kind == "cgroup":
             for controller in {"cpu", "cpuset"} & set(options.split(",")):
-                first.setdefault(controller, Path(place))
-    return Hierarchy(version=1, cpu=first["cpu"], cpuset=first.get("cpuset")) if "cpu" in first else None
+                controllers.setdefault(controller, Path(mount_point))
+    return (
+        Hierarchy(version=1, cpu=controllers["cpu"], cpuset=controllers.get("cpuset")) if "cpu" in controllers else None
+    )
 
 
 def quota_us(cores_worth: float) -> tuple[int, int]:
@@ -60,8 +62,8 @@ def open_lab(hierarchy: Hierarchy, *, lab: str, num_ranks: int) -> None:
         (root / lab).mkdir()
     if hierarchy.version == 2:
         enable(hierarchy)
-        # Enabled here too, the controllers cannot be switched off above while the lab lives.
-        write(hierarchy.cpu / lab / "cgroup.subtree_control", _wanted(hierarchy))
+        # Enabled here too, the controllers cannot be switched off above while the lab exists.
+        write(hierarchy.cpu / lab / "cgroup.subtree_control", _controllers(hierarchy))
     elif hierarchy.cpuset is not None:
         for name in ("cpuset.cpus", "cpuset.mems"):
             write(hierarchy.cpuset / lab / name, (hierarchy.cpuset / name).read_text().strip())
@@ -71,20 +73,20 @@ def open_lab(hierarchy: Hierarchy, *, lab: str, num_ranks: int) -> None:
 def enable(hierarchy: Hierarchy) -> None:
     """Lets the groups below the root of a version 2 hierarchy have CPU quotas and core sets."""
     control = hierarchy.cpu / "cgroup.subtree_control"
-    if hierarchy.version == 2 and not set(_wanted(hierarchy).replace("+", "").split()) <= _words(control):
-        write(control, _wanted(hierarchy))
+    if hierarchy.version == 2 and not set(_controllers(hierarchy).replace("+", "").split()) <= _words(control):
+        write(control, _controllers(hierarchy))
 
 
 def open_rank(hierarchy: Hierarchy, *, lab: str, rank: int, cores: str | None) -> tuple[Path, ...]:
     """Makes the group of one rank and returns the files a process joins it by."""
-    places = [hierarchy.cpu]
+    roots = [hierarchy.cpu]
     if cores is not None:
         if hierarchy.cpuset is None:
             raise LabError(
                 f"rank {rank} is to run on cores {cores}, but there is no cpuset controller here. Leave `cores` out."
             )
-        places = list(hierarchy.roots)
-    folders = [root / lab / f"rank{rank}" for root in places]
+        roots = list(hierarchy.roots)
+    folders = [root / lab / f"rank{rank}" for root in roots]
     for folder in folders:
         folder.mkdir()
     if cores is not None:
@@ -95,7 +97,7 @@ def open_rank(hierarchy: Hierarchy, *, lab: str, rank: int, cores: str | None) -
 
 
 def set_quota(hierarchy: Hierarchy, *, lab: str, rank: int, cores_worth: float | None) -> None:
-    """Gives a rank so many cores' worth of CPU time from now on, None for no limit."""
+    """Sets the CPU quota of a rank from now on, in cores; None for no limit."""
     folder = hierarchy.cpu / lab / f"rank{rank}"
     quota, period = (None, _PERIOD_US) if cores_worth is None else quota_us(cores_worth)
     if hierarchy.version == 2:
@@ -136,14 +138,14 @@ def write(path: Path, text: str) -> None:
 
 
 def _set_weight(hierarchy: Hierarchy, *, lab: str, num_ranks: int) -> None:
-    # A group counts as one process against the rest of the machine; a lab is as many as it has ranks.
+    # A group has the weight of one process; a lab should have that of its ranks.
     if hierarchy.version == 2:
         write(hierarchy.cpu / lab / "cpu.weight", str(min(100 * num_ranks, 10_000)))
     else:
         write(hierarchy.cpu / lab / "cpu.shares", str(min(1024 * num_ranks, 262_144)))
 
 
-def _wanted(hierarchy: Hierarchy) -> str:
+def _controllers(hierarchy: Hierarchy) -> str:
     return "+cpu" if hierarchy.cpuset is None else "+cpu +cpuset"
 
 
@@ -174,7 +176,7 @@ def _remove(folder: Path) -> None:
             folder.rmdir()
         except FileNotFoundError:
             return
-        except OSError as error:  # a process that is just dying still counts
+        except OSError as error:  # a process that is just ending still counts
             if time.monotonic() > deadline:
                 raise LabError(f"cannot remove {folder}: {error.strerror}. Run `evenly lab clean`.") from None
             time.sleep(0.005)

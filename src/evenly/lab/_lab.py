@@ -1,4 +1,4 @@
-"""The emulated cluster as long as it stands."""
+"""The emulated cluster: built, used and removed."""
 
 import math
 import os
@@ -24,18 +24,18 @@ from evenly.lab.result import LabResult
 
 
 class Lab:
-    """An emulated cluster that stands inside a `with` block and is removed at its end, however that comes.
+    """An emulated cluster that exists inside a `with` block and is removed at its end, also after an error.
 
         with Lab(load_cluster("demo")) as lab:
             result = lab.run(["python", "train.py"]).check()
 
-    The nodes have no way to the host's network or beyond. Should the owner be killed outright, the ranks die with it
-    and the next lab, or `clean`, removes the rest.
+    The nodes cannot reach the host's network. If the owner is killed, the ranks end with it, and the next lab, or
+    `clean`, removes the rest.
     """
 
     def __init__(self, cluster: LabCluster) -> None:
         self.cluster = cluster
-        self._seats = slots(cluster)
+        self._slots = slots(cluster)
         self._name = str(new_name())
         self._hierarchy: Hierarchy | None = None
         self._groups: dict[RankSlot, tuple[Path, ...]] = {}
@@ -72,19 +72,19 @@ class Lab:
             command: the program and its arguments, the same for every rank.
             env: variables for every rank, over those of the lab, over those of this process.
             output: `prefix` writes each line after its rank's name, `rank0` shows rank 0 as it is, `capture` keeps all.
-            timeout_s: after so long every rank is ended.
-            grace_s: so long the others may go on after a rank has failed; `math.inf` lets them finish.
+            timeout_s: after this time every rank is ended.
+            grace_s: how long the others may run after a rank has failed; `math.inf` lets them finish.
         """
         if self._running or not command:
             state = "one is still running" if self._running else "it is empty"
             raise LabError(f"a command was to run in the lab, but {state}. Give one command at a time.")
-        outlet = open_outlet(output, slots=self._seats)
+        outlet = open_outlet(output, slots=self._slots)
         running, before, begun = Running(outlet), self.counters(), time.monotonic()
         until = math.inf if timeout_s is None else begun + timeout_s
         self._running, completed = True, False
         try:
-            for slot in self._seats:
-                running.start(self._line(command, slot=slot, env=env or {}), slot=slot)
+            for slot in self._slots:
+                running.start(self._rank_command(command, slot=slot, env=env or {}), slot=slot)
             completed = running.follow(until=until, grace_s=grace_s)
         finally:
             self._running = False
@@ -95,38 +95,38 @@ class Lab:
             first_failed=next((slot.rank for slot in running.failed), None),
             timed_out=not completed and not running.failed,
             wall_s=running.ended_at - begun,
-            sent_bytes=tuple(now[0] - then[0] for now, then in zip(after, before, strict=True)),
-            received_bytes=tuple(now[1] - then[1] for now, then in zip(after, before, strict=True)),
+            sent_bytes=tuple(end[0] - start[0] for end, start in zip(after, before, strict=True)),
+            received_bytes=tuple(end[1] - start[1] for end, start in zip(after, before, strict=True)),
             stdout=outlet.texts("stdout"),
             stderr=outlet.texts("stderr"),
         )
 
     def counters(self) -> tuple[tuple[int, int], ...]:
         """Returns for each node the bytes (sent, received) over its link since the lab was built."""
-        self._standing()
+        self._require_built()
         return _network.counters(self._name, num_nodes=len(self.cluster.nodes))
 
     def set_cpu(self, rank: int, cores_worth: float | None) -> None:
-        """Gives a rank so many cores' worth of CPU time from now on, None for all; from any thread, also mid-run."""
+        """Sets the CPU quota of a rank from now on, in cores, None for no limit; from any thread, also mid-run."""
         cpu = LabNode(cpu=cores_worth).cpu_of(0)
-        _in_range(rank, count=len(self._seats), what="rank")
-        _cgroups.set_quota(self._standing(), lab=self._name, rank=rank, cores_worth=cpu)
+        _in_range(rank, count=len(self._slots), kind="rank")
+        _cgroups.set_quota(self._require_built(), lab=self._name, rank=rank, cores_worth=cpu)
 
     def set_rate(self, node: int, mbit: float | None) -> None:
         """Sets the rate of a node's link from now on, None for no limit; from any thread, also mid-run."""
         rate = LabNode(rate_mbit=mbit).rate_mbit
-        _in_range(node, count=len(self.cluster.nodes), what="node")
-        self._standing()
+        _in_range(node, count=len(self.cluster.nodes), kind="node")
+        self._require_built()
         _network.shape(self._name, index=node, rate_mbit=rate)
 
     def _build(self) -> None:
-        self._hierarchy = found = hierarchy()
+        self._hierarchy = cgroups = hierarchy()
         check_fit(self.cluster, online=online_cores())
-        _sweep(found)
-        _cgroups.open_lab(found, lab=self._name, num_ranks=len(self._seats))
-        for slot in self._seats:
+        _remove_abandoned(cgroups)
+        _cgroups.open_lab(cgroups, lab=self._name, num_ranks=len(self._slots))
+        for slot in self._slots:
             node = self.cluster.nodes[slot.node]
-            self._groups[slot] = _cgroups.open_rank(found, lab=self._name, rank=slot.rank, cores=node.cores)
+            self._groups[slot] = _cgroups.open_rank(cgroups, lab=self._name, rank=slot.rank, cores=node.cores)
             self.set_cpu(slot.rank, node.cpu_of(slot.local_rank))
         _network.build(self._name, nodes=self.cluster.nodes)
 
@@ -134,17 +134,17 @@ class Lab:
         try:
             with uninterrupted():
                 if self._hierarchy is not None:
-                    _remove(self._name, found=self._hierarchy)
+                    _remove(self._name, cgroups=self._hierarchy)
                 self._hierarchy = None
         finally:
             self._stack.close()
 
-    def _standing(self) -> Hierarchy:
+    def _require_built(self) -> Hierarchy:
         if self._hierarchy is None:
-            raise LabError("the lab was used, but it does not stand. Use it inside `with Lab(cluster) as lab:`.")
+            raise LabError("the lab was used, but it is not built. Use it inside `with Lab(cluster) as lab:`.")
         return self._hierarchy
 
-    def _line(self, command: Sequence[str], *, slot: RankSlot, env: Mapping[str, str]) -> list[str]:
+    def _rank_command(self, command: Sequence[str], *, slot: RankSlot, env: Mapping[str, str]) -> list[str]:
         return command_line(
             command,
             variables={**environment(self.cluster, slot=slot), **env},
@@ -156,30 +156,30 @@ class Lab:
         )
 
     def _kill_ranks(self) -> None:
-        for slot in self._seats:
-            _cgroups.kill_rank(self._standing(), lab=self._name, rank=slot.rank)
+        for slot in self._slots:
+            _cgroups.kill_rank(self._require_built(), lab=self._name, rank=slot.rank)
 
 
 def clean() -> tuple[str, ...]:
-    """Removes what labs left behind whose owner is gone, and returns their names."""
-    return _sweep(hierarchy())
+    """Removes labs whose owner is gone, and returns their names."""
+    return _remove_abandoned(hierarchy())
 
 
-def _sweep(found: Hierarchy) -> tuple[str, ...]:
-    labs = {parse_name(name) for name in _network.namespaces() | _cgroups.labs(found)}
-    left = sorted(str(lab) for lab in labs if lab is not None and lab.abandoned)
-    for lab in left:
-        _remove(lab, found=found)
-    return tuple(left)
+def _remove_abandoned(cgroups: Hierarchy) -> tuple[str, ...]:
+    labs = {parse_name(name) for name in _network.namespaces() | _cgroups.labs(cgroups)}
+    abandoned = sorted(str(lab) for lab in labs if lab is not None and lab.abandoned)
+    for lab in abandoned:
+        _remove(lab, cgroups=cgroups)
+    return tuple(abandoned)
 
 
-def _remove(lab: str, *, found: Hierarchy) -> None:
+def _remove(lab: str, *, cgroups: Hierarchy) -> None:
     try:
-        _cgroups.remove_lab(found, lab=lab)
+        _cgroups.remove_lab(cgroups, lab=lab)
     finally:
         _network.remove(sorted(name for name in _network.namespaces() if name.startswith(f"{lab}-")))
 
 
-def _in_range(index: int, *, count: int, what: str) -> None:
+def _in_range(index: int, *, count: int, kind: str) -> None:
     if index not in range(count):
-        raise LabError(f"{what} {index} was named, but the lab has {what}s 0 to {count - 1}. Name one of them.")
+        raise LabError(f"{kind} {index} was named, but the lab has {kind}s 0 to {count - 1}. Name one of them.")

@@ -1,4 +1,4 @@
-"""What this machine would need before it could carry a lab."""
+"""What this machine lacks for a lab."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ _PROBES = (
 
 
 def missing() -> str | None:
-    """Returns one sentence saying what this machine lacks for a lab, None when all is there."""
+    """Returns one sentence saying what this machine lacks for a lab, None if nothing."""
     if not sys.platform.startswith("linux"):
         return f"The lab needs Linux, and this is {sys.platform}; run it on a Linux machine."
     if os.geteuid() != 0:
@@ -27,38 +27,38 @@ def missing() -> str | None:
     absent = [program for program in _PROGRAMS if shutil.which(program) is None]
     if absent:
         return f"The lab needs the programs {', '.join(absent)}; apt-get install iproute2 util-linux mount."
-    for what, command in _PROBES:
+    for feature, command in _PROBES:
         complaint = _complaint(command)
         if complaint is not None:
-            return f"The lab needs {what}, and the kernel says: {complaint}; load the module or allow it here."
+            return f"The lab needs {feature}, and the kernel says: {complaint}; load the module or allow it here."
     return _missing_controller()
 
 
 def hierarchy() -> Hierarchy:
     """Returns where CPU quotas are set on this machine, or raises `LabError` with what is missing."""
-    lack = missing()
-    found = find_hierarchy() if lack is None else None
-    if found is None:
-        raise LabError(f"cannot build an emulated cluster here. {lack} See `evenly lab check`.")
-    return found
+    problem = missing()
+    cgroups = find_hierarchy() if problem is None else None
+    if cgroups is None:
+        raise LabError(f"cannot build an emulated cluster here. {problem} See `evenly lab check`.")
+    return cgroups
 
 
 def _missing_controller() -> str | None:
-    found = find_hierarchy()
-    if found is None:
+    cgroups = find_hierarchy()
+    if cgroups is None:
         return "The lab needs the cgroup cpu controller, and none is mounted; mount cgroup2 on /sys/fs/cgroup."
-    if not os.access(found.cpu, os.W_OK):
-        return f"The lab needs to write to {found.cpu}, and it is mounted read-only; run outside the container."
+    if not os.access(cgroups.cpu, os.W_OK):
+        return f"The lab needs to write to {cgroups.cpu}, and it is mounted read-only; run outside the container."
     try:
-        enable(found)
+        enable(cgroups)
     except LabError:
-        return f"The lab needs CPU quotas below {found.cpu}, and they cannot be enabled; run outside the container."
+        return f"The lab needs CPU quotas below {cgroups.cpu}, and they cannot be enabled; run outside the container."
     return None
 
 
 def _complaint(command: str) -> str | None:
-    words = ("unshare", "--net", "--uts", "--mount", "sh", "-c", command)
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    arguments = ("unshare", "--net", "--uts", "--mount", "sh", "-c", command)
+    done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None
     return " ".join(done.stderr.split()) or f"exit code {done.returncode}"

@@ -1,4 +1,4 @@
-"""Names that say whose lab it is, so that what a dead owner left behind can be told from a living lab."""
+"""Names of labs with their owner, so that abandoned labs can be told from live ones."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ _COUNT = itertools.count()
 
 @dataclass(frozen=True)
 class LabName:
-    """The owner's process id and start time, and the how-manieth lab of that owner this is."""
+    """The owner's process id and start time, and a per-process counter."""
 
     pid: int
     start: int
@@ -50,5 +50,5 @@ def _start_time(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    state, *fields = stat.rpartition(")")[2].split()  # the name before it may itself hold blanks and brackets
+    state, *fields = stat.rpartition(")")[2].split()  # the process name before it may contain blanks and brackets
     return None if state in "ZX" else int(fields[18])

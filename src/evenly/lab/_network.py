@@ -1,4 +1,4 @@
-"""The emulated wires: a namespace per node, and a veth pair from each to a bridge in a namespace of its own.
+"""The emulated links: a namespace per node, and a veth pair from each to a bridge in a namespace of its own.
 
 The bridge has its own namespace too, so that no interface, address or route of the host is touched, and so that
 interface names need not differ between labs.
@@ -29,7 +29,7 @@ def address(index: int) -> str:
 
 
 def namespace_path(lab: str, *, index: int) -> Path:
-    """Returns the file that stands for a node's network namespace."""
+    """Returns the file of a node's network namespace."""
     return _NAMESPACES / _node(lab, index)
 
 
@@ -37,11 +37,11 @@ def build(lab: str, *, nodes: Sequence[LabNode]) -> None:
     """Makes the namespaces, the links and the bridge, and shapes the links."""
     names = [_switch(lab), *(_node(lab, index) for index in range(len(nodes)))]
     call("ip", "-batch", "-", lines=[f"netns add {name}" for name in names], what="make the nodes' namespaces")
-    shard_groups = ["link add bridge0 type bridge mcast_snooping 0", *_up("bridge0")]
+    commands = ["link add bridge0 type bridge mcast_snooping 0", *_up("bridge0")]
     for index in range(len(nodes)):
-        shard_groups.append(f"link add port{index} type veth peer name {INTERFACE} netns {_node(lab, index)}")
-        shard_groups += [f"link set port{index} master bridge0", *_up(f"port{index}")]
-    call("ip", "-n", _switch(lab), "-batch", "-", lines=shard_groups, what="lay the wires between the nodes")
+        commands.append(f"link add port{index} type veth peer name {INTERFACE} netns {_node(lab, index)}")
+        commands += [f"link set port{index} master bridge0", *_up(f"port{index}")]
+    call("ip", "-n", _switch(lab), "-batch", "-", lines=commands, what="make the links between the nodes")
     for index, node in enumerate(nodes):
         ends = ["link set lo up", *_up(INTERFACE), f"addr add {address(index)}/16 dev {INTERFACE}"]
         call("ip", "-n", _node(lab, index), "-batch", "-", lines=ends, what=f"give {node.name} its address")
@@ -53,8 +53,8 @@ def shape(lab: str, *, index: int, rate_mbit: float | None) -> None:
     """Sets the rate of a node's link in both directions, None for no limit."""
     ends = ((_node(lab, index), INTERFACE), (_switch(lab), f"port{index}"))
     for namespace, interface in ends:
-        words = ("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root")
-        call(*words, *_discipline(rate_mbit), what=f"set the rate of node {index} to {rate_mbit} Mbit/s")
+        command = ("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root")
+        call(*command, *_discipline(rate_mbit), what=f"set the rate of node {index} to {rate_mbit} Mbit/s")
 
 
 def counters(lab: str, *, num_nodes: int) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,4 @@
-"""Where the ranks' words go."""
+"""Outlets for the output of the ranks."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -12,11 +12,11 @@ from evenly.lab._ranks import RankSlot
 Output = Literal["prefix", "rank0", "capture"]
 Stream = Literal["stdout", "stderr"]
 _LAST_LINES = 20
-_KEPT_CHARS = 65_536
+_MOST_CHARS = 65_536
 
 
 class Outlet(ABC):
-    """Takes what the ranks write, as it comes."""
+    """Receives the output of the ranks."""
 
     @abstractmethod
     def take(self, text: str, *, slot: RankSlot, stream: Stream) -> None:
@@ -24,11 +24,11 @@ class Outlet(ABC):
 
     @abstractmethod
     def finish(self, failed: Collection[RankSlot]) -> None:
-        """Does what is left to do once all ranks have ended, some of which `failed` of their own accord."""
+        """Called once all ranks have ended; `failed` lists those that failed by themselves."""
 
     @abstractmethod
     def texts(self, stream: Stream) -> tuple[str, ...]:
-        """Returns the text of every rank, or nothing where it is not kept."""
+        """Returns the text of every rank, or nothing if it is not captured."""
 
 
 def open_outlet(output: Output, *, slots: Sequence[RankSlot]) -> Outlet:
@@ -39,7 +39,7 @@ def open_outlet(output: Output, *, slots: Sequence[RankSlot]) -> Outlet:
         return RankZero()
     if output == "capture":
         return Captured(slots)
-    raise LabError(f"output={output!r} was asked for, which is no way to show ranks. Use one of {get_args(Output)}.")
+    raise LabError(f"output={output!r} was asked for, which is no kind of output. Use one of {get_args(Output)}.")
 
 
 @final
@@ -47,14 +47,14 @@ class Prefixed(Outlet):
     """Writes every line to standard output, after the name of its rank."""
 
     def __init__(self) -> None:
-        self._begun: dict[tuple[RankSlot, Stream], str] = {}
+        self._incomplete: dict[tuple[RankSlot, Stream], str] = {}
 
     def take(self, text: str, *, slot: RankSlot, stream: Stream) -> None:
         """Writes the lines that are complete, and at the end of the stream also an incomplete one."""
-        *lines, rest = (self._begun.get((slot, stream), "") + text).split("\n")
-        if not text and rest:
-            lines, rest = [rest], ""
-        self._begun[slot, stream] = rest
+        *lines, incomplete = (self._incomplete.get((slot, stream), "") + text).split("\n")
+        if not text and incomplete:
+            lines, incomplete = [incomplete], ""
+        self._incomplete[slot, stream] = incomplete
         _write_lines(sys.stdout, slot=slot, lines=lines)
 
     def finish(self, failed: Collection[RankSlot]) -> None:
@@ -79,7 +79,7 @@ class RankZero(Outlet):
             target.write(text)
             target.flush()
         elif stream == "stderr":
-            self._last[slot] = (self._last[slot] + text)[-_KEPT_CHARS:]
+            self._last[slot] = (self._last[slot] + text)[-_MOST_CHARS:]
 
     def finish(self, failed: Collection[RankSlot]) -> None:
         """Writes the last lines of the other ranks that failed."""
@@ -96,19 +96,19 @@ class Captured(Outlet):
     """Keeps the text of every rank."""
 
     def __init__(self, slots: Sequence[RankSlot]) -> None:
-        self._seats = slots
-        self._kept: dict[tuple[RankSlot, Stream], list[str]] = defaultdict(list)
+        self._slots = slots
+        self._texts: dict[tuple[RankSlot, Stream], list[str]] = defaultdict(list)
 
     def take(self, text: str, *, slot: RankSlot, stream: Stream) -> None:
         """Keeps the text."""
-        self._kept[slot, stream].append(text)
+        self._texts[slot, stream].append(text)
 
     def finish(self, failed: Collection[RankSlot]) -> None:
         """Has nothing left to do."""
 
     def texts(self, stream: Stream) -> tuple[str, ...]:
         """Returns what every rank wrote to the stream."""
-        return tuple("".join(self._kept[slot, stream]) for slot in self._seats)
+        return tuple("".join(self._texts[slot, stream]) for slot in self._slots)
 
 
 def _write_lines(target: TextIO, *, slot: RankSlot, lines: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Who sits where, and the command line that puts a rank's process in its place."""
+"""The ranks of a lab, and the command line that starts a rank in its namespaces and control groups."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from evenly.lab._network import INTERFACE, address
 from evenly.lab.cluster import LabCluster
 
 _MASTER_PORT = 29500
-# The file lies in memory, under a mount that only this rank sees: nothing is left to remove.
+# The file is in memory, under a mount of this rank only: nothing needs to be removed.
 _PUT_HOSTS = (
     "mount -t tmpfs tmpfs /tmp && {{ printf %s {hosts}; cat /etc/hosts; }} > /tmp/hosts"
     " && mount --bind /tmp/hosts /etc/hosts && umount -l /tmp"
@@ -18,7 +18,7 @@ _PUT_HOSTS = (
 
 @dataclass(frozen=True)
 class RankSlot:
-    """The place of one rank: its number, its node, and its number there."""
+    """One rank: its number, its node, and its local rank."""
 
     rank: int
     node: int
@@ -27,11 +27,13 @@ class RankSlot:
 
 
 def slots(cluster: LabCluster) -> tuple[RankSlot, ...]:
-    """Returns the place of every rank, numbered through the nodes in order."""
-    places = [(node, local) for node in range(len(cluster.nodes)) for local in range(cluster.nodes[node].ranks)]
+    """Returns every rank, numbered through the nodes in order."""
+    nodes_and_local_ranks = [
+        (node, local) for node in range(len(cluster.nodes)) for local in range(cluster.nodes[node].ranks)
+    ]
     return tuple(
         RankSlot(rank=rank, node=node, local_rank=local, label=f"{cluster.nodes[node].name}:rank{rank}")
-        for rank, (node, local) in enumerate(places)
+        for rank, (node, local) in enumerate(nodes_and_local_ranks)
     )
 
 
@@ -69,16 +71,16 @@ def command_line(
     hosts: str,
     groups: Sequence[Path],
 ) -> list[str]:
-    """Returns the words that start `command` in its namespaces, under its hostname and in its control groups.
+    """Returns the arguments that start `command` in its namespaces, under its hostname and in its control groups.
 
-    All of them replace one another in the same process, so its id is the rank's and it dies with the lab's owner. The
-    check of the parent covers an owner that died before the death signal was armed.
+    The programs replace one another in one process, so its id is the rank's and it ends with the lab's owner. The check
+    of the parent covers an owner that ended before the death signal was set.
     """
     steps = [f"[ $PPID = {owner} ]", f"echo {shlex.quote(hostname)} > /proc/sys/kernel/hostname"]
     steps += [f"echo $$ > {shlex.quote(str(group))}" for group in groups]
     steps += [_PUT_HOSTS.format(hosts=shlex.quote(hosts))]
     script = " && ".join(steps) + ' || exit 125; export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"; exec env "$@"'
-    # The mounts follow those of the host, or a namespace that another lab removes would live on in here.
-    place = ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net={namespace}"]
-    place += ["unshare", "--uts", "--mount", "--propagation", "slave"]
-    return [*place, "sh", "-c", script, "sh", *(f"{key}={text}" for key, text in variables.items()), *command]
+    # The mounts follow those of the host; otherwise a namespace that another lab removes would persist here.
+    wrapper = ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net={namespace}"]
+    wrapper += ["unshare", "--uts", "--mount", "--propagation", "slave"]
+    return [*wrapper, "sh", "-c", script, "sh", *(f"{key}={text}" for key, text in variables.items()), *command]

@@ -22,14 +22,14 @@ _DRAIN_S = 3.0
 
 @dataclass(frozen=True)
 class _Exit:
-    """What the selector watches for the end of a rank."""
+    """Selector data: the end of a rank."""
 
     slot: RankSlot
 
 
 @dataclass(frozen=True)
 class _Pipe:
-    """What the selector watches for words of a rank."""
+    """Selector data: output of a rank."""
 
     slot: RankSlot
     stream: Stream
@@ -39,7 +39,7 @@ class _Pipe:
 class Running:
     """Ranks that run: their processes, their pipes and the first one that failed.
 
-    Everything happens in the thread that calls, since the kernel ends a rank when the thread that started it ends.
+    Everything runs in the calling thread, since the kernel ends a rank when the thread that started it ends.
     """
 
     def __init__(self, outlet: Outlet) -> None:
@@ -51,11 +51,15 @@ class Running:
         self.failed: dict[RankSlot, float] = {}
         self.ended_at = 0.0
 
-    def start(self, line: Sequence[str], *, slot: RankSlot) -> None:
+    def start(self, arguments: Sequence[str], *, slot: RankSlot) -> None:
         """Starts one rank in a session of its own."""
         with uninterrupted():
             process = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
             )
             self._processes[slot] = process
             self._alive.add(slot)
@@ -66,7 +70,7 @@ class Running:
                 self._selector.register(cast(BinaryIO, pipe), selectors.EVENT_READ, data)
 
     def follow(self, *, until: float, grace_s: float) -> bool:
-        """Passes words on until all ranks have ended; returns False where `until` or the grace was up before."""
+        """Passes output on until all ranks have ended; returns False if `until` or the grace time ends first."""
         while self._alive:
             deadline = min(until, min(self.failed.values(), default=math.inf) + grace_s)
             if not self._pump(deadline):
@@ -74,7 +78,7 @@ class Running:
         return True
 
     def stop(self, kill: Callable[[], None]) -> None:
-        """Ends what still runs, at first politely, and takes in the last words; `kill` ends whatever is left."""
+        """Terminates running ranks and reads their remaining output; `kill` ends processes that are left."""
         with uninterrupted():
             try:
                 self._stopping = True
@@ -104,9 +108,9 @@ class Running:
             for process in self._processes.values():
                 process.wait()
 
-    def _pump_while(self, wanted: Callable[[], bool], *, seconds: float) -> None:
+    def _pump_while(self, condition: Callable[[], bool], *, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while wanted() and self._pump(deadline):
+        while condition() and self._pump(deadline):
             pass
 
     def _pump(self, deadline: float) -> bool:

@@ -1,4 +1,4 @@
-"""Signals: a lab that is told to stop still tidies up."""
+"""Signal handling: a lab that is stopped still cleans up."""
 
 import signal
 import threading
@@ -13,42 +13,42 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGH
 def orderly_end() -> Iterator[None]:
     """Turns SIGTERM and SIGHUP into `SystemExit`, as SIGINT already is `KeyboardInterrupt`, so that `finally` runs.
 
-    A handler that somebody else has set is left alone, and outside the main thread nothing can be set.
+    Handlers of the program are left alone, and outside the main thread nothing can be set.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    mine = [number for number in _STOPS if signal.getsignal(number) is signal.SIG_DFL]
+    default_signals = [number for number in _STOPS if signal.getsignal(number) is signal.SIG_DFL]
     try:
-        for number in mine:
+        for number in default_signals:
             signal.signal(number, _leave)
         yield
     finally:
-        for number in mine:
+        for number in default_signals:
             signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds back SIGINT, SIGTERM and SIGHUP until the block is done, then lets the last of them act.
+    """Defers SIGINT, SIGTERM and SIGHUP to the end of the block, then raises the last of them.
 
     Handlers are swapped rather than signals masked: a mask would be inherited by the processes started in the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[int] = []
+    pending: list[int] = []
     handlers = {number: signal.getsignal(number) for number in _STOPS}
     callable_handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     try:
         for number in callable_handlers:
-            signal.signal(number, lambda number, _frame: held.append(number))
+            signal.signal(number, lambda number, _frame: pending.append(number))
         yield
     finally:
         for number, handler in callable_handlers.items():
             signal.signal(number, handler)
-        if held:
-            signal.raise_signal(held[-1])
+        if pending:
+            signal.raise_signal(pending[-1])
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:

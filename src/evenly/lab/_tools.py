@@ -1,4 +1,4 @@
-"""Calling the programs that build the lab."""
+"""Calls the programs that build the lab."""
 
 import subprocess
 
@@ -6,7 +6,7 @@ from evenly.errors import LabError
 
 
 def call(*words: str, lines: list[str] | None = None, what: str) -> str:
-    """Returns what the program wrote; raises `LabError` saying `what` failed and the program's own complaint.
+    """Returns the program's output; raises `LabError` with `what` failed and the program's error.
 
     `lines` are fed to its standard input. It runs in a session of its own, so that Ctrl-C in a terminal reaches the lab
     and not a half-done step of it.
@@ -17,6 +17,6 @@ def call(*words: str, lines: list[str] | None = None, what: str) -> str:
         words, input=text, stdin=stdin, capture_output=True, text=True, start_new_session=True, check=False
     )
     if done.returncode != 0:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise LabError(f"cannot {what}: `{' '.join(words)}` says: {said}. See `evenly lab check`.")
+        complaint = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise LabError(f"cannot {what}: `{' '.join(words)}` says: {complaint}. See `evenly lab check`.")
     return done.stdout

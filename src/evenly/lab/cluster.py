@@ -1,4 +1,4 @@
-"""What is to be emulated: nodes, the ranks on each, their share of the CPU and the speed of their link."""
+"""The cluster to emulate: nodes, the ranks on each, their share of the CPU and the speed of their link."""
 
 import re
 from importlib.resources import files
@@ -11,7 +11,7 @@ from evenly.errors import SpecError
 from evenly.spec._text import load_toml
 from evenly.spec._value import Document, Value
 
-MOST_RANKS = 1024  # on one node of a machine that plays them all
+MOST_RANKS = 1024  # on one emulated node
 MOST_CORES = 8192  # what Linux can be built for
 MOST_MBIT = 1e7  # 10 Tbit/s
 
@@ -70,9 +70,9 @@ class LabCluster(Document):
             node if node.name else node.model_copy(update={"name": f"node{index}"}) for index, node in enumerate(nodes)
         )
         names = [node.name for node in named]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"two nodes are called {twice[0]!r}; give every node a name of its own")
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"two nodes are called {duplicates[0]!r}; give every node a name of its own")
         return named
 
     @property

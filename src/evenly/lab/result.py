@@ -1,4 +1,4 @@
-"""What came out of one command on the emulated cluster."""
+"""The result of one command on the emulated cluster."""
 
 from typing import Annotated, Literal, Self
 
@@ -29,24 +29,24 @@ class LabResult(Document):
 
     @property
     def ok(self) -> bool:
-        """Whether every rank came to its end with exit code 0."""
+        """Whether every rank ended with exit code 0."""
         return not self.timed_out and not any(self.exit_codes)
 
     @property
     def exit_code(self) -> int:
-        """The exit code that stands for the whole run: 0, 124 after a timeout, else that of the first failed rank."""
+        """The exit code of the whole run: 0, 124 after a timeout, else that of the first failed rank."""
         if self.timed_out:
             return 124
         code = 0 if self.first_failed is None else self.exit_codes[self.first_failed]
         return code if code >= 0 else 128 - code
 
     def check(self) -> Self:
-        """Returns this result, or raises `LabError` with the failed rank and its last words."""
+        """Returns this result, or raises `LabError` with the failed rank and its last lines."""
         if self.ok:
             return self
         raise LabError(
             f"the command was to end well on {len(self.exit_codes)} ranks, but {self.blame()}. "
-            f"Read what it wrote and correct the command.{self._last_words()}"
+            f"Read what it wrote and correct the command.{self._last_lines()}"
         )
 
     def blame(self) -> str:
@@ -59,7 +59,7 @@ class LabResult(Document):
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         return f"rank {self.first_failed} failed first, with {how}"
 
-    def _last_words(self) -> str:
+    def _last_lines(self) -> str:
         if self.first_failed is None or not self.stderr:
             return ""
         return "\n" + "\n".join(self.stderr[self.first_failed].splitlines()[-20:])

@@ -1,4 +1,4 @@
-"""Who am I? Launchers, places, and the opening of the world. The only room that reads the environment."""
+"""Launchers, the place of this process, and the opening of the world. Only this package reads the environment."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""torchrun, whose store listens only at the address where the nodes meet: `python -m evenly.launch.agent ...`.
+"""torchrun, whose store listens only at the master address: `python -m evenly.launch.agent ...`.
 
 The agent of the first node serves the store of its workers. Without this it would listen at all addresses.
 """

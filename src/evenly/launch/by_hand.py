@@ -1,4 +1,4 @@
-"""No launcher: a process alone, or one that was told its rank by arguments."""
+"""No launcher: a process alone, or one with its rank given by arguments."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -11,7 +11,7 @@ _ADVICE = "Pass master_addr= and master_port=, the same on all ranks."
 
 
 class Arguments(Launcher):
-    """Reads what the caller said; the environment may still give the local rank and the master."""
+    """Reads the caller's arguments; the environment may still give the local rank and the master."""
 
     name = "arguments"
     variables: ClassVar[Mapping[str, str]] = {
@@ -22,7 +22,7 @@ class Arguments(Launcher):
     }
 
     def detects(self, environ: Environ) -> bool:
-        """Returns False: only arguments lead here."""
+        """Returns False: it is chosen by arguments only."""
         return False
 
     def place(self, environ: Environ) -> Place:
@@ -34,22 +34,22 @@ class Arguments(Launcher):
 
 
 class Alone(Launcher):
-    """The one process of its world, when no launcher left a trace."""
+    """The only process of its world, if no launcher is detected."""
 
     name = "alone"
     variables: ClassVar[Mapping[str, str]] = {**Arguments.variables}
 
     def detects(self, environ: Environ) -> bool:
-        """Returns True: asked last."""
+        """Returns True: it is tried last."""
         return True
 
     def place(self, environ: Environ) -> Place:
-        """Returns rank 0 of 1, unless a lone RANK or WORLD_SIZE says there should be others."""
-        for here, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-            if here in environ:
+        """Returns rank 0 of 1, unless only one of RANK and WORLD_SIZE is set."""
+        for variable, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+            if variable in environ:
                 raise LaunchError(
-                    f"the place of this process was asked of the environment; {here}={environ[here]!r} is set but "
-                    f"{missing} is not, and no launcher is seen. Set both, or unset {here} to run alone."
+                    f"the place of this process was asked of the environment; {variable}={environ[variable]!r} is set "
+                    f"but {missing} is not, and no launcher is seen. Set both, or unset {variable} to run alone."
                 )
         local_rank = self._number(environ, "local_rank") if "LOCAL_RANK" in environ else 0
         return Place(

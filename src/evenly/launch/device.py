@@ -9,7 +9,7 @@ from evenly.launch.place import Place
 def pick_device(place: Place, wish: str = "auto") -> torch.device:
     """Returns the device `wish` names: "auto", "cpu", "cuda" or "cuda:1".
 
-    "auto" is "cuda" where there is one and "cpu" elsewhere; "cuda" is the GPU of the local rank, counted round.
+    "auto" is "cuda" where there is one and "cpu" elsewhere; "cuda" is the GPU of the local rank, modulo their number.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cpu" or (wish == "auto" and not num_gpus):
@@ -19,8 +19,8 @@ def pick_device(place: Place, wish: str = "auto") -> torch.device:
     kind, _, index = wish.partition(":")
     if kind == "cuda" and index.isdecimal() and int(index) < num_gpus:
         return torch.device("cuda", int(index))
-    there = ", ".join(["cpu", *(f"cuda:{gpu}" for gpu in range(num_gpus))])
+    available = ", ".join(["cpu", *(f"cuda:{gpu}" for gpu in range(num_gpus))])
     raise LaunchError(
-        f"rank {place.rank} was asked to use the device {wish!r}; this process sees {there}. "
+        f"rank {place.rank} was asked to use the device {wish!r}; this process sees {available}. "
         'Ask for one of these, or for "auto".'
     )

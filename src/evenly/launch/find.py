@@ -25,7 +25,7 @@ def find_place(
     master_addr: str | None = None,
     master_port: int | None = None,
 ) -> Place:
-    """Returns the place of this process, as its launcher tells it; arguments beat the environment.
+    """Returns the place of this process from its launcher; arguments beat the environment.
 
     With both `rank` and `world_size` given no launcher is asked; only LOCAL_RANK, MASTER_ADDR and MASTER_PORT may
     still fill what the arguments leave out. A local rank is never computed from a rank.
@@ -40,16 +40,16 @@ def find_place(
         "master_addr": master_addr,
         "master_port": master_port,
     }
-    given = {field: str(value) for field, value in fields.items() if value is not None}
+    arguments = {field: str(value) for field, value in fields.items() if value is not None}
     environ = whole_environment() if environ is None else environ
-    launcher = Arguments() if {"rank", "world_size"} <= given.keys() else _detect(environ)
+    launcher = Arguments() if {"rank", "world_size"} <= arguments.keys() else _detect(environ)
     try:
-        return launcher.place({**environ, **{launcher.variables[field]: text for field, text in given.items()}})
+        return launcher.place({**environ, **{launcher.variables[field]: text for field, text in arguments.items()}})
     except LaunchError as error:
-        if not given:
+        if not arguments:
             raise
-        said = ", ".join(f"{field}={text}" for field, text in given.items())
-        raise LaunchError(f"{error} (Arguments stand in for the variables here: {said}.)") from None
+        argument_text = ", ".join(f"{field}={text}" for field, text in arguments.items())
+        raise LaunchError(f"{error} (Arguments stand in for the variables here: {argument_text}.)") from None
 
 
 def _detect(environ: Environ) -> Launcher:

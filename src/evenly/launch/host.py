@@ -1,4 +1,4 @@
-"""Where a process really runs, whatever its launcher calls the place."""
+"""The host of a process, independent of its launcher."""
 
 import os
 import socket
@@ -9,9 +9,9 @@ from evenly.spec._value import Value
 
 
 class Identity(Value):
-    """The marks by which processes of one node know each other.
+    """What identifies the node of a process.
 
-    No single mark is enough: two SLURM nodes may share a hostname, two containers a kernel, two namespaces a machine.
+    No single field is enough: two SLURM nodes may share a hostname, two containers a kernel, two namespaces a machine.
     `boot_id` is "" and `netns` 0 where the system has none.
     """
 
@@ -23,14 +23,14 @@ class Identity(Value):
 
 
 def identity(place: Place) -> Identity:
-    """Returns the marks of this process, with the node as its launcher names it."""
+    """Returns the identity of this process, with the launcher's node id."""
     return Identity(
         hostname=socket.gethostname(), boot_id=boot_id(), netns=_netns(), node_id=place.node_id, pid=os.getpid()
     )
 
 
 def boot_id() -> str:
-    """Returns what tells this start of this machine from all others; "" where the system does not say."""
+    """Returns the id of this boot of this machine; "" if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

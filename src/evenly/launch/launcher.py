@@ -1,4 +1,4 @@
-"""What every launcher adapter is, and the words all of them read the environment with."""
+"""The base of all launcher adapters, and their helpers for reading the environment."""
 
 import zlib
 from abc import ABC, abstractmethod
@@ -11,15 +11,15 @@ from evenly.launch.place import Place
 Environ = Mapping[str, str]
 
 MASTER = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
-_LOWEST_PORT, _NUM_PORTS = 12000, 18000  # below what Linux hands out by itself (32768) and Kubernetes (30000)
+_LOWEST_PORT, _NUM_PORTS = 12000, 18000  # below the ephemeral ports of Linux (32768) and those of Kubernetes (30000)
 
 
 class Launcher(ABC):
-    """One way of starting processes, told apart by the variables it leaves in their environment."""
+    """One way of starting processes, detected by the variables that it sets."""
 
     name: ClassVar[str]
     variables: ClassVar[Mapping[str, str]]
-    """Field of `Place` -> the variable this launcher says it with."""
+    """Field of `Place` -> the variable of this launcher."""
 
     @abstractmethod
     def detects(self, environ: Environ) -> bool:
@@ -33,24 +33,24 @@ class Launcher(ABC):
         """Returns rank, world size, local rank and local size as `variables` names them, checked against each other."""
         rank, size = self._number(environ, "rank"), self._number(environ, "world_size")
         if rank >= size:
-            raise self._error(f"{self._said(environ, 'rank')} is not below {self._said(environ, 'world_size')}")
+            raise self._error(f"{self._text_of(environ, 'rank')} is not below {self._text_of(environ, 'world_size')}")
         alone = size == 1 and self.variables["local_rank"] not in environ
         local_rank = 0 if alone else self._number(environ, "local_rank")
         if local_size is None and self.variables.get("local_size") in environ:
             local_size = self._number(environ, "local_size")
         if local_size is not None and not local_rank < local_size <= size:
-            slot = f"{self._said(environ, 'local_rank')} of {local_size} local ranks"
-            raise self._error(f"{slot} does not fit {self._said(environ, 'world_size')}")
+            slot = f"{self._text_of(environ, 'local_rank')} of {local_size} local ranks"
+            raise self._error(f"{slot} does not fit {self._text_of(environ, 'world_size')}")
         return {"rank": rank, "world_size": size, "local_rank": local_rank, "local_size": local_size}
 
     def _number(self, environ: Environ, field: str) -> int:
         variable = self.variables[field]
         if variable not in environ:
-            there = [self._said(environ, other) for other in self.variables if self.variables[other] in environ]
-            raise self._error(f"{', '.join(there) or 'part of it'} is set but {variable} is not")
+            present = [self._text_of(environ, name) for name in self.variables if self.variables[name] in environ]
+            raise self._error(f"{', '.join(present) or 'part of it'} is set but {variable} is not")
         return whole_number(environ, variable)
 
-    def _said(self, environ: Environ, field: str) -> str:
+    def _text_of(self, environ: Environ, field: str) -> str:
         variable = self.variables[field]
         return f"{variable}={environ.get(variable, '')!r}"
 
@@ -73,9 +73,9 @@ def whole_number(environ: Environ, variable: str) -> int:
 
 
 def read_master(environ: Environ, *, addr: str | None, port: int | None, advice: str) -> dict[str, str | int]:
-    """Returns the meeting address: MASTER_ADDR and MASTER_PORT where set, else `addr` and `port`.
+    """Returns the master address: MASTER_ADDR and MASTER_PORT where set, else `addr` and `port`.
 
-    What neither the environment nor the launcher gives raises `LaunchError`, closing with `advice`.
+    Raises `LaunchError`, ending with `advice`, if neither the environment nor the launcher gives it.
     """
     addr = environ.get("MASTER_ADDR") or addr
     port = whole_number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else port
@@ -93,5 +93,5 @@ def read_master(environ: Environ, *, addr: str | None, port: int | None, advice:
 
 
 def derive_port(*ids: str) -> int:
-    """Returns a port every process finds alike from the same `ids`, so that two jobs on one machine seldom meet."""
+    """Returns a port every process finds alike from the same `ids`, so that two jobs on one machine seldom collide."""
     return _LOWEST_PORT + zlib.crc32("/".join(ids).encode()) % _NUM_PORTS

@@ -1,7 +1,7 @@
-"""Calls of torch that may hang, with a time limit that holds: the store above all.
+"""Time limits for calls of torch that may hang, above all of the store.
 
 A client of torch's `TCPStore` waits for ever if the process that hosts it is stopped or cut off, whatever its timeout.
-Such calls run in a thread of their own, which is given up when the limit has passed.
+Such calls run in a separate thread, which is abandoned after the limit.
 """
 
 import os
@@ -20,12 +20,12 @@ from evenly.launch.settings import environment
 Result = TypeVar("Result")
 
 SLICE_S = 0.25
-IDLE_S = 5.0  # a thread without a call for so long ends
-_IN_PROCESS = (HashStore, FileStore)  # nobody else has to answer
+IDLE_S = 5.0  # a thread without a call for this long ends
+_IN_PROCESS = (HashStore, FileStore)  # no other process has to answer
 
 
 class NoAnswerError(Exception):
-    """A call did not end within its limit; the thread it runs in has been given up."""
+    """A call did not end within its limit; its thread has been abandoned."""
 
 
 def within(limit_s: float, call: Callable[[], Result]) -> Result:
@@ -36,7 +36,7 @@ def within(limit_s: float, call: Callable[[], Result]) -> Result:
     return _Call(call).wait(limit_s)
 
 
-class _Asked(Protocol):
+class _PendingCall(Protocol):
     """A call of any result."""
 
     waited_s: float
@@ -51,7 +51,7 @@ class _Worker:
     idle: ClassVar[deque["_Worker"]] = deque()
 
     def __init__(self) -> None:
-        self.calls: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[_PendingCall] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="bounded-call", daemon=True).start()
 
     def _run(self) -> None:
@@ -60,9 +60,9 @@ class _Worker:
                 call = self.calls.get(timeout=IDLE_S)
             except queue.Empty:
                 try:
-                    self.idle.remove(self)  # from here on nobody gives it a call
+                    self.idle.remove(self)  # from here on it gets no calls
                 except ValueError:
-                    continue  # somebody is about to
+                    continue  # a call is about to come
                 return
             call.run()
             del call
@@ -87,7 +87,7 @@ class _Call(Generic[Result]):
         worker.calls.put(self)
 
     def run(self) -> None:
-        """Makes the call; what waits for it goes on."""
+        """Makes the call and wakes its waiter."""
         try:
             self._result = [self._call()]
         except BaseException as error:
@@ -105,19 +105,19 @@ class _Call(Generic[Result]):
 
 
 class _Connection:
-    """What all parts of one store share: who hosts it, which calls wait, and how it failed."""
+    """State shared by all parts of one store: its host, pending calls, and its failure."""
 
     def __init__(self, store: Store) -> None:
-        root: Any = store  # of a kind with or without an address
+        root: Any = store  # some kinds have no address
         while isinstance(root, PrefixStore):
             root = root.underlying_store
         self.is_remote = root is not None and not isinstance(root, _IN_PROCESS)
         self.address = f"{root.host}:{root.port}" if hasattr(root, "host") else type(root).__name__
         self.of_agent = environment("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.host = "torchrun's agent on the first node" if self.of_agent else "rank 0"
-        self.calls: set[_Asked] = set()
-        self.error: PeerError | None = None  # the store has failed: nobody asks it again
-        self.lost_at_s: float | None = None  # its host has ended, as far as can be seen
+        self.calls: set[_PendingCall] = set()
+        self.error: PeerError | None = None  # the store has failed and is not called again
+        self.lost_at_s: float | None = None  # when the connection to its host broke
 
 
 class BoundedStore:
@@ -157,7 +157,7 @@ class BoundedStore:
         return self.run(lambda: read_all(self.raw, keys))
 
     def run(self, call: Callable[[], Result], *, limit_s: float | None = None) -> Result:
-        """Returns what `call` returns, which asks the store, also more than once.
+        """Returns the result of `call`, which uses the store, possibly more than once.
 
         Raises:
             PeerError: the host of the store did not answer within the limit, or the connection to it broke.
@@ -168,17 +168,17 @@ class BoundedStore:
         if connection.error is not None:
             raise connection.error
         limit_s = self.timeout_s if limit_s is None else limit_s
-        asked = _Call(call)
-        connection.calls.add(asked)
+        pending_call = _Call(call)
+        connection.calls.add(pending_call)
         try:
-            return asked.wait(limit_s)
+            return pending_call.wait(limit_s)
         except NoAnswerError:
             raise self.fail(self.hung(limit_s)) from None
         except RuntimeError as error:
             connection.lost_at_s = time.monotonic()
             raise self.fail(self.lost(error)) from error
         finally:
-            connection.calls.discard(asked)
+            connection.calls.discard(pending_call)
 
     def fail(self, error: PeerError) -> PeerError:
         """Remembers the first error: from now on every call raises it at once. Returns what all will raise."""
@@ -187,7 +187,7 @@ class BoundedStore:
 
     @property
     def error(self) -> PeerError | None:
-        """The error after which the store is asked no more."""
+        """The error after which the store is not called again."""
         return self._connection.error
 
     @property
@@ -198,15 +198,15 @@ class BoundedStore:
 
     @property
     def unanswered_s(self) -> float:
-        """How long the longest call that is under way has waited."""
+        """How long the longest pending call has waited."""
         with suppress(RuntimeError):  # the set may change meanwhile
             return max((call.waited_s for call in self._connection.calls), default=0.0)
         return 0.0
 
-    def name_host(self, who: str) -> None:
-        """Notes who rank 0 of the launch is; it hosts the store unless torchrun's agent does."""
+    def name_host(self, name: str) -> None:
+        """Sets the name of rank 0 of the launch; it hosts the store unless torchrun's agent does."""
         if not self._connection.of_agent:
-            self._connection.host = who
+            self._connection.host = name
 
     def hung(self, waited_s: float) -> PeerError:
         """Returns the error for a store that has not answered."""

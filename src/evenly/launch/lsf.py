@@ -26,7 +26,7 @@ class Jsrun(Launcher):
         return "JSM_NAMESPACE_RANK" in environ
 
     def place(self, environ: Environ) -> Place:
-        """Returns the place jsrun told; ranks of one machine meet on the loopback at a port of the job's own."""
+        """Returns the place set by jsrun; on one machine the master is the loopback at a port of the job."""
         ranks = self.ranks(environ)
         if ranks["world_size"] == 1:
             return Place(**ranks, launcher=self.name)

@@ -30,13 +30,13 @@ class Mpich(Launcher):
         return "MPI_LOCALRANKID" in environ or ("PMI_RANK" in environ and not is_step(environ))
 
     def place(self, environ: Environ) -> Place:
-        """Returns the place mpiexec told; ranks of one machine meet on the loopback at a port of the job's own."""
+        """Returns the place set by mpiexec; on one machine the master is the loopback at a port of the job."""
         ranks = self.ranks(environ)
         node_id = environ.get("PMI_HOSTNAME", "")
         if ranks["world_size"] == 1:
             return Place(**ranks, node_id=node_id, launcher=self.name)
-        here = ranks["local_size"] == ranks["world_size"]
-        addr, port = ("127.0.0.1", _job_port()) if here else (None, None)
+        is_one_machine = ranks["local_size"] == ranks["world_size"]
+        addr, port = ("127.0.0.1", _job_port()) if is_one_machine else (None, None)
         master = read_master(environ, addr=addr, port=port, advice=_ADVICE)
         return Place(**ranks, **master, node_id=node_id, launcher=self.name)
 
@@ -53,10 +53,10 @@ def _job_port() -> int:
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """Returns name and parent of a process, ("", 0) where the system does not tell."""
+    """Returns name and parent of a process, ("", 0) if the system does not say."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "", 0
-    name, _, rest = text.partition("(")[2].rpartition(")")  # a name may hold brackets and blanks
-    return name, int(rest.split()[1])
+    name, _, fields = text.partition("(")[2].rpartition(")")  # a name may hold brackets and blanks
+    return name, int(fields.split()[1])

@@ -27,7 +27,7 @@ class OpenMpi(Launcher):
         return bool(environ.keys() & {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"})
 
     def place(self, environ: Environ) -> Place:
-        """Returns the place mpirun told; ranks of one machine meet on the loopback at a port of the job's own."""
+        """Returns the place set by mpirun; on one machine the master is the loopback at a port of the job."""
         ranks = self.ranks(environ)
         if ranks["world_size"] == 1:
             return Place(**ranks, launcher=self.name)

@@ -1,4 +1,4 @@
-"""Who a process is among the others."""
+"""The rank of a process in its run."""
 
 from typing import Self
 
@@ -8,10 +8,10 @@ from evenly.spec._value import Value
 
 
 class Place(Value):
-    """One process of a run: its rank, its seat on its node, and the address where all ranks meet.
+    """One process of a run: its rank, its local rank on its node, and the master address.
 
     `local_size` is None where the launcher does not tell it, `node_id` is "" where the launcher does not number its
-    nodes, and the master's address and port are None for a process that meets nobody.
+    nodes, and the master's address and port are None for a single process.
     """
 
     rank: int

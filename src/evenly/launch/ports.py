@@ -1,4 +1,4 @@
-"""A place for ranks to meet on one machine."""
+"""Free ports of this machine."""
 
 import random
 import socket
@@ -7,9 +7,9 @@ from evenly.errors import LaunchError
 
 
 def free_port() -> int:
-    """Returns a port of this machine that nobody uses.
+    """Returns an unused port of this machine.
 
-    It lies below the range that the system hands out for connections, so that none of those takes it before it is used.
+    It is below the range of ephemeral ports, so that no other connection takes it before it is used.
     """
     for port in random.SystemRandom().sample(range(15_000, 30_000), 100):
         with socket.socket() as probe:

@@ -12,11 +12,11 @@ SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # of the recor
 
 @cache
 def spare_recorder() -> None:
-    """Makes the recorder of gloo's collectives, turned off, where it is not safe and its size was not chosen.
+    """Creates the recorder of gloo's collectives, turned off, if it is not safe and its size was not set.
 
-    It notes the first collective of every group in a table without a lock (pytorch/pytorch#179449). An exchange beside
-    the training is made by another thread than the averages of a node, so a process could crash there, or never
-    return. NCCL's recorder is another one and stays as it is. A recorder that is there already stays as it is too.
+    It records the first collective of every group in a table without a lock (pytorch/pytorch#179449). An overlapped
+    exchange runs in another thread than the averages of a node, so a process could crash or hang there. NCCL's
+    recorder, and a recorder that exists already, stay as they are.
     """
     if is_safe(torch.__version__) or any(size in os.environ for size in SIZES):
         return

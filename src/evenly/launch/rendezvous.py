@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other: one store, one key per rank, one time limit."""
+"""The rendezvous of the ranks of a run: one store, one key per rank, one time limit."""
 
 import secrets
 import socket
@@ -16,44 +16,44 @@ from evenly.launch.place import Place
 from evenly.launch.serving import serve_store
 from evenly.launch.settings import environment
 
-_num_meetings: Counter[tuple[str, int]] = Counter()  # at each address, in this process
+_num_rendezvous: Counter[tuple[str, int]] = Counter()  # at each address, in this process
 
 
 def meet(place: Place, *, timeout_s: float) -> Store:
     """Returns the store all ranks share, once every rank has announced itself in it.
 
     The store of torchrun's agent outlives a world and a restart, so both are counted in the names of the keys. A random
-    token in them keeps two runs apart that came to one store.
+    token in them separates two runs that use one store.
     """
     master = _master(place)
-    prefix = f"evenly/{environment('TORCHELASTIC_RESTART_COUNT') or 0}/{_num_meetings[master]}"
+    prefix = f"evenly/{environment('TORCHELASTIC_RESTART_COUNT') or 0}/{_num_rendezvous[master]}"
     missing: list[int] = []
     reason = ""
-    drawn = secrets.token_hex(16)
+    own_token = secrets.token_hex(16)
     for remaining_s in _tries(timeout_s):
         try:
             limit_s = max(remaining_s, 1.0)
             store = BoundedStore(_connect(place, timeout_s=limit_s), timeout_s=limit_s).prefixed(prefix)
-            token = environment("EVENLY_TOKEN") or _common_token(place, drawn, store=store, timeout_s=remaining_s)
+            token = environment("EVENLY_TOKEN") or _common_token(place, own_token, store=store, timeout_s=remaining_s)
             if not token:
                 missing = [0]
                 continue
-            own = store.prefixed(token)
-            for missing in _roll_calls(place, store=own, timeout_s=remaining_s):
+            run_store = store.prefixed(token)
+            for missing in _missing_ranks(place, store=run_store, timeout_s=remaining_s):
                 if not missing:
-                    _num_meetings[master] += 1
-                    return own.raw
+                    _num_rendezvous[master] += 1
+                    return run_store.raw
         except (NoAnswerError, PeerError):
             reason = "something listened there but gave no answer"
-        except (OSError, UnicodeError) as error:  # nobody listens there yet, or the name is not known or no name
+        except (OSError, UnicodeError) as error:  # nothing listens there yet, or the host name is unknown or invalid
             reason = str(getattr(error, "strerror", None) or error)
-        except dist.DistError as error:  # the store went away with a rank 0 that gave up or is about to open anew
+        except dist.DistError as error:  # the store ended with a rank 0 that gave up or restarts
             reason = str(error).splitlines()[0]
     raise _absent(place, missing=missing, timeout_s=timeout_s) if missing else _unreachable(place, reason, timeout_s)
 
 
 def _tries(timeout_s: float) -> Iterator[float]:
-    """Yields the seconds left, at first often and then more seldom, and a last time when none are left."""
+    """Yields the remaining seconds with growing pauses, and a last time when none are left."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.01
     while (remaining_s := deadline - time.monotonic()) > 0:
         yield remaining_s
@@ -62,19 +62,19 @@ def _tries(timeout_s: float) -> Iterator[float]:
     yield 0.0
 
 
-def _common_token(place: Place, drawn: str, *, store: BoundedStore, timeout_s: float) -> str:
-    """Returns what rank 0 has drawn, once it is there; nothing if rank 0 does not come."""
+def _common_token(place: Place, own_token: str, *, store: BoundedStore, timeout_s: float) -> str:
+    """Returns rank 0's token once it is in the store; an empty text if rank 0 does not arrive."""
     if place.rank == 0:
-        store.set("token", drawn)
-        return drawn
+        store.set("token", own_token)
+        return own_token
     for _ in _tries(timeout_s):
         if store.check(["token"]):
             return store.get("token").decode()
     return ""
 
 
-def _roll_calls(place: Place, *, store: BoundedStore, timeout_s: float) -> Iterator[list[int]]:
-    """Announces this rank; yields the ranks not yet announced, again and again until time is up."""
+def _missing_ranks(place: Place, *, store: BoundedStore, timeout_s: float) -> Iterator[list[int]]:
+    """Announces this rank; yields the ranks not yet announced, repeatedly until the time is over."""
     store.set(f"arrived/{place.rank}", "1")
     missing = list(range(place.world_size))
     for _ in _tries(timeout_s):
@@ -86,7 +86,7 @@ def _connect(place: Place, *, timeout_s: float) -> TCPStore:
     """Returns the store at the master's address, which rank 0 serves unless torchrun's agent does."""
     addr, port = _master(place)
     serves = place.rank == 0 and not _agent_serves(place)
-    if not serves:  # a plain connection first: torch's own attempts overrun their limit and fill the log
+    if not serves:  # a plain connection first: torch's attempts exceed their limit and fill the log
         socket.create_connection((addr, port), timeout=timeout_s).close()
     is_local = place.local_size == place.world_size
     world_size = place.world_size
@@ -110,9 +110,9 @@ def _join_store(addr: str, port: int, *, world_size: int, timeout_s: float) -> T
 
 def _agent_serves(place: Place) -> bool:
     """Whether torchrun's agent, not rank 0, has the store at the address of `place`."""
-    said = environment("MASTER_ADDR"), environment("MASTER_PORT")
-    here = place.master_addr, str(place.master_port)
-    return environment("TORCHELASTIC_USE_AGENT_STORE") == "True" and said == here
+    environment_master = environment("MASTER_ADDR"), environment("MASTER_PORT")
+    place_master = place.master_addr, str(place.master_port)
+    return environment("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment_master == place_master
 
 
 def _master(place: Place) -> tuple[str, int]:
@@ -126,9 +126,9 @@ def _master(place: Place) -> tuple[str, int]:
 
 def _absent(place: Place, *, missing: list[int], timeout_s: float) -> LaunchError:
     *most, last = map(str, missing)
-    who = f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+    missing_text = f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
     return LaunchError(
-        f"{who} of {place.world_size} did not arrive within {timeout_s:g} s, says rank {place.rank} on "
+        f"{missing_text} of {place.world_size} did not arrive within {timeout_s:g} s, says rank {place.rank} on "
         f"{socket.gethostname()}; the ranks meet at {place.master_addr}:{place.master_port}. "
         "Look at the output of the missing ranks, or allow more time with timeout_s."
     )

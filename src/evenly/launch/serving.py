@@ -1,6 +1,6 @@
-"""Where the store of a run listens: at loopback for ranks of one machine, else at the one address they were given.
+"""Where the store of a run listens: at loopback for ranks of one machine, else at the master address only.
 
-torch's `TCPStore` listens at all addresses of the machine unless it is given a socket, and asks nobody who he is.
+torch's `TCPStore` listens at all addresses of the machine unless it is given a socket, and has no authentication.
 """
 
 import errno
@@ -44,16 +44,16 @@ def serve_store(addr: str, port: int, *, world_size: int, timeout_s: float, is_l
 def listen_at(addr: str, port: int, *, is_local: bool) -> socket.socket | None:
     """Returns a socket that listens at `addr` alone; None where torch has to choose.
 
-    That is so if this process has a store at the port already, which it will use again, and where others reach this
-    machine by an address that it does not have itself.
+    That is the case if this process already has a store at the port, which it reuses, or if other machines reach this
+    one by an address that it does not have itself.
     """
     try:
-        found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return None
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # those without IPv6 come too
+    addresses.sort(key=lambda entry: entry[0] != socket.AF_INET)  # IPv4 first: some machines have no IPv6
     problem = "it is not an address of this machine"
-    for family, _, _, _, address in found:
+    for family, _, _, _, address in addresses:
         if _is_loopback(str(address[0])) and not (is_local or is_loopback_name(addr)):
             problem = "here it is a name for this machine alone, as /etc/hosts says"
             continue

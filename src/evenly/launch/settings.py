@@ -1,4 +1,4 @@
-"""The one door to the environment: other rooms ask here."""
+"""Access to the environment for all other packages."""
 
 import os
 from collections.abc import Mapping

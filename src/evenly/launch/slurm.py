@@ -34,7 +34,7 @@ class Slurm(Launcher):
         return is_step(environ)
 
     def place(self, environ: Environ) -> Place:
-        """Returns the place of the task; all meet on the step's first host at a port of the step's own."""
+        """Returns the place of the task; the master is the step's first host at a port of the step."""
         if "SLURM_STEP_NUM_TASKS" not in environ and "SLURM_NTASKS" in environ:
             environ = {**environ, "SLURM_STEP_NUM_TASKS": environ["SLURM_NTASKS"]}
         ranks = self.ranks(environ, local_size=_local_size(environ))
@@ -44,7 +44,7 @@ class Slurm(Launcher):
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "")
         job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID", "")
         addr = expand_hosts(nodes)[0] if nodes else None
-        addr = "127.0.0.1" if ranks["local_size"] == ranks["world_size"] else addr  # nobody comes from elsewhere
+        addr = "127.0.0.1" if ranks["local_size"] == ranks["world_size"] else addr  # all ranks are on this machine
         port = derive_port(job, _step(environ)) if job else None
         master = read_master(environ, addr=addr, port=port, advice=_ADVICE)
         return Place(**ranks, **master, node_id=node_id, launcher=self.name)

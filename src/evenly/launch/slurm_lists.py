@@ -18,7 +18,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
     for item in text.split(","):
         match = _COUNT.fullmatch(item.strip())
         if match is None:
-            raise _error("counts such as 8(x3),2", text=text, at=item)
+            raise _error("counts such as 8(x3),2", text=text, item=item)
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
@@ -37,11 +37,11 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 def _expand_item(item: str, *, text: str) -> list[str]:
     """Expands the first bracket and, by calling itself, every one after it (`r[1-2]n[1-4]`)."""
     if not item or item.count("[") != item.count("]"):
-        raise _error("hosts such as a,n[1-2,006]", text=text, at=item)
-    head, bracket, rest = item.partition("[")
+        raise _error("hosts such as a,n[1-2,006]", text=text, item=item)
+    head, bracket, remainder = item.partition("[")
     if not bracket:
         return [head]
-    inside, _, tail = rest.partition("]")
+    inside, _, tail = remainder.partition("]")
     tails = _expand_item(tail, text=text) if tail else [""]
     numbers = [number for part in inside.split(",") for number in _expand_range(part, text=text)]
     return [head + number + end for number in numbers for end in tails]
@@ -50,7 +50,7 @@ def _expand_item(item: str, *, text: str) -> list[str]:
 def _expand_range(part: str, *, text: str) -> list[str]:
     match = _RANGE.fullmatch(part.strip())
     if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
-        raise _error("ranges such as 1-2 or 006", text=text, at=part)
+        raise _error("ranges such as 1-2 or 006", text=text, item=part)
     first, last = match[1], match[2] or match[1]
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
 
@@ -59,5 +59,7 @@ def _split_outside_brackets(text: str) -> list[str]:
     return re.split(r",(?![^\[]*\])", text.strip())
 
 
-def _error(wanted: str, *, text: str, at: str) -> LaunchError:
-    return LaunchError(f"a SLURM list should hold {wanted}; {text!r} does not, at {at!r}. Start the step with srun.")
+def _error(expected: str, *, text: str, item: str) -> LaunchError:
+    return LaunchError(
+        f"a SLURM list should hold {expected}; {text!r} does not, at {item!r}. Start the step with srun."
+    )

@@ -46,8 +46,8 @@ def _records(path: Path) -> torch.Tensor:
     records = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(-1, _RECORD_BYTES)
     wrong = (records[:, 0] >= _CLASSES).nonzero()
     if len(wrong):
-        first = int(wrong[0])
-        raise _refused(path, f"gives record {first} the label {int(records[first, 0])}, not 0 to {_CLASSES - 1}")
+        record = int(wrong[0])
+        raise _refused(path, f"gives record {record} the label {int(records[record, 0])}, not 0 to {_CLASSES - 1}")
     return records
 
 

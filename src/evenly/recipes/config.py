@@ -39,7 +39,7 @@ class RecipeConfig(Value):
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """Returns what a TOML file says."""
+    """Returns the settings of a TOML file."""
     return load_toml(file)
 
 

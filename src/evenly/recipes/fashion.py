@@ -26,9 +26,9 @@ class FashionConfig(RecipeConfig):
     every: Annotated[str, Field(description="K': a number of steps, '30s', '2%' of the time, 'epoch' or 'global'")] = (
         "epoch"
     )
-    overlap: Annotated[int, Field(ge=0, description="steps that go on during an exchange")] = 0
+    overlap: Annotated[int, Field(ge=0, description="steps made during an exchange")] = 0
     fragments: Annotated[int, Field(ge=1, description="parts of the parameters, exchanged one by one")] = 1
-    codec: Annotated[str, Field(description="what travels: fp32, bf16, int8 or int4")] = "fp32"
+    codec: Annotated[str, Field(description="format of sent parameters: fp32, bf16, int8 or int4")] = "fp32"
     outer: Annotated[Literal["nesterov"] | None, Field(description="nesterov, or none: plain averaging")] = None
     optimizer_state: Annotated[StatePolicy, Field(description="keep, average or reset momenta")] = "keep"
     lr: Annotated[float, Field(gt=0, description="highest learning rate")] = 0.1
@@ -96,7 +96,7 @@ def _warm_cosine(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def _accuracy(model: nn.Module, test: TensorDataset, session: Session, limit: int | None) -> float:
-    """Returns the fraction of test images that are right; each rank looks at its part."""
+    """Returns the fraction of test images that are right; each rank tests its part."""
     images, labels = (tensor[: limit or len(tensor)] for tensor in test.tensors)
     mine = slice(session.rank, None, session.world_size)
     was_training = model.training

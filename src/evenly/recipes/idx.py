@@ -25,13 +25,13 @@ def load_grey(
         name: What errors call the data.
         mean: Of all pixels of the training set, black being 0 and white 1.
         std: Their standard deviation.
-        remedy: The sentence that says where a missing file can be had.
+        remedy: The sentence that says where to get a missing file.
         limit: Keeps the first images of the training set.
     """
     train, test = (_read_part(folder, part, name=name, remedy=remedy) for part in ("train", "t10k"))
-    kept = ((tensor[:limit] for tensor in train), test)
+    parts = ((tensor[:limit] for tensor in train), test)
     train_set, test_set = (
-        TensorDataset((images[:, None].float() / 255 - mean) / std, labels.long()) for images, labels in kept
+        TensorDataset((images[:, None].float() / 255 - mean) / std, labels.long()) for images, labels in parts
     )
     return train_set, test_set
 

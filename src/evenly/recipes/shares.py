@@ -27,7 +27,7 @@ CASES = {"cifar": (PublishedCifarNet, load_cifar10), "mnist": (PublishedMnistNet
 
 
 class Sizes(TypedDict, total=False):
-    """What a network is made larger or smaller with."""
+    """The sizes of a network that can be changed."""
 
     filters: Sequence[int]
     hidden: int
@@ -43,7 +43,9 @@ class SharesConfig(RecipeConfig):
     """What can be set for the recipes `cifar` and `mnist`."""
 
     shares: Annotated[tuple[float, ...], Field(description="of each rank that holds a part, such as [70, 25, 5]")] = ()
-    cut_batch: Annotated[bool, Field(description="cut early layers along the batch where fewer bytes travel")] = False
+    cut_batch: Annotated[bool, Field(description="cut early layers along the batch where that sends fewer bytes")] = (
+        False
+    )
     epochs: Annotated[int, Field(ge=1, description="passes over the data")] = 3
     batch_size: Annotated[int, Field(ge=1, description="samples of one network in a step")] = 200
     optimizer: Annotated[
@@ -130,7 +132,7 @@ def _optimizer(config: SharesConfig, model: nn.Module) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def _accuracy(model: nn.Module, test: TensorDataset, session: Session, config: SharesConfig) -> float:
-    """Returns the fraction of test images that are right; ranks that hold a network together look at all of them."""
+    """Returns the fraction of test images that are right; the ranks of a replica test all of them."""
     images, labels = (tensor[: config.test_limit or len(tensor)] for tensor in test.tensors)
     model.eval()
     right = 0

@@ -1,4 +1,4 @@
-"""Two forecasts -> rows side by side: what a change of cluster, wires or period does."""
+"""Two forecasts -> rows side by side: the effect of a change of cluster, links or period."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,12 +9,12 @@ RANK_HEADERS = ("rank", "node", "samples", "computes ms", "wires ms", "waits ms"
 
 
 def compare(before: Forecast, after: Forecast | None) -> list[tuple[str, ...]]:
-    """Returns rows of a name, its value before, and where there is an after: that, and by how much it differs."""
+    """Returns rows of a name and its value before; with `after` also that value and the difference."""
     rows = []
-    for (name, first, text), second in zip(_figures(before), _figures(after or before), strict=True):
+    for (name, figure, text), figure_after in zip(_figures(before), _figures(after or before), strict=True):
         row: tuple[str, ...] = (name, text)
         if after is not None:
-            row = (*row, second[2], _difference(first, second[1], is_part="part of" in name))
+            row = (*row, figure_after[2], _difference(figure, figure_after[1], is_part="part of" in name))
         rows.append(row)
     return rows
 
@@ -25,14 +25,17 @@ def rank_cells(before: RankRow | None, after: RankRow | None, *, arrow: str = "â
     if row is None:
         return ()
     pairs = zip(_cells(before), _cells(after or before), strict=True)
-    told = [old if old == new else f"{old} {arrow} {new}" for old, new in pairs]
-    return (str(row.rank), row.node, *told)
+    texts = [
+        text_before if text_before == text_after else f"{text_before} {arrow} {text_after}"
+        for text_before, text_after in pairs
+    ]
+    return (str(row.rank), row.node, *texts)
 
 
 def side_by_side(
     before: Sequence[RankRow], after: Sequence[RankRow] | None
 ) -> Iterator[tuple[RankRow | None, RankRow | None]]:
-    """Yields every rank before and after; None where it is not there."""
+    """Yields every rank before and after; None if it is missing."""
     later = {row.rank: row for row in after or ()}
     earlier = {row.rank: row for row in before}
     for rank in sorted({*earlier, *later}):

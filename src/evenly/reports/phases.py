@@ -8,55 +8,56 @@ from evenly.spec import ExchangeDone, Phases, Rebalanced, Run, RunFinished, RunS
 from evenly.spec.plan import travel_words
 
 PHASE_HEADERS = ("rank", "node", "compute", "gradients", "exchange", "waiting", "other", "MB grad.", "MB exch.")
-LATE_S = 1e-3  # to wait for less is no delay
+LATE_S = 1e-3  # waiting less than this is no delay
 
 
 def phase_rows(run: Run) -> list[tuple[str, ...]]:
     """Returns a row of texts for each rank, under `PHASE_HEADERS`; a resumed run is the sum of its parts that ended."""
     parts = [done.phases for done in story(run).of(RunFinished) if done.steps and done.phases]
-    same = [part for part in parts if len(part) == len(parts[-1])]  # it may have gone on with other ranks
+    same = [part for part in parts if len(part) == len(parts[-1])]  # it may have resumed with other ranks
     return [_row(_sum(rank)) for rank in zip(*same, strict=True)]
 
 
 def remarks(run: Run) -> list[str]:
-    """Returns lines on who took part, how work was dealt out anew, and what exchanges cost."""
-    told, lines = story(run), []
-    if (started := told.of(RunStarted)) and (ranks := started[-1].ranks):
-        here = _series(range(len(ranks)))
-        lines.append(f"of all that were started {named(ranks)} took part, counted here as {here}")
+    """Returns lines on the active ranks, on rebalancing, and on the cost of exchanges."""
+    events, lines = story(run), []
+    if (started := events.of(RunStarted)) and (ranks := started[-1].ranks):
+        new_ranks = _series(range(len(ranks)))
+        lines.append(f"of all that were started {named(ranks)} took part, counted here as {new_ranks}")
         reasons = by_reason(started[-1].left_out)
         lines += [f"{named(ranks)} took no part: {why}" for why, ranks in reasons.items()]
-    if changes := list({change.step: change for change in told.of(Rebalanced)}.values()):  # a resumed run repeats some
+    changes = list({change.step: change for change in events.of(Rebalanced)}.values())  # a resumed run repeats some
+    if changes:
         times = "once" if len(changes) == 1 else f"{len(changes)} times"
-        cut = "".join(f"; shares {_series([round(share, 3) for share in own])}" for own in changes[-1].shares)
+        cut = "".join(f"; shares {_series([round(share, 3) for share in shares])}" for shares in changes[-1].shares)
         last = f"after step {changes[-1].step}: {_series(changes[-1].samples)} samples{cut}"
-        lines.append(f"work was dealt out anew {times}, {'then' if len(changes) == 1 else 'last'} {last}")
+        lines.append(f"work was rebalanced {times}, {'then' if len(changes) == 1 else 'last'} {last}")
     return [*lines, *_exchange_words(run)]
 
 
 def _exchange_words(run: Run) -> list[str]:
-    """Returns what the exchanges of a run cost and how far nodes went apart between them, in one line."""
-    found = list({done.number: done for done in story(run).of(ExchangeDone)}.values())  # a resumed run repeats some
-    if not found:
+    """Returns the cost of a run's exchanges and the drift of nodes between them, in one line."""
+    exchanges = list({done.number: done for done in story(run).of(ExchangeDone)}.values())  # a resumed run repeats some
+    if not exchanges:
         return []
-    waited_s, seconds = sum(done.waited_s for done in found), sum(done.seconds for done in found)
-    late = sum(done.merged > done.step and done.waited_s > LATE_S for done in found)
-    beside = f", {late} of them merged late" if any(done.merged > done.step for done in found) else ""
+    waited_s, seconds = sum(done.waited_s for done in exchanges), sum(done.seconds for done in exchanges)
+    late = sum(done.merged > done.step and done.waited_s > LATE_S for done in exchanges)
+    beside = f", {late} of them merged late" if any(done.merged > done.step for done in exchanges) else ""
     return [
-        f"{len(found)} exchanges{_form(run)} took {seconds:.3g} s, training stood still for {waited_s:.3g} s{beside}; "
-        f"the node of rank 0 was {_percent(found[-1].drift)} away from the average of all at the last, "
-        f"{_percent(max(d.drift for d in found))} at most"
+        f"{len(exchanges)} exchanges{_form(run)} took {seconds:.3g} s, training waited for {waited_s:.3g} s{beside}; "
+        f"the node of rank 0 was {_percent(exchanges[-1].drift)} away from the average of all at the last, "
+        f"{_percent(max(d.drift for d in exchanges))} at most"
     ]
 
 
 def _form(run: Run) -> str:
-    """Returns how exchanges were made, unless plainly."""
+    """Returns the settings of exchanges that differ from plain averaging."""
     started = run.last(RunStarted)
     if started is None or started.plan is None or started.plan.exchange.is_plain:
         return ""
-    made = started.plan.exchange
-    outside = [f"with {made.outer.name} outside"] if made.outer is not None else []
-    return f" ({', '.join([*travel_words(made), *outside])})"
+    exchange = started.plan.exchange
+    outside = [f"with {exchange.outer.name} outside"] if exchange.outer is not None else []
+    return f" ({', '.join([*travel_words(exchange), *outside])})"
 
 
 def _series(numbers: Sequence[float]) -> str:

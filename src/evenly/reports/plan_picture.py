@@ -1,4 +1,4 @@
-"""Plan and forecast -> a picture of bars: how long each rank computes, is on the wires and waits."""
+"""Plan and forecast -> a picture of bars: how long each rank computes, communicates and waits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST = 40  # ranks in one picture; of more, the slowest and the fastest
+MOST = 40  # ranks in one picture; beyond that only the slowest and the fastest
 COLORS = {"computes": "#2a6f97", "on the wires": "#f4a259", "waits for others": "#dcdcdc"}
 SUFFIXES = (".png", ".svg")
-WIDTH = 72  # letters of a title's line
+WIDTH = 72  # characters of a title's line
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def draw_picture(panels: Sequence[Panel], path: Path) -> None:
     shown = [_chosen(panel.rows) for panel in panels]
     height = 1.9 + 0.27 * max(len(rows) for rows in shown)
     figure = Figure(figsize=(7.5 * len(panels), max(3.0, height)), layout="constrained")
-    many = figure.subplots(1, len(panels), sharex=True, squeeze=False)
-    for axes, panel, rows in zip(many[0], panels, shown, strict=True):
+    subplots = figure.subplots(1, len(panels), sharex=True, squeeze=False)
+    for axes, panel, rows in zip(subplots[0], panels, shown, strict=True):
         _draw(axes, panel, rows)
     _legend(figure, any(row.left_out for rows in shown for row in rows))
     try:
@@ -59,7 +59,7 @@ def draw_picture(panels: Sequence[Panel], path: Path) -> None:
 
 
 def _chosen(rows: Sequence[RankRow]) -> list[RankRow]:
-    """Returns all rows, or of many those that compute longest and shortest."""
+    """Returns all rows, or if they are too many those that compute longest and shortest."""
     if len(rows) <= MOST:
         return list(rows)
     order = sorted((row for row in rows if not row.left_out), key=lambda row: (-row.compute_s, row.rank))
@@ -69,21 +69,21 @@ def _chosen(rows: Sequence[RankRow]) -> list[RankRow]:
 
 def _draw(axes: "Axes", panel: Panel, rows: Sequence[RankRow]) -> None:
     longest = max(row.total_s for row in panel.rows) or panel.forecast.step_s
-    for place, row in enumerate(rows):
+    for bar, row in enumerate(rows):
         if row.left_out:
-            axes.barh(place, 1e3 * longest, height=0.72, facecolor="white", edgecolor="#b0b0b0", hatch="////", lw=0.6)
+            axes.barh(bar, 1e3 * longest, height=0.72, facecolor="white", edgecolor="#b0b0b0", hatch="////", lw=0.6)
             continue
-        left = 0.0
+        start_s = 0.0
         for seconds, color in zip((row.compute_s, row.wires_s, row.wait_s), COLORS.values(), strict=True):
-            axes.barh(place, 1e3 * seconds, left=1e3 * left, height=0.72, color=color)
-            left += seconds
+            axes.barh(bar, 1e3 * seconds, left=1e3 * start_s, height=0.72, color=color)
+            start_s += seconds
     axes.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel("ms of a step, in the mean")
     axes.spines[["top", "right"]].set_visible(False)
-    told = f"{milliseconds(panel.forecast.step_s)} ms a step, {per_second(panel.forecast.samples_per_s)} samples/s"
+    summary = f"{milliseconds(panel.forecast.step_s)} ms a step, {per_second(panel.forecast.samples_per_s)} samples/s"
     few = f"\nthe slowest and the fastest of {len(panel.rows)} ranks" if len(rows) < len(panel.rows) else ""
-    title = fill(f"{panel.title}: {told}" if panel.title else told, WIDTH)
+    title = fill(f"{panel.title}: {summary}" if panel.title else summary, WIDTH)
     axes.set_title(title + few, fontsize=10, loc="left")
 
 

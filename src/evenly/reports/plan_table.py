@@ -1,4 +1,4 @@
-"""Plan and forecast -> the rows of a table, bars of text, and what is said below: who computes, who waits."""
+"""Plan and forecast -> the rows of a table, bars of text, and the notes below."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from evenly.spec import (
 from evenly.spec.layout import Choice
 
 WEIGHTED = ("conv", "linear", "embedding", "attention", "recurrent")
-MOST_NAMED = 8  # ranks in a line
-BLOCKS, ASCII = "█▒░", "#=."  # computing, on the wires, waiting
+MOST_NAMED = 8  # ranks named in a line
+BLOCKS, ASCII = "█▒░", "#=."  # computing, communicating, waiting
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """What one rank does in a step, in the mean over a forecast."""
+    """The times of one rank in a step, averaged over a forecast."""
 
     rank: int
     node: str
     device: str
     samples: int
-    share: float  # of the global batch; ranks that hold a network together all have that of the network
+    share: float  # of the global batch; the ranks of a replica all have the replica's share
     compute_s: float
     wires_s: float
     wait_s: float
@@ -39,7 +39,7 @@ class RankRow:
 
     @property
     def total_s(self) -> float:
-        """How long its step is."""
+        """The time of its step."""
         return self.compute_s + self.wires_s + self.wait_s
 
 
@@ -47,7 +47,7 @@ def rank_rows(plan: Plan, forecast: Forecast, cluster: Cluster) -> list[RankRow]
     """Returns one row for each rank."""
     batch = max(1, sum(plan.batch_shares))
     rows = []
-    for role, told in zip(plan.roles, forecast.devices, strict=True):
+    for role, times in zip(plan.roles, forecast.devices, strict=True):
         device = cluster.device_of(role.rank)
         part = 1 / forecast.steps if role.samples else 0.0
         rows.append(
@@ -57,9 +57,9 @@ def rank_rows(plan: Plan, forecast: Forecast, cluster: Cluster) -> list[RankRow]
                 device=device.name or (f"cuda:{device.index}" if device.kind == "cuda" else device.kind),
                 samples=role.samples,
                 share=role.samples / batch,
-                compute_s=told.compute_s * part,
-                wires_s=told.wires_s * part,
-                wait_s=told.wait_s * part,
+                compute_s=times.compute_s * part,
+                wires_s=times.wires_s * part,
+                wait_s=times.wait_s * part,
                 memory_bytes=role.memory_bytes,
                 left_out=role.left_out,
             )
@@ -72,11 +72,11 @@ PLAN_HEADERS = ("rank", "node", "device", "samples", "computes ms", "wires ms", 
 
 def plan_cells(row: RankRow) -> tuple[str, ...]:
     """Returns a row as texts, under `PLAN_HEADERS`."""
-    who = (str(row.rank), row.node, row.device)
+    identity = (str(row.rank), row.node, row.device)
     if row.left_out:
-        return (*who, "left out", "-", "-", "-", "-")
+        return (*identity, "left out", "-", "-", "-", "-")
     times = (milliseconds(seconds) for seconds in (row.compute_s, row.wires_s, row.wait_s))
-    return (*who, f"{row.samples} ({row.share:.1%})", *times, gigabytes(row.memory_bytes))
+    return (*identity, f"{row.samples} ({row.share:.1%})", *times, gigabytes(row.memory_bytes))
 
 
 def milliseconds(seconds: float) -> str:
@@ -125,26 +125,26 @@ def by_reason(left_out: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Returns ranks in words, not too many of them.
+    """Returns ranks in words, at most `MOST_NAMED` of them.
 
     >>> named([1]), named(range(10))
     ('rank 1', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more')
     """
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"
+    rest = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:MOST_NAMED]))}{rest}"
 
 
 def totals(plan: Plan, forecast: Forecast) -> list[str]:
-    """Returns what the whole plan comes to, in words."""
+    """Returns the totals of a plan, in words."""
     lines = [f"{milliseconds(forecast.step_s)} ms a step in the mean, {per_second(forecast.samples_per_s)} samples/s"]
     if plan.predicted is not None:
-        ground = "what was measured" if plan.predicted.is_measured else "the speeds that were said"
-        lines.append(f"a step alone takes {milliseconds(plan.predicted.step_s)} ms; predicted from {ground}")
+        source = "what was measured" if plan.predicted.is_measured else "the speeds you gave"
+        lines.append(f"a step alone takes {milliseconds(plan.predicted.step_s)} ms; predicted from {source}")
     if not forecast.exchanges:
         return [*lines, "no exchanges: only one node takes part"]
-    each = milliseconds(forecast.exchange_s / forecast.exchanges)
+    exchange_ms = milliseconds(forecast.exchange_s / forecast.exchanges)
     part = forecast.exchange_s / forecast.seconds
-    return [*lines, f"an exchange between nodes takes {each} ms, {_often(plan)}: {part:.1%} of the time"]
+    return [*lines, f"an exchange between nodes takes {exchange_ms} ms, {_often(plan)}: {part:.1%} of the time"]
 
 
 def _often(plan: Plan) -> str:
@@ -162,7 +162,7 @@ def _often(plan: Plan) -> str:
 
 
 def bars(rows: Sequence[RankRow], *, width: int, ascii_only: bool = False) -> list[str]:
-    """Returns a line for each rank: how long it computes, is on the wires and waits; and a last line that explains."""
+    """Returns a line for each rank: how long it computes, communicates and waits; the last line is a legend."""
     signs = ASCII if ascii_only else BLOCKS
     longest = max((row.total_s for row in rows), default=0.0) or 1.0
     head = max((len(f"rank {row.rank}") for row in rows), default=0)
@@ -171,14 +171,14 @@ def bars(rows: Sequence[RankRow], *, width: int, ascii_only: bool = False) -> li
         times = (row.compute_s, row.wires_s, row.wait_s)
         edges = [round(width * sum(times[:count]) / longest) for count in range(4)]
         drawn = "".join(sign * (edges[i + 1] - edges[i]) for i, sign in enumerate(signs))
-        told = "left out" if row.left_out else f"{drawn.ljust(width)} {milliseconds(row.total_s)} ms"
-        lines.append(f"{f'rank {row.rank}'.ljust(head)} {told}")
+        text = "left out" if row.left_out else f"{drawn.ljust(width)} {milliseconds(row.total_s)} ms"
+        lines.append(f"{f'rank {row.rank}'.ljust(head)} {text}")
     return [*lines, f"{' ' * head} {signs[0]} computes  {signs[1]} on the wires  {signs[2]} waits for others"]
 
 
 @dataclass(frozen=True)
 class BlockRow:
-    """Layers that follow each other and are dealt out alike."""
+    """Consecutive layers that are cut alike."""
 
     layers: str
     unit: str
@@ -186,31 +186,31 @@ class BlockRow:
 
 
 def block_rows(layout: Layout) -> list[BlockRow]:
-    """Returns what each rank has of every layer with weights; neighbours that are dealt out alike are one row."""
+    """Returns each rank's units of every layer with weights; neighbours that are cut alike share a row."""
     rows = []
-    for (unit, counts), members in groupby(_dealt(layout), key=lambda found: found[1:]):
+    for (unit, counts), members in groupby(_unit_counts(layout), key=lambda entry: entry[1:]):
         names = [name for name, *_ in members]
         text = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
         rows.append(BlockRow(text, unit, counts))
     return rows
 
 
-def _dealt(layout: Layout) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _unit_counts(layout: Layout) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     for choice in layout.choices:
         if choice.op not in WEIGHTED:
             continue
         name = choice.where or choice.layer
-        record = next((r for r in (*choice.gives, *choice.needs) if r.state == "sharded"), None)
-        if record is None:
+        placement = next((r for r in (*choice.gives, *choice.needs) if r.state == "sharded"), None)
+        if placement is None:
             yield name, "whole", ()
             continue
-        cut = layout.cuts[record.cut]
+        cut = layout.cuts[placement.cut]
         counts = dict(zip(layout.members, cut.counts(), strict=True))
-        yield name, _unit(choice, rows=cut.rows), tuple(counts.get(slot, 0) for slot in range(len(layout.shares)))
+        yield name, _unit(choice, rows=cut.rows), tuple(counts.get(index, 0) for index in range(len(layout.shares)))
 
 
 def _unit(choice: Choice, *, rows: int) -> str:
-    """Returns what is counted of a layer that is cut."""
+    """Returns the name of the units in which a layer is cut."""
     if rows:
         return "samples" if rows == 1 else "rows of the batch"
     if choice.op == "attention":

@@ -1,4 +1,4 @@
-"""A run in one piece, though it may have been interrupted and resumed."""
+"""The events of a run across interruptions."""
 
 from evenly.spec import Run, RunStarted
 

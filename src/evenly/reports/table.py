@@ -24,13 +24,13 @@ from evenly.spec import (
 
 @dataclass(frozen=True)
 class TableRow:
-    """What one run came to; a run that was resumed is the sum of its parts that ended well."""
+    """The results of one run; a resumed run is the sum of its parts that finished."""
 
     name: str
     cluster: str
     period: str
     state: Literal["done", "failed", "stopped"]
-    note: str  # of a run that is not done: the error, or how far it came
+    note: str  # of an unfinished run: the error, or its last step
     seconds: float | None
     samples_per_s: float | None
     mb_across: float | None
@@ -77,7 +77,7 @@ def cells(row: TableRow) -> tuple[str, ...]:
 
 
 def notes(rows: Sequence[TableRow]) -> list[str]:
-    """Returns a line for each run that is not done: what stopped it."""
+    """Returns a line for each unfinished run: why it stopped."""
     return [f"{row.name} {row.state}{':' if row.state == 'failed' else ''} {row.note}" for row in rows if row.note]
 
 
@@ -90,7 +90,7 @@ def read_row(path: str | Path) -> TableRow:
 def report(*runs: Run | str | Path) -> str:
     """Returns a plain table of runs, given as values, run folders or `run.jsonl` files.
 
-    Of one run alone it also tells where the time of each rank went.
+    For a single run it also shows where the time of each rank went.
     """
     rows = [row_of(run) if isinstance(run, Run) else read_row(run) for run in runs]
     lines = [*_table([HEADERS, *map(cells, rows)]), *notes(rows)]
@@ -102,9 +102,9 @@ def report(*runs: Run | str | Path) -> str:
     return "\n".join(lines)
 
 
-def _table(lines: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _state(whole: Run) -> tuple[Literal["done", "failed", "stopped"], str]:
@@ -115,7 +115,7 @@ def _state(whole: Run) -> tuple[Literal["done", "failed", "stopped"], str]:
         if isinstance(event, RunFailed):
             return "failed", event.error
     step = max((_step(event) for event in whole.events), default=0)
-    return "stopped", f"after step {step}" if step else "before its first step was told"
+    return "stopped", f"after step {step}" if step else "before its first recorded step"
 
 
 def _step(event: Event) -> int:

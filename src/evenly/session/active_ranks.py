@@ -1,4 +1,4 @@
-"""The ranks that take part in a run, and what they keep together: meetings, a record, checkpoints."""
+"""The ranks that take part in a run, and what they share: collectives, a record, checkpoints."""
 
 import logging
 import time
@@ -16,17 +16,17 @@ from evenly.spec import Cluster, Plan
 
 logger = logging.getLogger(__name__)
 
-OVER = "over"  # told by those who take part to those who are left out
-LINGER_S = 1.5  # a failing rank 0 keeps the meeting point open so that the others learn why
-HEARD_S = 5.0  # the one who keeps the store waits so long for them to hear it
+RUN_OVER_KEY = "over"  # in the store, set by active ranks for those that are left out
+LINGER_S = 1.5  # a failing rank 0 keeps the store open so that the others learn why
+ACKNOWLEDGE_S = 5.0  # the rank that hosts the store waits this long for the idle ranks to read the key
 
 
 class LeftOut(BaseException):
-    """Leads a rank that the plan leaves out to the end of the session; the session swallows it."""
+    """Unwinds a rank that the plan leaves out to the end of the session, which suppresses it."""
 
 
 class ActiveRanks:
-    """One rank among those that take part; `rank_group` has their ranks counted from 0, and so has `cluster`."""
+    """The active ranks as seen by one of them; `rank_group` and `cluster` count them from 0."""
 
     def __init__(
         self,
@@ -40,19 +40,19 @@ class ActiveRanks:
         holding: ExitStack | None = None,
         owner: FolderOwner | None = None,
     ) -> None:
-        """Opens the meetings; with `holding`, which lasts as long as the run, the folder is taken from other runs."""
+        """Opens process group, record and checkpoints; with `holding`, which outlives them, the folder is owned too."""
         self.rank_group = rank_group
         self.cluster = cluster
         self.monitor = monitor
-        self._active: list[int] = []  # ranks of a larger stage that this one was made of
-        self._left_out: dict[int, str] = {}  # the others of them, and why
+        self._active: list[int] = []  # their ranks in the world that they are part of
+        self._left_out: dict[int, str] = {}  # the other ranks of that world, and why
         self._folder = folder
         self._resume = resume
         self._timeout_s = timeout_s
         self.checkpoints: Checkpoints | None = None
         self.owner = owner
-        self._restored: list[Restored | None] = []  # what was found, once it was looked for
-        self._room = rank_group.scoped("room")  # for those that are left out
+        self._restored: list[Restored | None] = []  # the checkpoint, once it was looked for
+        self._waiting_group = rank_group.scoped("room")  # store keys for ranks that are left out
         with ExitStack() as opened:  # closed again if something goes wrong before the end
             self._open(opened, folder, resume, timeout_s, holding)
             self._closing = opened.pop_all()
@@ -82,23 +82,23 @@ class ActiveRanks:
                 self.checkpoints.set_aside()
 
     @property
-    def attendance(self) -> dict[str, object]:
+    def participation(self) -> dict[str, object]:
         """Who takes part, for the record of a run."""
         return {"cluster": self.cluster, "ranks": tuple(self._active), "left_out": self._left_out}
 
     def restored(self) -> Restored | None:
-        """Returns the newest checkpoint, if the run is to go on from one; all ranks of the stage call it together.
+        """Returns the newest checkpoint, if the run resumes from one; all active ranks call it together.
 
-        It is looked for only when it is known who takes part: those that were left out have none.
+        It is looked for only once the active ranks are known: those that are left out have none.
         """
         if not self._restored:
             latest = self.checkpoints.latest() if self.checkpoints is not None and self._resume else None
-            found = self.checkpoints.load(latest) if self.checkpoints is not None and latest is not None else None
-            self._restored = [found]
+            restored = self.checkpoints.load(latest) if self.checkpoints is not None and latest is not None else None
+            self._restored = [restored]
         return self._restored[0]
 
     def begin(self, epoch: int, epochs: int) -> None:
-        """Lets go of the checkpoint: the run has gone on from it, after so many of its epochs."""
+        """Releases the checkpoint: the run has resumed from it at `epoch`."""
         self._restored = [None]
         if epoch >= epochs and self.rank_group.rank == 0:
             logger.warning(
@@ -109,21 +109,21 @@ class ActiveRanks:
             )
 
     def take_part(self, plan: Plan) -> tuple["ActiveRanks", Plan]:
-        """Returns the stage and plan of the ranks that take part; the others wait here until the run is over.
+        """Returns the active ranks and their plan; the other ranks wait here until the run is over.
 
         Raises:
             LeftOut: on a rank that is left out, when the run is over.
         """
         if len(plan.active) == len(plan.roles):
             return self, fitting(plan, self.cluster)
-        stage = self if self._active == plan.active else self._among(fitting(plan, self.cluster))
+        stage = self if self._active == plan.active else self._with_active_ranks(fitting(plan, self.cluster))
         return stage, fitting(plan.among_active(), stage.cluster)
 
-    def _among(self, plan: Plan) -> "ActiveRanks":
+    def _with_active_ranks(self, plan: Plan) -> "ActiveRanks":
         left_out = {role.rank: role.left_out for role in plan.roles if role.left_out}
         if why := left_out.get(self.rank_group.rank):
             logger.warning("rank %d is left out and waits until the run is over: %s", self.rank_group.rank, why)
-            self._sit_out()
+            self._wait_until_over()
         listeners = self.recorder.listeners
         self._closing.close()
         rank_group = self.rank_group.among(plan.active, f"active {plan.active}")
@@ -133,7 +133,7 @@ class ActiveRanks:
             self.cluster.among(plan.active),
             monitor,
             folder=self._folder,
-            resume=True,  # what was there before is set aside already
+            resume=True,  # earlier checkpoints are set aside already
             timeout_s=self._timeout_s,
             owner=self.owner,
         )
@@ -142,32 +142,32 @@ class ActiveRanks:
         stage._active = plan.active
         stage._left_out = left_out
         stage._closing.callback(monitor.close)
-        stage._closing.callback(_release, self._room, list(left_out))
+        stage._closing.callback(_release, self._waiting_group, list(left_out))
         return stage
 
-    def _sit_out(self) -> None:
+    def _wait_until_over(self) -> None:
         self._closing.close()
-        store = self._room.store
-        while not store.check([OVER]):
+        store = self._waiting_group.store
+        while not store.check([RUN_OVER_KEY]):
             self.monitor.check()
             time.sleep(0.2)
         store.set(f"gone/{self.rank_group.rank}", "1")
-        time.sleep(0.5)  # this rank may keep the store, which the others still ask
+        time.sleep(0.5)  # this rank may host the store, which the others still read
         raise LeftOut
 
     def close(self) -> None:
-        """Ends meetings, record and connections."""
+        """Closes process group, record and connections."""
         self._closing.close()
 
 
 def _release(rank_group: RankGroup, idle: list[int]) -> None:
-    """Tells the ranks that were left out that the run is over, and waits a little until they have heard it."""
-    until = time.monotonic() + HEARD_S
+    """Tells the ranks that are left out that the run is over, and waits a little for their acknowledgement."""
+    until = time.monotonic() + ACKNOWLEDGE_S
     try:
-        rank_group.store.set(OVER, "1")
+        rank_group.store.set(RUN_OVER_KEY, "1")
         while not rank_group.store.check([f"gone/{rank}" for rank in idle]) and time.monotonic() < until:
             time.sleep(0.05)
-    except PeerError as error:  # one of them kept the store, and has gone
+    except PeerError as error:  # one of them hosted the store and has ended
         logger.debug("the store of the session is gone: %s", error)
 
 

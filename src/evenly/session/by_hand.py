@@ -6,7 +6,7 @@ from typing import TypedDict, Unpack
 import torch
 import torch.distributed as dist
 
-from evenly.calibration.joint_steps import rehearse
+from evenly.calibration.joint_steps import calibrate
 from evenly.comm import FailureMonitor, RankGroup, rank_group_of
 from evenly.errors import SpecError
 from evenly.graph import Example, Traced, follow
@@ -26,14 +26,14 @@ def discover(
     Ranks that share hostname, boot, network namespace and the launcher's node are one node, however many they are.
 
     Args:
-        group: the ranks to look at; torch's default group if left out.
+        group: the ranks of the cluster; torch's default group if left out.
         device: what this rank computes on; `"auto"` takes its CUDA device if there is one.
         timeout_s: how long to wait for the other ranks.
     """
-    return survey_party(rank_group_of(group, timeout_s=timeout_s), device, timeout_s=timeout_s)
+    return survey_rank_group(rank_group_of(group, timeout_s=timeout_s), device, timeout_s=timeout_s)
 
 
-def survey_party(
+def survey_rank_group(
     rank_group: RankGroup, device: str | torch.device, *, timeout_s: float, parent: FailureMonitor | None = None
 ) -> Cluster:
     """Returns the cluster that the ranks of `rank_group` form."""
@@ -52,7 +52,7 @@ def measure(
     tell: Callable[[str], None] | None = None,
     timeout_s: float = 600.0,
 ) -> Profile:
-    """Returns how fast the ranks' devices are with this network, and the ways between them; all ranks call it together.
+    """Returns how fast the ranks' devices and links are with this network; all ranks call it together.
 
     Every rank times a training step with several numbers of samples, and each form of convolution and linear layer
     with several numbers of outputs, inputs and samples, all ranks at the same time.
@@ -61,16 +61,16 @@ def measure(
         model: the network, on the device of this rank; it is not changed.
         example: the batch to train with, as forward takes it.
         quick: about 10 seconds of measuring instead of one to three minutes.
-        memory_bytes: what plans may use of this rank's free memory; all of it if left out. Networks that are cut on
-            trial are then cut as plans will do it; measuring whole networks may use more.
+        memory_bytes: what plans may use of this rank's free memory; all of it if left out. It also
+            applies to networks cut on trial; measuring whole networks may use more.
         group: the ranks to measure; torch's default group if left out.
         tell: called with what is measured now, to show progress.
         timeout_s: how long to wait for the other ranks.
     """
     rank_group = rank_group_of(group, timeout_s=timeout_s)
     device = next(iter(model.parameters()), torch.empty(0)).device
-    cluster = survey_party(rank_group, device, timeout_s=timeout_s)
-    return measure_party(
+    cluster = survey_rank_group(rank_group, device, timeout_s=timeout_s)
+    return measure_rank_group(
         rank_group,
         follow(model, example),
         cluster,
@@ -91,7 +91,7 @@ class MeasureLimits(TypedDict):
     parent: FailureMonitor | None
 
 
-def measure_party(
+def measure_rank_group(
     rank_group: RankGroup,
     traced: Traced,
     cluster: Cluster,
@@ -103,7 +103,7 @@ def measure_party(
     timeout_s: float,
     parent: FailureMonitor | None = None,
 ) -> Profile:
-    """Returns the profile of the ranks of `rank_group`: devices, wires, and steps in which gradients are averaged."""
+    """Returns the profile of the ranks of `rank_group`: devices, links, and steps in which gradients are averaged."""
     limits: MeasureLimits = {
         "quick": quick,
         "timeout_s": timeout_s,
@@ -111,9 +111,9 @@ def measure_party(
         "parent": parent,
     }
     scoped = rank_group.scoped("measure")
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # what is drawn later stays the same
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # later random numbers stay the same
         profile = measure_cluster(scoped, traced, cluster, device, memory_bytes=memory_bytes, **limits)
-        return rehearse(rank_group.scoped("rehearse"), traced, cluster, profile, device, **limits)
+        return calibrate(rank_group.scoped("calibrate"), traced, cluster, profile, device, **limits)
 
 
 def synchronize(
@@ -148,11 +148,12 @@ def synchronize(
         scaler: the GradScaler of the loop, if it has one: steps that it skips then count on all nodes alike.
         find_unused_parameters: as in torch's DDP, for networks that do not use all parameters in every step.
         timeout_s: how long a rank may wait for the others.
-        exchange: how exchanges are made: `overlap` (steps that go on meanwhile), `fragments` (parts sent one after
+        exchange: how exchanges are made: `overlap` (steps made during an exchange), `fragments` (parts sent one after
             another), `codec` (`"fp32"`, `"bf16"`, `"int8"`, `"int4"`), `outer` (`"nesterov"`, or another optimizer of
             torch), `optimizer_state` (`"keep"`, `"average"` or `"reset"` momenta, for all or by name), `state_every`
-            (of so many exchanges one does so), `buffers` (`"auto"`, `"average"`, `"max"`, `"min"`, `"first"`, `"keep"`,
-            for all or by patterns), `nonfinite` (a NaN gradient ends the run, `"stop"`, or the step, `"skip"`).
+            (the state policy applies every N exchanges), `buffers` (`"auto"`, `"average"`, `"max"`, `"min"`,
+            `"first"`, `"keep"`, for all or by patterns), `nonfinite` (a NaN gradient ends the
+            run, `"stop"`, or the step, `"skip"`).
 
     Example:
         ```python
@@ -162,7 +163,7 @@ def synchronize(
     period, settings = period_of(every), Exchange(**exchange, timeout_s=timeout_s)
     rank_group = rank_group_of(group, timeout_s=timeout_s)
     device = next(iter(model.parameters()), torch.empty(0)).device
-    cluster = survey_party(rank_group, device, timeout_s=timeout_s)
+    cluster = survey_rank_group(rank_group, device, timeout_s=timeout_s)
     return compose_synchronized(
         model,
         optimizer,
@@ -182,7 +183,7 @@ def regroup(cluster: Cluster, nodes: Sequence[Sequence[int]]) -> Cluster:
     if ranks != list(range(cluster.world_size)) or not all(nodes):
         raise SpecError(
             f"nodes={[list(members) for members in nodes]} was asked for, but the {cluster.world_size} ranks "
-            f"0..{cluster.world_size - 1} must each stand in one node, and no node may be empty. Correct the list."
+            f"0..{cluster.world_size - 1} must each be in one node, and no node may be empty. Correct the list."
         )
     return Cluster(
         nodes=tuple(
@@ -236,9 +237,9 @@ def shard(
             )
         inside = rank_group.among(replica.ranks, f"replica{replica.ranks[0]}")
         traced = follow(model, example_of(replica.layout))
-        cluster = survey_party(inside, device, timeout_s=timeout_s)
+        cluster = survey_rank_group(inside, device, timeout_s=timeout_s)
         return join_shards(traced, replica.layout, rank_group=inside, devices=_devices(cluster), timeout_s=timeout_s)
-    cluster = survey_party(rank_group, device, timeout_s=timeout_s)
+    cluster = survey_rank_group(rank_group, device, timeout_s=timeout_s)
     return shard_model(
         model,
         example,

@@ -1,4 +1,4 @@
-"""Counts what a run does: steps, samples, exchanges, bytes, and where its seconds go; and tells it."""
+"""Counts what a run does: steps, samples, exchanges, bytes, and where its seconds go; records them as events."""
 
 import time
 from collections.abc import Callable
@@ -12,24 +12,24 @@ from evenly.nodes import Synchronized
 from evenly.session.recorder import Recorder
 from evenly.spec import ExchangeDone, PeriodChosen, Phases, RunFinished, StepsDone
 
-TELL_S = 1.0  # progress is told at most this often
+RECORD_S = 1.0  # progress is recorded at most this often
 
 
 class Counters:
-    """The sums of one rank since the session began."""
+    """The totals of one rank since the session began."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.step = 0
         self.samples = self._all_samples = self.exchange_seconds = 0.0
         self.steps_made = self.exchanges = self.sent_bytes = 0
-        self._exchange_s = self._waiting_s = 0.0  # in which training stood still
+        self._exchange_s = self._waiting_s = 0.0  # in which training waited
         self._recorder = recorder
         self._models: list[Synchronized] = []
         self.start()
 
     def start(self) -> None:
         """Starts the clock: training begins here."""
-        self._began = self._told = time.monotonic()
+        self._began = self._recorded_at = time.monotonic()
         self._interfaces_before = interface_bytes()
 
     def watch(self, model: Synchronized) -> None:
@@ -46,17 +46,17 @@ class Counters:
         )
 
     def _count_step(self, step: int, samples: float, *, epoch: int, times: float) -> None:
-        """Adds a step; tells progress from time to time: all ranks take so many `times` the samples of this one."""
+        """Adds a step, records progress from time to time; all ranks together take `times` this rank's samples."""
         self.step = step
         self.steps_made += 1
         self.samples += samples
         self._all_samples += times * samples
-        if time.monotonic() - self._told > TELL_S:
-            self._told = time.monotonic()
+        if time.monotonic() - self._recorded_at > RECORD_S:
+            self._recorded_at = time.monotonic()
             self._recorder.tell(StepsDone, epoch=epoch, step=step, samples=round(self._all_samples))
 
     def count_exchange(self, done: ExchangeSummary) -> None:
-        """Adds an exchange and tells it."""
+        """Adds an exchange and records it."""
         self.exchanges += 1
         self.exchange_seconds += done.seconds
         waiting_s = min(done.met_s, done.waited_s) if done.merged == done.step else 0.0
@@ -66,11 +66,11 @@ class Counters:
         self._recorder.tell(ExchangeDone, **asdict(done))
 
     def tell_period(self, step: int, steps: int, why: str) -> None:
-        """Tells a new period."""
+        """Records a new period."""
         self._recorder.tell(PeriodChosen, step=step, steps=steps, why=why)
 
     def sums(self) -> dict[str, float]:
-        """Returns what the totals need of each rank."""
+        """Returns the sums of this rank that the totals are made of."""
         return {
             "samples": self.samples,
             "sent_bytes": self.sent_bytes,
@@ -83,7 +83,7 @@ class Counters:
         }
 
     def record_totals(self, rows: list[dict[str, float]], nodes: list[list[int]]) -> None:
-        """Tells the end of the run, given the sums of every rank."""
+        """Records the end of the run, from the sums of every rank."""
         seconds = time.monotonic() - self._began
         samples = int(sum(row["samples"] for row in rows))
         self._recorder.tell(
@@ -103,19 +103,19 @@ class Counters:
 def phases_of(
     rows: list[dict[str, float]], nodes: list[list[int]], seconds: float, *, joint: bool = False
 ) -> tuple[Phases, ...]:
-    """Returns where the seconds of each rank went; if gradients are `joint`, all ranks are as one node in that.
+    """Returns where the seconds of each rank went; with `joint` gradients all ranks count as one node.
 
-    All ranks of a node leave the averaging of gradients together. Who came last did not wait: what it needed is what
-    averaging takes, and what the others needed more is the time in which they waited for it.
+    All ranks of a node finish averaging gradients together. The last one to start did not wait: its time is the cost
+    of averaging, and what the others spent beyond it is their waiting time.
     """
-    found = []
+    phases_of_ranks = []
     for index, ranks in enumerate(nodes):
         averaging_s = min(rows[rank]["gradients_s"] for rank in (range(len(rows)) if joint else ranks))
         for rank in ranks:
             row = rows[rank]
             waiting_s = row["waiting_s"] + row["gradients_s"] - averaging_s
-            known_s = row["compute_s"] + averaging_s + row["exchange_s"] + waiting_s
-            found.append(
+            accounted_s = row["compute_s"] + averaging_s + row["exchange_s"] + waiting_s
+            phases_of_ranks.append(
                 Phases(
                     rank=rank,
                     node=index,
@@ -123,12 +123,12 @@ def phases_of(
                     gradients_s=averaging_s,
                     exchange_s=row["exchange_s"],
                     waiting_s=waiting_s,
-                    other_s=max(0.0, seconds - known_s),
+                    other_s=max(0.0, seconds - accounted_s),
                     gradient_bytes=int(row["gradient_bytes"]),
                     exchange_bytes=int(row["sent_bytes"]),
                 )
             )
-    return tuple(sorted(found, key=lambda phases: phases.rank))
+    return tuple(sorted(phases_of_ranks, key=lambda phases: phases.rank))
 
 
 def interface_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Plans inside a session: equal batches, shares that were given, or what a measurement says."""
+"""Plans inside a session: from equal batches, given shares, or measurements."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from evenly import planner
 from evenly.errors import SpecError
 from evenly.graph import Example, follow
 from evenly.session.active_ranks import ActiveRanks
-from evenly.session.by_hand import measure_party
+from evenly.session.by_hand import measure_rank_group
 from evenly.session.sharding import plan_replicas
 from evenly.spec import Every, EverySeconds, Exchange, ExchangeWishes, Plan, Profile, period_of
 
 logger = logging.getLogger(__name__)
-TIMEOUT_S = 600.0  # for a rank that is slow at measuring
+TIMEOUT_S = 600.0  # for measuring on a slow rank
 
 
 def plan_run(
@@ -69,12 +69,12 @@ def plan_run(
 
 
 def exchange_of(wishes: ExchangeWishes, *, timeout_s: float) -> Exchange:
-    """Returns how nodes exchange; refuses what `Session.plan` does not know."""
-    known = ExchangeWishes.__annotations__
-    if unknown := sorted(wishes.keys() - known.keys()):
+    """Returns the exchange settings; raises `SpecError` for unknown ones."""
+    fields = ExchangeWishes.__annotations__
+    if unknown := sorted(wishes.keys() - fields.keys()):
         raise SpecError(
             f"plan was given {unknown[0]}=, which it does not know. Besides model, example, batch_size, global_batch, "
-            f"shares, cut_batch, every and profile it takes what says how nodes exchange: {', '.join(known)}."
+            f"shares, cut_batch, every and profile it takes what says how nodes exchange: {', '.join(fields)}."
         )
     return Exchange(**wishes, timeout_s=timeout_s)
 
@@ -91,7 +91,7 @@ def plan_measured(
     every: Every | None,
     exchange: Exchange,
 ) -> Plan:
-    """Returns the plan for which a step takes the least time, by a profile that is given or measured now."""
+    """Returns the plan with the shortest step, from a given profile or one measured now."""
     if not isinstance(profile, Profile) and profile not in ("quick", "thorough"):
         raise SpecError(
             f"profile={profile!r} was given to plan. Give a Profile, such as Profile.load('profile.json'), or 'quick' "
@@ -101,7 +101,7 @@ def plan_measured(
     if not isinstance(profile, Profile):
         if stage.rank_group.rank == 0:
             logger.info("measuring %s on %d ranks for a plan", type(model).__name__, stage.rank_group.size)
-        profile = measure_party(
+        profile = measure_rank_group(
             stage.rank_group,
             traced,
             stage.cluster,
@@ -126,7 +126,7 @@ def require_numbers(*, seed: int, checkpoint_every: int | str | None) -> None:
 
 
 def require_epochs(plan: Plan, checkpoint_every: int | str | None, *, models: int) -> None:
-    """Refuses checkpoints by steps, and a second model, where nodes make unequal numbers of steps."""
+    """Raises `SpecError` for checkpoints by steps, or a second model, if nodes make unequal numbers of steps."""
     if isinstance(plan.period, EverySeconds) and models:
         raise SpecError(
             f"a period of {plan.period.seconds:g} s was asked for a second model, but nodes would exchange the two in "

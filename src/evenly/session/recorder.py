@@ -1,4 +1,4 @@
-"""Writes the events of a run to `run.jsonl` on rank 0 and tells whoever listens."""
+"""Writes the events of a run to `run.jsonl` on rank 0 and calls the listeners."""
 
 import logging
 import time
@@ -31,7 +31,7 @@ class Recorder:
                 ) from None
 
     def tell(self, kind: Callable[..., Event], **fields: object) -> None:
-        """Makes an event of `kind`, now; only rank 0 tells."""
+        """Records an event of `kind` with the current time; only on rank 0."""
         if self._rank:
             return
         event: Event = kind(at_s=time.time(), **fields)
@@ -42,7 +42,7 @@ class Recorder:
             listen(event)
 
     def record_failure(self, step: int, error: BaseException) -> None:
-        """Tells that the run ended in `error`; what goes wrong meanwhile must not hide it."""
+        """Records that the run ended in `error`; a failure to record must not hide it."""
         try:
             self.tell(RunFailed, step=step, error=f"{type(error).__name__}: {error}")
         except Exception:
@@ -56,7 +56,7 @@ class Recorder:
 
 
 def _drop_cut_line(file: Path) -> None:
-    """Takes away a last line that a crash cut short, so that new events begin on a line of their own."""
+    """Removes a last line that a crash cut short, so that new events begin on a new line."""
     if file.is_file():
         text = file.read_bytes()
         if text and not text.endswith(b"\n"):

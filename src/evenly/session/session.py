@@ -1,4 +1,4 @@
-"""The one object with a life: opens the world, prepares what trains, keeps checkpoints, records, closes."""
+"""Session: opens the world, prepares models, saves checkpoints, records the run, closes."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from evenly.launch import Place, find_place, open_world, pick_device
 from evenly.nodes import Synchronized
 from evenly.nodes.composition import compose_synchronized
 from evenly.session.active_ranks import LINGER_S, ActiveRanks, LeftOut
-from evenly.session.by_hand import regroup, survey_party
+from evenly.session.by_hand import regroup, survey_rank_group
 from evenly.session.planning import exchange_of, plan_run, require_epochs, require_numbers
 from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.sharding import shard_for
@@ -50,19 +50,19 @@ class Session:
         """Opens nothing yet.
 
         Args:
-            folder: where `run.jsonl` and checkpoints go; None keeps nothing.
+            folder: for `run.jsonl` and checkpoints; None writes nothing.
             device: `"auto"`, `"cpu"`, `"cuda"` or `"cuda:1"`.
             nodes: the ranks of each node; discovered if left out.
             seed: of the order of samples.
-            checkpoint_every: a number of steps, `"epoch"`, or None for only those asked for.
+            checkpoint_every: a number of steps, `"epoch"`, or None to save only by `checkpoint()`.
             keep: how many checkpoints stay on disk.
             resume: whether to go on from the newest checkpoint in `folder`.
             timeout_s: how long a rank may wait for the others.
             place: this process among the others; found in the environment if left out.
         """
         self._folder = Path(folder) if folder is not None else None
-        self._device_wish = device
-        self._nodes_wish = nodes
+        self._requested_device = device
+        self._requested_nodes = nodes
         self._seed = seed
         self._keep = max(keep, 1)
         require_numbers(seed=seed, checkpoint_every=checkpoint_every)
@@ -92,11 +92,11 @@ class Session:
         self.rank, self.world_size = rank_group.rank, rank_group.size
         self._monitor = FailureMonitor(rank_group.scoped("session"))
         self._closing.callback(self._monitor.close)
-        self.device = pick_device(place, self._device_wish)
+        self.device = pick_device(place, self._requested_device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        cluster = survey_party(rank_group, self.device, timeout_s=self._timeout_s, parent=self._monitor)
-        cluster = cluster if self._nodes_wish is None else regroup(cluster, self._nodes_wish)
+        cluster = survey_rank_group(rank_group, self.device, timeout_s=self._timeout_s, parent=self._monitor)
+        cluster = cluster if self._requested_nodes is None else regroup(cluster, self._requested_nodes)
         self._enter(
             ActiveRanks(
                 rank_group,
@@ -111,7 +111,7 @@ class Session:
 
     @property
     def _stage(self) -> ActiveRanks:
-        """The ranks that take part now."""
+        """The ranks that are active now."""
         if self._entered is None:
             raise SpecError(
                 "a session was asked to plan or prepare, but it is not open. Use it inside its block: "
@@ -120,7 +120,7 @@ class Session:
         return self._entered
 
     def _enter(self, stage: ActiveRanks) -> None:
-        """Goes on with the ranks of `stage`."""
+        """Continues with the ranks of `stage`."""
         if stage is not self._entered:
             self._entered, self.cluster = stage, stage.cluster
             self.rank, self.world_size = stage.rank_group.rank, stage.rank_group.size
@@ -136,7 +136,7 @@ class Session:
         error = None if left_out else error
         try:
             if isinstance(error, RuntimeError) and self._monitor is not None:
-                self._monitor.check()  # a rank that has gone may be the cause of torch's error
+                self._monitor.check()  # a lost rank may be the cause of torch's error
             if error is None and not left_out:
                 self.finish()
                 sums = self._gatherer.gather(self._counters.sums(), "the end of the run")
@@ -164,7 +164,7 @@ class Session:
         profile: Profile | Literal["quick", "thorough"] = "quick",
         **exchange: Unpack[ExchangeWishes],
     ) -> Plan:
-        """Returns who does what: equal batches of `batch_size`, or `global_batch` dealt out by what is measured.
+        """Returns the plan: equal batches of `batch_size`, or `global_batch` divided by measured speeds.
 
         With `shares` the layers of `model` are cut over as many ranks of a node, which take one batch like `example`.
         With `global_batch` devices are measured with `model` and `example`, unless `profile` is given, and may be left
@@ -241,16 +241,16 @@ class Session:
         trained_model = TrainedModel(name, synchronized, optimizer, batches)
         if (restored := self._stage.restored()) is not None:
             apply(restored, trained_model)
-        self._enrol(trained_model, plan)
+        self._register(trained_model, plan)
         return synchronized, optimizer, batches
 
     def track(self, **things: Stateful) -> None:
-        """Keeps things with `state_dict` and `load_state_dict` (schedulers, a GradScaler) in the checkpoints."""
+        """Saves objects with `state_dict` and `load_state_dict` (schedulers, a GradScaler) in the checkpoints."""
         self._tracked.update(things)
         restored = self._stage.restored()
-        for name, thing in things.items():
+        for name, stateful in things.items():
             if restored is not None and name in restored["rank"]["tracked"]:
-                thing.load_state_dict(restored["rank"]["tracked"][name])
+                stateful.load_state_dict(restored["rank"]["tracked"][name])
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yields the epochs still to do; exchanges, records and saves at the end of each, and finishes the run."""
@@ -276,7 +276,7 @@ class Session:
         self.finish()
 
     def finish(self) -> None:
-        """Makes the last exchange of every model, so that all ranks hold the same."""
+        """Makes the last exchange of every model, so that all ranks have the same parameters."""
         for trained_model in self._trained_models:
             trained_model.model.finish()
 
@@ -298,7 +298,7 @@ class Session:
         self._recorder.tell(Measured, step=self._counters.step, values=values)
 
     def describe(self, **settings: Setting) -> None:
-        """Notes settings of the program that the record of the run should show."""
+        """Adds settings of the program to the record of the run."""
         self._settings.update(settings)
 
     def listen(self, listener: Callable[[Event], None]) -> None:
@@ -312,7 +312,7 @@ class Session:
         rows = self._gatherer.gather([float(number) for number in numbers], f"a sum of {len(numbers)} over ranks")
         return [float(sum(column)) for column in zip(*rows, strict=True)]
 
-    def _enrol(self, trained_model: TrainedModel, plan: Plan) -> None:
+    def _register(self, trained_model: TrainedModel, plan: Plan) -> None:
         self._trained_models.append(trained_model)
         self._closing.callback(trained_model.close)
         self._counters.watch(trained_model.model)
@@ -322,11 +322,11 @@ class Session:
         if len(self._trained_models) == 1:
             self._counters.step = self._saved_step = trained_model.model.schedule.step
             self._counters.count_steps(trained_model, lambda: self._epoch, ranks=self.world_size)
-            told = {"settings": self._settings, "resumed_step": self._counters.step, **self._stage.attendance}
-            self._recorder.tell(RunStarted, name=self._folder.name if self._folder else "run", plan=plan, **told)
+            fields = {"settings": self._settings, "resumed_step": self._counters.step, **self._stage.participation}
+            self._recorder.tell(RunStarted, name=self._folder.name if self._folder else "run", plan=plan, **fields)
 
     def _between_steps(self) -> None:
-        """Saves if a multiple of the wished steps was just made, once: a step may take several batches."""
+        """Saves after every `checkpoint_every` steps, once per step: a step may take several batches."""
         for trained_model in self._trained_models:
             trained_model.model.settle()
         every, step = self._checkpoint_every, self._counters.step

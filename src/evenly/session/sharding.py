@@ -1,4 +1,4 @@
-"""Networks cut over the ranks of a node, inside a session: plans for them, and optimizers that follow."""
+"""Networks cut over the ranks of a node, inside a session: their plans and optimizers."""
 
 from collections.abc import Sequence
 
@@ -49,7 +49,7 @@ def shard_for(
     timeout_s: float,
     verify: bool = False,
 ) -> torch.nn.Module:
-    """Returns this rank's part of the network if the plan cuts it, with the optimizer led over; else the network."""
+    """Returns this rank's part of the network if the plan cuts it, and points the optimizer to it; else the network."""
     rank_group, cluster = stage.rank_group, stage.cluster
     replica = plan.replica_of(rank_group.rank)
     if replica is None:
@@ -62,26 +62,26 @@ def shard_for(
         timeout_s=timeout_s,
         parent=stage.monitor,
     )
-    lead_over(optimizer, model, sharded)
+    retarget_optimizer(optimizer, model, sharded)
     if verify:
         verify_on_first_batch(model, sharded, next((role for role in plan.roles if role.rank == rank_group.rank), None))
     return sharded
 
 
-def lead_over(optimizer: torch.optim.Optimizer, model: torch.nn.Module, sharded: Sharded) -> None:
-    """Lets an optimizer that was made for `model` train the parts of `sharded` instead."""
+def retarget_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, sharded: Sharded) -> None:
+    """Points an optimizer over the parameters of `model` to those of `sharded`."""
     if optimizer.state:
         raise SpecError(
             "the optimizer has made steps already, but the network is cut only now. Prepare it first, or load its "
             "state afterwards with evenly.shards.load_full_state_dict."
         )
     parts = dict(sharded.named_parameters())
-    known = {id(parameter): parts[name] for name, parameter in model.named_parameters()}
+    part_of = {id(parameter): parts[name] for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
-        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in known]
-        if strangers:
+        foreign_shapes = [tuple(p.shape) for p in group["params"] if id(p) not in part_of]
+        if foreign_shapes:
             raise SpecError(
-                f"the optimizer has a parameter of shape {strangers[0]} that is not the network's. "
+                f"the optimizer has a parameter of shape {foreign_shapes[0]} that is not the network's. "
                 "Make the optimizer over the parameters of the network that is prepared."
             )
-        group["params"] = [known[id(parameter)] for parameter in group["params"]]
+        group["params"] = [part_of[id(parameter)] for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""The nouns. No torch, no clock, no files but JSON text."""
+"""The values. No torch, no clock, no files but JSON text."""
 
 from evenly.spec.cluster import Cluster, Device, Node
 from evenly.spec.exchange import BufferPolicy, Exchange, ExchangeWishes, Outer, misfit

@@ -1,6 +1,6 @@
-"""Text from files and people, before it becomes a value: what no value may hold is refused here.
+"""Reads text of files and users before it becomes a value, and rejects what no value may hold.
 
-Whole numbers are at most 40 digits long, so that what is computed of them stays within the range of a float.
+Whole numbers are at most 40 digits long, so that results computed from them stay within the range of a float.
 """
 
 import json
@@ -22,22 +22,22 @@ def long_number(text: str | bytes) -> str | None:
     """Returns the beginning of a whole number in JSON `text` that is too long; None if there is none."""
     if not (_LONG_BYTES.search(text) if isinstance(text, bytes) else _LONG.search(text)):
         return None
-    found: list[str] = []
+    long_numbers: list[str] = []
 
-    def keep(digits: str) -> int:
+    def collect(digits: str) -> int:
         if len(digits.lstrip("-")) > MOST_DIGITS:
-            found.append(digits)
+            long_numbers.append(digits)
         return 0
 
     try:
-        json.loads(text, parse_int=keep)
+        json.loads(text, parse_int=collect)
     except (ValueError, RecursionError):
-        return None  # whoever reads the text says what is wrong
-    return f"{found[0][:20]}... ({len(found[0])} digits)" if found else None
+        return None  # the parser of the text reports the error
+    return f"{long_numbers[0][:20]}... ({len(long_numbers[0])} digits)" if long_numbers else None
 
 
 def load_json(text: str | bytes) -> Any:
-    """Returns what JSON `text` says; None if it cannot be read."""
+    """Returns the value of JSON `text`; None if it cannot be read."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -45,7 +45,7 @@ def load_json(text: str | bytes) -> Any:
 
 
 def load_toml(file: str | Path, text: str | None = None) -> dict[str, Any]:
-    """Returns what a TOML file says, or `text` in its place; raises `SpecError` with what is wrong."""
+    """Returns the values of a TOML file, or of `text` in its place; raises `SpecError` if they are not valid."""
     try:
         values = tomllib.loads(Path(file).read_text(encoding="utf-8") if text is None else text)
         long = next((number for number in _whole_numbers(values) if abs(number) >= _LIMIT), None)
@@ -53,7 +53,7 @@ def load_toml(file: str | Path, text: str | None = None) -> dict[str, Any]:
         raise SpecError(f"the settings file {file} cannot be read: {error.strerror}. Check the path.") from None
     except RecursionError:
         raise SpecError(f"{file} is not valid: it is nested too deeply. Correct the file.") from None
-    except ValueError as error:  # also tomllib's, that of UTF-8, and of Python for thousands of digits
+    except ValueError as error:  # also of tomllib, of UTF-8 decoding, and of Python for thousands of digits
         raise SpecError(f"{file} is not valid TOML: {error}. Correct the file and try again.") from None
     if long is not None:
         raise SpecError(f"{file} is not valid: a whole number has more than {MOST_DIGITS} digits. Correct the file.")

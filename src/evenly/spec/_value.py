@@ -1,4 +1,4 @@
-"""What all nouns share: frozen, versioned, exact round trip through JSON, errors that name the field."""
+"""The base of all values: frozen, versioned, exact round trip through JSON, errors that name the field."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,27 +12,27 @@ from evenly.errors import SpecError
 from evenly.spec._text import load_json, long_number
 
 
-class _Speaking(ModelMetaclass):
-    """Where a value is made by hand: allows the positional fields, turns pydantic's error into ours."""
+class _SpecErrorMeta(ModelMetaclass):
+    """Constructs values: allows positional fields and turns pydantic's error into `SpecError`."""
 
-    if not TYPE_CHECKING:  # what a type checker sees are the fields
+    if not TYPE_CHECKING:  # a type checker sees the fields
 
         def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805  # a metaclass's self is a class
             names = cls._positional
             if len(args) > len(names):
                 raise TypeError(f"{cls.__name__} takes {len(names)} positional arguments, {len(args)} were given")
-            given = dict(zip(names, args, strict=False))
-            twice = [name for name in given if name in fields]
-            if twice:
-                raise TypeError(f"{cls.__name__} was given {twice[0]} twice, by position and by name")
-            fields = {**given, **fields}
+            positional = dict(zip(names, args, strict=False))
+            duplicates = [name for name in positional if name in fields]
+            if duplicates:
+                raise TypeError(f"{cls.__name__} was given {duplicates[0]} twice, by position and by name")
+            fields = {**positional, **fields}
             try:
                 return super().__call__(**fields)
             except ValidationError as error:
                 raise _spec_error(cls.__name__, error, fields) from None
 
 
-class Value(BaseModel, metaclass=_Speaking):
+class Value(BaseModel, metaclass=_SpecErrorMeta):
     """A frozen value that refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -78,18 +78,18 @@ class Document(Value):
             raise SpecError(f"{path}: {error}") from None
 
 
-def _field_path(loc: tuple[int | str, ...], given: object) -> str:
-    """Returns where in the value `given` an error lies; pydantic's `loc` also names the chosen member of a union."""
+def _field_path(loc: tuple[int | str, ...], value: object) -> str:
+    """Returns the path of an error inside `value`; pydantic's `loc` also names the chosen member of a union."""
     parts: list[str] = []
     chosen = False
     for part in loc:
-        if isinstance(given, Mapping):
-            if not chosen and part in (given.get("kind"), given.get("event")):
+        if isinstance(value, Mapping):
+            if not chosen and part in (value.get("kind"), value.get("event")):
                 chosen = True
                 continue
-            given = given.get(str(part))
-        elif isinstance(given, list | tuple) and isinstance(part, int) and part < len(given):
-            given = given[part]
+            value = value.get(str(part))
+        elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
+            value = value[part]
         elif not isinstance(part, int) and parts:  # the member of a union of plain types
             break
         chosen = False
@@ -101,8 +101,8 @@ def _spec_error(name: str, error: ValidationError, fields: object) -> SpecError:
     lines = []
     for item in error.errors():
         path = _field_path(item["loc"], fields)
-        given = "" if item["type"] in ("missing", "json_invalid") else f", given {_short(item['input'])}"
-        lines.append(f"{path}: {_plain(item)}{given}")
+        input_text = "" if item["type"] in ("missing", "json_invalid") else f", given {_short(item['input'])}"
+        lines.append(f"{path}: {_plain(item)}{input_text}")
     return SpecError(f"{name} is not valid: " + "; ".join(lines) + ". Correct the field and try again.")
 
 

@@ -1,4 +1,4 @@
-"""What the machines are: nodes, and the devices their ranks use."""
+"""The machines: nodes, and the devices of their ranks."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Device(Value):
-    """What one rank computes on."""
+    """The device of one rank."""
 
     kind: Literal["cpu", "cuda"]
     index: Count = 0
@@ -44,11 +44,11 @@ class Cluster(Document):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_links(cls, given: object) -> object:
+    def _without_links(cls, fields: object) -> object:
         """Leaves out the list of links that files of earlier versions have; it was always empty."""
-        if isinstance(given, Mapping) and given.get("links") == []:
-            return {name: value for name, value in given.items() if name != "links"}
-        return given
+        if isinstance(fields, Mapping) and fields.get("links") == []:
+            return {name: value for name, value in fields.items() if name != "links"}
+        return fields
 
     @model_validator(mode="after")
     def _ranks_are_a_partition(self) -> Self:
@@ -78,13 +78,13 @@ class Cluster(Document):
         return node.devices[node.ranks.index(rank)]
 
     def among(self, ranks: Sequence[int]) -> Self:
-        """Returns the cluster of some of the ranks, in this order counted from 0, on the nodes that have any."""
-        places = {rank: place for place, rank in enumerate(ranks)}
+        """Returns the cluster of these ranks, renumbered from 0 in this order; nodes without any are left out."""
+        new_ranks = {rank: index for index, rank in enumerate(ranks)}
         nodes = []
         for node in self.nodes:
-            if own := [rank for rank in node.ranks if rank in places]:
-                devices = tuple(self.device_of(rank) for rank in own)
-                nodes.append(Node(name=node.name, ranks=tuple(places[rank] for rank in own), devices=devices))
+            if selected := [rank for rank in node.ranks if rank in new_ranks]:
+                devices = tuple(self.device_of(rank) for rank in selected)
+                nodes.append(Node(name=node.name, ranks=tuple(new_ranks[rank] for rank in selected), devices=devices))
         return type(self)(nodes=tuple(nodes))
 
     def rank_lists(self) -> list[list[int]]:

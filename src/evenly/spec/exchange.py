@@ -1,4 +1,4 @@
-"""How exchanges are made: how long they may take, in what form they travel, what becomes of the optimizers."""
+"""Settings of exchanges: overlap, codec, outer optimizer, policies for optimizer state and buffers."""
 
 from fnmatch import fnmatchcase
 from math import ceil
@@ -9,13 +9,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from evenly.spec._value import Value
 from evenly.spec.period import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySeconds
 
-MOST_S = 1e8  # some years; more does not fit into torch's clock
+MOST_S = 1e8  # some years; more does not fit into torch's timeouts
 StatePolicy = Literal["keep", "average", "reset"]
 BufferPolicy = Literal["auto", "average", "max", "min", "first", "keep"]
 
 
 Setting = bool | int | float | str | tuple[float, ...]
-CODED = {"bf16": 0.5, "int8": 0.254, "int4": 0.133}  # bytes that travel, over those of float32
+CODED = {"bf16": 0.5, "int8": 0.254, "int4": 0.133}  # sent bytes over those of float32
 NESTEROV: dict[str, Setting] = {"lr": 0.7, "momentum": 0.5, "nesterov": True}  # 0.9 where periods are hundreds of steps
 
 
@@ -51,7 +51,7 @@ def _outer(wish: object) -> object:
 
 
 class Exchange(Value):
-    """How nodes exchange what they have learned."""
+    """How nodes exchange parameters, buffers and optimizer state."""
 
     overlap: Annotated[int, Field(ge=0, strict=True)] = Field(
         default=0, description="steps made between the snapshot and the merge; 0: training waits for the exchange"
@@ -59,29 +59,29 @@ class Exchange(Value):
     fragments: Annotated[int, Field(ge=1, strict=True)] = Field(
         default=1, description="parts of the parameters, which are exchanged one after another inside a period"
     )
-    codec: str = Field(default="fp32", description="form in which parameters travel: fp32, bf16, int8, int4")
+    codec: str = Field(default="fp32", description="format of sent parameters: fp32, bf16, int8, int4")
     outer: Annotated[Outer | None, BeforeValidator(_outer)] = None
     optimizer_state: StatePolicy | dict[str, StatePolicy] = Field(
-        default="keep", description="what becomes of momenta at an exchange, for all or by the name of the state"
+        default="keep", description="policy for optimizer state at an exchange, for all or by the name of the state"
     )
     state_every: Annotated[int, Field(ge=1, strict=True)] = Field(
-        default=1, description="of so many exchanges one treats the optimizer's state"
+        default=1, description="the state policy applies every N exchanges"
     )
     buffers: BufferPolicy | dict[str, BufferPolicy] = Field(
         default="auto",
-        description="what becomes of buffers at an exchange, for all or by patterns of their names, of which the first "
-        "that fits holds; auto is what their module and type call for",
+        description="policy for buffers at an exchange, for all or by patterns of their names; the first match "
+        "holds; auto follows their module and dtype",
     )
     timeout_s: Annotated[float, Field(gt=0, lt=MOST_S)] = 600.0
     nonfinite: Literal["stop", "skip"] = "stop"
 
     def policy_of(self, slot: str) -> StatePolicy:
-        """Returns what becomes of the optimizer's state of this name."""
+        """Returns the policy for the optimizer state of this name."""
         policies = self.optimizer_state
         return policies if isinstance(policies, str) else policies.get(slot, "keep")
 
     def buffer_policy(self, name: str) -> BufferPolicy:
-        """Returns what becomes of the buffer of this name: what the first pattern that fits says, else auto.
+        """Returns the policy for the buffer of this name: that of the first matching pattern, else auto.
 
         >>> Exchange(buffers={"*.queue": "first"}).buffer_policy("encoder.queue")
         'first'
@@ -90,39 +90,39 @@ class Exchange(Value):
 
     @property
     def buffer_patterns(self) -> dict[str, BufferPolicy]:
-        """Patterns of the names of buffers, and what becomes of those that fit."""
+        """Policies of buffers by patterns of their names."""
         return {"*": self.buffers} if isinstance(self.buffers, str) else self.buffers
 
     def treats_state(self, policy: StatePolicy) -> bool:
-        """Returns whether any state of the optimizer is treated so."""
+        """Returns whether any optimizer state has this policy."""
         policies = self.optimizer_state
         return policy in ([policies] if isinstance(policies, str) else policies.values())
 
     @property
     def least_steps(self) -> int:
-        """The shortest period in which such exchanges find their place."""
+        """The shortest period that such exchanges fit into."""
         return max(1, self.overlap, self.fragments)
 
     @property
     def coded_part(self) -> float:
-        """The bytes that travel, over those of the parameters; a codec of the user's is not known."""
+        """The sent bytes over those of the parameters; 1 for a codec of the user's."""
         return CODED.get(self.codec, 1.0)
 
     @property
     def calm_steps(self) -> int:
-        """The shortest period worth choosing: a merge that comes in its second half comes too late to help."""
+        """The shortest period worth choosing: a merge in the second half of a period comes too late to help."""
         return max(self.least_steps, 2 * self.overlap)
 
     def hidden_steps(self, period: int) -> int:
-        """Returns the steps of a period, of so many, beside which exchanges may go on without holding them up."""
+        """Returns how many of a period's steps may overlap with exchanges."""
         return min(period, self.fragments * self.overlap)
 
     def affordable_steps(self, *, step_s: float, transfer_s: float, budget: float, slowed_s: float = 0.0) -> int:
         """Returns the steps of a period in which exchanges cost a part `budget` of the time.
 
-        `transfer_s` are the seconds of one exchange, of which a period has one for each fragment. What overlaps with
-        steps costs what it takes longer than they do, or the `slowed_s` by which it slows them; the wire must be free
-        for the next one.
+        `transfer_s` are the seconds of one exchange, of which a period has one for each fragment. An
+        overlapped exchange costs the time beyond its steps, or the `slowed_s` by which it slows them; it must end
+        before the next one begins.
 
         >>> Exchange().affordable_steps(step_s=0.1, transfer_s=0.2, budget=0.1)
         18
@@ -133,7 +133,7 @@ class Exchange(Value):
         return max(self.calm_steps, steps, busy)
 
     def begun(self, period: Adaptive, *, step_s: float, exchange_s: float) -> Adaptive:
-        """Returns the period, with the steps that keep its budget as the first; `exchange_s` are all of a period's."""
+        """Returns the period, starting with the steps that keep its budget; `exchange_s` is the total of a period."""
         if period.exchange_budget is None or not exchange_s:
             return period
         times = {"step_s": step_s, "transfer_s": exchange_s / self.fragments}
@@ -142,12 +142,12 @@ class Exchange(Value):
 
     @property
     def is_plain(self) -> bool:
-        """Whether training waits for exchanges that carry parameters as they are."""
+        """Whether training waits for exchanges, and these average float32 parameters."""
         return self.overlap == 0 and self.fragments == 1 and self.codec == "fp32" and self.outer is None
 
 
 def misfit(period: AnyPeriod, exchange: Exchange) -> str:
-    """Returns why exchanges cannot be made so in this period; nothing where they can.
+    """Returns why these settings do not fit the period; an empty text if they do.
 
     >>> from evenly.spec import EverySteps
     >>> misfit(EverySteps(4), Exchange(overlap=5))

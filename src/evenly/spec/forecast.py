@@ -1,4 +1,4 @@
-"""What a plan is expected to do: the time of every device, computing, waiting and on the wires."""
+"""The predicted times of a plan: computing, communicating and waiting of every device."""
 
 from typing import Annotated, Literal
 

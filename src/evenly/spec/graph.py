@@ -1,4 +1,4 @@
-"""A network as a list of operations: shapes, work, bytes, who feeds whom, what may be cut.
+"""A network as a list of operations: shapes, work, bytes, inputs, what may be cut.
 
 Kinds of operation and what they mean for a tensor that is cut along one dim:
 
@@ -25,7 +25,7 @@ Kind = Literal["source", "pointwise", "along", "per channel", "mixing", "joining
 
 
 class Tensor(Value):
-    """What one operation gives out, as seen with the example input."""
+    """An output of one operation, with the shape it has for the example input."""
 
     name: str
     shape: tuple[Annotated[int, Field(ge=0)], ...]
@@ -78,14 +78,14 @@ class Graph(Document):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        known: set[str] = set()
+        defined_names: set[str] = set()
         for layer in self.layers:
-            if unknown := [name for name in layer.inputs if name not in known]:
+            if unknown := [name for name in layer.inputs if name not in defined_names]:
                 raise ValueError(f"layer {layer.name!r} takes {unknown[0]!r}, which no layer before it gives out")
-            given = {tensor.name for tensor in layer.outputs}
-            if twice := sorted(known & given):
-                raise ValueError(f"more than one layer gives out {twice[0]!r}")
-            known |= given
+            output_names = {tensor.name for tensor in layer.outputs}
+            if duplicates := sorted(defined_names & output_names):
+                raise ValueError(f"more than one layer gives out {duplicates[0]!r}")
+            defined_names |= output_names
         return self
 
     @property
@@ -111,19 +111,19 @@ class Graph(Document):
 
     @property
     def sample_bytes(self) -> int:
-        """About how many bytes a sample needs until backward: everything that is computed from it."""
-        made = [
+        """Estimated bytes that a sample needs until backward: everything computed from it."""
+        computed = [
             t for layer in self.layers if layer.kind not in ("source", "reshaping", "output") for t in layer.outputs
         ]
-        return sum(tensor.size_bytes for tensor in made) // max(1, self.batch_size)
+        return sum(tensor.size_bytes for tensor in computed) // max(1, self.batch_size)
 
     def form_of(self, layer: Layer) -> str:
         """Returns text that is equal for layers that compute alike: operation, shapes and options."""
         tensors = self.tensors
         shapes = [tensors[name].shape for name in layer.inputs if name in tensors]
         shapes += [tensor.shape for tensor in layer.outputs]
-        words = ["x".join(map(str, shape)) for shape in shapes]
-        return " ".join([layer.op, *words, *(f"{key}={value}" for key, value in sorted(layer.options.items()))])
+        sizes = ["x".join(map(str, shape)) for shape in shapes]
+        return " ".join([layer.op, *sizes, *(f"{key}={value}" for key, value in sorted(layer.options.items()))])
 
     def explain(self) -> str:
         """Returns a table of the operations that compute, with the unit in which each may be cut."""

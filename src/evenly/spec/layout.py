@@ -1,4 +1,4 @@
-"""Where every tensor of a network lives: whole on each rank, cut along a dim, or as summands."""
+"""The placement of every tensor of a network: replicated, sharded along a dim, or partial."""
 
 from collections.abc import Mapping, Sequence, Set
 from fractions import Fraction
@@ -33,9 +33,9 @@ REPLICATED, COPIED, PARTIAL = TensorPlacement("replicated"), TensorPlacement("co
 
 
 class Cut(Value):
-    """How a dim of `size` indices is dealt out: lists of ranges, one list for each rank.
+    """How a dim of `size` indices is divided: lists of ranges, one list for each rank.
 
-    A cut of the batch has `rows` > 0, the rows of each sample; it is dealt out anew for every batch.
+    A cut of the batch has `rows` > 0, the rows of each sample; it is computed anew for every batch.
     """
 
     size: int
@@ -107,7 +107,7 @@ class Layout(Value):
         return inside + sum((move.forward_bytes > 0) + (move.backward_bytes > 0) for move in self.moves)
 
     def explain(self) -> str:
-        """Returns in plain words what every rank has of each layer, what is computed whole, and what travels."""
+        """Returns in plain words the part of each layer on every rank, what is computed whole, and what is sent."""
         share = ", ".join(f"{value:g}" for value in self.shares)
         sent = f"{self.traffic_bytes / 1e6:.3g} MB in {self.messages} {'message' if self.messages == 1 else 'messages'}"
         head = f"shares {share}; {sent} a step (all ranks together)"
@@ -118,7 +118,7 @@ class Layout(Value):
         for choice in self.choices:
             if choice.op in ("conv", "linear", "embedding", "attention", "recurrent"):
                 lines.append(
-                    f"  {choice.where or choice.layer:28} {choice.op:10} {choice.mode:12} {self._dealt(choice)}"
+                    f"  {choice.where or choice.layer:28} {choice.op:10} {choice.mode:12} {self._counts_text(choice)}"
                 )
         notes = [choice for choice in self.choices if choice.note]
         if notes:
@@ -126,21 +126,21 @@ class Layout(Value):
             lines += [f"  {choice.where or choice.layer:28} {choice.note}" for choice in notes]
         return "\n".join(lines)
 
-    def _dealt(self, choice: Choice) -> str:
+    def _counts_text(self, choice: Choice) -> str:
         cut = next((r for r in (*choice.gives, *choice.needs) if r.state == "sharded"), None)
         if cut is None:
             return "whole on every rank"
         counts = dict(zip(self.members, self.cuts[cut.cut].counts(), strict=True))
         rows = self.cuts[cut.cut].rows
-        what = ("samples" if rows == 1 else "rows of the batch") if rows else _unit(choice, cut)
+        unit = ("samples" if rows == 1 else "rows of the batch") if rows else _unit(choice, cut)
         idle = [rank for rank, count in counts.items() if count == 0]
         none = f"; nothing for ranks {idle}" if idle else ""
         columns = " / ".join(str(counts.get(rank, 0)) for rank in range(len(self.shares)))
-        return f"{columns} of {self.cuts[cut.cut].size} {what}{none}"
+        return f"{columns} of {self.cuts[cut.cut].size} {unit}{none}"
 
 
 def _unit(choice: Choice, cut: TensorPlacement) -> str:
-    """Returns what is counted of a layer that is cut."""
+    """Returns the name of the units in which a layer is cut."""
     if choice.op == "attention":
         return "heads"
     if choice.mode == "bystander":
@@ -174,14 +174,14 @@ def ranges(counts: list[int]) -> tuple[Segments, ...]:
     return tuple(((start, stop),) if stop > start else () for start, stop in edges)
 
 
-def numbers_of(given: object, what: str) -> tuple[float, ...]:
+def numbers_of(values: object, name: str) -> tuple[float, ...]:
     """Returns a list of numbers in order, or raises `SpecError`; text, dicts and sets are not such lists."""
     try:
-        if isinstance(given, str | bytes | Mapping | Set):
+        if isinstance(values, str | bytes | Mapping | Set):
             raise TypeError
-        return tuple(float(number) for number in given)  # type: ignore[attr-defined]  # that is what is tried
+        return tuple(float(number) for number in values)  # type: ignore[attr-defined]  # TypeError if not iterable
     except (TypeError, ValueError, OverflowError):
-        raise SpecError(f"{what}={given!r} was given, but a list of numbers is needed, such as [70, 25, 5].") from None
+        raise SpecError(f"{name}={values!r} was given, but a list of numbers is needed, such as [70, 25, 5].") from None
 
 
 def check_shares(shares: object, *, ranks: int | None = None) -> tuple[float, ...]:

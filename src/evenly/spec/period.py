@@ -34,8 +34,8 @@ class EverySteps(Value):
 class EverySeconds(Value):
     """An exchange whenever so many seconds have passed; each node makes the steps it can until then.
 
-    For nodes of unequal speed: averages are weighted by the samples of each node. By the clock, so no two runs are the
-    same. Nodes wait for each other at exchanges only, and at the end of an epoch.
+    For nodes of unequal speed: averages are weighted by the samples of each node. It depends on the clock, so runs
+    are not reproducible. Nodes wait for each other at exchanges only, and at the end of an epoch.
     """
 
     kind: Literal["seconds"] = "seconds"
@@ -44,7 +44,7 @@ class EverySeconds(Value):
     _positional: ClassVar[tuple[str, ...]] = ("seconds",)
 
     def steps(self, step_s: float) -> int:
-        """Returns the steps that a node makes in a period, each of so many seconds: the last one ends after it."""
+        """Returns the steps that a node makes in a period if each takes `step_s`; the last one may end after it."""
         return max(1, ceil(self.seconds / step_s))
 
     if TYPE_CHECKING:
@@ -66,10 +66,10 @@ class EveryGradient(Value):
 
 
 class Adaptive(Value):
-    """As many steps as keep one wish: exchanges cost a part of the time, or nodes stay close to each other.
+    """As many steps as meet one goal: exchanges cost a part of the time, or nodes stay close to each other.
 
-    With `exchange_budget=0.02` exchanges cost 2 % of the time; with `drift=0.05` nodes go away
-    from their average by 5 % of the length of the parameters. Steps, links and drift are measured while training.
+    With `exchange_budget=0.02` exchanges cost 2 % of the time; with `drift=0.05` nodes drift
+    from their average by 5 % of the norm of the parameters. Steps, links and drift are measured while training.
     """
 
     kind: Literal["adaptive"] = "adaptive"
@@ -81,12 +81,12 @@ class Adaptive(Value):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_a_wish(cls, fields: dict[str, object]) -> dict[str, object]:
-        has_wish = fields.get("exchange_budget") is not None or fields.get("drift") is not None
-        return fields if has_wish else {**fields, "exchange_budget": BUDGET}
+    def _has_a_goal(cls, fields: dict[str, object]) -> dict[str, object]:
+        has_goal = fields.get("exchange_budget") is not None or fields.get("drift") is not None
+        return fields if has_goal else {**fields, "exchange_budget": BUDGET}
 
     @model_validator(mode="after")
-    def _has_one_wish(self) -> Self:
+    def _has_one_goal(self) -> Self:
         if self.exchange_budget is not None and self.drift is not None:
             raise ValueError("give exchange_budget or drift, not both: each alone decides the period")
         if self.start > self.most:
@@ -99,7 +99,7 @@ Period = Annotated[AnyPeriod, Field(discriminator="kind")]
 
 
 def known_steps(period: AnyPeriod) -> int:
-    """Returns the steps of a period, or of the first of adaptive ones; 0 where the data or the clock decide."""
+    """Returns the steps of a period, or of the first of adaptive ones; 0 if the data or the clock decide."""
     match period:
         case EverySteps(steps=number) | Adaptive(start=number):
             return number

@@ -1,4 +1,4 @@
-"""Who does what: the role of each rank, the period, and how exchanges are made."""
+"""The plan of a run: the role of each rank, the period, and how exchanges are made."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, Self
@@ -36,11 +36,11 @@ class Prediction(Value):
 
     step_s: Annotated[float, Field(gt=0)]
     exchange_s: Annotated[float, Field(ge=0)] = 0.0
-    is_measured: bool = Field(default=True, description="whether from measurements, or from what was said")
+    is_measured: bool = Field(default=True, description="whether from measurements, or from the speeds you gave")
 
 
 class Replica(Value):
-    """Ranks that hold one network together, each its parts of the layers."""
+    """Ranks that share one network; each holds its parts of the layers."""
 
     ranks: tuple[int, ...] = Field(min_length=1)
     layout: Layout
@@ -54,7 +54,7 @@ class Replica(Value):
 
 
 class Plan(Document):
-    """Who does what, for every rank."""
+    """The work of every rank."""
 
     version: Literal[1] = 1
     roles: tuple[Role, ...] = Field(min_length=1)
@@ -74,9 +74,11 @@ class Plan(Document):
         nodes = sorted({role.node for role in self.roles})
         if nodes != list(range(len(nodes))):
             raise ValueError(f"nodes must be numbered 0..{len(nodes) - 1}; the roles name {nodes}")
-        held = sorted(rank for replica in self.replicas for rank in replica.ranks)
-        if held and held != self.active:
-            raise ValueError(f"replicas hold the ranks {held}; each of the ranks {self.active} must stand in one")
+        ranks_of_replicas = sorted(rank for replica in self.replicas for rank in replica.ranks)
+        if ranks_of_replicas and ranks_of_replicas != self.active:
+            raise ValueError(
+                f"replicas hold the ranks {ranks_of_replicas}; each of the ranks {self.active} must be in one"
+            )
         for replica in self.replicas:
             if len({self.roles[rank].node for rank in replica.ranks}) > 1:
                 raise ValueError(f"the replica of ranks {list(replica.ranks)} reaches over nodes; keep it inside one")
@@ -108,7 +110,7 @@ class Plan(Document):
 
     @property
     def takers(self) -> list[int]:
-        """The first rank of everything that sees a batch of its own: a rank, or a replica."""
+        """The ranks that take a batch of their own: each rank, or the first of each replica."""
         return [replica.ranks[0] for replica in self.replicas] or self.active
 
     @property
@@ -133,12 +135,12 @@ class Plan(Document):
         return cls(roles=tuple(roles), period=period or EveryEpoch(), exchange=exchange or Exchange())
 
     def among_active(self) -> Self:
-        """Returns the plan of the ranks that take part, counted from 0, on the nodes that have any."""
-        ranks = {rank: place for place, rank in enumerate(self.active)}
-        numbers = {node: place for place, node in enumerate(sorted({self.roles[rank].node for rank in ranks}))}
+        """Returns the plan of the active ranks, renumbered from 0; nodes without any are left out."""
+        ranks = {rank: index for index, rank in enumerate(self.active)}
+        numbers = {node: index for index, node in enumerate(sorted({self.roles[rank].node for rank in ranks}))}
         roles = [
-            self.roles[rank].model_copy(update={"rank": place, "node": numbers[self.roles[rank].node]})
-            for rank, place in ranks.items()
+            self.roles[rank].model_copy(update={"rank": index, "node": numbers[self.roles[rank].node]})
+            for rank, index in ranks.items()
         ]
         replicas = [
             replica.model_copy(update={"ranks": tuple(ranks[rank] for rank in replica.ranks)})
@@ -153,38 +155,38 @@ class Plan(Document):
     @property
     def nodes(self) -> list[list[int]]:
         """The ranks of each node."""
-        found: list[list[int]] = [[] for _ in range(1 + max(role.node for role in self.roles))]
+        rank_lists: list[list[int]] = [[] for _ in range(1 + max(role.node for role in self.roles))]
         for role in self.roles:
-            found[role.node].append(role.rank)
-        return found
+            rank_lists[role.node].append(role.rank)
+        return rank_lists
 
     @property
     def remarks(self) -> list[str]:
-        """What decided besides the speed of each rank: memory, and what is gained by cuts."""
+        """What decided besides the speed of the ranks: memory, and the gain from cuts."""
         cut = {replica.ranks[0]: replica for replica in self.replicas if len(replica.ranks) > 1}
-        lines: dict[str, list[str]] = {}
+        names_by_reason: dict[str, list[str]] = {}
         for rank in self.takers:
             name = f"{_named(cut[rank].ranks)} together" if rank in cut else f"rank {rank}"
             if 0 < self.roles[rank].samples == self.roles[rank].most_samples:
-                lines.setdefault("no memory for more samples", []).append(name)
+                names_by_reason.setdefault("no memory for more samples", []).append(name)
             if rank in cut and cut[rank].reason:
-                lines.setdefault(cut[rank].reason, []).append(name)
-        return [f"{_listed(names)}: {line}" for line, names in lines.items()]
+                names_by_reason.setdefault(cut[rank].reason, []).append(name)
+        return [f"{_listed(names)}: {reason}" for reason, names in names_by_reason.items()]
 
     def explain(self) -> str:
-        """Returns the plan in plain words, with the times that it predicts."""
+        """Returns a description of the plan, with its predicted times."""
         of_all = f"{len(self.active)} of " if len(self.active) < len(self.roles) else ""
         size = f"{of_all}{counted(len(self.roles), 'rank')} on {counted(len(self.nodes), 'node')}"
         averages = len(self.takers) > 1 or len(self.roles) == 1
         lines = [f"{size}; {_period_words(self)}" if averages else size]  # one network: no averaging
         for node, ranks in enumerate(self.nodes):
-            held = [_replica_words(self, replica) for replica in self.replicas if replica.ranks[0] in ranks]
+            replicas = [_replica_words(self, replica) for replica in self.replicas if replica.ranks[0] in ranks]
             parts = [
                 f"rank {rank} ({self.roles[rank].device}){_samples_words(self.roles[rank])}"
                 for rank in ranks
                 if not self.roles[rank].left_out
             ]
-            lines.append(f"node {node}: " + ("; ".join(held) or ", ".join(parts) or "nobody"))
+            lines.append(f"node {node}: " + ("; ".join(replicas) or ", ".join(parts) or "nobody"))
         lines += [
             f"rank {role.rank} ({role.device}) is left out: {role.left_out}" for role in self.roles if role.left_out
         ]
@@ -213,7 +215,7 @@ def _period_words(plan: Plan) -> str:
 
 
 def wish_words(period: Adaptive) -> str:
-    """Returns what an adaptive period is to keep.
+    """Returns the goal of an adaptive period in words.
 
     >>> wish_words(Adaptive(drift=0.1))
     'keep nodes within 10 % of their average'
@@ -224,19 +226,19 @@ def wish_words(period: Adaptive) -> str:
 
 
 def travel_words(exchange: Exchange) -> list[str]:
-    """Returns how exchanges travel, unless plainly.
+    """Returns the settings of an exchange that differ from plain averaging, in words.
 
     >>> travel_words(Exchange(overlap=3, codec="int8"))
     ['beside 3 steps', 'as int8']
     """
-    words = []
+    parts = []
     if exchange.fragments > 1:
-        words.append(f"in {exchange.fragments} fragments")
+        parts.append(f"in {exchange.fragments} fragments")
     if exchange.overlap:
-        words.append(f"beside {counted(exchange.overlap, 'step')}")
+        parts.append(f"beside {counted(exchange.overlap, 'step')}")
     if exchange.codec != "fp32":
-        words.append(f"as {exchange.codec}")
-    return words
+        parts.append(f"as {exchange.codec}")
+    return parts
 
 
 def _exchange_words(exchange: Exchange) -> str:
@@ -269,20 +271,26 @@ def _replica_words(plan: Plan, replica: Replica) -> str:
 
 def _layout_words(plan: Plan) -> Iterator[str]:
     """Yields every layout once, with the ranks that have it where there are several."""
-    slots: dict[str, list[str]] = {}
+    holders_by_layout: dict[str, list[str]] = {}
     for replica in plan.replicas:
-        slots.setdefault(replica.layout.explain(), []).append(_named(replica.ranks))
-    for text, holders in slots.items():
-        whose = f" of {'; '.join(holders)}" if len(slots) > 1 else " of each network" if len(holders) > 1 else ""
-        yield f"layout{whose}: {text}"
+        holders_by_layout.setdefault(replica.layout.explain(), []).append(_named(replica.ranks))
+    for text, holders in holders_by_layout.items():
+        owner = (
+            f" of {'; '.join(holders)}"
+            if len(holders_by_layout) > 1
+            else " of each network"
+            if len(holders) > 1
+            else ""
+        )
+        yield f"layout{owner}: {text}"
 
 
 def _predicted_words(plan: Plan) -> Iterator[str]:
-    """Yields what the plan is expected to take."""
+    """Yields the predicted times."""
     if plan.predicted is not None:
         exchange_s = plan.predicted.exchange_s if plan.period.kind != "global" else 0.0  # there each step has it
         exchange = f", an exchange {_milliseconds(exchange_s)}" if exchange_s else ""
-        source = "what was measured" if plan.predicted.is_measured else "speeds that were given"
+        source = "what was measured" if plan.predicted.is_measured else "the speeds you gave"
         yield f"predicted from {source}: a step takes {_milliseconds(plan.predicted.step_s)}{exchange}"
 
 
@@ -295,8 +303,8 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
-    return "; ".join([*names[:MOST_NAMED], *more])
+    rest = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return "; ".join([*names[:MOST_NAMED], *rest])
 
 
 def _samples_words(role: Role) -> str:
@@ -305,8 +313,8 @@ def _samples_words(role: Role) -> str:
     times = [f"computes {_milliseconds(role.compute_s)}"] if role.compute_s else []
     unit, size = (1e9, "GB") if role.memory_bytes >= 1e9 else (1e6, "MB")
     needs = [f"needs {role.memory_bytes / unit:.3g} {size}"] if role.memory_bytes else []
-    known = f" ({', '.join([*times, *needs])})" if times or needs else ""
-    return f" {counted(role.samples, 'sample')} a step{known}"
+    details = f" ({', '.join([*times, *needs])})" if times or needs else ""
+    return f" {counted(role.samples, 'sample')} a step{details}"
 
 
 def counted(number: int, noun: str) -> str:

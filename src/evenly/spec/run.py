@@ -1,4 +1,4 @@
-"""What happened: the typed events of a run, one JSON object a line in `run.jsonl`."""
+"""The typed events of a run, one JSON object a line in `run.jsonl`."""
 
 import math
 from collections.abc import Iterable
@@ -42,8 +42,8 @@ class StepsDone(Value):
 class ExchangeDone(Value):
     """One exchange across nodes as rank 0 saw it: begun after `step`, merged after `merged`.
 
-    All ranks were there after `met_s`, and it took `seconds` more; training stood still for `waited_s`. `drift` is how
-    far the node had gone away from the average of all, over the length of the parameters.
+    All ranks had joined after `met_s`, and it took `seconds` more; training waited for `waited_s`. `drift` is the
+    distance of the node from the average of all, over the norm of the parameters.
     """
 
     event: Literal["exchange"] = "exchange"
@@ -71,7 +71,7 @@ class PeriodChosen(Value):
 
 
 class Rebalanced(Value):
-    """Work was dealt out anew: the samples of each rank or network, and the shares of the ranks of cut networks."""
+    """Work was redistributed: the samples of each rank or network, and the shares of the ranks of cut networks."""
 
     event: Literal["rebalanced"] = "rebalanced"
     at_s: float
@@ -124,7 +124,7 @@ class RunFailed(Value):
 class Phases(Value):
     """Where the seconds of a rank went, and the bytes that it sent.
 
-    It computed; averaged gradients, inside its node or with all ranks; stood still for exchanges across nodes; waited
+    It computed; averaged gradients, inside its node or with all ranks; was blocked by exchanges across nodes; waited
     for slower ranks; and did other things: data, the optimizer's step, evaluation.
     """
 
@@ -142,7 +142,7 @@ class Phases(Value):
 class RunFinished(Value):
     """Totals over all ranks. Sent bytes are counted by the library and, per node, read at the network interfaces.
 
-    `exchange_seconds` are those of exchanges, whether training went on beside them or not.
+    `exchange_seconds` counts all exchanges, overlapped with training or not.
     """
 
     event: Literal["finished"] = "finished"
@@ -183,7 +183,7 @@ class Run(Document):
 
     @classmethod
     def from_lines(cls, lines: Iterable[str | bytes]) -> Self:
-        """Returns the run told by `lines`; a last line cut short by a crash is left out."""
+        """Returns the run with the events in `lines`; a last line cut short by a crash is left out."""
         rows = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         events: list[Event] = []
         for number, line in rows:
@@ -195,13 +195,13 @@ class Run(Document):
             try:
                 events.append(_EVENT.validate_json(line))
             except ValidationError as error:
-                first = error.errors()[0]
+                detail = error.errors()[0]
                 begun = line[:1] in ("{", b"{")  # a line that was cut short has begun
-                if begun and number == rows[-1][0] and first["type"] == "json_invalid":
+                if begun and number == rows[-1][0] and detail["type"] == "json_invalid":
                     break
-                path = ".".join(str(part) for part in first["loc"])
+                path = ".".join(str(part) for part in detail["loc"])
                 raise SpecError(
-                    f"line {number} of the run is not an event: {path} {first['msg']}. "
+                    f"line {number} of the run is not an event: {path} {detail['msg']}. "
                     "The file was written by another version or edited."
                 ) from None
         return cls(events=tuple(events))
@@ -224,8 +224,8 @@ class Run(Document):
 
     def last(self, kind: type[E]) -> E | None:
         """Returns the last event of one kind, or None."""
-        found = self.of(kind)
-        return found[-1] if found else None
+        events = self.of(kind)
+        return events[-1] if events else None
 
     def latest_values(self) -> dict[str, float | None]:
         """Returns the last reported value under each name."""

@@ -13,7 +13,7 @@ from evenly.survey.stopwatch import finish
 SIZES = (1 << 12, 1 << 18, 1 << 21)  # bytes: 4 KiB, 256 KiB, 2 MiB
 
 
-def measure_meetings(
+def measure_collectives(
     context: GroupContext,
     groups: Sequence[Sequence[int]],
     *,
@@ -22,33 +22,35 @@ def measure_meetings(
     row_s: float,
     tell: Callable[[str], None],
 ) -> list[CollectiveTimings]:
-    """Returns how each group of ranks meets, told by its first rank; the groups follow each other in this order.
+    """Returns the collective timings of each group, on its first rank; groups are measured one after another.
 
-    Messages are sent in rows of about `row_s`: see `Stopwatch`.
+    Collectives are repeated for about `row_s`: see `Stopwatch`.
     """
-    found = []
+    timings = []
     rank_group, monitor, timeout_s = context.rank_group, context.monitor, context.waiter.timeout_s
     for ranks in groups:
         if rank_group.rank not in ranks:
             continue
         tell(f"ranks {list(ranks)} summing and gathering")
-        name = f"meeting {list(ranks)}"
+        name = f"collectives {list(ranks)}"
         with open_temporarily(rank_group, name, ranks, monitor=monitor, backend=backend, timeout_s=timeout_s) as group:
-            meeting = _Room(ShardGroup(group, monitor, timeout_s=timeout_s), device, row_s).meeting(ranks)
+            group_timings = _CollectiveTimer(ShardGroup(group, monitor, timeout_s=timeout_s), device, row_s).timings(
+                ranks
+            )
         if rank_group.rank == ranks[0]:
-            found.append(meeting)
-    return found
+            timings.append(group_timings)
+    return timings
 
 
-class _Room:
-    """Messages of different sizes on one wire."""
+class _CollectiveTimer:
+    """Times collectives of different sizes in one process group."""
 
     def __init__(self, shard_group: ShardGroup, device: torch.device, row_s: float) -> None:
         self._shard_group = shard_group
         self._device = device
         self._row_s = row_s
 
-    def meeting(self, ranks: Sequence[int]) -> CollectiveTimings:
+    def timings(self, ranks: Sequence[int]) -> CollectiveTimings:
         """Returns the seconds of sums and gathers."""
         sums = [self._time(self._sum(size)) for size in SIZES]
         gathers = [self._time(self._gather(size)) for size in SIZES]
@@ -63,22 +65,24 @@ class _Room:
         return lambda: self._shard_group.sum(x).wait()
 
     def _gather(self, size: int) -> Callable[[], object]:
-        """Returns the gathering of equal parts of rows of 32 numbers."""
+        """Returns a gather of equal parts; a row has 32 numbers."""
         rows = size // 128
-        edges = [rows * place // self._shard_group.size for place in range(self._shard_group.size + 1)]
-        segments = [((edges[place], edges[place + 1]),) for place in range(self._shard_group.size)]
-        own = torch.zeros(edges[self._shard_group.rank + 1] - edges[self._shard_group.rank], 32, device=self._device)
-        return lambda: self._shard_group.gather(own, 0, segments).wait()
+        edges = [rows * rank // self._shard_group.size for rank in range(self._shard_group.size + 1)]
+        segments = [((edges[rank], edges[rank + 1]),) for rank in range(self._shard_group.size)]
+        local_rows = torch.zeros(
+            edges[self._shard_group.rank + 1] - edges[self._shard_group.rank], 32, device=self._device
+        )
+        return lambda: self._shard_group.gather(local_rows, 0, segments).wait()
 
     def _time(self, act: Callable[[], object]) -> float:
-        """Returns the seconds of one message in a row; the longest of all ranks."""
-        times, seconds = 1, 0.0
-        for _ in range(3):  # warms up, tells how many make a row, counts
+        """Returns the mean seconds of a collective in a row of them; the longest of all ranks."""
+        repeats, seconds = 1, 0.0
+        for _ in range(3):  # the first warms up, the second finds the row length, the third counts
             began = time.perf_counter()
-            for _ in range(times):
+            for _ in range(repeats):
                 act()
             finish(self._device)
-            own = torch.tensor([(time.perf_counter() - began) / times], device=self._device)
-            seconds = float(self._shard_group.sum(own, largest=True).wait()[0])
-            times = max(1, min(100, ceil(self._row_s / max(1e-6, seconds))))
+            local_seconds = torch.tensor([(time.perf_counter() - began) / repeats], device=self._device)
+            seconds = float(self._shard_group.sum(local_seconds, largest=True).wait()[0])
+            repeats = max(1, min(100, ceil(self._row_s / max(1e-6, seconds))))
         return max(seconds, 1e-9)

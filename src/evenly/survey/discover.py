@@ -1,4 +1,4 @@
-"""The world -> Cluster: ranks tell each other who and where they are, and the nodes are built from that."""
+"""The world -> Cluster: ranks gather each other's identity and device; nodes are built from these."""
 
 import os
 
@@ -30,29 +30,33 @@ def survey_cluster(
 
 
 def describe_device(device: torch.device) -> Device:
-    """Returns what is known about a torch device on this machine."""
+    """Returns kind, name and memory of a torch device on this machine."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        found = torch.cuda.get_device_properties(index)
+        properties = torch.cuda.get_device_properties(index)
         return Device(
-            kind="cuda", index=index, name=found.name, identity=str(found.uuid), memory_bytes=found.total_memory
+            kind="cuda",
+            index=index,
+            name=properties.name,
+            identity=str(properties.uuid),
+            memory_bytes=properties.total_memory,
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
     return Device(kind="cpu", memory_bytes=psutil.virtual_memory().total, cores=cores)
 
 
 def _build(ranks: list[tuple[Identity, Device]]) -> Cluster:
-    places: dict[tuple[str, str, int, str], list[int]] = {}
+    ranks_by_node: dict[tuple[str, str, int, str], list[int]] = {}
     for rank, (identity, _) in enumerate(ranks):
         key = (identity.hostname, identity.boot_id, identity.netns, identity.node_id)
-        places.setdefault(key, []).append(rank)
-    names = [key[0] for key in places]
+        ranks_by_node.setdefault(key, []).append(rank)
+    names = [key[0] for key in ranks_by_node]
     nodes = [
         Node(
             name=name if names.count(name) == 1 else f"{name}#{names[:index].count(name) + 1}",
             ranks=tuple(members),
             devices=tuple(ranks[rank][1] for rank in members),
         )
-        for index, (name, members) in enumerate(zip(names, places.values(), strict=True))
+        for index, (name, members) in enumerate(zip(names, ranks_by_node.values(), strict=True))
     ]
     return Cluster(nodes=tuple(nodes))

@@ -1,4 +1,4 @@
-"""The ways between ranks: latency from small messages there and back, bandwidth from large ones, in each direction."""
+"""Links between ranks: latency from the round trip of small messages, bandwidth from large ones, each direction."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,23 +25,23 @@ def measure_links(
     enough_s: float,
     tell: Callable[[str], None],
 ) -> list[Link]:
-    """Returns the ways between pairs of ranks, one pair after another; the first rank of a pair has both directions.
+    """Returns the links between pairs of ranks, one pair after another; the first rank of a pair gets both directions.
 
-    All ranks of the pairs call it with the same list. A rank waits in its next pair until its partner comes.
+    All ranks of the pairs call it with the same list. A rank waits in its next pair for its partner.
     """
-    found: list[Link] = []
+    links: list[Link] = []
     rank_group, monitor, waiter = context.rank_group, context.monitor, context.waiter
     for pair in pairs:
         if rank_group.rank not in pair:
             continue
-        tell(f"the way between ranks {pair[0]} and {pair[1]}")
+        tell(f"the link between ranks {pair[0]} and {pair[1]}")
         name, timeout_s = f"pair {pair}", waiter.timeout_s
         with open_temporarily(rank_group, name, pair, monitor=monitor, backend=backend, timeout_s=timeout_s) as group:
             for source, target in ((0, 1), (1, 0)):
                 rate = _Direction(group, waiter, device, source, enough_s=enough_s).rate()
                 if rank_group.rank == pair[0]:
-                    found.append(Link(source=pair[source], target=pair[target], rate=rate))
-    return found
+                    links.append(Link(source=pair[source], target=pair[target], rate=rate))
+    return links
 
 
 class _Direction:
@@ -57,43 +57,47 @@ class _Direction:
         self._source, self._sends = source, group.rank() == source
 
     def rate(self) -> Rate:
-        """Returns latency and bandwidth; no larger messages follow one that takes longer than is enough."""
+        """Returns latency and bandwidth; larger messages are left out after one that takes longer than `enough_s`."""
         ping_s = self._time(SMALL) / 2
-        points = []
+        timings = []
         for count in STREAMS:
             seconds = self._time(count)
-            points.append((4 * count, max(seconds - ping_s, 1e-7)))
+            timings.append((4 * count, max(seconds - ping_s, 1e-7)))
             if seconds > self._enough_s:
                 break
-        (few, quick), (many, slow) = (points[-2], points[-1]) if len(points) > 1 else ((0, ping_s), points[-1])
-        speed = (many - few) / (slow - quick) if slow > quick else many / slow
-        return Rate(latency_s=ping_s, bytes_per_s=max(speed, many / (2 * slow)))
+        (small_bytes, small_s), (large_bytes, large_s) = (
+            (timings[-2], timings[-1]) if len(timings) > 1 else ((0, ping_s), timings[-1])
+        )
+        speed = (large_bytes - small_bytes) / (large_s - small_s) if large_s > small_s else large_bytes / large_s
+        return Rate(latency_s=ping_s, bytes_per_s=max(speed, large_bytes / (2 * large_s)))
 
     def _time(self, count: int) -> float:
-        """Returns the seconds of a message of `count` numbers and its answer of one, in a row of such."""
-        load, answer = torch.zeros(count, device=self._device), torch.zeros(SMALL, device=self._device)
-        times, seconds = 1, 0.0
-        for _ in range(3):  # warms up, tells how many make a row, counts
+        """Returns the mean seconds of a message of `count` numbers and its reply of one number, in a row of them."""
+        message, reply = torch.zeros(count, device=self._device), torch.zeros(SMALL, device=self._device)
+        repeats, seconds = 1, 0.0
+        for _ in range(3):  # the first warms up, the second finds the row length, the third counts
             began = time.perf_counter()
-            for _ in range(times):
-                self._send(load, there=True)
-                self._send(answer, there=False)
+            for _ in range(repeats):
+                self._send(message, forward=True)
+                self._send(reply, forward=False)
             finish(self._device)
-            seconds = (time.perf_counter() - began) / times
-            times = max(1, min(100, ceil(self._row_s / max(1e-6, self._agreed(seconds)))))
+            seconds = (time.perf_counter() - began) / repeats
+            repeats = max(1, min(100, ceil(self._row_s / max(1e-6, self._agreed(seconds)))))
         return self._agreed(seconds)
 
     def _agreed(self, seconds: float) -> float:
-        """Returns what the source measured, at both ends."""
-        return float(self._send(torch.full((SMALL,), seconds, device=self._device), there=True)[0])
+        """Returns the source's measurement on both ranks."""
+        return float(self._send(torch.full((SMALL,), seconds, device=self._device), forward=True)[0])
 
-    def _send(self, load: torch.Tensor, *, there: bool) -> torch.Tensor:
-        """Returns what arrived, or was sent."""
-        sends = self._sends == there
-        other = 1 - self._group.rank()
-        counts = [load.numel() if member == other else 0 for member in range(2)]
+    def _send(self, message: torch.Tensor, *, forward: bool) -> torch.Tensor:
+        """Returns the received message on one rank, the sent one on the other."""
+        sends = self._sends == forward
+        peer = 1 - self._group.rank()
+        counts = [message.numel() if member == peer else 0 for member in range(2)]
         nothing = [0, 0]
-        received = load.new_empty(0 if sends else load.numel())
-        takes, gives = (nothing, counts) if sends else (counts, nothing)
-        self._waiter.wait([all_to_all(received, load if sends else load[:0], takes, gives, self._group)])
-        return load if sends else received
+        received = message.new_empty(0 if sends else message.numel())
+        receive_counts, send_counts = (nothing, counts) if sends else (counts, nothing)
+        self._waiter.wait(
+            [all_to_all(received, message if sends else message[:0], receive_counts, send_counts, self._group)]
+        )
+        return message if sends else received

@@ -1,4 +1,4 @@
-"""Cluster -> Profile: every rank times the network on its device, all together, and pairs of ranks time their way."""
+"""Cluster -> Profile: all ranks time the network on their devices at once, pairs of ranks time their link."""
 
 import platform
 from collections.abc import Callable, Sequence
@@ -10,15 +10,15 @@ from evenly.comm import FailureMonitor, GroupContext, RankGroup, backend_for, op
 from evenly.errors import SpecError
 from evenly.graph import Traced
 from evenly.spec import Cluster, CollectiveTimings, Curve, DeviceProfile, Link, Profile
-from evenly.survey.collective_timings import measure_meetings
+from evenly.survey.collective_timings import measure_collectives
 from evenly.survey.devices import DeviceSurvey, require_training
 from evenly.survey.links import measure_links
 from evenly.survey.pooling import pooled
 
 QUICK_S, THOROUGH_S = 4.0, 60.0
-MOST_MEETING = 16  # ranks of a node whose meetings are measured
-ROW_S = 0.08  # of sums and gathers in a row, if there is time
-MOST_PAIRS = 28  # of a node of 8; larger nodes are measured round the ring
+MOST_COLLECTIVE_RANKS = 16  # larger nodes do not measure collectives
+ROW_S = 0.08  # of repeated collectives, if the budget allows
+MOST_PAIRS = 28  # of a node of 8; larger nodes measure only neighbours in a ring
 
 
 def measure_cluster(
@@ -41,9 +41,9 @@ def measure_cluster(
         node = cluster.nodes[cluster.node_of(rank_group.rank)]
         require_training(traced)
         survey = DeviceSurvey(traced, device, budget_s=budget_s, tell=tell)
-        ranks_here = sum(_shares_device(cluster, rank_group.rank, other) for other in node.ranks)
+        ranks_here = sum(_shares_device(cluster, rank_group.rank, neighbour) for neighbour in node.ranks)
         free_bytes = _usable(survey.free_bytes(ranks_here), memory_bytes)
-        context.meet()  # so that all work at the same time
+        context.meet()  # so that all ranks measure at the same time
         step = survey.step()
         mine = DeviceProfile(
             rank=rank_group.rank,
@@ -53,37 +53,37 @@ def measure_cluster(
             unit=_unit(device, traced),
             spread=survey.spread,
         )
-        lanes = _lanes(context, cluster, device, budget_s, tell)
-        known = context.gather(mine.model_dump())
-        lanes_of_ranks = context.gather([lane.model_dump() for lane in lanes])
+        links = _measure_links_of_rank(context, cluster, device, budget_s, tell)
+        device_rows = context.gather(mine.model_dump())
+        link_rows = context.gather([link.model_dump() for link in links])
         sample_bytes = max(context.gather(survey.sample_bytes()))
         batch = max(1, traced.graph.batch_size)
-        devices = _completed(pooled([DeviceProfile(**row) for row in known], cluster, batch), batch)
+        devices = _completed(pooled([DeviceProfile(**row) for row in device_rows], cluster, batch), batch)
         steps = [device_profile.step for device_profile in devices]
-        meetings = _meetings(context, cluster, steps, batch, device, budget_s, tell)
-        meetings_of_ranks = context.gather([meeting.model_dump() for meeting in meetings])
+        timings = _collectives(context, cluster, steps, batch, device, budget_s, tell)
+        timing_rows = context.gather([timing.model_dump() for timing in timings])
     return Profile(
         cluster=cluster.fingerprint,
         graph=traced.graph.fingerprint,
         batch_size=batch,
         devices=tuple(devices),
-        meetings=tuple(CollectiveTimings(**meeting) for row in meetings_of_ranks for meeting in row),
-        lanes=tuple(Link(**lane) for row in lanes_of_ranks for lane in row),
+        meetings=tuple(CollectiveTimings(**timing) for row in timing_rows for timing in row),
+        lanes=tuple(Link(**link) for row in link_rows for link in row),
         sample_bytes=sample_bytes,
         versions=versions(),
     )
 
 
-def _usable(free_bytes: int, wish: int | None) -> int:
-    """Returns what plans may use of the memory of a rank."""
-    if wish is None:
+def _usable(free_bytes: int, limit_bytes: int | None) -> int:
+    """Returns the memory that plans may use on this rank."""
+    if limit_bytes is None:
         return free_bytes
-    if isinstance(wish, bool) or not isinstance(wish, int) or wish <= 0:
+    if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes <= 0:
         raise SpecError(
-            f"memory_bytes={wish} was given to measure, but it is what this rank may use: one whole number above 0. "
-            "Give it in bytes, on each rank its own, or leave it out."
+            f"memory_bytes={limit_bytes} was given to measure, but it is what this rank may use: one whole number "
+            "above 0. Give it in bytes, on each rank its own, or leave it out."
         )
-    return min(free_bytes, wish)
+    return min(free_bytes, limit_bytes)
 
 
 def _shares_device(cluster: Cluster, rank: int, other: int) -> bool:
@@ -93,38 +93,40 @@ def _shares_device(cluster: Cluster, rank: int, other: int) -> bool:
 
 
 def _completed(devices: list[DeviceProfile], batch: int) -> list[DeviceProfile]:
-    """Returns the devices; what a slow one did not get to is that of a faster one, as much slower as its steps are."""
-    model = max(devices, key=lambda device: (len(device.layers), -device.step.at(batch)))
-    found = []
+    """Returns the devices; missing layer curves are those of the most complete device, scaled by the step times."""
+    reference = max(devices, key=lambda device: (len(device.layers), -device.step.at(batch)))
+    completed = []
     for device in devices:
-        factor = device.step.at(batch) / model.step.at(batch)
-        missing = {form: own.scaled(factor) for form, own in model.layers.items() if form not in device.layers}
-        found.append(device.model_copy(update={"layers": {**missing, **device.layers}}))
-    return found
+        factor = device.step.at(batch) / reference.step.at(batch)
+        missing = {
+            form: curves.scaled(factor) for form, curves in reference.layers.items() if form not in device.layers
+        }
+        completed.append(device.model_copy(update={"layers": {**missing, **device.layers}}))
+    return completed
 
 
 def versions() -> str:
-    """Returns what else a measurement depends on."""
+    """Returns the versions that a measurement depends on."""
     return f"torch {torch.__version__}, python {platform.python_version()}, {platform.machine()}"
 
 
-def _lanes(
+def _measure_links_of_rank(
     context: GroupContext, cluster: Cluster, device: torch.device, budget_s: float, tell: Callable[[str], None]
 ) -> list[Link]:
-    """Returns the ways that this rank is the first end of: inside its node, and from its node to others."""
-    found: list[Link] = []
+    """Returns the links of pairs whose first rank is this one: inside its node, and from its node to others."""
+    links: list[Link] = []
     leaders = [node.ranks[0] for node in cluster.nodes]
-    rooms = [*(list(node.ranks) for node in cluster.nodes), leaders]
-    for ranks in rooms:
+    groups = [*(list(node.ranks) for node in cluster.nodes), leaders]
+    for ranks in groups:
         if context.rank_group.rank not in ranks or len(ranks) < 2:
             continue
         backend = backend_for([cluster.device_of(rank) for rank in ranks])
         pairs = list(combinations(ranks, 2))
         if len(pairs) > MOST_PAIRS:
-            pairs = [(rank, ranks[(place + 1) % len(ranks)]) for place, rank in enumerate(ranks)]
+            pairs = [(rank, ranks[(index + 1) % len(ranks)]) for index, rank in enumerate(ranks)]
         enough_s = budget_s / 4 / len(pairs) / 8
-        found += measure_links(context, device, pairs, backend=backend, enough_s=enough_s, tell=tell)
-    return found
+        links += measure_links(context, device, pairs, backend=backend, enough_s=enough_s, tell=tell)
+    return links
 
 
 def fastest_groups(ranks: Sequence[int], steps: Sequence[Curve], batch: int) -> list[list[int]]:
@@ -134,7 +136,7 @@ def fastest_groups(ranks: Sequence[int], steps: Sequence[Curve], batch: int) -> 
     return [sorted(order[:count]) for count in sorted(counts) if 1 < count <= len(order)]
 
 
-def _meetings(
+def _collectives(
     context: GroupContext,
     cluster: Cluster,
     steps: Sequence[Curve],
@@ -143,14 +145,14 @@ def _meetings(
     budget_s: float,
     tell: Callable[[str], None],
 ) -> list[CollectiveTimings]:
-    """Returns how the fastest ranks of this rank's node meet, and all of its node."""
+    """Returns the collective timings of the fastest ranks of this rank's node, and of the whole node."""
     ranks = cluster.nodes[cluster.node_of(context.rank_group.rank)].ranks
-    if len(ranks) < 2 or len(ranks) > MOST_MEETING:
+    if len(ranks) < 2 or len(ranks) > MOST_COLLECTIVE_RANKS:
         return []
     groups = fastest_groups(ranks, steps, batch)
     backend = backend_for([cluster.device_of(rank) for rank in ranks])
     row_s = min(ROW_S, budget_s / 100)
-    return measure_meetings(context, groups, device=device, backend=backend, row_s=row_s, tell=tell)
+    return measure_collectives(context, groups, device=device, backend=backend, row_s=row_s, tell=tell)
 
 
 def _unit(device: torch.device, traced: Traced) -> int:

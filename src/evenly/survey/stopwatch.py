@@ -1,4 +1,4 @@
-"""Seconds of something that is done again and again: warmed up, synchronised, the usual ones."""
+"""Seconds of repeated work: warmed up, synchronized, without outliers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,20 +8,20 @@ from statistics import mean
 
 import torch
 
-ROW_S = 0.04  # of what is short, done again and again
-LONG_S = 0.2  # what takes a CPU that long is hardly slower because it is cold
+ROW_S = 0.04  # short work is repeated for this long
+LONG_S = 0.2  # on a CPU, warm-up hardly matters for work this long
 
 
 @dataclass(frozen=True)
 class Stopwatch:
     """Times work on one device.
 
-    What is short is done several times in a row: a device that may use only a part of each moment (a CPU quota, a
-    shared GPU) does little things at full speed, and only longer ones at its own.
+    Short work is repeated in a row: a device with a CPU quota, or a shared GPU, does short work at full speed and
+    shows its real speed only over a longer time.
     """
 
     device: torch.device
-    enough_s: float  # spent on one reading, if `most` repetitions do not end it before
+    enough_s: float  # spent on one measurement, unless `most` readings end it before
     least: int = 2
     most: int = 9
     row_s: float = ROW_S
@@ -31,21 +31,21 @@ class Stopwatch:
         return max(usual(self.readings(act)), 1e-9)
 
     def readings(self, act: Callable[[], object]) -> list[float]:
-        """Returns the seconds that `act` takes, again and again once it is warm."""
-        first = self.once(act)
-        if self.device.type == "cpu" and first > max(LONG_S, self.enough_s):
-            return [first]
-        seconds = [first] if first > self.enough_s else []  # what takes that long is not slower because it is cold
+        """Returns repeated readings of the seconds that `act` takes once it is warm."""
+        first_s = self.once(act)
+        if self.device.type == "cpu" and first_s > max(LONG_S, self.enough_s):
+            return [first_s]
+        seconds = [first_s] if first_s > self.enough_s else []  # warm-up does not matter for work this long
         began = time.perf_counter()
         while len(seconds) < self.most:
-            times = max(1, min(100, ceil(self.row_s / max(1e-6, first))))
-            seconds.append(self.once(lambda times=times: [act() for _ in range(times)]) / times)  # type: ignore[misc]  # bound at once
+            repeats = max(1, min(100, ceil(self.row_s / max(1e-6, first_s))))
+            seconds.append(self.once(lambda repeats=repeats: [act() for _ in range(repeats)]) / repeats)  # type: ignore[misc]  # bound at once
             if len(seconds) >= self.least and time.perf_counter() - began > self.enough_s:
                 break
         return seconds
 
     def once(self, act: Callable[[], object]) -> float:
-        """Returns the seconds of one time."""
+        """Returns the seconds of one call."""
         finish(self.device)
         began = time.perf_counter()
         act()
@@ -56,8 +56,8 @@ class Stopwatch:
 def usual(readings: Sequence[float]) -> float:
     """Returns the mean of the middle half of the readings.
 
-    A device with a CPU quota takes now one time, now another, for the same work, as its turns fall: the mean is what
-    many steps take, the median would be one of the two. Without the outer quarters it does not see single accidents.
+    A device with a CPU quota alternates between two times for the same work: the mean is what many steps take, the
+    median would be one of the two. Leaving out the outer quarters removes single outliers.
 
     >>> usual([2.0, 1.0, 2.0, 1.0, 9.0, 2.0, 1.0, 1.0])
     1.5
@@ -66,7 +66,7 @@ def usual(readings: Sequence[float]) -> float:
 
 
 def apart(readings: Sequence[float]) -> float:
-    """Returns how far the middle half of the readings lies apart, as a part of the usual one.
+    """Returns the range of the middle half of the readings, relative to their mean.
 
     >>> apart([1.0, 1.5, 2.5, 2.0, 9.0])
     0.5
@@ -81,6 +81,6 @@ def _middle(readings: Sequence[float]) -> list[float]:
 
 
 def finish(device: torch.device) -> None:
-    """Returns when a device has done all that it was given."""
+    """Returns when a device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
