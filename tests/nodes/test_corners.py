@@ -18,7 +18,7 @@ SEEDING = threading.Lock()
 def join(rank_group, nodes, model, *, every=2, optimizer=None, scaler=None, count=None, **exchange):
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     settings = Exchange(**{"timeout_s": 60.0, **exchange})
-    arguments = {"party": rank_group, "cluster": cluster_of(nodes), "period": period_of(every), "scaler": scaler}
+    arguments = {"rank_group": rank_group, "cluster": cluster_of(nodes), "period": period_of(every), "scaler": scaler}
     return join_nodes(model, optimizer, exchange=settings, count=count, **arguments), optimizer
 
 

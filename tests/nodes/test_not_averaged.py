@@ -606,7 +606,7 @@ def test_unused_parameters_with_several_backwards():
     def act(rank_group):
         model = TwoBranches()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        settings = {"party": rank_group, "cluster": cluster_of(ragged(2)), "period": period_of(50)}
+        settings = {"rank_group": rank_group, "cluster": cluster_of(ragged(2)), "period": period_of(50)}
         synchronized = join_nodes(model, optimizer, find_unused_parameters=True, **settings)
         with closing(synchronized):
             for number in range(2):

@@ -43,7 +43,7 @@ def optimizer_of(model):
 
 def join_unused(rank_group, nodes, model, *, every=50, **settings):
     optimizer = optimizer_of(model)
-    arguments = {"party": rank_group, "cluster": cluster_of(nodes), "period": period_of(every), **settings}
+    arguments = {"rank_group": rank_group, "cluster": cluster_of(nodes), "period": period_of(every), **settings}
     exchange = Exchange(timeout_s=20.0)
     return join_nodes(model, optimizer, exchange=exchange, find_unused_parameters=True, **arguments), optimizer
 
