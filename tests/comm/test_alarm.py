@@ -48,7 +48,7 @@ def test_a_failure_reaches_the_other_ranks_with_its_class_and_text(error, kind, 
                 monitor.report(error)
                 monitor.report(DataError("only the first failure counts"))
                 rank_group.store.wait(["learnt/0", "learnt/2"])
-                monitor.hear()  # who rings is not told what it knows
+                monitor.poll()  # who rings is not told what it knows
                 return None
             found = learn(monitor)
             rank_group.store.set(f"learnt/{rank_group.rank}", "1")
@@ -163,7 +163,7 @@ def test_a_rank_alone_has_nobody_to_tell():
     monitor.waiting("a place", 3)
     monitor.check()
     monitor.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "evenly-alarm"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "evenly-failure-monitor"]
 
 
 def test_closing_an_alarm_ends_its_thread_and_twice_does_no_harm(monkeypatch):
@@ -172,7 +172,7 @@ def test_closing_an_alarm_ends_its_thread_and_twice_does_no_harm(monkeypatch):
     both_watch, both_closed = threading.Barrier(2), threading.Barrier(2)
 
     def watching() -> int:
-        return sum(thread.name == "evenly-alarm" for thread in threading.enumerate())
+        return sum(thread.name == "evenly-failure-monitor" for thread in threading.enumerate())
 
     def act(rank_group: RankGroup):
         monitor = FailureMonitor(rank_group)
@@ -210,7 +210,7 @@ def test_a_note_that_is_read_late_is_no_fault_once_the_ranks_have_met(passed):
                     monitor.passed("exchange 1")
                 monitor.begun = 1
                 try:
-                    monitor.hear()
+                    monitor.poll()
                 finally:
                     rank_group.store.set("read", "1")
             monitor.check()
