@@ -6,7 +6,8 @@ import torch
 
 from evenly.comm import FailureMonitor, RankGroup
 from evenly.errors import SpecError
-from evenly.nodes import Synchronized, join_nodes
+from evenly.nodes.join import join_nodes
+from evenly.nodes.synchronized import Synchronized
 from evenly.shards import GradScaler, Sharded
 from evenly.shards.optim.optimizers import state_placement
 from evenly.spec import AnyPeriod, Cluster, Exchange
