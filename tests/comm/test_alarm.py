@@ -113,7 +113,7 @@ def wait_at(rank_group: RankGroup, timeout_s: float, freed: threading.Barrier, s
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_time_limit(monkeypatch):
-    monkeypatch.setattr("evenly.comm.collectives.QUIET_S", 0.05)
+    monkeypatch.setattr("evenly.comm.collectives.SHORT_WAIT_S", 0.05)
     monkeypatch.setattr("evenly.comm.failure_monitor.INTERVAL_S", 0.05)
     began = time.monotonic()
     *waiting, absent = errors_of(3, wait_at, 1.0, threading.Barrier(3), lambda monitor, freed: freed.wait(20))
