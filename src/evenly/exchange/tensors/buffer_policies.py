@@ -33,8 +33,8 @@ def policies_of(module: torch.nn.Module, settings: Exchange) -> dict[str, Buffer
     for pattern in () if isinstance(settings.buffers, str) else settings.buffers:
         if not any(fnmatchcase(name, pattern) for name in buffers):
             raise SpecError(
-                f"buffers= names {pattern!r}, but no persistent buffer with its own memory has this name: the network "
-                f"has {', '.join(map(repr, buffers)) or 'none at all'}. Correct the pattern."
+                f"buffers= names {pattern!r}, but no buffer that is persistent and has its own memory matches: the "
+                f"network has {', '.join(map(repr, buffers)) or 'none at all'}. Correct the pattern."
             )
     chosen = {name: settings.buffer_policy(name) for name in buffers}
     for name, buffer in buffers.items():
