@@ -48,7 +48,7 @@ def test_a_failure_reaches_the_other_ranks_with_its_class_and_text(error, kind, 
                 monitor.report(error)
                 monitor.report(DataError("only the first failure counts"))
                 rank_group.store.wait(["learnt/0", "learnt/2"])
-                monitor.hear()  # who rings is not told what it knows
+                monitor.poll()  # who rings is not told what it knows
                 return None
             found = learn(monitor)
             rank_group.store.set(f"learnt/{rank_group.rank}", "1")
@@ -113,7 +113,7 @@ def wait_at(rank_group: RankGroup, timeout_s: float, freed: threading.Barrier, s
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_time_limit(monkeypatch):
-    monkeypatch.setattr("evenly.comm.collectives.QUIET_S", 0.05)
+    monkeypatch.setattr("evenly.comm.collectives.SHORT_WAIT_S", 0.05)
     monkeypatch.setattr("evenly.comm.failure_monitor.INTERVAL_S", 0.05)
     began = time.monotonic()
     *waiting, absent = errors_of(3, wait_at, 1.0, threading.Barrier(3), lambda monitor, freed: freed.wait(20))
@@ -163,7 +163,7 @@ def test_a_rank_alone_has_nobody_to_tell():
     monitor.waiting("a place", 3)
     monitor.check()
     monitor.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "evenly-alarm"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "evenly-failure-monitor"]
 
 
 def test_closing_an_alarm_ends_its_thread_and_twice_does_no_harm(monkeypatch):
@@ -172,7 +172,7 @@ def test_closing_an_alarm_ends_its_thread_and_twice_does_no_harm(monkeypatch):
     both_watch, both_closed = threading.Barrier(2), threading.Barrier(2)
 
     def watching() -> int:
-        return sum(thread.name == "evenly-alarm" for thread in threading.enumerate())
+        return sum(thread.name == "evenly-failure-monitor" for thread in threading.enumerate())
 
     def act(rank_group: RankGroup):
         monitor = FailureMonitor(rank_group)
@@ -210,7 +210,7 @@ def test_a_note_that_is_read_late_is_no_fault_once_the_ranks_have_met(passed):
                     monitor.passed("exchange 1")
                 monitor.begun = 1
                 try:
-                    monitor.hear()
+                    monitor.poll()
                 finally:
                     rank_group.store.set("read", "1")
             monitor.check()

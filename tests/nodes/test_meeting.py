@@ -82,7 +82,7 @@ def test_every_rank_ends_with_its_part_of_the_result(name, kind):
         ]
         waiter = CollectiveWaiter(monitor, place="here", timeout_s=20)
         sent = reducer.reduce(items, waiter, weight=weights[own], kind=kind)
-        reducer.spread(items, waiter)
+        reducer.broadcast(items, waiter)
         reducer.close()
         monitor.close()
         return own, replica, replica.ranks.index(rank), items, sent
@@ -124,18 +124,18 @@ def test_whole_networks_travel_as_vectors_of_which_nothing_is_copied():
         reducer = BlockReducer("m", whole_replicas(nodes), {}, rank=rank, open_group=None, groups=groups, labels=labels)
         vectors = [torch.full((total,), torch.nan, dtype=dtype) for dtype in (torch.float32, torch.float64)]
         for vector in vectors:
-            for start, stop in reducer.spoken_for(total):  # what others speak for arrives
+            for start, stop in reducer.owned_ranges(total):  # what others speak for arrives
                 vector[start:stop] = torch.arange(start, stop) + 100 * node
         items, waiter = [(FLAT, vector) for vector in vectors], CollectiveWaiter(monitor, place="here", timeout_s=20)
-        bundles = reducer.bundles(items, key="0")
+        bundles = reducer.pack(items, key="0")
         memory = {vector.untyped_storage().data_ptr() for vector in vectors}
         assert {bundle.part.values.untyped_storage().data_ptr() for bundle in bundles} == memory
         reducer.reduce(items, waiter, weight=0.5)
-        reducer.spread(items, waiter)
+        reducer.broadcast(items, waiter)
         monitor.close()
         for group in groups.values():
             group.shutdown()
-        return vectors, [bundle.part.key for bundle in bundles], reducer.spoken_for(total)
+        return vectors, [bundle.part.key for bundle in bundles], reducer.owned_ranges(total)
 
     results = run_ranks(5, act)
     for vectors, _, _ in results:

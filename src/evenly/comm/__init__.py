@@ -1,4 +1,4 @@
-"""The only caller of torch.distributed collectives: ragged groups, waits that name who is missing, the alarm."""
+"""The only caller of torch.distributed collectives: ragged groups, waits that name missing ranks, failure monitor."""
 
 from evenly.comm.agreement import require_same
 from evenly.comm.collectives import (

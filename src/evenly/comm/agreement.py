@@ -1,4 +1,4 @@
-"""Whether all ranks say the same."""
+"""Checks that all ranks have the same model and settings."""
 
 import hashlib
 from collections import defaultdict
@@ -14,13 +14,13 @@ def require_same(lines: list[str], group: dist.ProcessGroup, waiter: CollectiveW
     digests = gather_json(digest(lines), group, waiter)
     if len(set(digests)) == 1:
         return
-    every = gather_json(lines, group, waiter)
-    for number in range(max(map(len, every))):
-        said: dict[str, list[int]] = defaultdict(list)
-        for rank, theirs in enumerate(every):
-            said[theirs[number] if number < len(theirs) else "nothing more"].append(rank)
-        if len(said) > 1:
-            parts = "; ".join(f"ranks {ranks} have {line}" for line, ranks in said.items())
+    lines_by_rank = gather_json(lines, group, waiter)
+    for number in range(max(map(len, lines_by_rank))):
+        ranks_by_line: dict[str, list[int]] = defaultdict(list)
+        for rank, rank_lines in enumerate(lines_by_rank):
+            ranks_by_line[rank_lines[number] if number < len(rank_lines) else "nothing more"].append(rank)
+        if len(ranks_by_line) > 1:
+            parts = "; ".join(f"ranks {ranks} have {line}" for line, ranks in ranks_by_line.items())
             raise MismatchError(
                 f"the ranks were not given the same model and settings: {parts}. "
                 "Build the same model, optimizer and settings on every rank."

@@ -1,4 +1,4 @@
-"""Collectives that name who is missing, and values as JSON between ranks."""
+"""Collectives with waits that name missing ranks, and JSON values between ranks."""
 
 import json
 import threading
@@ -16,11 +16,11 @@ from evenly.errors import LockstepError, PeerError
 
 T = TypeVar("T")
 
-QUIET_S = 2.0  # a longer wait for others to come is told to them
+SHORT_WAIT_S = 2.0  # a rank that waits longer for others reports it
 
 
 class PausableClock(Protocol):
-    """A clock that stands still while a rank waits for others."""
+    """A clock that is paused while a rank waits for others."""
 
     def pause(self) -> None:
         """A wait begins."""
@@ -30,24 +30,23 @@ class PausableClock(Protocol):
 
 
 class CollectiveWaiter:
-    """Waits for collectives at one place of the program, listening to the alarm meanwhile."""
+    """Waits for collectives at one place of the program, and checks the failure monitor meanwhile."""
 
     def __init__(
-        self, monitor: FailureMonitor, *, place: str, step: int = 0, timeout_s: float = 600.0, tells: bool = True
+        self, monitor: FailureMonitor, *, place: str, step: int = 0, timeout_s: float = 600.0, reports: bool = True
     ) -> None:
         self.monitor = monitor
         self.place = place
         self.step = step
         self.timeout_s = timeout_s
-        self._tells = tells  # whether others hear of a long wait; in the background it keeps nobody
+        self._reports = reports  # whether long waits are reported to the other ranks
         self.on_quiet: Callable[[], None] | None = None  # called once in a wait that is not short
         self.watch: PausableClock | None = None
 
     def wait(self, works: Iterable[dist.Work], *, waits_for_ranks: bool = False) -> None:
         """Returns when all `works` are done; raises `PeerError` for a rank that failed, left or did not come.
 
-        With `waits_for_ranks` it is a small message that only waits for others to come: a rank that waits long tells
-        the others.
+        `waits_for_ranks`: a small message that mainly waits for other ranks; a rank that waits long reports it to them.
         """
         if self.watch is not None:
             self.watch.pause()
@@ -56,85 +55,83 @@ class CollectiveWaiter:
             self.watch.resume()
 
     def _wait(self, works: Iterable[dist.Work], *, waits_for_ranks: bool) -> None:
-        clock, told = AwakeClock(), self.on_quiet is None
+        clock, has_called = AwakeClock(), self.on_quiet is None
         for work in works:
             done = threading.Event()
             work.get_future().add_done_callback(partial(_set, done))
             while not done.wait(0.1):
                 waited_s = clock.read()
-                if not told and self.on_quiet is not None and waited_s > 1.0:
-                    told = True
+                if not has_called and self.on_quiet is not None and waited_s > 1.0:
+                    has_called = True
                     self.on_quiet()
-                self._listen(waited_s, waits_for_ranks=waits_for_ranks)
+                self._check_wait(waited_s, waits_for_ranks=waits_for_ranks)
             try:
                 work.wait()
             except RuntimeError as error:
                 self.monitor.settle_cause(f"at {self.place} after step {self.step}")
                 self.monitor.check()
-                raise self._left(error) from error
+                raise self._connection_error(error) from error
 
     def wait_for(self, done: threading.Event) -> None:
-        """Returns when a thread of this rank has `done` its work with others, listening as `wait` does."""
+        """Returns when a background thread of this rank is `done`, with the same checks as `wait`."""
         clock = AwakeClock()
         while not done.wait(0.1):
-            self._listen(clock.read(), waits_for_ranks=True)
+            self._check_wait(clock.read(), waits_for_ranks=True)
 
     def barrier(self) -> None:
-        """Returns when every rank of the party has come to this place; nothing but the store is needed."""
+        """Returns when every rank of the group has reached this place; uses the store only."""
         keys = [f"roll/{self.place}/{rank}" for rank in range(self.monitor.rank_group.size)]
         self.monitor.announce(keys[self.monitor.rank_group.rank])
-        self.monitor.learn(self.read_all(keys))
-        self.monitor.hear()  # the others may have given up before this rank came
+        self.monitor.set_identities(self.read_all(keys))
+        self.monitor.poll()  # the others may have failed before this rank arrived
 
     def read_all(self, keys: list[str]) -> list[bytes]:
-        """Returns what the store has under these keys, one of each rank, once all are there."""
+        """Returns the values of these keys in the store, one of each rank, once all exist."""
         store = self.monitor.rank_group.store
         clock, pause_s = AwakeClock(), 0.002
         while not store.check(keys):
             self.monitor.check()
             waited_s = clock.read()
             if waited_s > self.timeout_s:
-                error = self._late(waited_s, [rank for rank, key in enumerate(keys) if not store.check([key])])
+                error = self._timeout_error(waited_s, [rank for rank, key in enumerate(keys) if not store.check([key])])
                 self.monitor.report(error)
                 raise error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
         return store.get_all(keys)
 
-    def _listen(self, waited_s: float, *, waits_for_ranks: bool) -> None:
+    def _check_wait(self, waited_s: float, *, waits_for_ranks: bool) -> None:
         self.monitor.check()
-        if not self._tells and self.monitor.has_failed:  # the others may have heard of it before they came here
+        if not self._reports and self.monitor.has_failed:  # the others may have failed before they came here
             raise PeerError(
                 f"rank {self.monitor.rank_group.rank} has failed and waits no longer at {self.place}. Look at its own "
                 "error."
             )
         self.monitor.require_store()
-        if waits_for_ranks and self._tells and waited_s > min(QUIET_S, self.timeout_s / 4):
+        if waits_for_ranks and self._reports and waited_s > min(SHORT_WAIT_S, self.timeout_s / 4):
             self.monitor.waiting(self.place, self.step)
         if waited_s > self.timeout_s:
-            absent = self.monitor.absent(self.place) if waits_for_ranks else []
-            self.monitor.check()  # asking who is absent may have found that nobody can say it
-            error = self._late(waited_s, absent)
+            absent_ranks = self.monitor.absent(self.place) if waits_for_ranks else []
+            self.monitor.check()  # the query may have found that the store is gone
+            error = self._timeout_error(waited_s, absent_ranks)
             self.monitor.report(error)
             raise error
 
-    def _late(self, waited_s: float, absent: list[int]) -> PeerError:
-        who = "all ranks arrived but the transfer did not end."
-        if absent:
-            who = f"ranks {absent} did not arrive ({self.monitor.who(absent)})."
+    def _timeout_error(self, waited_s: float, absent_ranks: list[int]) -> PeerError:
+        cause = "all ranks arrived but the transfer did not end."
+        if absent_ranks:
+            cause = f"ranks {absent_ranks} did not arrive ({self.monitor.who(absent_ranks)})."
         if (missing := self.monitor.missing()) is not None:
-            who = f"{who if absent else 'the others did not answer.'} {missing}"
+            cause = f"{cause if absent_ranks else 'the others did not answer.'} {missing}"
         return PeerError(
             f"rank {self.monitor.rank_group.rank} waited {waited_s:.0f} s at {self.place} after step {self.step}: "
-            f"{who} "
-            "Look at those ranks' output; for a slow link give a larger timeout_s."
+            f"{cause} Look at those ranks' output; for a slow link give a larger timeout_s."
         )
 
-    def _left(self, error: RuntimeError) -> PeerError:
+    def _connection_error(self, error: RuntimeError) -> PeerError:
         return PeerError(
             f"at {self.place} after step {self.step} the connection of rank {self.monitor.rank_group.rank} to another "
-            "rank "
-            f"broke: {first_line(error)}. A rank has ended or cannot be reached; look at the other ranks' output."
+            f"rank broke: {first_line(error)}. A rank has ended or cannot be reached; look at the other ranks' output."
         )
 
 
@@ -172,7 +169,7 @@ def all_to_all(
 
 
 def gather_json(value: T, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> list[T]:
-    """Returns every member's `value`, in the members' order; values are what JSON can say, and tuples become lists."""
+    """Returns every member's `value`, in the members' order; values must be JSON, and tuples become lists."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes, work = all_gather(torch.tensor([text.numel()]), group)
     waiter.wait([work], waits_for_ranks=True)
@@ -184,7 +181,7 @@ def gather_json(value: T, group: dist.ProcessGroup, waiter: CollectiveWaiter) ->
 
 
 class ObjectGatherer:
-    """Meetings of a whole party, one after another, each a place of its own."""
+    """Gathers values of all ranks of a group, and checks that all ranks make the same calls."""
 
     def __init__(self, monitor: FailureMonitor, group: dist.ProcessGroup, *, timeout_s: float) -> None:
         self._monitor = monitor
@@ -193,24 +190,24 @@ class ObjectGatherer:
         self._number = 0
 
     def gather(self, value: T, what: str, *, where: str = "") -> list[T]:
-        """Returns every rank's `value`; `what` says in an error what the ranks met for, and `where` with which files.
+        """Returns every rank's `value`; `what` names the call in errors, and `where` its files.
 
         Raises:
-            LockstepError: on every rank, where ranks met for different things.
+            LockstepError: on every rank, if ranks made different calls.
         """
         self._number += 1
         waiter = CollectiveWaiter(
-            self._monitor, place=f"{what}{where} (meeting {self._number})", timeout_s=self._timeout_s
+            self._monitor, place=f"{what}{where} (call {self._number})", timeout_s=self._timeout_s
         )
         rows = gather_json((what, value), self._group, waiter)
         self._monitor.passed(waiter.place)
-        if any(asked != what for asked, _ in rows):
-            calls = "; ".join(f"rank {rank}: {asked}" for rank, (asked, _) in enumerate(rows))
+        if any(call != what for call, _ in rows):
+            calls = "; ".join(f"rank {rank}: {call}" for rank, (call, _) in enumerate(rows))
             raise LockstepError(
                 f"the ranks of a session have come to different calls ({calls}). Every rank must make the same calls "
                 "of the session in the same order: move the call out of what only some ranks run."
             )
-        return [theirs for _, theirs in rows]
+        return [rank_value for _, rank_value in rows]
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -1,4 +1,4 @@
-"""Group, alarm and waiter of one common task, opened together and closed together."""
+"""Process group, failure monitor and waiter of one common task, opened and closed together."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GroupContext:
-    """All ranks of a party while they do something together."""
+    """The ranks of a group during one common task."""
 
     monitor: FailureMonitor
     waiter: CollectiveWaiter
@@ -33,7 +33,7 @@ class GroupContext:
         return gather_json(value, self.group, self.waiter)
 
     def meet(self) -> None:
-        """Returns when every rank has come here."""
+        """Returns when every rank has called it."""
         self.gather(None)
 
 
@@ -41,16 +41,16 @@ class GroupContext:
 def open_context(
     rank_group: RankGroup, name: str, *, place: str, timeout_s: float, parent: FailureMonitor | None = None
 ) -> Iterator[GroupContext]:
-    """Yields a group of all ranks of `rank_group` with an alarm and a waiter; every rank calls it together.
+    """Yields a group of all ranks of `rank_group` with a failure monitor and a waiter; every rank calls it together.
 
-    All ranks have come when the body begins. An error in the body is told to the others before anything is closed.
+    All ranks are present when the body begins. An error in the body is reported to the others before anything closes.
 
     Args:
         rank_group: the ranks; `scoped` gives a store of its own to each of several contexts.
         name: of the group.
-        place: what the ranks do here, for the message of a rank that waits in vain.
+        place: what the ranks do here, for the error message of a rank whose wait times out.
         timeout_s: how long a rank waits for the others.
-        parent: what rings this alarm rings here too.
+        parent: a monitor whose failures fail here too.
     """
     monitor = FailureMonitor(rank_group, parent=parent)
     try:
@@ -71,7 +71,7 @@ def open_temporarily(
 ) -> Iterator[dist.ProcessGroup]:
     """Yields a group of `ranks` that is closed at the end; only its members call this.
 
-    An error rings the alarm before the group is closed: the others hear the cause before their connections break.
+    An error is reported before the group is closed: the others see the cause before their connections break.
     """
     with report_on_error(monitor):
         group = open_group(rank_group, name, ranks, backend=backend, timeout_s=timeout_s)
@@ -84,7 +84,7 @@ def open_temporarily(
 
 @contextmanager
 def report_on_error(monitor: FailureMonitor, *, closes: bool = False) -> Iterator[None]:
-    """Tells the other ranks of an error in the body; `closes` also ends the alarm then."""
+    """Reports an error in the body to the other ranks; `closes` also closes the monitor then."""
     try:
         yield
     except BaseException as error:

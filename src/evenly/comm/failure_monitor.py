@@ -1,8 +1,8 @@
 """Tells every rank when one of them fails, without a collective and long before any timeout.
 
-Ranks leave notes in the store they share. A thread of each rank looks for new notes twice a second, and for the signs
-of life of the others. Whoever waits for others asks the alarm instead of sleeping on, and a gradient that will never
-come is let go.
+Ranks write notes to the store they share. A thread of each rank polls for new notes twice a second, and for the
+heartbeats of the others. Ranks that wait check the monitor meanwhile, and futures of gradients that will never arrive
+are completed.
 """
 
 import json
@@ -23,12 +23,12 @@ from evenly.comm.rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
 
-LOST_S = 3.0  # who still waits for others so long after the host of the store has gone waits in vain
+LOST_S = 3.0  # ranks that still wait so long after the host of the store is gone fail
 
 
 @dataclass(frozen=True)
 class FailureNote:
-    """What one rank tells the others: it failed, or it has been waiting for a while."""
+    """A message of one rank to the others: it failed, or it has been waiting for a while."""
 
     kind: str  # "failed" or "waiting"
     rank: int
@@ -43,39 +43,39 @@ class FailureNote:
 
 
 class FailureMonitor:
-    """The notes of a party as one rank sees them."""
+    """The failures of the ranks of a group, as seen by one rank."""
 
     def __init__(
         self, rank_group: RankGroup, *, averages_with: tuple[int, ...] = (), parent: "FailureMonitor | None" = None
     ) -> None:
         self.rank_group = rank_group
         self.begun = 0  # backwards whose gradients this rank has started to average
-        self._parents = [parent] if parent is not None else []  # what rings there rings here too
+        self._parents = [parent] if parent is not None else []  # their failures fail here too
         self._averages_with = averages_with
         self._host = socket.gethostname()
-        self._seen = 0
+        self._notes_read = 0
         self._waiting: dict[str, set[int]] = {}
         self._posted: set[str] = set()
         self._passed: set[str] = set()
-        self._open_notes: dict[tuple[int, str], FailureNote] = {}  # of ranks that wait where this rank has not been
+        self._open_notes: dict[tuple[int, str], FailureNote] = {}  # of ranks that wait where this rank has not passed
         self._error: errors.EvenlyError | None = None
         self._has_reported = False
         self._futures: dict[int, tuple[torch.futures.Future[torch.Tensor], torch.Tensor, float]] = {}
         self._clock = AwakeClock()
-        self._beats = Heartbeats(rank_group)
-        self._is_root = parent is None  # one alarm of a process gives signs of life for those that follow it
+        self._heartbeats = Heartbeats(rank_group)
+        self._is_root = parent is None  # one monitor of a process sends heartbeats for all that follow it
         self._lock = threading.Lock()
-        self._reading = threading.Lock()
+        self._read_lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=_watch, args=(weakref.ref(self), self._stop), name="evenly-alarm", daemon=True
+            target=_watch, args=(weakref.ref(self), self._stop), name="evenly-failure-monitor", daemon=True
         )
-        self._end = weakref.finalize(self, _end, self._stop, self._thread, rank_group, self._beats)  # also at exit
+        self._end = weakref.finalize(self, _end, self._stop, self._thread, rank_group, self._heartbeats)  # also at exit
         if rank_group.size > 1:
             self._thread.start()
 
     def report(self, error: BaseException) -> None:
-        """Tells all other ranks that this one failed; only the first call counts, and it never raises."""
+        """Reports to all other ranks that this one failed; only the first call counts, and it never raises."""
         if self._has_reported or self.rank_group.size == 1 or (self._error is not None and error is self._error):
             return
         self._has_reported = True
@@ -89,43 +89,43 @@ class FailureMonitor:
         return self._has_reported or self._error is not None
 
     def check(self) -> None:
-        """Raises the error that another rank rang the alarm for, if any."""
+        """Raises the error that another rank reported, if any."""
         for parent in self._parents:
             parent.check()
         if self._error is not None:
             raise self._error
 
-    def hear(self) -> None:
-        """Reads what others have told until now; raises as `check` does."""
+    def poll(self) -> None:
+        """Reads the new notes of other ranks; raises as `check` does."""
         for parent in self._parents:
-            parent.hear()
+            parent.poll()
         self._poll()
         self.check()
 
     def follow(self, parent: "FailureMonitor") -> None:
-        """From now on what rings at `parent` rings here too."""
+        """From now on failures seen by `parent` fail here too."""
         self._parents = [*self._parents, parent]
 
     def leave(self, parent: "FailureMonitor") -> None:
         """Ends what `follow` began."""
-        self._parents = [known for known in self._parents if known is not parent]
+        self._parents = [current for current in self._parents if current is not parent]
 
     def begin(self) -> None:
-        """Counts a backward; a rank that waits and will never join it is found now."""
+        """Counts a backward; raises later if a waiting rank will never join it."""
         self.begun += 1
         for note in list(self._open_notes.values()):
-            self._compare(note)
+            self._require_lockstep(note)
 
     def fail(self, error: errors.EvenlyError) -> None:
-        """Remembers a failure seen in a background thread, so that the next `check` raises it."""
+        """Records a failure seen in a background thread, so that the next `check` raises it."""
         with self._lock:
             self._error = self._error or error
-            held, self._futures = list(self._futures.values()), {}
-        for future, tensor, _ in held:
-            _settle(future, tensor)
+            pending, self._futures = list(self._futures.values()), {}
+        for future, tensor, _ in pending:
+            _complete(future, tensor)
 
     def settle_cause(self, where: str = "") -> None:
-        """Waits a moment for a note that explains a broken connection, or until it is clear which rank has gone."""
+        """Waits a moment for a note that explains a broken connection, or until it is clear which rank is gone."""
         deadline = time.monotonic() + SILENT_S + 3 * INTERVAL_S
         while not self.has_error and time.monotonic() < deadline and not self._stop.is_set():
             self._poll()
@@ -139,7 +139,7 @@ class FailureMonitor:
         return self._error is not None or any(parent.has_error for parent in self._parents)
 
     def missing(self, where: str = "") -> errors.PeerError | None:
-        """Returns an error that names the ranks which have gone or are stopped, as far as that can be seen now."""
+        """Returns an error that names the ranks that are gone or stopped, as far as known now."""
         for parent in self._parents:
             if (error := parent.missing(where)) is not None:
                 return error
@@ -148,10 +148,10 @@ class FailureMonitor:
             return store.error
         if store.unanswered_s >= SILENT_S:
             return store.hung(store.unanswered_s)
-        silent = self._beats.silent()
+        silent = self._heartbeats.silent()
         if not silent:
             return None
-        who = ", ".join(self._beats.who(rank) for rank in silent)
+        who = ", ".join(self._heartbeats.who(rank) for rank in silent)
         return errors.PeerError(
             f"{who} {'have' if len(silent) > 1 else 'has'} given no sign of life for {min(silent.values()):.0f} s"
             f"{where and f', seen by rank {self.rank_group.rank} {where}'}: "
@@ -161,30 +161,30 @@ class FailureMonitor:
 
     def who(self, ranks: list[int]) -> str:
         """Returns ranks with their hosts and process ids, as far as they are known."""
-        return ", ".join(self._beats.who(rank) for rank in ranks)
+        return ", ".join(self._heartbeats.who(rank) for rank in ranks)
 
     def announce(self, key: str) -> None:
-        """Says under `key` that this rank has come, and who it is."""
+        """Writes to `key` that this rank has arrived, with its identity."""
         if self._is_root and self.rank_group.size > 1:
-            self.rank_group.store.run(self._beats.beat)
+            self.rank_group.store.run(self._heartbeats.beat)
         self.rank_group.store.set(key, identity())
 
-    def learn(self, identities: list[bytes]) -> None:
-        """Notes who the ranks are, once all have announced themselves."""
-        self._beats.learn(identities)
+    def set_identities(self, identities: list[bytes]) -> None:
+        """Stores the identities of the ranks, once all have announced themselves."""
+        self._heartbeats.set_identities(identities)
 
     def require_store(self) -> None:
-        """Raises if the host of the store has gone for a while: nobody can tell this rank what it waits for."""
+        """Raises if the host of the store has been gone for a while: failures can no longer be reported."""
         if self.rank_group.store.lost_s > LOST_S and not self._host_has_ended():
             raise self.rank_group.store.error or errors.PeerError("the store is gone.")
 
     def _host_has_ended(self) -> bool:
         host = self.rank_group.store_rank
-        seen = host is not None and self._beats.has_ended(host)
-        return seen or any(parent._host_has_ended() for parent in self._parents)
+        has_ended = host is not None and self._heartbeats.has_ended(host)
+        return has_ended or any(parent._host_has_ended() for parent in self._parents)
 
     def waiting(self, place: str, step: int) -> None:
-        """Lets the others know that this rank waits at `place` after `step` steps."""
+        """Reports to the others that this rank waits at `place` after `step` steps."""
         if place not in self._posted and self.rank_group.size > 1:
             self._posted.add(place)
             me = (self.rank_group.rank, self._host, "")
@@ -193,32 +193,32 @@ class FailureMonitor:
             )
 
     def passed(self, place: str) -> None:
-        """Notes that this rank has met the others at `place`: whoever waited there waits no more."""
+        """Records that the collective at `place` is complete: no rank waits there any more."""
         self._passed.add(place)
         self._open_notes = {key: note for key, note in self._open_notes.items() if note.place != place}
 
     def absent(self, place: str) -> list[int]:
-        """Returns the ranks that have not said that they wait at `place`."""
+        """Returns the ranks that have not reported to wait at `place`."""
         self._poll()
         arrived = self._waiting.get(place, set()) | {self.rank_group.rank}
         return [rank for rank in range(self.rank_group.size) if rank not in arrived]
 
     def hold(self, future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
-        """Lets `future` go with `tensor` if the alarm rings before it is done."""
+        """Completes `future` with `tensor` if a rank fails before it is done."""
         with self._lock:
             if self._error is None:
                 self._futures[id(future)] = (future, tensor, self._clock.seconds)
                 return
-        _settle(future, tensor)
+        _complete(future, tensor)
 
     def release(self, future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
         """Completes a held future with `tensor`."""
         with self._lock:
             self._futures.pop(id(future), None)
-        _settle(future, tensor)
+        _complete(future, tensor)
 
     def close(self) -> None:
-        """Ends the watching thread and tells the others that they need not watch this rank any more."""
+        """Ends the watching thread and tells the others that this rank has ended normally."""
         self._end()
 
     def _post(self, note: FailureNote) -> None:
@@ -226,10 +226,10 @@ class FailureMonitor:
             number = self.rank_group.store.add("notes", 1)
             self.rank_group.store.set(f"note/{number}", json.dumps(asdict(note)))
         except errors.PeerError as error:
-            logger.debug("the note %s could not be left: %s", note, error)
+            logger.debug("the note %s could not be written: %s", note, error)
 
     def _tick(self) -> None:
-        """What the watching thread does at every interval."""
+        """Runs in the watching thread at every interval."""
         self._poll()
         for parent in self._parents:
             if parent._error is not None:
@@ -237,68 +237,68 @@ class FailureMonitor:
         now_s, timeout_s = self._clock.read(), self.rank_group.store.timeout_s
         with self._lock:
             waited_s = now_s - min((since_s for *_, since_s in self._futures.values()), default=now_s)
-        if waited_s > min(timeout_s, LOST_S):  # somebody waits: a rank that has gone for good is reason to end it
+        if waited_s > min(timeout_s, LOST_S):  # somebody waits: fail if the host of the store is gone
             try:
                 self.require_store()
             except errors.PeerError as lost:
                 self.fail(lost)
         if waited_s > timeout_s:
             self.fail(self.missing("in a step") or self._unexplained(waited_s))
-        if self._beats.silent(least_s=timeout_s) and (error := self.missing()) is not None:
+        if self._heartbeats.silent(least_s=timeout_s) and (error := self.missing()) is not None:
             self.fail(error)
 
     def _unexplained(self, waited_s: float) -> errors.PeerError:
         return errors.PeerError(
             f"rank {self.rank_group.rank} waited {waited_s:.0f} s in a step for gradients of other ranks, which give "
-            "signs "
-            "of life but did not send them. Look at their output; for a slow step or link give a larger timeout_s."
+            "signs of life but did not send them. Look at their output; for a slow step or link give a larger "
+            "timeout_s."
         )
 
     def _poll(self) -> None:
-        for note in self._fresh():
-            self._read(note)
+        for note in self._new_notes():
+            self._handle(note)
 
-    def _fresh(self) -> list[FailureNote]:
+    def _new_notes(self) -> list[FailureNote]:
         store = self.rank_group.store
-        if store.error is not None or not self._reading.acquire(timeout=2 * INTERVAL_S):  # the thread may hang in it
+        if store.error is not None or not self._read_lock.acquire(timeout=2 * INTERVAL_S):  # the thread may hang there
             return []
         try:
-            return store.run(self._ask)
+            return store.run(self._fetch_notes)
         except errors.PeerError as error:
-            if not store.lost_s:  # it hangs; a host that has gone may just have come to its end
+            if not store.lost_s:  # it hangs; a host that is gone may have ended normally
                 self.fail(error)
             logger.debug("the notes could not be read: %s", error)
             return []
         finally:
-            self._reading.release()
+            self._read_lock.release()
 
-    def _ask(self) -> list[FailureNote]:
-        """Returns the new notes; direct calls of the store, with a sign of life and a look for those of the others."""
+    def _fetch_notes(self) -> list[FailureNote]:
+        """Returns the new notes, sends a heartbeat and reads those of the others; direct calls of the store."""
         store = self.rank_group.store.raw
         if self._is_root and not self._stop.is_set():
-            self._beats.beat()
+            self._heartbeats.beat()
         notes: list[FailureNote] = []
         count = store.add("notes", 0)
-        while self._seen < count and store.check([f"note/{self._seen + 1}"]):
-            notes.append(_note(store.get(f"note/{self._seen + 1}")))
-            self._seen += 1
+        while self._notes_read < count and store.check([f"note/{self._notes_read + 1}"]):
+            notes.append(_parse_note(store.get(f"note/{self._notes_read + 1}")))
+            self._notes_read += 1
         if self._is_root:
-            self._beats.sample()
+            self._heartbeats.sample()
         return notes
 
-    def _read(self, note: FailureNote) -> None:
+    def _handle(self, note: FailureNote) -> None:
         if note.rank == self.rank_group.rank:
             return
         if note.kind == "waiting":
             self._waiting.setdefault(note.place, set()).add(note.rank)
             if self.rank_group.rank in note.averages_with and note.place not in self._passed:
                 self._open_notes[note.rank, note.place] = note
-                self._compare(note)
+                self._require_lockstep(note)
         else:
             kind = getattr(errors, note.error, errors.PeerError)
             self.fail(kind(f"rank {note.rank} on {note.host} (pid {note.pid}) stopped: {note.text}"))
 
-    def _compare(self, note: FailureNote) -> None:
+    def _require_lockstep(self, note: FailureNote) -> None:
         if self.begun <= note.begun or note.place in self._passed:
             return
         error = errors.LockstepError(
@@ -311,8 +311,8 @@ class FailureMonitor:
         self.fail(error)
 
 
-def _end(stop: threading.Event, thread: threading.Thread, rank_group: RankGroup, beats: Heartbeats) -> None:
-    """Ends a watching thread: one that is inside the store when Python ends would abort the process."""
+def _end(stop: threading.Event, thread: threading.Thread, rank_group: RankGroup, heartbeats: Heartbeats) -> None:
+    """Ends a watching thread: a store call during interpreter exit would abort the process."""
     stop.set()
     if not thread.is_alive():
         return
@@ -321,25 +321,25 @@ def _end(stop: threading.Event, thread: threading.Thread, rank_group: RankGroup,
         thread.join(timeout=0.1 if is_hung else 4 * INTERVAL_S)
     if not is_hung:
         with suppress(errors.PeerError):
-            rank_group.store.run(lambda: beats.beat(ENDED), limit_s=4 * INTERVAL_S)
+            rank_group.store.run(lambda: heartbeats.beat(ENDED), limit_s=4 * INTERVAL_S)
 
 
 def _watch(monitor: "weakref.ref[FailureMonitor]", stop: threading.Event) -> None:
     while not stop.wait(INTERVAL_S):
-        watched = monitor()
-        if watched is None:
+        strong = monitor()
+        if strong is None:
             return
-        watched._tick()
-        del watched
+        strong._tick()
+        del strong
 
 
-def _note(text: bytes) -> FailureNote:
+def _parse_note(text: bytes) -> FailureNote:
     fields = json.loads(text)
     return FailureNote(**{**fields, "averages_with": tuple(fields["averages_with"])})
 
 
-def _settle(future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
+def _complete(future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
     try:
         future.set_result(tensor)
-    except RuntimeError as error:  # two threads may settle it
-        logger.debug("the future was settled already: %s", error)
+    except RuntimeError as error:  # two threads may complete it
+        logger.debug("the future was completed already: %s", error)

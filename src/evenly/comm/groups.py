@@ -1,4 +1,4 @@
-"""Process groups for ragged nodes: the node, the peers across nodes, everybody."""
+"""Process groups for nodes of unequal size: the node, the peers across nodes, all ranks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from evenly.launch.limits import NoAnswerError, within
 from evenly.launch.recorder import spare_recorder
 from evenly.spec import Device
 
-MARGIN_S = 30.0  # whoever waits gives up first and says who is missing; the backend only knows that somebody is
+MARGIN_S = 30.0  # our waits time out before the backend and name the missing ranks, which it cannot
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Peers:
 class Groups:
     """The groups that one rank is a member of.
 
-    Gradients have a group of their own: a rank that is one step behind can never pair a gradient with an exchange.
+    Gradients have a group of their own: a rank that is one step behind cannot match a gradient with an exchange.
     """
 
     rank_group: RankGroup
@@ -59,13 +59,13 @@ class Groups:
         return self.nodes[self.index]
 
     def close(self, *, failed: bool = False) -> None:
-        """Shuts the groups down; where a rank has `failed`, works may be under way."""
-        mine = [self.world, self.gradients, self.node, self.node_votes]
-        close_groups(mine + [g for p in self.peers for g in (p.group, p.votes)], failed=failed)
+        """Shuts the groups down; where a rank has `failed`, collectives may be pending."""
+        groups = [self.world, self.gradients, self.node, self.node_votes]
+        close_groups(groups + [g for p in self.peers for g in (p.group, p.votes)], failed=failed)
 
     @property
     def local_rank(self) -> int:
-        """The place of this rank in its node."""
+        """The index of this rank in its node."""
         return self.ranks.index(self.rank_group.rank)
 
 
@@ -78,7 +78,7 @@ def open_groups(
     joint_gradients: bool = False,
     beside: bool = False,
 ) -> Groups:
-    """Returns the groups of this rank; every rank of the party must call it with the same arguments.
+    """Returns the groups of this rank; every rank of the group calls it with the same arguments.
 
     Args:
         rank_group: the ranks and their store.
@@ -86,8 +86,8 @@ def open_groups(
         devices: the device of each rank, which decides the backend.
         timeout_s: time limit of every collective.
         joint_gradients: whether gradients are averaged over all ranks instead of inside the node.
-        beside: whether another thread uses the groups of node and peers while gradients are averaged. NCCL asks for
-            one order of all works of a device, which two threads do not have: these groups then go through host memory.
+        beside: whether another thread uses the groups of node and peers while gradients are averaged. NCCL needs
+            one order of all collectives of a device, which two threads do not have: these groups then use gloo.
     """
     index = next(i for i, ranks in enumerate(nodes) if rank_group.rank in ranks)
 
@@ -96,25 +96,25 @@ def open_groups(
         return open_group(rank_group, name, ranks, backend=chosen, timeout_s=timeout_s, beside=beside)
 
     def votes(name: str, ranks: Sequence[int], data: dist.ProcessGroup) -> dist.ProcessGroup:
-        on_cpu = exchanged == "gloo" or backend_for([devices[rank] for rank in ranks]) == "gloo"
+        on_cpu = exchange_backend == "gloo" or backend_for([devices[rank] for rank in ranks]) == "gloo"
         return data if on_cpu else group(f"{name}votes", ranks, "gloo")
 
-    everybody, own, exchanged = range(rank_group.size), nodes[index], "gloo" if beside else None
-    averaging = everybody if joint_gradients else own
-    node = group(f"node{index}", own, exchanged)
+    all_ranks, node_ranks, exchange_backend = range(rank_group.size), nodes[index], "gloo" if beside else None
+    gradient_ranks = all_ranks if joint_gradients else node_ranks
+    node = group(f"node{index}", node_ranks, exchange_backend)
     peers = []
     for number, owners in enumerate(owners_of_slices(nodes)):
         if rank_group.rank in owners:
-            data = group(f"peers{number}", owners, exchanged)
+            data = group(f"peers{number}", owners, exchange_backend)
             peers.append(Peers(owners, data, votes(f"peers{number}", owners, data)))
     return Groups(
         rank_group=rank_group,
         nodes=tuple(tuple(ranks) for ranks in nodes),
         index=index,
-        world=group("world", everybody, "gloo"),
-        gradients=group("gradients" if joint_gradients else f"gradients{index}", averaging, beside=False),
+        world=group("world", all_ranks, "gloo"),
+        gradients=group("gradients" if joint_gradients else f"gradients{index}", gradient_ranks, beside=False),
         node=node,
-        node_votes=votes(f"node{index}", own, node),
+        node_votes=votes(f"node{index}", node_ranks, node),
         peers=tuple(peers),
     )
 
@@ -122,21 +122,21 @@ def open_groups(
 def owners_of_slices(nodes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Returns the ranks, one of each node, that own a slice of a vector together; `nodes` gives the ranks of each node.
 
-    Rank l of a node with n ranks owns the fraction [l/n, (l+1)/n) of any vector. With each border of a slice the owners
-    change.
+    Rank l of a node with n ranks owns the fraction [l/n, (l+1)/n) of any vector. The owners change at
+    each border of a slice.
 
     >>> owners_of_slices([[0, 1], [2]])
     [(0, 2), (1, 2)]
     """
-    borders = sorted({Fraction(place, len(ranks)) for ranks in nodes for place in range(len(ranks))})
+    borders = sorted({Fraction(index, len(ranks)) for ranks in nodes for index in range(len(ranks))})
     return [tuple(ranks[int(border * len(ranks))] for ranks in nodes) for border in borders]
 
 
 def close_groups(groups: Iterable[dist.ProcessGroup], *, failed: bool = False) -> None:
     """Shuts groups down; where a rank has `failed` they are also kept for the life of the process.
 
-    Gloo cannot end a work that waits for another rank, and freeing its group waits for it: at the end of a process
-    that would be as long as the timeout.
+    Gloo cannot cancel a collective that waits for another rank, and freeing its group waits for it: the end of the
+    process would take as long as the timeout.
     """
     for group in {id(group): group for group in groups}.values():
         group.shutdown()
@@ -155,9 +155,9 @@ def backend_for(devices: Sequence[Device]) -> str:
 def open_group(
     rank_group: RankGroup, name: str, ranks: Sequence[int], *, backend: str, timeout_s: float, beside: bool = False
 ) -> dist.ProcessGroup:
-    """Returns a process group of `ranks` that torch's registry does not know; only its members call this.
+    """Returns a process group of `ranks` that is not in torch's registry; only its members call this.
 
-    One that is used `beside` the training does not share the thread that receives with those of the training.
+    A group that is used `beside` the training gets its own receiving thread.
     """
     spare_recorder()
     store = PrefixStore(name, rank_group.store.raw)
@@ -166,40 +166,38 @@ def open_group(
     group = dist.ProcessGroup(store, rank, size)
     if backend == "nccl":
         engine: Backend = nccl(store, rank, size, timeout=timeout)
-        kind, served = dist.ProcessGroup.BackendType.NCCL, ["cuda"]
+        kind, device_types = dist.ProcessGroup.BackendType.NCCL, ["cuda"]
     else:
         try:
             engine = within(timeout_s + 1.0, lambda: _gloo(store, rank, size, timeout, beside=beside))
         except NoAnswerError:
-            rank_group.store.run(
-                lambda: store.check(["-"]), limit_s=2.0
-            )  # addresses pass through it: does its host answer?
+            rank_group.store.run(lambda: store.check(["-"]), limit_s=2.0)  # raises if the host of the store is gone
             raise PeerError(
                 f"rank {rank_group.rank} was to connect with the ranks {list(ranks)}; they did not all connect within "
                 f"{timeout_s:g} s. Look at their output; if they only need longer, give a larger timeout_s."
             ) from None
-        kind, served = dist.ProcessGroup.BackendType.GLOO, ["cpu", "cuda"]
-    add_backend(group, engine, kind, devices=served)
+        kind, device_types = dist.ProcessGroup.BackendType.GLOO, ["cpu", "cuda"]
+    add_backend(group, engine, kind, devices=device_types)
     return group
 
 
 def _gloo(store: PrefixStore, rank: int, size: int, timeout: timedelta, *, beside: bool) -> Backend:
-    """Returns what a group of gloo works with."""
+    """Returns a gloo backend."""
     owner = wires_of_process()
     if owner is None:
         return gloo(store, rank, size, timeout=timeout)
     try:
-        return gloo(store, rank, size, timeout=timeout, devices=_wires(owner, beside))
+        return gloo(store, rank, size, timeout=timeout, devices=_shared_devices(owner, beside))
     except BaseException:
-        _wires.cache_clear()  # a connection may be under way on these for ranks that are given up
+        _shared_devices.cache_clear()  # these may still be connecting to ranks that timed out
         raise
 
 
 @cache
-def _wires(owner: tuple[int, str], beside: bool) -> list[GlooDevice]:
-    """Returns gloo's ends of the wires, which all groups of a process share.
+def _shared_devices(owner: tuple[int, str], beside: bool) -> list[GlooDevice]:
+    """Returns the gloo devices (network interfaces) that all groups of a process share.
 
-    Each has a thread that wakes a hundred times a second, also if nothing happens. With one for every group a slow
-    device, such as one with a twentieth of a core, would lose a noticeable part of its time to them.
+    Each has a thread that wakes a hundred times a second, also when idle. With one for every group a slow device, such
+    as one with a twentieth of a core, would lose a noticeable part of its time to them.
     """
     return gloo_devices(timedelta(seconds=MARGIN_S))

@@ -1,4 +1,4 @@
-"""Tensors on their way to a wire that only knows the host's memory."""
+"""Host copies of GPU tensors for process groups that only send from host memory."""
 
 import torch
 import torch.distributed as dist
@@ -7,10 +7,10 @@ from evenly._torch.process_groups import backend_name
 
 
 def to_host(tensor: torch.Tensor, group: dist.ProcessGroup, *, filled: bool = True) -> torch.Tensor:
-    """Returns `tensor` where the group can take it: itself, or a pinned copy on the host for a GPU behind gloo.
+    """Returns `tensor` where the group can send it: itself, or a pinned copy on the host for a GPU behind gloo.
 
-    Only the current stream is waited for, so other streams of the device run on. Where a rank only receives, the copy
-    need not be `filled`.
+    It waits only for the current stream, so other streams of the device keep running. A rank that only receives needs
+    no `filled` copy.
     """
     if not tensor.is_cuda or _serves_cuda(group):
         return tensor

@@ -1,4 +1,4 @@
-"""Where a local parameter lies in the full one."""
+"""The placement of a local parameter in the full one."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ _MARK = "_evenly_placement"
 
 @dataclass(frozen=True)
 class LocalShard:
-    """Rank r of the wire holds the indices `segments[r]` of `dim` of a tensor of `shape`; with dim None all of it."""
+    """Rank r of the group holds the indices `segments[r]` of `dim` of a tensor of `shape`; with dim None all of it."""
 
     name: str
     shape: torch.Size
@@ -34,24 +34,24 @@ class LocalShard:
         return piece.clone() if shared else piece  # a view would keep the whole tensor alive
 
     def full(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the full tensor; all ranks of the wire call it together."""
+        """Returns the full tensor; all ranks of the group call it together."""
         if self.dim is None:
             return part.detach().clone()
         return self.shard_group.gather(part.detach(), self.dim, self.segments, name="state").wait()
 
 
 def place(tensor: torch.Tensor, placement: LocalShard) -> None:
-    """Notes on a parameter or buffer where it lies."""
+    """Records the placement of a parameter or buffer."""
     setattr(tensor, _MARK, placement)
 
 
 def retire(tensor: torch.Tensor) -> None:
-    """Notes on a parameter that another one has taken its place, as its part has another size now."""
+    """Records that another parameter replaces this one, because its part has another size now."""
     setattr(tensor, _MARK, "retired")
 
 
 def is_retired(tensor: torch.Tensor) -> bool:
-    """Returns whether another parameter has taken the place of this one."""
+    """Returns whether another parameter replaced this one."""
     return getattr(tensor, _MARK, None) == "retired"
 
 
@@ -62,6 +62,6 @@ def full_shape(tensor: torch.Tensor) -> torch.Size:
 
 
 def local_shard_of(tensor: torch.Tensor) -> LocalShard | None:
-    """Returns where a parameter of a sharded network lies; None for any other tensor."""
-    found = getattr(tensor, _MARK, None)
-    return found if isinstance(found, LocalShard) else None
+    """Returns the placement of a parameter of a sharded network; None for any other tensor."""
+    mark = getattr(tensor, _MARK, None)
+    return mark if isinstance(mark, LocalShard) else None

@@ -18,7 +18,7 @@ class RankGroup:
     rank: int
     size: int
     store: BoundedStore
-    serial: int = 0  # of the chapter: how many of its name were opened, this one included
+    serial: int = 0  # a counter of the scopes of this name, this one included
     store_rank: int | None = None  # the rank in whose process the store lives, if it is one of these
 
     def __post_init__(self) -> None:
@@ -27,27 +27,27 @@ class RankGroup:
             object.__setattr__(self, "store", BoundedStore(raw))
 
     def scoped(self, name: str) -> "RankGroup":
-        """Returns the same ranks with a fresh part of the store; every rank opens its chapters in the same order."""
+        """Returns the same ranks with a new prefix of the store; every rank opens its scopes in the same order."""
         serial = self.store.add(f"chapters/{name}/{self.rank}", 1)
         return replace(self, store=self.store.prefixed(f"{name}/{serial}"), serial=serial)
 
     def among(self, ranks: Sequence[int], name: str) -> "RankGroup":
-        """Returns the party of some of the ranks, in this order; only they call it."""
+        """Returns the group of some of the ranks, in this order; only they call it."""
         return RankGroup(list(ranks).index(self.rank), len(ranks), self.store.prefixed(name))
 
 
 def rank_group_of(group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> RankGroup:
-    """Returns the party of an open process group; the default group if none is given.
+    """Returns the ranks of an open process group; by default of the default group.
 
-    A process that hosts the store and gives no answer for `timeout_s` seconds is an error.
+    It is an error if the host of the store does not answer for `timeout_s` seconds.
     """
     if not dist.is_initialized():
         raise LaunchError(
             "the ranks of torch's default process group were asked for, but no group is open. "
             "Use evenly.Session(), or call torch.distributed.init_process_group() first."
         )
-    opened = group or dist.group.WORLD
-    store = PrefixStore(f"evenly/{getattr(opened, 'group_name', '')}", default_store())
+    process_group = group or dist.group.WORLD
+    store = PrefixStore(f"evenly/{getattr(process_group, 'group_name', '')}", default_store())
     if dist.get_rank(group) < 0:
         raise LaunchError(
             f"rank {dist.get_rank()} asked for a process group that it is not a member of. "

@@ -1,4 +1,4 @@
-"""The six moves between states of a tensor, each a linear map over ranks and its adjoint.
+"""The six redistributions of a tensor, each a linear map over ranks and its adjoint.
 
 | move | forward | backward |
 |---|---|---|
@@ -33,7 +33,7 @@ MOVES: dict[str, tuple[Map, Map]] = {
 
 @dataclass(frozen=True)
 class Redistribute:
-    """One move over one wire; `segments` are the indices of `dim` that each rank holds on the sharded side."""
+    """One redistribution; `segments` are the indices of `dim` that each rank holds on the sharded side."""
 
     shard_group: ShardGroup
     name: str
@@ -41,17 +41,17 @@ class Redistribute:
     segments: Sequence[Segments] = ()
 
     def forward(self, x: torch.Tensor) -> PendingTensor:
-        """Starts the move."""
+        """Starts the redistribution."""
         return self._start(MOVES[self.name][0], x)
 
     def backward(self, gradient: torch.Tensor) -> PendingTensor:
-        """Starts the adjoint move of a gradient."""
+        """Starts the adjoint redistribution of a gradient."""
         return self._start(MOVES[self.name][1], gradient)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the moved tensor, differentiable."""
-        moved: torch.Tensor = _Redistributed.apply(x, self)  # type: ignore[no-untyped-call]  # torch has no annotation here
-        return moved
+        """Returns the redistributed tensor, differentiable."""
+        result: torch.Tensor = _Redistributed.apply(x, self)  # type: ignore[no-untyped-call]  # torch has no annotation here
+        return result
 
     def _start(self, kind: Map, x: torch.Tensor) -> PendingTensor:
         match kind:
@@ -69,13 +69,13 @@ class Redistribute:
 
 class _Redistributed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shift: Redistribute) -> torch.Tensor:
-        ctx.shift = shift
-        moved = shift.forward(x).wait()
-        return moved.view_as(moved) if moved is x else moved
+    def forward(ctx: Any, x: torch.Tensor, redistribute: Redistribute) -> torch.Tensor:
+        ctx.redistribute = redistribute
+        result = redistribute.forward(x).wait()
+        return result.view_as(result) if result is x else result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        with ctx.shift.shard_group.telling():
-            return ctx.shift.backward(gradient).wait(), None
+        with ctx.redistribute.shard_group.telling():
+            return ctx.redistribute.backward(gradient).wait(), None

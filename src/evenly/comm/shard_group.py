@@ -21,7 +21,7 @@ Segments = Sequence[tuple[int, int]]
 
 @dataclass
 class Traffic:
-    """What all ranks of a wire have sent together: collectives, and bytes as a ring or a direct exchange sends them."""
+    """What all ranks of a group have sent: collectives, and bytes as a ring or a direct exchange sends them."""
 
     messages: int = 0
     sent_bytes: int = 0
@@ -34,13 +34,13 @@ class Traffic:
         self.by_name[name] += sent_bytes
 
     def clear(self) -> None:
-        """Starts counting anew."""
+        """Resets the counts."""
         self.messages = self.sent_bytes = 0
         self.by_name.clear()
 
 
 class PendingTensor:
-    """A tensor on its way; `wait` gives it."""
+    """A tensor whose collective is pending; `wait` returns it."""
 
     def __init__(
         self,
@@ -70,15 +70,15 @@ class ShardGroup:
         self.batch: tuple[int, list[float]] = (0, [])  # the number of the pass; samples, mode, trace, and some data
         self.failed: Exception | None = None
         self._waiter = CollectiveWaiter(monitor, place="a layer cut over ranks", timeout_s=timeout_s)
-        self._waiter.on_quiet = self._tell_batch
+        self._waiter.on_quiet = self._report_batch
 
     def watch(self, clock: PausableClock | None) -> None:
-        """Lets a clock stand still while this rank waits for others."""
+        """Pauses a clock while this rank waits for others."""
         self._waiter.watch = clock
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Tells the other ranks of an error inside, so that they do not wait for this one."""
+        """Reports an error inside to the other ranks, so that they do not wait for this one."""
         try:
             yield
         except Exception as error:
@@ -87,44 +87,44 @@ class ShardGroup:
             raise
 
     def agree_on_batch(self, ranks: Sequence[int]) -> None:
-        """Returns once all `ranks` of the party have said that they have such a batch in this pass, or raises.
+        """Returns once all `ranks` have reported such a batch in this pass, or raises `MismatchError`.
 
-        Messages of unequal size would end the process. Who has another size than before asks; the others, if they have
-        no reason to ask, tell theirs when they wait for long.
+        Messages of unequal size would end the process. A rank whose batch size changed calls it; the others report
+        their batch when they wait for long.
         """
         if self.size == 1:
             return
-        self._tell_batch()
-        number, mine = self.batch
-        found = [json.loads(text) for text in self._waiter.read_all([f"batch/{number}/{rank}" for rank in ranks])]
-        if any(other[0] != mine[0] for other in found):
-            said = {rank: int(other[0]) for rank, other in zip(ranks, found, strict=True)}
+        self._report_batch()
+        number, own_batch = self.batch
+        batches = [json.loads(text) for text in self._waiter.read_all([f"batch/{number}/{rank}" for rank in ranks])]
+        if any(other[0] != own_batch[0] for other in batches):
+            sizes = {rank: int(other[0]) for rank, other in zip(ranks, batches, strict=True)}
             raise MismatchError(
-                f"the ranks of one network were given batches of unequal size in pass {number}: {said} samples. Give "
+                f"the ranks of one network were given batches of unequal size in pass {number}: {sizes} samples. Give "
                 "all ranks the same batches: no DistributedSampler, and one seed for shuffling."
             )
-        if any(other[1] != mine[1] for other in found):
-            modes = {rank: "train" if other[1] else "eval" for rank, other in zip(ranks, found, strict=True)}
+        if any(other[1] != own_batch[1] for other in batches):
+            modes = {rank: "train" if other[1] else "eval" for rank, other in zip(ranks, batches, strict=True)}
             raise MismatchError(
                 f"the ranks of one network are in different modes in pass {number}: {modes}. Call train() or eval() on "
                 "all of them."
             )
-        changed = [rank for rank, other in zip(ranks, found, strict=True) if other[2] != mine[2]]
+        changed = [rank for rank, other in zip(ranks, batches, strict=True) if other[2] != own_batch[2]]
         if changed:
             raise MismatchError(
                 f"ranks {changed} of one network have other attributes, submodules or modes of submodules than this "
                 f"rank in pass {number}: these were changed on some ranks only. Make such changes on all of them."
             )
-        strange = [rank for rank, other in zip(ranks, found, strict=True) if not _alike(mine, other)]
-        if strange:
+        differing = [rank for rank, other in zip(ranks, batches, strict=True) if not _is_same_data(own_batch, other)]
+        if differing:
             raise MismatchError(
-                f"ranks {strange} of one network were given other data than this rank in pass {number}. Give all ranks "
-                "the same batches: no DistributedSampler, and one seed for shuffling."
+                f"ranks {differing} of one network were given other data than this rank in pass {number}. Give all "
+                "ranks the same batches: no DistributedSampler, and one seed for shuffling."
             )
 
-    def _tell_batch(self) -> None:
-        number, mine = self.batch
-        self.monitor.rank_group.store.set(f"batch/{number}/{self.monitor.rank_group.rank}", json.dumps(mine))
+    def _report_batch(self) -> None:
+        number, own_batch = self.batch
+        self.monitor.rank_group.store.set(f"batch/{number}/{self.monitor.rank_group.rank}", json.dumps(own_batch))
 
     def sum(self, x: torch.Tensor, *, name: str = "sum", largest: bool = False) -> PendingTensor:
         """Starts the sum (or maximum) over ranks of a tensor that has one shape everywhere; 16-bit ones in float32."""
@@ -165,35 +165,35 @@ class ShardGroup:
     def redeal(
         self, part: torch.Tensor, dim: int, before: Sequence[Segments], after: Sequence[Segments]
     ) -> PendingTensor:
-        """Starts dealing a tensor out anew: rank r has the indices `before[r]` of `dim` and will have `after[r]`.
+        """Starts resharding a tensor: rank r has the indices `before[r]` of `dim` and will have `after[r]`.
 
-        Only what changes hands travels.
+        Only indices that change their rank are sent.
         """
-        own, wanted = before[self.rank], after[self.rank]
+        own_before, own_after = before[self.rank], after[self.rank]
         if self.size == 1 or tuple(before) == tuple(after):
             return PendingTensor(lambda: part)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        going = {rank: within(own, shared(own, after[rank])) for rank in others}
-        coming = {rank: within(wanted, shared(before[rank], wanted)) for rank in others}
+        sent_ranges = {rank: within(own_before, shared(own_before, after[rank])) for rank in others}
+        received_ranges = {rank: within(own_after, shared(before[rank], own_after)) for rank in others}
         rest = part.shape[:dim] + part.shape[dim + 1 :]
-        counts = [count_of(coming[rank]) if rank in coming else 0 for rank in range(self.size)]
-        pieces = [take(part.detach(), dim, going.get(rank, ())).reshape(-1) for rank in range(self.size)]
+        counts = [count_of(received_ranges[rank]) if rank in received_ranges else 0 for rank in range(self.size)]
+        pieces = [take(part.detach(), dim, sent_ranges.get(rank, ())).reshape(-1) for rank in range(self.size)]
         sent = torch.cat(pieces)
         received = sent.new_empty(sum(counts) * rest.numel())
         sizes = [count * rest.numel() for count in counts]
         work = all_to_all(received, sent, sizes, [piece.numel() for piece in pieces], self.group)
-        stay = sum(count_of(shared(a, b)) for a, b in zip(before, after, strict=True))
-        moving = sum(map(count_of, after)) - stay
-        self.traffic.add("units", moving * rest.numel() * part.element_size())
+        num_kept = sum(count_of(shared(a, b)) for a, b in zip(before, after, strict=True))
+        num_moved = sum(map(count_of, after)) - num_kept
+        self.traffic.add("units", num_moved * rest.numel() * part.element_size())
 
         def finish() -> torch.Tensor:
-            made = part.new_empty(*part.shape[:dim], count_of(wanted), *part.shape[dim + 1 :])
-            stays = shared(own, wanted)
-            put(made, take(part.detach(), dim, within(own, stays)), dim, within(wanted, stays))
+            result = part.new_empty(*part.shape[:dim], count_of(own_after), *part.shape[dim + 1 :])
+            kept_ranges = shared(own_before, own_after)
+            put(result, take(part.detach(), dim, within(own_before, kept_ranges)), dim, within(own_after, kept_ranges))
             for rank, block in enumerate(torch.split(received, sizes)):
                 piece = block.view(*part.shape[:dim], counts[rank], *part.shape[dim + 1 :])
-                put(made, piece, dim, coming.get(rank, ()))
-            return made
+                put(result, piece, dim, received_ranges.get(rank, ()))
+            return result
 
         return PendingTensor(finish, [work], self._waiter)
 
@@ -205,16 +205,16 @@ class ShardGroup:
             return PendingTensor(lambda: take(summand, dim, segments[self.rank]))
         pieces = [take(summand.detach(), dim, ranges) for ranges in segments]
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
-        own = pieces[self.rank]
-        received = sent.new_empty(self.size * own.numel())
+        own_piece = pieces[self.rank]
+        received = sent.new_empty(self.size * own_piece.numel())
         sizes = [piece.numel() for piece in pieces]
-        work = all_to_all(received, sent, [own.numel()] * self.size, sizes, self.group)
+        work = all_to_all(received, sent, [own_piece.numel()] * self.size, sizes, self.group)
         self.traffic.add(name, (self.size - 1) * sent.nbytes)
 
         def finish() -> torch.Tensor:
             rows = received.view(self.size, -1)
             wide = torch.float32 if rows.dtype.itemsize < 4 else rows.dtype
-            return rows.sum(0, dtype=wide).to(rows.dtype).view(own.shape)
+            return rows.sum(0, dtype=wide).to(rows.dtype).view(own_piece.shape)
 
         return PendingTensor(finish, [work], self._waiter)
 
@@ -227,7 +227,7 @@ class ShardGroup:
         return x
 
     def tell(self, value: Any, source: int) -> Any:
-        """Returns what rank `source` says; values are what JSON can say."""
+        """Returns the value of rank `source`; values must be JSON."""
         return gather_json(value if self.rank == source else None, self.group, self._waiter)[source]
 
     def gather_numbers(self, row: Sequence[float], device: torch.device) -> list[list[float]]:
@@ -242,7 +242,7 @@ class ShardGroup:
         segments = [((edges[rank], edges[rank + 1]),) for rank in range(self.size)]
         part = self.scatter_sum(flat, 0, segments, name=name).wait()
         whole = self.gather(part, 0, segments, name=name)
-        self.traffic.messages -= 1  # the two count as one, as any sum
+        self.traffic.messages -= 1  # the two count as one sum
         return PendingTensor(lambda: whole.wait().view(x.shape))
 
     def close(self) -> None:
@@ -251,8 +251,8 @@ class ShardGroup:
         close_groups([self.group], failed=self.monitor.has_failed)
 
 
-def _alike(mine: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two batches have like numbers; devices may round differently."""
+def _is_same_data(mine: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two batches have the same numbers, up to rounding."""
     pairs = list(zip(mine[3:], other[3:], strict=False))
     scale = max((abs(a) for a, _ in pairs), default=0.0)
     return all(abs(a - b) <= 1e-3 * scale or a != a for a, b in pairs)
@@ -273,18 +273,18 @@ def shared(some: Segments, others: Segments) -> Segments:
     return tuple((start, stop) for start, stop in common if start < stop)
 
 
-def within(own: Segments, ranges: Segments) -> Segments:
-    """Returns where indices lie in the part of a rank that holds `own`; each range lies in one of its own.
+def within(held_segments: Segments, ranges: Segments) -> Segments:
+    """Returns the local positions of `ranges` on a rank that holds `held_segments`; each range lies in one of them.
 
     >>> within(((0, 4), (8, 10)), ((2, 4), (8, 9)))
     ((2, 4), (4, 5))
     """
-    starts = dict(zip(own, accumulate([0, *(stop - start for start, stop in own)]), strict=False))
-    found = []
+    starts = dict(zip(held_segments, accumulate([0, *(stop - start for start, stop in held_segments)]), strict=False))
+    positions = []
     for start, stop in ranges:
-        home = next(segment for segment in own if segment[0] <= start and stop <= segment[1])
-        found.append((starts[home] + start - home[0], starts[home] + stop - home[0]))
-    return tuple(found)
+        home = next(segment for segment in held_segments if segment[0] <= start and stop <= segment[1])
+        positions.append((starts[home] + start - home[0], starts[home] + stop - home[0]))
+    return tuple(positions)
 
 
 def take(x: torch.Tensor, dim: int, ranges: Segments) -> torch.Tensor:

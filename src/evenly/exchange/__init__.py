@@ -1,4 +1,4 @@
-"""Across nodes: what travels, how it is coded, what was agreed on last, what is pending."""
+"""Exchanges across nodes: payload, codecs, anchors, buffers, membership, pending exchanges."""
 
 from evenly.exchange.buffers import add_change, is_torn, same
 from evenly.exchange.codecs import Codec, add_codec

@@ -1,11 +1,11 @@
-"""The points that nodes agree on: parts of the parameters, averaged across nodes in the form the user chose.
+"""Anchors: the values all nodes agreed on last, and the averages across nodes that update them.
 
-With x_n the values of node n, w_n its weight and g the point of the last exchange, the nodes agree on
+With x_n the values of node n, w_n its weight and g the anchor of the last exchange, the nodes agree on
 
     g' = g + sum_n w_n (x_n - g),   or   g' = outer(g, gradient = -sum_n w_n (x_n - g)).
 
-With a codec d_n = x_n - g + e_n travels coded, where e_n is what the code of the last exchange lost; the sums travel
-coded to those who need them, and all nodes take the decoded ones, so g' is the same everywhere to the last bit.
+With a codec, nodes send encoded d_n = x_n - g + e_n, where e_n is the encoding error of the last exchange. The sums
+are encoded too, and all nodes use the decoded sums, so g' is bit-identical everywhere.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 
 @dataclass(frozen=True)
 class TransferStats:
-    """What an exchange cost this rank in bytes to other nodes, and how far its node had gone away from the average."""
+    """The bytes this rank sent to other nodes in an exchange, and how far its node had drifted from the average."""
 
     sent_bytes: int = 0
     distance: float = 0.0  # squared, to the average
@@ -44,46 +44,45 @@ class TransferStats:
 @dataclass(frozen=True)
 class _Anchor:
     agreed: torch.Tensor
-    lost: torch.Tensor | None = None  # [nodes, piece], of the own differences by their code
-    lost_sum: torch.Tensor | None = None  # [piece], of the sum that this rank made
+    lost: torch.Tensor | None = None  # [nodes, piece], encoding error of this node's differences
+    lost_sum: torch.Tensor | None = None  # [piece], encoding error of the sum that this rank computed
     outer: torch.optim.Optimizer | None = None
 
 
 class Anchors:
-    """What one rank remembers of the last exchange of each part, where the settings need it."""
+    """The anchor of each slice on this rank; kept only if the settings need it (a codec or an outer optimizer)."""
 
     def __init__(self, settings: Exchange) -> None:
         self._codec, self._outer = find_codec(settings.codec), settings.outer
         self._anchors: dict[str, _Anchor] = {}
-        self._unverified: set[str] = set()  # points that each node has taken from what it has loaded
+        self._unverified: set[str] = set()  # keys of anchors taken from loaded weights, not yet compared between nodes
         if self._outer is not None:
-            _try_outer(self._outer)  # refused now, not at the first exchange
+            _try_outer(self._outer)  # fail now, not at the first exchange
 
     @property
     def are_kept(self) -> bool:
-        """Whether anything has to be remembered."""
+        """Whether the settings need anchors."""
         return self._codec is not None or self._outer is not None
 
     def begin(self, parts: Sequence[Slice], *, verified: bool = True) -> None:
-        """Remembers values that are the same on all nodes, and nothing else; if not `verified`, the next exchange
-        makes sure of it."""
-        self._anchors = {part.key: self._point(part.values.clone()) for part in parts}
+        """Sets the anchors to values that are equal on all nodes; if not `verified`, the next exchange compares."""
+        self._anchors = {part.key: self._new_anchor(part.values.clone()) for part in parts}
         self._unverified = set() if verified else set(self._anchors)
 
     def used_on(self, stream: torch.cuda.Stream, fragments: Sequence[int]) -> None:
-        """Tells that the points of these fragments are about to be read and replaced on another stream than before."""
-        names = tuple(f"{fragment}/" for fragment in fragments)
-        for point in (point for key, point in self._anchors.items() if key.startswith(names)):
-            for tensor in (point.agreed, point.lost, point.lost_sum):
+        """Records that another stream is about to read and replace the anchors of these fragments."""
+        prefixes = tuple(f"{fragment}/" for fragment in fragments)
+        for anchor in (anchor for key, anchor in self._anchors.items() if key.startswith(prefixes)):
+            for tensor in (anchor.agreed, anchor.lost, anchor.lost_sum):
                 if tensor is not None:
                     tensor.detach().record_stream(stream)
-            for state in point.outer.state.values() if point.outer is not None else ():
+            for state in anchor.outer.state.values() if anchor.outer is not None else ():
                 for value in state.values():
                     if isinstance(value, torch.Tensor) and value.is_cuda:
                         value.record_stream(stream)
 
     def agree(self, parts: Sequence[Slice], quorum: Quorum, waiter: CollectiveWaiter, *, exact: bool) -> TransferStats:
-        """Replaces the values of each part by those agreed on, or by the change to them; if `exact`, without codes."""
+        """Replaces the values of each slice by the agreed ones, or the change to them; `exact`: without the codec."""
         self._verify([part for part in parts if part.key in self._unverified], waiter)
         codec = None if exact else self._codec
         coded = [part for part in parts if codec is not None and part.key]
@@ -92,22 +91,23 @@ class Anchors:
         sent_bytes = sum(2 * (len(quorum.weights) - 1) * p.values.nbytes // len(quorum.weights) for p in plain)
         drifts = []
         if codec is not None:
-            for part, found, sent in self._average_coded(codec, coded, quorum, waiter):
-                drifts.append(self._settle(part, found.agreed.detach(), found))
+            for part, coded_anchor, sent in self._average_coded(codec, coded, quorum, waiter):
+                drifts.append(self._apply(part, coded_anchor.agreed.detach(), coded_anchor))
                 sent_bytes += sent
         waiter.wait([work for _, work in sums])
         for part, (total, _) in zip(plain, sums, strict=True):
-            waits = quorum.weights[quorum.node] == 0 and part.key in self._anchors  # to tell what its code lost
-            left = replace(self._anchors[part.key], lost_sum=None) if waits else None
-            drifts.append(self._settle(part, to_device(total, part.values.device), left))
-        seen = [drift for drift in drifts if drift is not None]
-        distance, length = torch.stack(seen).sum(0).tolist() if seen else (0.0, 0.0)  # a device is asked once
+            is_idle = quorum.weights[quorum.node] == 0 and part.key in self._anchors  # keeps its encoding error
+            uncoded_anchor = replace(self._anchors[part.key], lost_sum=None) if is_idle else None
+            drifts.append(self._apply(part, to_device(total, part.values.device), uncoded_anchor))
+        known_drifts = [drift for drift in drifts if drift is not None]
+        distance, length = torch.stack(known_drifts).sum(0).tolist() if known_drifts else (0.0, 0.0)  # one device sync
         return TransferStats(sent_bytes, distance, length)
 
     def _verify(self, parts: Sequence[Slice], waiter: CollectiveWaiter) -> None:
-        """Raises `MismatchError` where nodes go on from different loaded weights."""
-        told = [to_host(_digest(self._anchors[part.key].agreed).to(part.values.device), part.group) for part in parts]
-        gathered = [all_gather(digest, part.group) for digest, part in zip(told, parts, strict=True)]
+        """Raises `MismatchError` if nodes loaded different weights."""
+        local = [_digest(self._anchors[part.key].agreed).to(part.values.device) for part in parts]
+        digests = [to_host(digest, part.group) for digest, part in zip(local, parts, strict=True)]
+        gathered = [all_gather(digest, part.group) for digest, part in zip(digests, parts, strict=True)]
         waiter.wait([work for _, work in gathered])
         for rows, _ in gathered:
             others = [node for node, row in enumerate(rows.tolist()) if row != rows[0].tolist()]
@@ -119,112 +119,113 @@ class Anchors:
                 )
         self._unverified -= {part.key for part in parts}
 
-    def _settle(self, part: Slice, average: torch.Tensor, coded: _Anchor | None = None) -> torch.Tensor | None:
-        """Takes over what was agreed on; returns the squared distance to it and its length, of a part with a key."""
+    def _apply(self, part: Slice, average: torch.Tensor, coded: _Anchor | None = None) -> torch.Tensor | None:
+        """Writes the agreed values; returns squared distance to and length of the average, for slices with a key."""
         drift = _drift(part.values, average) if part.key else None
-        agreed = self._remember(part, average, coded)
+        agreed = self._update_anchor(part, average, coded)
         part.values.copy_(agreed - part.values if part.change else agreed)
         return drift
 
     def _begin_sums(self, parts: Sequence[Slice], quorum: Quorum) -> list[tuple[torch.Tensor, dist.Work]]:
-        """Starts the sums of what travels as it is, with all that codes have lost before."""
+        """Starts the sums of slices that are sent without a codec, plus the encoding errors of earlier exchanges."""
         weight, sums = quorum.weights[quorum.node], []
         for part in parts:
             total = part.values * weight if weight else torch.zeros_like(part.values)  # 0 * NaN would not be 0
-            point = self._anchors.get(part.key)
-            if point is not None and point.lost is not None and weight:
-                total.add_(point.lost.view(-1)[: total.numel()], alpha=weight)
-            if point is not None and point.lost_sum is not None:
-                own = total[quorum.node * point.lost_sum.numel() :][: point.lost_sum.numel()]
-                own.add_(point.lost_sum[: own.numel()])
-            travelling = to_host(total, part.group)
-            sums.append((travelling, all_reduce(travelling, part.group)))
+            anchor = self._anchors.get(part.key)
+            if anchor is not None and anchor.lost is not None and weight:
+                total.add_(anchor.lost.view(-1)[: total.numel()], alpha=weight)
+            if anchor is not None and anchor.lost_sum is not None:
+                own_piece = total[quorum.node * anchor.lost_sum.numel() :][: anchor.lost_sum.numel()]
+                own_piece.add_(anchor.lost_sum[: own_piece.numel()])
+            host_total = to_host(total, part.group)
+            sums.append((host_total, all_reduce(host_total, part.group)))
         return sums
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps."""
+        """Returns the state for a checkpoint."""
         return {
             key: {
-                "agreed": point.agreed.detach(),
-                "lost": point.lost,
-                "lost_sum": point.lost_sum,
-                "outer": None if point.outer is None else point.outer.state_dict(),
+                "agreed": anchor.agreed.detach(),
+                "lost": anchor.lost,
+                "lost_sum": anchor.lost_sum,
+                "outer": None if anchor.outer is None else anchor.outer.state_dict(),
                 "loaded": key in self._unverified,
             }
-            for key, point in self._anchors.items()
+            for key, anchor in self._anchors.items()
         }
 
     def fit(self, state: dict[str, Any]) -> bool:
-        """Returns whether a checkpoint's state, made with the same settings, is for these parts."""
+        """Returns whether a checkpoint's state, saved with the same settings, has the same slices."""
         return state.keys() == self._anchors.keys() and all(
-            point.agreed.shape == state[key]["agreed"].shape for key, point in self._anchors.items()
+            anchor.agreed.shape == state[key]["agreed"].shape for key, anchor in self._anchors.items()
         )
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's state."""
+        """Restores a checkpoint's state."""
         for key, saved in state.items():
             device = self._anchors[key].agreed.device
             lost, lost_sum = (None if saved[n] is None else saved[n].to(device) for n in ("lost", "lost_sum"))
-            point = replace(self._point(saved["agreed"].to(device)), lost=lost, lost_sum=lost_sum)
-            if point.outer is not None:
-                point.outer.load_state_dict(saved["outer"])
-            self._anchors[key] = point
+            anchor = replace(self._new_anchor(saved["agreed"].to(device)), lost=lost, lost_sum=lost_sum)
+            if anchor.outer is not None:
+                anchor.outer.load_state_dict(saved["outer"])
+            self._anchors[key] = anchor
         self._unverified = {key for key, saved in state.items() if saved.get("loaded")}
 
-    def _point(self, agreed: torch.Tensor) -> _Anchor:
+    def _new_anchor(self, agreed: torch.Tensor) -> _Anchor:
         if self._outer is None:
             return _Anchor(agreed)
         parameter = torch.nn.Parameter(agreed)
         return _Anchor(parameter, outer=_make_outer(self._outer, parameter))
 
-    def _remember(self, part: Slice, average: torch.Tensor, coded: _Anchor | None) -> torch.Tensor:
-        """Returns what the nodes agree on: the average, or where the outer optimizer goes from the last point to it."""
+    def _update_anchor(self, part: Slice, average: torch.Tensor, coded: _Anchor | None) -> torch.Tensor:
+        """Returns the new anchor: the average, or the outer optimizer's step from the last anchor towards it."""
         if not part.key or not self.are_kept:
             return average
-        before = self._anchors[part.key]
-        if before.outer is None:
+        previous = self._anchors[part.key]
+        if previous.outer is None:
             agreed = average
         else:
-            before.agreed.grad = before.agreed.detach() - average
+            previous.agreed.grad = previous.agreed.detach() - average
             with torch.enable_grad():
-                before.outer.step()
-            before.agreed.grad = None
-            agreed = before.agreed
+                previous.outer.step()
+            previous.agreed.grad = None
+            agreed = previous.agreed
         lost, lost_sum = (None, None) if coded is None else (coded.lost, coded.lost_sum)
-        self._anchors[part.key] = _Anchor(agreed, lost, lost_sum, before.outer)
+        self._anchors[part.key] = _Anchor(agreed, lost, lost_sum, previous.outer)
         return agreed.detach()
 
     def _average_coded(
         self, codec: Codec, parts: Sequence[Slice], quorum: Quorum, waiter: CollectiveWaiter
     ) -> list[tuple[Slice, _Anchor, int]]:
-        """Returns the average of each part, what its codes lost, and the bytes that this rank sent for it."""
-        own, weights = quorum.node, quorum.weights
-        dealt = []
+        """Returns for each slice its average with encoding errors, and the bytes this rank sent for it."""
+        own_node, weights = quorum.node, quorum.weights
+        scattered = []
         for part in parts:
-            rows = self._differences(part, len(weights), weighs=weights[own] > 0)  # [nodes, piece]
-            codes = {node: codec.code_of(row) for node, row in enumerate(rows) if node != own}
-            dealt.append((part, rows, codes, *_deal(codes, part.group)))
-        waiter.wait([work for *_, work in dealt])
+            rows = self._differences(part, len(weights), has_weight=weights[own_node] > 0)  # [nodes, piece]
+            codes = {node: codec.code_of(row) for node, row in enumerate(rows) if node != own_node}
+            scattered.append((part, rows, codes, *_scatter_codes(codes, part.group)))
+        waiter.wait([work for *_, work in scattered])
         summed = []
-        for part, rows, codes, received, _ in dealt:
-            others = dict(zip(codes, to_device(received, rows.device), strict=True))
-            total = self._sum(codec, part, rows[own] * weights[own], {n: (weights[n], c) for n, c in others.items()})
+        for part, rows, codes, received, _ in scattered:
+            received_codes = dict(zip(codes, to_device(received, rows.device), strict=True))
+            weighted_codes = {node: (weights[node], code) for node, code in received_codes.items()}
+            total = self._sum(codec, part, rows[own_node] * weights[own_node], weighted_codes)
             code = codec.code_of(total)
             gathered, work = all_gather(to_host(code, part.group), part.group)  # [nodes, bytes]
-            rows[own].zero_()  # the own piece of the sum took it as it is
+            rows[own_node].zero_()  # this node's own piece entered the sum unencoded
             for node, sent in codes.items():
                 _subtract(rows[node], codec.decode(sent, rows.shape[1]))
             _subtract(total, codec.decode(code, total.numel()))
-            lost = rows if weights[own] else self._anchors[part.key].lost  # nobody has heard what it said
+            lost = rows if weights[own_node] else self._anchors[part.key].lost  # weight 0: nothing was sent
             summed.append((part, lost, total, gathered, work))
         waiter.wait([work for *_, work in summed])
-        found = []
+        results = []
         for part, lost, total, gathered, _ in summed:
             codes_of_all = to_device(gathered, total.device)
-            moved = [codec.decode(code.clone(), total.numel()) for code in codes_of_all]  # clone: a row may lie oddly
-            average = self._anchors[part.key].agreed.detach() + torch.cat(moved)[: part.values.numel()]
-            found.append((part, _Anchor(average, lost, total), 2 * (len(weights) - 1) * gathered.shape[1]))
-        return found
+            decoded = [codec.decode(code.clone(), total.numel()) for code in codes_of_all]  # clone aligns the row
+            average = self._anchors[part.key].agreed.detach() + torch.cat(decoded)[: part.values.numel()]
+            results.append((part, _Anchor(average, lost, total), 2 * (len(weights) - 1) * gathered.shape[1]))
+        return results
 
     def _sum(
         self, codec: Codec, part: Slice, total: torch.Tensor, others: dict[int, tuple[float, torch.Tensor]]
@@ -235,22 +236,22 @@ class Anchors:
         lost_sum = self._anchors[part.key].lost_sum
         return total if lost_sum is None else total.add_(lost_sum)
 
-    def _differences(self, part: Slice, nodes: int, *, weighs: bool) -> torch.Tensor:
-        """Returns d_n, filled up with zeros, a row for the owner of each piece of the sum: [nodes, piece]."""
-        point, size = self._anchors[part.key], part.values.numel()
+    def _differences(self, part: Slice, nodes: int, *, has_weight: bool) -> torch.Tensor:
+        """Returns d_n, zero-padded, one row for the owner of each piece of the sum: [nodes, piece]."""
+        anchor, size = self._anchors[part.key], part.values.numel()
         rows = part.values.new_zeros(nodes, -(-size // nodes))
         flat = rows.view(-1)[:size]
-        if not weighs:  # a node without samples has nothing to tell
+        if not has_weight:  # a node without samples adds nothing
             return rows
-        torch.sub(part.values, point.agreed.detach(), out=flat)
-        if point.lost is not None:
-            rows.add_(point.lost)
+        torch.sub(part.values, anchor.agreed.detach(), out=flat)
+        if anchor.lost is not None:
+            rows.add_(anchor.lost)
         return rows
 
 
-def of_node(carried: TransferStats, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> TransferStats:
-    """Returns what was carried with the drift of the whole node, of which each rank of `group` knows some slices."""
-    rows, work = all_gather(torch.tensor([carried.distance, carried.length], dtype=torch.float64), group)
+def of_node(stats: TransferStats, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> TransferStats:
+    """Returns the statistics with the drift of the whole node, summed over the slices of the ranks in `group`."""
+    rows, work = all_gather(torch.tensor([stats.distance, stats.length], dtype=torch.float64), group)
     waiter.wait([work])
     distance, length = rows.sum(0).tolist()
     if not math.isfinite(length):  # of the average, which is the same on all nodes: all raise
@@ -258,7 +259,7 @@ def of_node(carried: TransferStats, group: dist.ProcessGroup, waiter: Collective
             "a parameter had become NaN or infinite when nodes exchanged, though no gradient had; nothing was merged. "
             "Look at the optimizer's settings, and at what else changes parameters."
         )
-    return TransferStats(carried.sent_bytes, distance, length)
+    return TransferStats(stats.sent_bytes, distance, length)
 
 
 def _digest(values: torch.Tensor) -> torch.Tensor:
@@ -267,8 +268,8 @@ def _digest(values: torch.Tensor) -> torch.Tensor:
     return torch.tensor([int.from_bytes(hashlib.sha256(bits).digest()[:6])])
 
 
-def _deal(codes: dict[int, torch.Tensor], group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Starts giving each node its code; the result has a row from each of the others."""
+def _scatter_codes(codes: dict[int, torch.Tensor], group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    """Starts sending each node its code; the result has one row from every other node."""
     sent = to_host(torch.stack(list(codes.values())), group)  # [nodes - 1, bytes]
     received = torch.empty_like(sent)
     sizes = [sent.shape[1] if node in codes else 0 for node in range(len(codes) + 1)]
@@ -287,28 +288,27 @@ def _drift(values: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
 def _try_outer(outer: Outer) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
-    made = _make_outer(outer, parameter)
-    if outer.settings.get("capturable") or outer.settings.get("fused"):  # may ask for a GPU
+    optimizer = _make_outer(outer, parameter)
+    if outer.settings.get("capturable") or outer.settings.get("fused"):  # may need a GPU
         return
     try:
-        for _ in range(2):  # some settings are looked at only here
-            made.step()
+        for _ in range(2):  # some settings are checked only in step()
+            optimizer.step()
     except Exception as error:
         raise SpecError(f"the outer optimizer {outer.name} cannot step with {outer.settings}: {error}.") from None
 
 
 def _make_outer(outer: Outer, parameter: torch.Tensor) -> torch.optim.Optimizer:
     kind: Any = getattr(torch.optim, outer.name, None)
-    known = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-    if not known or outer.name in NOT_ELEMENTWISE:
-        case = (
-            "treats more than one element at a time, and ranks have slices" if known else "is no class of torch.optim"
-        )
+    base = torch.optim.Optimizer
+    is_optimizer = isinstance(kind, type) and issubclass(kind, base) and kind is not base
+    if not is_optimizer or outer.name in NOT_ELEMENTWISE:
+        case = "is not elementwise, and ranks hold slices" if is_optimizer else "is no class of torch.optim"
         raise SpecError(
             f"the outer optimizer {outer.name!r} was asked for, which {case}. Take SGD, Adam or another one."
         )
     try:
-        made: torch.optim.Optimizer = kind([parameter], **outer.settings)
+        optimizer: torch.optim.Optimizer = kind([parameter], **outer.settings)
     except Exception as error:
         raise SpecError(f"the outer optimizer {outer.name} cannot be made with {outer.settings}: {error}.") from None
-    return made
+    return optimizer

@@ -1,4 +1,4 @@
-"""The average over all nodes besides the exchanges of the schedule, and what load_state_dict has put in their way."""
+"""Averages over all nodes outside the schedule, for evaluation, and restarts after load_state_dict."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from evenly.spec import Exchange
 
 
 class Averager(ABC):
-    """The part of an `Exchanger` that averages and starts anew between the exchanges of its schedule."""
+    """The part of an `Exchanger` that averages for evaluation and restarts from loaded weights."""
 
     buffers: Buffers
     _module: torch.nn.Module
@@ -39,10 +39,10 @@ class Averager(ABC):
     _anchors: Anchors
     _step_pace: StepPace
     _loaded_weights: LoadedWeights
-    _pending_exchanges: list[PendingExchange]  # under way
-    _averages: bool  # parameters, which else never differ
-    _differs: bool  # nodes may have different parameters though no step was made
-    _restarts: int  # how often points began anew from loaded weights
+    _pending_exchanges: list[PendingExchange]  # begun, not merged
+    _averages: bool  # whether nodes average parameters; otherwise these never differ
+    _differs: bool  # nodes may have different parameters although no step was made
+    _restarts: int  # how often anchors were reset to loaded weights
 
     @property
     @abstractmethod
@@ -50,16 +50,16 @@ class Averager(ABC):
         """The samples of this rank since the oldest of the last snapshots."""
 
     @abstractmethod
-    def meet(self, act: "Callable[[CollectiveWaiter], Any]", place: str = "") -> Any:
-        """Returns act's result; an error on this rank is told to the others before it is raised."""
+    def run_collective(self, act: "Callable[[CollectiveWaiter], Any]", place: str = "") -> Any:
+        """Returns the result of the collective `act`; reports an error on this rank to the others before raising it."""
 
     @abstractmethod
     def _reporting(self) -> AbstractContextManager[None]:
-        """Tells an error on this rank to the others before it is raised."""
+        """Reports an error on this rank to the others before it is raised."""
 
     @abstractmethod
-    def _ballot(self, layout: str, *, samples: float) -> Vote:
-        """Returns what this rank brings to an exchange of what `layout` describes."""
+    def _make_vote(self, layout: str, *, samples: float) -> Vote:
+        """Returns the vote of this rank for an exchange of the tensors that `layout` describes."""
 
     @abstractmethod
     def _agree(
@@ -69,29 +69,29 @@ class Averager(ABC):
         snapshot: Tensors,
         waiter: CollectiveWaiter,
         *,
-        held: Fingerprint,
+        fingerprint: Fingerprint,
         since: int,
         exact: bool = False,
     ) -> ExchangeOutcome | None:
-        """Returns what all ranks have agreed on."""
+        """Returns the outcome that all ranks agreed on."""
 
     @abstractmethod
-    def _convene(
-        self, vote: Vote, held: Fingerprint, waiter: CollectiveWaiter, *, since: int, everywhere: bool = False
+    def _vote(
+        self, vote: Vote, fingerprint: Fingerprint, waiter: CollectiveWaiter, *, since: int, everywhere: bool = False
     ) -> Quorum:
-        """Returns who takes part, once it is sure that ranks which must hold the same parameters do."""
+        """Returns the quorum after checking that ranks which must hold equal parameters do."""
 
     @abstractmethod
     def _drain(self) -> None:
-        """Waits until all that is under way has arrived; it is merged later."""
+        """Waits until all pending exchanges have completed; they are merged later."""
 
     @abstractmethod
     def _forget_samples(self, fragments: Sequence[int]) -> None:
-        """Counts samples of these fragments anew."""
+        """Resets the sample counts of these fragments."""
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Puts the average over all nodes into the module, then gives each node its own state back."""
+        """Puts the average over all nodes into the module; restores each node's state afterwards."""
         self._step_pace.drop()
         if self._groups.rank_group.size == 1:
             yield
@@ -99,14 +99,15 @@ class Averager(ABC):
         with self._reporting():
             self._drain()
         entries, buffers = trained_entries(self._module), self.buffers.now()
-        own = [*(entry.tensor for entry in entries), *buffers.values()]
-        kept, agreed, differs = [tensor.detach().clone() for tensor in own], dict(self.buffers.agreed), self._differs
+        tensors = [*(entry.tensor for entry in entries), *buffers.values()]
+        saved_values = [tensor.detach().clone() for tensor in tensors]
+        agreed, differs = dict(self.buffers.agreed), self._differs
         try:
             with torch.no_grad(), self._reporting():
                 loaded = self._loaded_weights.changed()
                 self._differs |= bool(loaded)
                 for pending_exchange in self._pending_exchanges:
-                    if pending_exchange.outcome is not None:  # what is since its snapshot is what has to be averaged
+                    if pending_exchange.outcome is not None:  # the changes since its snapshot are averaged below
                         self._payload_builder.unload(pending_exchange.payload, state=False, but=loaded)
                         merged = {
                             name: value
@@ -115,64 +116,65 @@ class Averager(ABC):
                         }
                         self.buffers.put(merged, pending_exchange.snapshot, change=pending_exchange.payload.change)
                 if self._schedule.since or self._pending_exchanges:
-                    is_new = loaded >= {entry.home for entry in entries}  # no samples are behind it, as in finish()
+                    is_new = loaded >= {entry.home for entry in entries}  # without samples, as in finish()
                     self._average_now(parameters=True, samples=0.0 if is_new else self.samples)
                 else:
                     self._average_rest()
-            with self._loaded_weights.aside():
+            with self._loaded_weights.ignored():
                 yield
         finally:
             self.buffers.agreed, self._differs = agreed, differs
             with torch.no_grad():
-                for tensor, value in zip(own, kept, strict=True):
+                for tensor, value in zip(tensors, saved_values, strict=True):
                     tensor.copy_(value)
 
     def _average_rest(self) -> None:
-        """Averages what may differ though no step was made since the last exchange: buffers that a forward without a
-        step has changed, and parameters whose changes were merged, which leaves nodes different in the last bits.
+        """Averages what may differ although no step was made since the last exchange: buffers changed by a forward
+        without a step, and parameters into which a change was merged, which leaves nodes different in the last bits.
 
-        No samples are behind it, so that all networks count alike.
+        There are no samples since then, so all replicas have equal weight.
         """
-        changed = self.buffers.moves(self.buffers.snapshot()).bits()
-        vote = replace(self._ballot("a look", samples=0.0), changed=changed)
-        held = self._payload_builder.fingerprint()
-        quorum = self.meet(partial(self._convene, vote, held, since=0, everywhere=True))
+        changed = self.buffers.changes(self.buffers.snapshot()).bits()
+        vote = replace(self._make_vote("a look", samples=0.0), changed=changed)
+        fingerprint = self._payload_builder.fingerprint()
+        quorum = self.run_collective(partial(self._vote, vote, fingerprint, since=0, everywhere=True))
         if quorum.differs or any(quorum.changed):
-            self._average_now(parameters=quorum.differs, samples=float(self._replica_exchange.answers))
+            self._average_now(parameters=quorum.differs, samples=float(self._replica_exchange.counts_samples))
 
     def _average_now(self, *, parameters: bool, samples: float) -> None:
-        """Puts the average over all nodes into the module, without codes or an outer optimizer."""
+        """Puts the average over all nodes into the module, without codec or outer optimizer."""
         payload = self._payload_builder.load_all() if parameters else self._payload_builder.load(())
         snapshot = self.buffers.snapshot()
-        words = self._payload_builder.words(range(self._settings.fragments) if parameters else (), snapshot)
-        vote = self._ballot(f"an average\n{words}", samples=samples)
-        ways: Any = {"held": self._payload_builder.fingerprint(), "since": self._schedule.since, "exact": True}
-        outcome = self.meet(partial(self._agree, payload, vote, snapshot, **ways))
+        description = self._payload_builder.describe(range(self._settings.fragments) if parameters else (), snapshot)
+        vote = self._make_vote(f"an average\n{description}", samples=samples)
+        fingerprint, since = self._payload_builder.fingerprint(), self._schedule.since
+        agree = partial(self._agree, payload, vote, snapshot, fingerprint=fingerprint, since=since, exact=True)
+        outcome = self.run_collective(agree)
         with torch.no_grad():
             self._payload_builder.unload(payload)
             self.buffers.put(outcome.buffers, snapshot, change=False)
         self._differs = False
 
     def take_loaded(self, *, everything: bool = False) -> None:
-        """Goes on from what `load_state_dict` has put in since the last step, as if nodes had agreed on it.
+        """Takes the values loaded by `load_state_dict` since the last step as if nodes had agreed on them.
 
-        Exchanges under way no longer change it. With `everything` all of the network counts as loaded.
+        Pending exchanges no longer change them. With `everything` the whole network counts as loaded.
         """
         if not self._loaded_weights.any and not everything:
             return
         with self._reporting():
-            names, of_optimizer = self._loaded_weights.take()
+            names, is_optimizer_loaded = self._loaded_weights.take()
             trained = {entry.home for entry in trained_entries(self._module)}
             names |= {*trained, *self.buffers.policies} if everything else set()
             for pending_exchange in self._pending_exchanges:
                 pending_exchange.loaded |= names
-                pending_exchange.is_state_loaded |= of_optimizer
+                pending_exchange.is_state_loaded |= is_optimizer_loaded
             if names & trained:
                 self._differs = True
                 self._restart(names & trained, trained)
 
     def _restart(self, loaded: set[str], trained: set[str]) -> None:
-        """Forgets what led to the weights that were there before all of them were `loaded`."""
+        """Resets samples and anchors after weights were `loaded`."""
         if loaded == trained:
             self._forget_samples(range(self._settings.fragments))
         if not self._averages or not self._anchors.are_kept:
@@ -180,9 +182,9 @@ class Averager(ABC):
         if loaded != trained:
             raise SpecError(
                 f"load_state_dict has replaced {sorted(loaded)[0]!r}, but not {sorted(trained - loaded)[0]!r}, between "
-                "two exchanges with an outer optimizer or a codec, which go on from the last agreed weights. Load all "
+                "two exchanges with an outer optimizer or a codec, which start from the last agreed weights. Load all "
                 "weights that train at once, or load before synchronize."
             )
-        self._drain()  # what is under way still uses the points
+        self._drain()  # pending exchanges still use the anchors
         self._anchors.begin(self._payload_builder.load(range(self._settings.fragments)).parts, verified=False)
         self._restarts += 1

@@ -1,4 +1,4 @@
-"""An exchange under way beside the training."""
+"""Exchanges that run in background threads during training."""
 
 import atexit
 import threading
@@ -13,13 +13,13 @@ import torch
 from evenly.comm import CollectiveWaiter, FailureMonitor
 
 T = TypeVar("T")
-EXIT_S = 2.0  # that a process may need longer to end because of what is under way
+EXIT_S = 2.0  # how long the end of a process waits for background exchanges
 
 
 class BackgroundExchange(Generic[T]):
-    """Runs `act` on a thread of its own, behind the flight `after`; on a GPU on `stream`.
+    """Runs `act` on its own thread once the exchange `after` is done; on a GPU on `stream`.
 
-    Flights of a rank follow each other in the order in which they began, which is the same on all ranks.
+    The exchanges of a rank run one after another in the order they began, which is the same on all ranks.
     """
 
     def __init__(
@@ -33,69 +33,69 @@ class BackgroundExchange(Generic[T]):
         self._monitor = monitor
         self._stream = stream
         self._after = after
-        self._ready = None if stream is None else _mark(torch.cuda.current_stream(stream.device))
+        self._ready_event = None if stream is None else _record_event(torch.cuda.current_stream(stream.device))
         self._done = threading.Event()
-        self._landed: torch.cuda.Event | None = None
+        self._finished_event: torch.cuda.Event | None = None
         self._error: BaseException | None = None
-        _flying().add(self)
-        threading.Thread(target=self._fly, args=(act,), name="evenly-exchange", daemon=True).start()
+        _running_exchanges().add(self)
+        threading.Thread(target=self._run, args=(act,), name="evenly-exchange", daemon=True).start()
 
     def wait(self, waiter: CollectiveWaiter) -> T:
-        """Returns the result; raises what went wrong on any rank."""
+        """Returns the result; raises the error of any rank."""
         waiter.wait_for(self._done)
         self.check()
-        if self._landed is not None and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._landed)
+        if self._finished_event is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._finished_event)
         return self._result
 
     def ends_within(self, seconds: float) -> bool:
-        """Returns whether it has ended, well or not, after at most so many seconds."""
+        """Returns whether it ends, with or without an error, within so many seconds."""
         return self._done.wait(seconds)
 
     def check(self) -> None:
-        """Raises what has gone wrong on this rank."""
+        """Raises the error of this rank, if there is one."""
         if self._error is not None:
             raise self._error
 
-    def _fly(self, act: Callable[[], T]) -> None:
+    def _run(self, act: Callable[[], T]) -> None:
         try:
             if self._after is not None:
                 self._after._done.wait()
-                self._after.check()  # ranks may stand at different places of an exchange that failed
+                self._after.check()  # after a failure ranks may be at different collectives
                 self._after = None
-            if self._stream is None or self._ready is None:
+            if self._stream is None or self._ready_event is None:
                 with torch.no_grad():
                     self._result = act()
             else:
-                self._fly_on(self._stream, self._ready, act)
+                self._run_on_stream(self._stream, self._ready_event, act)
         except BaseException as error:
             self._error = error
             self._monitor.report(error)
         finally:
             self._done.set()
 
-    def _fly_on(self, stream: torch.cuda.Stream, ready: torch.cuda.Event, act: Callable[[], T]) -> None:
+    def _run_on_stream(self, stream: torch.cuda.Stream, ready: torch.cuda.Event, act: Callable[[], T]) -> None:
         with torch.no_grad(), torch.cuda.stream(stream):
             stream.wait_event(ready)
             self._result = act()
-            self._landed = _mark(stream)
+            self._finished_event = _record_event(stream)
 
 
 @cache
-def _flying() -> "weakref.WeakSet[BackgroundExchange[Any]]":
-    """Returns the flights of this process, which are awaited at its end: torch aborts one that ends with works open."""
+def _running_exchanges() -> "weakref.WeakSet[BackgroundExchange[Any]]":
+    """Returns the background exchanges of this process; torch aborts a process that exits with collectives pending."""
     backgrounds: weakref.WeakSet[BackgroundExchange[Any]] = weakref.WeakSet()
-    atexit.register(_await_all, backgrounds)
+    atexit.register(_wait_at_exit, backgrounds)
     return backgrounds
 
 
-def _await_all(backgrounds: "weakref.WeakSet[BackgroundExchange[Any]]") -> None:
-    until = time.monotonic() + EXIT_S
+def _wait_at_exit(backgrounds: "weakref.WeakSet[BackgroundExchange[Any]]") -> None:
+    deadline = time.monotonic() + EXIT_S
     for background in list(backgrounds):
-        background.ends_within(max(0.0, until - time.monotonic()))
+        background.ends_within(max(0.0, deadline - time.monotonic()))
 
 
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def _record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
     event.record(stream)
     return event

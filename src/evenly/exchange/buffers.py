@@ -1,4 +1,4 @@
-"""Buffers, such as BatchNorm's: what an exchange makes of those that batches have changed, by the policy of each."""
+"""Buffers, such as BatchNorm's: how an exchange combines those that changed, by the policy of each."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from evenly.errors import NonFiniteError, SpecError
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.buffer_policies import policies_of
 from evenly.exchange.tensors.memory import DistinctTensors
-from evenly.exchange.tensors.optimizer_state import averages, kept_buffers
+from evenly.exchange.tensors.optimizer_state import averages, persistent_buffers
 from evenly.exchange.tensors.ordered import below_all, from_ordered, to_ordered
 from evenly.spec import BufferPolicy, Exchange
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Buffers:
-    """The buffers of a module that ranks agree on, and as the last exchange left them."""
+    """The buffers of a module that ranks agree on, and their values after the last exchange."""
 
     def __init__(
         self, module: torch.nn.Module, settings: Exchange, replica_exchange: ReplicaExchange, *, alone: bool
@@ -36,33 +36,33 @@ class Buffers:
             logger.info("buffers, %s: %s", policy, ", ".join(n for n, p in self.policies.items() if p == policy))
 
     def learn(self, agreed: Tensors | None = None) -> None:
-        """Takes over what all ranks have agreed on; without it, what is in the module now."""
+        """Stores the values that all ranks agreed on; by default those in the module now."""
         self.agreed = copies({**self.now(), **{n: v for n, v in (agreed or {}).items() if self._policy(n) != "keep"}})
 
     def now(self) -> Tensors:
         """Returns the buffers that ranks agree on."""
-        kept = {} if self._alone else kept_buffers(self._module, self._distinct)
-        return {name: buffer for name, buffer in kept.items() if self._policy(name) != "keep"}
+        buffers = {} if self._alone else persistent_buffers(self._module, self._distinct)
+        return {name: buffer for name, buffer in buffers.items() if self._policy(name) != "keep"}
 
     def snapshot(self) -> Tensors:
-        """Returns the buffers as they are; those known not to have changed since the last exchange are not copied.
+        """Returns the current buffers; those that did not change since the last exchange are not copied.
 
-        To compare them on a GPU would stall it, so all are copied there.
+        On a GPU all are copied, because a comparison would stall it.
         """
-        found = {}
+        snapshot = {}
         for name, buffer in self.now().items():
-            self._require_known(name, buffer)
+            self._require_registered(name, buffer)
             is_same = not buffer.is_cuda and same(buffer, self.agreed[name])
-            found[name] = self.agreed[name] if is_same else buffer.detach().clone()
-        return found
+            snapshot[name] = self.agreed[name] if is_same else buffer.detach().clone()
+        return snapshot
 
-    def moves(self, snapshot: Tensors) -> "BufferChanges":
-        """Returns what becomes of the buffers of a snapshot."""
+    def changes(self, snapshot: Tensors) -> "BufferChanges":
+        """Returns the changes of the buffers of a snapshot since the last exchange."""
         before = {name: self.agreed[name] for name in snapshot}
         return BufferChanges(snapshot, before, self.policies, self._replica_exchange.is_first)
 
     def put(self, agreed: Tensors, snapshot: Tensors, *, change: bool) -> None:
-        """Puts what was agreed on into the module; if as a `change`, what was added since the snapshot stays."""
+        """Puts the agreed values into the module; as a `change`, updates since the snapshot are kept."""
         for name, buffer in self.now().items():
             if name not in agreed:
                 continue
@@ -75,10 +75,10 @@ class Buffers:
     def _policy(self, name: str) -> BufferPolicy:
         return self.policies.get(name, "auto")
 
-    def _require_known(self, name: str, buffer: torch.Tensor) -> None:
-        known = self.agreed.get(name) if name in self.policies else None
-        if known is None or known.shape != buffer.shape or known.dtype != buffer.dtype:
-            was = "there was none" if known is None else f"it had {known.dtype} {list(known.shape)}"
+    def _require_registered(self, name: str, buffer: torch.Tensor) -> None:
+        agreed = self.agreed.get(name) if name in self.policies else None
+        if agreed is None or agreed.shape != buffer.shape or agreed.dtype != buffer.dtype:
+            was = "there was none" if agreed is None else f"it had {agreed.dtype} {list(agreed.shape)}"
             raise SpecError(
                 f"the buffer {name!r} has {buffer.dtype} {list(buffer.shape)}, and when synchronize was called {was}: "
                 "nodes cannot average it. Register it before, in its full size, or with persistent=False."
@@ -87,12 +87,12 @@ class Buffers:
 
 @dataclass(frozen=True)
 class BufferChanges:
-    """Buffers, what they were at the last exchange, and what is to become of them."""
+    """Buffers, their values at the last exchange, and their policies."""
 
     snapshot: Tensors
     before: Tensors
     policies: Mapping[str, BufferPolicy]
-    is_first: bool  # this rank has those that are taken from one
+    is_first: bool  # this rank provides buffers of the policy 'first'
 
     def bits(self) -> tuple[bool, ...]:
         """Returns for each buffer whether it has changed."""
@@ -100,10 +100,9 @@ class BufferChanges:
         return tuple(buffer is not before and not same(buffer, before) for before, buffer in pairs)
 
     def split(self, changed: Sequence[bool]) -> tuple[Tensors, Tensors]:
-        """Returns of the buffers that some rank has changed keys, of which the largest holds, and what was added to
-        those that are averaged.
+        """Returns, for the buffers that some rank changed, keys to maximize over ranks, and the changes to average.
 
-        Nothing can be added to what is not finite: there it is the value itself.
+        Where the last value is not finite the change is the new value itself.
         """
         chosen = {name: self.snapshot[name] for name, bit in zip(self.snapshot, changed, strict=True) if bit}
         keys = {name: self._keys(name, buffer) for name, buffer in chosen.items() if not self._is_averaged(name)}
@@ -111,9 +110,9 @@ class BufferChanges:
         return keys, added
 
     def agreed(self, keys: Tensors, added: Tensors) -> Tensors:
-        """Returns the values of the buffers, given the largest keys and the average of what was added."""
+        """Returns the values of the buffers from the largest keys and the averaged changes."""
         averaged = {name: _finite(self.before[name]) + move for name, move in added.items()}
-        self._require_meaning(averaged)
+        self._require_finite_mix(averaged)
         largest = {name: from_ordered(k, self.snapshot[name], smallest=self._is_min(name)) for name, k in keys.items()}
         return {**largest, **averaged}
 
@@ -127,8 +126,8 @@ class BufferChanges:
         keys = to_ordered(buffer, smallest=self._is_min(name))
         return keys if self.is_first or self.policies[name] != "first" else below_all(keys)
 
-    def _require_meaning(self, averaged: Tensors) -> None:
-        """Raises `NonFiniteError` for averages of finite and infinite numbers: infinity mostly says "nothing yet"."""
+    def _require_finite_mix(self, averaged: Tensors) -> None:
+        """Raises `NonFiniteError` for averages of finite and infinite numbers: infinity often means "no value yet"."""
         torn = [is_torn(average, self.snapshot[name]) for name, average in averaged.items()]
         if not torn or not bool(torch.stack(torn).any()):
             return
@@ -141,8 +140,8 @@ class BufferChanges:
 
 
 def add_change(buffer: torch.Tensor, agreed: torch.Tensor, snapshot: torch.Tensor, policy: BufferPolicy) -> None:
-    """Merges in place what ranks have agreed on for the snapshot of a buffer that has changed since then."""
-    if policy == "first":  # whose buffer it is goes on
+    """Merges in place the values agreed on for the snapshot of a buffer that may have changed since."""
+    if policy == "first":  # the rank that provided it keeps its newer value
         buffer.copy_(torch.where(_all_same(agreed, snapshot), buffer, agreed))
     elif not averages(buffer):  # flags and counters, of which torch cannot add all types
         buffer.copy_(buffer.long() + (agreed.long() - snapshot.long()))
@@ -159,9 +158,9 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(_all_same(one, other)) if one.dtype.itemsize == 1 else torch.equal(one, other)
 
 
-def is_torn(average: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Returns whether an average was made of finite and infinite elements, or of infinite ones of both signs."""
-    return ((average.isinf() & own.isfinite()) | (average.isnan() & own.isinf())).any()
+def is_torn(average: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Returns whether an average mixes finite and infinite elements, or infinities of both signs."""
+    return ((average.isinf() & local.isfinite()) | (average.isnan() & local.isinf())).any()
 
 
 def copies(buffers: Tensors) -> Tensors:

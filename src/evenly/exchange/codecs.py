@@ -1,6 +1,6 @@
-"""In what form values travel between nodes: two functions each, floats to bytes and back.
+"""Codecs for values sent between nodes: a pair of functions, floats to bytes and back.
 
-What travels are differences to the last agreed point, and what a code loses is added to the next difference.
+Nodes encode differences to the anchor and add the encoding error to the next difference.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 
 from evenly.errors import SpecError
 
-TRIED = (1, 7, 300)  # numbers of values with which a new codec is tried
+TEST_SIZES = (1, 7, 300)  # vector lengths used to test a new codec
 
 Encode = Callable[[torch.Tensor], torch.Tensor]
 Decode = Callable[[torch.Tensor, int], torch.Tensor]
@@ -28,33 +28,33 @@ class Codec:
     _lengths: dict[tuple[int, torch.dtype], int] = field(default_factory=dict, compare=False, repr=False)
 
     def code_of(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the code of a vector; the others wait for as many bytes as zeros would have."""
+        """Returns the code of a vector; receivers expect as many bytes as the code of zeros has."""
         code, kind = self.encode(values), (values.numel(), values.dtype)
         if kind not in self._lengths:
             self._lengths[kind] = self.encode(torch.zeros_like(values)).numel()
         expected = self._lengths[kind]
         if code.numel() != expected:
             raise SpecError(
-                f"a codec made {code.numel()} bytes of {values.numel()} values, and {expected} of as many zeros. Their "
-                "number must depend on the number of values only."
+                f"a codec returned {code.numel()} bytes of {values.numel()} values, but {expected} for as many zeros. "
+                "Let the number of bytes depend on the number of values only."
             )
         return code
 
 
 def add_codec(name: str, encode: Encode, decode: Decode) -> None:
-    """Makes a codec known as `name`; every rank calls it before `synchronize`.
+    """Registers a codec as `name`; every rank calls it before `synchronize`.
 
     Args:
-        name: what `codec=` is to be given.
+        name: the value for `codec=`.
         encode: a flat tensor of floats to a flat tensor of `torch.uint8` on the same device. Its length must depend on
             the number of values only.
         decode: such bytes and the number of values to a flat tensor of float32.
     """
     if name in ("fp32", *CODECS):
-        raise SpecError(f"a codec named {name!r} is known already. Give yours another name.")
+        raise SpecError(f"a codec named {name!r} is known already. Choose another name.")
     codec = Codec(encode, decode)
-    for size in TRIED:
-        _try(name, codec, size)
+    for size in TEST_SIZES:
+        _test_codec(name, codec, size)
     CODECS[name] = codec
 
 
@@ -65,27 +65,27 @@ def find_codec(name: str) -> Codec | None:
     if name not in CODECS:
         raise SpecError(
             f"codec={name!r} was asked for, but there are only {', '.join(['fp32', *CODECS])}. "
-            "Take one of these, or make yours known by evenly.exchange.add_codec on every rank."
+            "Choose one of these, or register yours with evenly.exchange.add_codec on every rank."
         )
     return CODECS[name]
 
 
-def _try(name: str, codec: Codec, size: int) -> None:
-    """Refuses a codec that cannot carry `size` values."""
-    given = torch.ones(size)
-    zeros, ones = codec.encode(torch.zeros(size)), codec.encode(given)
-    if not torch.equal(given, torch.ones(size)):
+def _test_codec(name: str, codec: Codec, size: int) -> None:
+    """Raises `SpecError` for a codec that fails on `size` values."""
+    original = torch.ones(size)
+    zeros, ones = codec.encode(torch.zeros(size)), codec.encode(original)
+    if not torch.equal(original, torch.ones(size)):
         raise SpecError(f"the codec {name!r} changes the values that it encodes. Let it work on a copy: x.clone().")
     if zeros.dtype != torch.uint8 or zeros.ndim != 1 or zeros.shape != ones.shape:
         raise SpecError(
-            f"the codec {name!r} made of {size} values {zeros.dtype} {list(zeros.shape)}, and of others "
-            f"{list(ones.shape)}. It must be a flat tensor of torch.uint8 whose length depends on their number only."
+            f"encode() of the codec {name!r} returned {zeros.dtype} {list(zeros.shape)} for {size} zeros and "
+            f"{list(ones.shape)} for {size} ones. It must return 1-D torch.uint8 whose length depends on {size} only."
         )
     values = codec.decode(ones, size)
     if not values.is_floating_point() or values.shape != (size,):
         raise SpecError(
-            f"the codec {name!r} made {values.dtype} {list(values.shape)} of the code of {size} values. Decode as many "
-            "floats as were encoded."
+            f"decode() of the codec {name!r} returned {values.dtype} {list(values.shape)} for {size} values. Decode as "
+            "many floats as were encoded."
         )
 
 
@@ -130,7 +130,7 @@ def _from_int4(code: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _blocks(values: torch.Tensor, block: int) -> torch.Tensor:
-    """Returns a copy of the values as float32, [blocks, block], filled up with zeros."""
+    """Returns a copy of the values as float32, [blocks, block], zero-padded."""
     count = -(-values.numel() // block)
     blocks = torch.zeros(count * block, dtype=torch.float32, device=values.device)
     blocks[: values.numel()].copy_(values)
@@ -138,7 +138,7 @@ def _blocks(values: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _scales(blocks: torch.Tensor, largest: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns what one digit stands for in each block; of zeros it is 1, and what is not finite stays so."""
+    """Returns the scale of each block: 1 for zeros; non-finite scales stay so."""
     scales = blocks.abs().amax(1, keepdim=True).div_(largest).to(dtype)
     return scales.masked_fill_(scales == 0, 1.0)
 

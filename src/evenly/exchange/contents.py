@@ -1,4 +1,4 @@
-"""What travels in an exchange: parameters and optimizer state, whole or in fragments."""
+"""Builds the payload of an exchange: parameters and optimizer state, whole or in fragments."""
 
 import logging
 from collections.abc import Collection, Sequence
@@ -12,14 +12,14 @@ from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.fingerprint import Fingerprint
 from evenly.exchange.tensors.fragments import Piece, split, within
 from evenly.exchange.tensors.memory import DistinctTensors
-from evenly.exchange.tensors.optimizer_state import StateEntry, held_now, reset_state, trained_entries
+from evenly.exchange.tensors.optimizer_state import StateEntry, current_tensors, reset_state, trained_entries
 from evenly.spec import Exchange
 
 logger = logging.getLogger(__name__)
 
 
 class PayloadBuilder:
-    """Finds what of a network and its optimizer belongs to a fragment; nothing, unless it `travels`."""
+    """Selects the parameters and optimizer state of a fragment; nothing unless `is_sent`."""
 
     def __init__(
         self,
@@ -28,38 +28,40 @@ class PayloadBuilder:
         replica_exchange: ReplicaExchange,
         settings: Exchange,
         *,
-        travels: bool,
+        is_sent: bool,
     ) -> None:
         self._module = module
         self._optimizer = optimizer
         self._replica_exchange = replica_exchange
-        self._settings, self._travels = settings, travels
+        self._settings, self._is_sent = settings, is_sent
         self._distinct = DistinctTensors()
         self._trained = _trained(module)
         self._names: list[str] = []
-        self._knows_slots = False
+        self._are_slots_checked = False
         self._fragments: list[Piece] = []
 
     def forget(self) -> None:
-        """Finds fragments anew: parts of the network have changed hands."""
+        """Recomputes the fragments, after parts of the network moved between ranks."""
         self._trained, self._names = _trained(self._module), []
 
     def load(self, fragments: Sequence[int], *, stateful: Sequence[int] = (), change: bool = False) -> Payload:
-        """Returns a snapshot of these fragments, of some with the optimizer's state."""
+        """Returns a snapshot of these fragments; those in `stateful` include the optimizer's state."""
         return self._replica_exchange.load(self._entries(fragments), self._state(stateful), change=change)
 
     def load_all(self) -> Payload:
-        """Returns a snapshot of all parameters, whose points nobody remembers."""
-        return self._replica_exchange.load({"": trained_entries(self._module, self._distinct)} if self._travels else {})
+        """Returns a snapshot of all parameters, without anchors."""
+        return self._replica_exchange.load({"": trained_entries(self._module, self._distinct)} if self._is_sent else {})
 
     def fingerprint(self, fragments: Sequence[int] | None = None) -> Fingerprint:
-        """Returns the fingerprint of what this rank holds of these fragments, or of all trained parameters."""
-        if fragments is None or not self._travels:
+        """Returns the fingerprint of this rank's part of these fragments, or of all trained parameters."""
+        if fragments is None or not self._is_sent:
             return self._replica_exchange.fingerprint(trained_entries(self._module))
         return self._replica_exchange.fingerprint([e for entries in self._entries(fragments).values() for e in entries])
 
-    def words(self, fragments: Sequence[int], buffers: dict[str, torch.Tensor], *, stateful: Sequence[int] = ()) -> str:
-        """Returns what is about to be sent, in words."""
+    def describe(
+        self, fragments: Sequence[int], buffers: dict[str, torch.Tensor], *, stateful: Sequence[int] = ()
+    ) -> str:
+        """Returns a text that names what is about to be sent."""
         self._require_slots()
         chosen = [entry for entries in self._entries(fragments).values() for entry in entries]
         entries = [*chosen, *self._state(stateful)]
@@ -70,25 +72,25 @@ class PayloadBuilder:
         )
 
     def unload(self, payload: Payload, *, state: bool = True, but: Collection[str] = ()) -> None:
-        """Puts what was agreed on into the network as it lies now, `but` for some, and into the optimizer."""
-        payload.unload(held_now(self._module, self._optimizer), state=state, but=but)
+        """Writes the agreed values into the network's current tensors, `but` for some, and into the optimizer."""
+        payload.unload(current_tensors(self._module, self._optimizer), state=state, but=but)
 
     def _require_slots(self) -> None:
-        """Raises `SpecError`, as soon as the optimizer has state, where the settings name a slot that it has not."""
+        """Raises `SpecError` if the settings name a slot that the optimizer lacks; checked once it has state."""
         policies = self._settings.optimizer_state
-        if self._knows_slots or isinstance(policies, str):
+        if self._are_slots_checked or isinstance(policies, str):
             return
         slots = sorted({str(slot) for state in self._optimizer.state.values() for slot in state})
-        self._knows_slots = bool(slots)
+        self._are_slots_checked = bool(slots)
         for slot in [slot for slot in policies if slots and slot not in slots]:
             case = f"optimizer_state names {slot!r}, but {type(self._optimizer).__name__} has {', '.join(slots)}"
             if get_close_matches(slot, slots):
                 raise SpecError(f"{case}. Name one of these.")
-            logger.warning("%s so far", case)  # some optimizers make state later
+            logger.warning("%s so far", case)  # some optimizers create state later
 
     def reset_state(self, fragments: Sequence[int]) -> None:
         """Sets the optimizer's state of these fragments to zero where the settings say so."""
-        if fragments and self._travels and self._settings.treats_state("reset"):
+        if fragments and self._is_sent and self._settings.treats_state("reset"):
             for fragment in fragments:
                 reset_state(self._module, self._optimizer, self._pieces()[fragment], self._is_reset)
 
@@ -96,15 +98,15 @@ class PayloadBuilder:
         return self._settings.policy_of(slot) == "reset"
 
     def _entries(self, fragments: Sequence[int]) -> dict[str, list[StateEntry]]:
-        """Returns the parameters of each fragment, under the key of its points."""
-        if not self._travels:
+        """Returns the parameters of each fragment, by the key of its anchors."""
+        if not self._is_sent:
             return {}
         entries, pieces = trained_entries(self._module, self._distinct), self._pieces()
         return {f"{fragment}": within(entries, pieces[fragment]) for fragment in fragments}
 
     def _state(self, fragments: Sequence[int]) -> list[StateEntry]:
-        """Returns the optimizer's state that travels with these fragments."""
-        if not fragments or not self._travels or not self._settings.treats_state("average"):
+        """Returns the optimizer's state that is sent with these fragments."""
+        if not fragments or not self._is_sent or not self._settings.treats_state("average"):
             return []
         slots = self._replica_exchange.state(self._module, self._optimizer)
         slots = [entry for entry in slots if self._settings.policy_of(entry.slot) == "average"]
@@ -115,7 +117,7 @@ class PayloadBuilder:
             case = "no longer trained" if changed[0] in self._trained else "trained now"
             raise SpecError(
                 f"the parameter {changed[0]!r} is {case}, which was different when synchronize was called: ranks "
-                "would go apart. Freeze parameters before, or call finish(), close() and synchronize again."
+                "would diverge. Freeze parameters before, or call finish(), close() and synchronize again."
             )
         entries = trained_entries(self._module, self._distinct)
         if self._names != [entry.home for entry in entries]:  # some may share memory now

@@ -1,4 +1,4 @@
-"""Ranks that should hold the same parameters and do not: noticed in the vote before an exchange, and named."""
+"""Finds ranks whose parameters differ though they must be equal, in the vote before an exchange."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ JOINT = (
 
 
 class DivergenceCheck:
-    """Compares what ranks have said that they hold, and finds out where they differ."""
+    """Compares the fingerprints of ranks and finds the first parameter that differs."""
 
     def __init__(
         self,
@@ -51,38 +51,46 @@ class DivergenceCheck:
         self._has_warned = False
 
     def require_same(
-        self, quorum: Quorum, held: Fingerprint, waiter: CollectiveWaiter, *, step: int, since: int, everywhere: bool
+        self,
+        quorum: Quorum,
+        fingerprint: Fingerprint,
+        waiter: CollectiveWaiter,
+        *,
+        step: int,
+        since: int,
+        everywhere: bool,
     ) -> None:
-        """Raises `MismatchError` where networks of this node differ, or, if they may not, those of different nodes.
+        """Raises `MismatchError` if replicas of this node differ or, where they must not, those of different nodes.
 
-        `held` is this rank's. All ranks that see the difference call it together. They had `since` steps in which
-        rounding may differ.
+        `fingerprint` is this rank's. All ranks that see the difference call it together. Rounding may differ in the
+        `since` steps since they were equal.
         """
         self._warn_of_rates(quorum, step=step)
         node, world = self._groups.node_votes, self._groups.world
-        if are_apart(quorum.held, held.elements, steps=since):
-            self._refuse(held, dict(enumerate(self._groups.ranks)), node, waiter, INSIDE, step=step, since=since)
-        if (everywhere or self._joint) and are_apart(quorum.held_by_nodes, held.elements, steps=since):
+        if are_apart(quorum.fingerprints, fingerprint.elements, steps=since):
+            ranks = dict(enumerate(self._groups.ranks))
+            self._raise_mismatch(fingerprint, ranks, node, waiter, INSIDE, step=step, since=since)
+        if (everywhere or self._joint) and are_apart(quorum.node_fingerprints, fingerprint.elements, steps=since):
             why, ranks = JOINT if self._joint else ACROSS, dict(enumerate(range(self._groups.rank_group.size)))
-            self._refuse(held, ranks, world, waiter, why, step=step, since=since)
+            self._raise_mismatch(fingerprint, ranks, world, waiter, why, step=step, since=since)
 
     def _warn_of_rates(self, quorum: Quorum, *, step: int) -> None:
-        """Says it once if nodes train with different learning rates: often a scheduler follows one node's loss."""
+        """Warns once if nodes train with different learning rates: often a scheduler follows one node's loss."""
         if self._has_warned or len(set(quorum.learning_rates)) < 2:
             return
         self._has_warned = True
         if self._groups.rank_group.rank == 0:
             rates = ", ".join(f"node {node}: {rate:g}" for node, rate in enumerate(quorum.learning_rates))
             logger.warning(
-                "nodes have different learning rates at step %d (%s); their parameters are averaged all the same. If a "
+                "nodes have different learning rates at step %d (%s); their parameters are averaged nevertheless. If a "
                 "scheduler follows a loss, give it the mean of all nodes",
                 step,
                 rates,
             )
 
-    def _refuse(
+    def _raise_mismatch(
         self,
-        held: Fingerprint,
+        fingerprint: Fingerprint,
         ranks: dict[int, int],
         group: dist.ProcessGroup,
         waiter: CollectiveWaiter,
@@ -91,15 +99,15 @@ class DivergenceCheck:
         step: int,
         since: int,
     ) -> None:
-        own: dict[str, Any] = {
-            "holds": held.by_tensor(),
-            "platform": held.read().platform,
+        report: dict[str, Any] = {
+            "holds": fingerprint.by_tensor(),
+            "platform": fingerprint.read().platform,
             "settings": [_settings(group) for group in self._optimizer.param_groups],
             "with": [self._groups.ranks[place] for place in self._holders()],
         }
-        rows = {ranks[place]: row for place, row in enumerate(gather_json(own, group, waiter))}
+        rows = {ranks[place]: row for place, row in enumerate(gather_json(report, group, waiter))}
         networks = sorted({tuple(row["with"]) for row in rows.values()})
-        name, others = _first_apart(networks, rows, since=since)
+        name, others = _first_difference(networks, rows, since=since)
         raise MismatchError(
             f"ranks {list(networks[0])} and {others} held different parameters after step {step}: {name!r} is the "
             f"first that differs{_other_settings(rows)}. {why}"
@@ -113,22 +121,22 @@ class DivergenceCheck:
 def learning_rate(optimizer: torch.optim.Optimizer) -> float:
     """Returns the learning rate of the first parameter group; 0 for one on an accelerator, which is not read."""
     rate = optimizer.param_groups[0].get("lr", 0.0)
-    is_near = isinstance(rate, int | float) or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
-    return float(rate) if is_near else 0.0
+    is_on_host = isinstance(rate, int | float) or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
+    return float(rate) if is_on_host else 0.0
 
 
-def _first_apart(
+def _first_difference(
     networks: Sequence[tuple[int, ...]], rows: dict[int, dict[str, Any]], *, since: int
 ) -> tuple[str, list[int]]:
-    """Returns the first parameter that differs between networks, and the ranks that hold another one than the first."""
+    """Returns the first parameter that differs between networks, and the ranks that differ from the first."""
     is_alike = all(row["platform"] == rows[networks[0][0]]["platform"] for row in rows.values())
     for place, (name, *_) in enumerate(rows[networks[0][0]]["holds"]):
         parts = [[rows[rank]["holds"][place] for rank in ranks] for ranks in networks]
         values = [math.fsum(value for _, value, *_ in part) for part in parts]
         units = [max(unit for _, _, unit, _ in part) for part in parts]
         elements = parts[0][0][3] if is_alike else 0
-        if found := apart(values, units, steps=since, alike=elements):
-            return name, [rank for network in found for rank in networks[network]]
+        if differing := apart(values, units, steps=since, alike=elements):
+            return name, [rank for network in differing for rank in networks[network]]
     return "some", [rank for ranks in networks[1:] for rank in ranks]
 
 
@@ -137,13 +145,13 @@ def _settings(group: dict[str, Any]) -> dict[str, str]:
 
 
 def _other_settings(rows: dict[int, dict[str, Any]]) -> str:
-    """Returns, in words, the first setting of the optimizer that is not the same on all ranks."""
+    """Returns a text on the first setting of the optimizer that differs between ranks."""
     (first, reference), *others = ((rank, row["settings"]) for rank, row in rows.items())
     for rank, settings in others:
         if json.dumps(settings) != json.dumps(reference):
             for number, (ours, theirs) in enumerate(zip(reference, settings, strict=False)):
                 for key in ours.keys() & theirs.keys():
                     if ours[key] != theirs[key]:
-                        said = f"{ours[key]} on rank {first} and {theirs[key]} on rank {rank}"
-                        return f"; the optimizer's setting {key!r} of group {number} is {said}"
+                        values = f"{ours[key]} on rank {first} and {theirs[key]} on rank {rank}"
+                        return f"; the optimizer's setting {key!r} of group {number} is {values}"
     return ""

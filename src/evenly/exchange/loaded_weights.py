@@ -1,4 +1,4 @@
-"""Notices that `load_state_dict` has put other values into a network or its optimizer."""
+"""Detects that `load_state_dict` replaced values of a network or its optimizer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,26 +14,26 @@ from evenly.exchange.buffers import same
 
 
 @dataclass(frozen=True)
-class _Noted:
-    """A tensor that was loaded some `times`, and its values before the first of them."""
+class _LoadedTensor:
+    """A tensor that was loaded `times` times, and its values before the first load."""
 
     tensor: torch.Tensor
     before: torch.Tensor
     times: int
-    is_undone: bool = False  # the last load has put these values back; what is written by hand later is no load
+    is_undone: bool = False  # the last load restored these values; later writes by hand do not count
 
     def is_same(self, now: torch.Tensor | None) -> bool:
-        """Returns whether a tensor has the values from before."""
+        """Returns whether a tensor has the values from before the first load."""
         return now is not None and now.shape == self.before.shape and same(now.detach(), self.before)
 
 
 class LoadedWeights:
-    """What `load_state_dict` of the network, of any part of it, or of its optimizer has replaced since it was taken."""
+    """What `load_state_dict` of the network, a submodule or the optimizer replaced since the last `take`."""
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._module = module
-        self._noted: dict[str, _Noted] = {}  # by name
-        self._of_optimizer = False
+        self._loaded: dict[str, _LoadedTensor] = {}  # by name
+        self._is_optimizer_loaded = False
         self._handle = optimizer.register_load_state_dict_post_hook(_OptimizerHook(self))
         self._hooks = [
             _ModuleHook(self, part, f"{prefix}." if prefix else "") for prefix, part in module.named_modules()
@@ -42,48 +42,48 @@ class LoadedWeights:
     @property
     def any(self) -> bool:
         """Whether anything may have been loaded."""
-        return self._of_optimizer or bool(self._noted)
+        return self._is_optimizer_loaded or bool(self._loaded)
 
     def changed(self) -> set[str]:
         """Returns the names of parameters and buffers that were loaded.
 
-        What was put in for a while and taken out again, by two loads or more without a step between, was not.
+        Values that a later load restored, without a step between, do not count as loaded.
         """
-        every: dict[str, torch.Tensor] = dict(self._module.named_buffers(remove_duplicate=False))
-        every |= self._module.named_parameters(remove_duplicate=False)
-        for name, noted in self._noted.items():
-            if isinstance(noted.tensor, torch.nn.Parameter) and every.get(name) is not noted.tensor:
+        tensors: dict[str, torch.Tensor] = dict(self._module.named_buffers(remove_duplicate=False))
+        tensors |= self._module.named_parameters(remove_duplicate=False)
+        for name, loaded in self._loaded.items():
+            if isinstance(loaded.tensor, torch.nn.Parameter) and tensors.get(name) is not loaded.tensor:
                 raise SpecError(
                     f"load_state_dict(assign=True) has replaced the parameter {name!r}, which the optimizer and the "
                     "averaging of gradients do not know. Load without assign, or load before synchronize."
                 )
         parameters = {
-            name: noted for name, noted in self._noted.items() if isinstance(noted.tensor, torch.nn.Parameter)
+            name: loaded for name, loaded in self._loaded.items() if isinstance(loaded.tensor, torch.nn.Parameter)
         }
-        telling = parameters or self._noted  # a forward may have changed buffers since
-        if all(noted.is_undone for noted in telling.values()):
+        decisive = parameters or self._loaded  # a forward may have changed buffers since
+        if all(loaded.is_undone for loaded in decisive.values()):
             return set()
-        first_names = {id(tensor): name for name, tensor in reversed(every.items())}  # of tied ones the first
-        return {first_names[id(every[name])] for name in self._noted if name in every}
+        first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}  # the first of tied tensors
+        return {first_names[id(tensors[name])] for name in self._loaded if name in tensors}
 
     def take(self) -> tuple[set[str], bool]:
-        """Returns what has changed and whether the optimizer was loaded, and notices anew from here on."""
-        taken = self.changed(), self._of_optimizer
+        """Returns the loaded names and whether the optimizer was loaded, then forgets them."""
+        result = self.changed(), self._is_optimizer_loaded
         self.forget()
-        return taken
+        return result
 
     def forget(self) -> None:
-        """Notices anew from here on."""
-        self._noted, self._of_optimizer = {}, False
+        """Forgets all loads so far."""
+        self._loaded, self._is_optimizer_loaded = {}, False
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Leaves out what is loaded inside: values are put back at the end."""
-        before = dict(self._noted)
+    def ignored(self) -> Iterator[None]:
+        """Ignores loads inside: the caller restores the values at the end."""
+        before = dict(self._loaded)
         try:
             yield
         finally:
-            self._noted = before
+            self._loaded = before
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -96,26 +96,26 @@ class LoadedWeights:
         for key, tensor in own_tensors(part):
             if tensor is not None and key in keys:
                 name = f"{prefix}{key}"
-                known = self._noted.get(name)
-                before = tensor.detach().clone() if known is None else known.before
-                self._noted[name] = _Noted(tensor, before, 1 if known is None else known.times + 1)
+                earlier = self._loaded.get(name)
+                before = tensor.detach().clone() if earlier is None else earlier.before
+                self._loaded[name] = _LoadedTensor(tensor, before, 1 if earlier is None else earlier.times + 1)
 
     def note_end(self, prefix: str, part: torch.nn.Module) -> None:
-        """Looks at what a load has put into the tensors of `part`."""
+        """Records whether a load restored the former values of the tensors of `part`."""
         for key, tensor in own_tensors(part):
-            if (noted := self._noted.get(f"{prefix}{key}")) is not None:
-                self._noted[f"{prefix}{key}"] = replace(noted, is_undone=noted.times > 1 and noted.is_same(tensor))
+            if (loaded := self._loaded.get(f"{prefix}{key}")) is not None:
+                self._loaded[f"{prefix}{key}"] = replace(loaded, is_undone=loaded.times > 1 and loaded.is_same(tensor))
 
     def note_optimizer(self) -> None:
         """Remembers that the optimizer was loaded."""
-        self._of_optimizer = True
+        self._is_optimizer_loaded = True
 
 
 class _ModuleHook:
     """Called before a module loads its own tensors, and with two arguments after it.
 
-    In copies and pickles of the network it becomes a function of the standard library that does nothing, so that they
-    know neither this run nor this library.
+    Copies and pickles of the network get a standard library function that does nothing instead, so that they depend
+    neither on this run nor on this library.
     """
 
     def __init__(self, owner: LoadedWeights, part: torch.nn.Module, prefix: str) -> None:
@@ -135,7 +135,7 @@ class _ModuleHook:
             owner.note(self._prefix, part, keys)
 
     def remove(self) -> None:
-        """Takes itself out of the module."""
+        """Removes itself from the module."""
         part = self._part()
         if part is not None:
             remove_load_hook(part, self)

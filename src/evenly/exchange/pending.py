@@ -1,4 +1,4 @@
-"""One exchange on its way: from the snapshot over the wire to the merge."""
+"""One pending exchange, from the snapshot to the merge."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,9 @@ Tensors = dict[str, torch.Tensor]
 class ExchangeSummary:
     """One exchange as a rank saw it.
 
-    It followed `step` and was merged after `merged` steps. All ranks were there after `met_s`, and it took `seconds`
-    more; training waited `waited_s` for both. The node had gone away from the average by `drift` times the length of
-    the parameters.
+    It began after `step` and was merged after step `merged`. All ranks had joined after `met_s`, and it took `seconds`
+    more; training waited `waited_s` for both. The node's distance to the average was `drift` times the length of the
+    parameters.
     """
 
     number: int
@@ -42,34 +42,34 @@ class PendingExchange:
     begun: int  # step after which the snapshot was taken
     due: int  # step after which it is merged
     fragments: tuple[int, ...]
-    stateful: tuple[int, ...]  # those of which the optimizer's state is treated too
-    steps: int  # in which nodes went apart
+    stateful: tuple[int, ...]  # fragments whose optimizer state is included
+    steps: int  # since the previous exchange of these fragments
     place: str
     payload: Payload
     snapshot: Tensors  # of buffers
     background: "BackgroundExchange[ExchangeOutcome | None] | None" = None
     outcome: "ExchangeOutcome | None" = None
-    loaded: set[str] = field(default_factory=set)  # parameters and buffers that have got other values meanwhile
+    loaded: set[str] = field(default_factory=set)  # parameters and buffers that were loaded meanwhile
     is_state_loaded: bool = False
 
-    def told(self, outcome: "ExchangeOutcome", merged: int, waited_s: float) -> ExchangeSummary:
-        """Returns what is told of it once it is merged."""
-        carried = outcome.carried
+    def summary(self, outcome: "ExchangeOutcome", merged: int, waited_s: float) -> ExchangeSummary:
+        """Returns the summary of the merged exchange."""
+        stats = outcome.carried
         steps, times = (self.number, self.begun, merged), (outcome.seconds, outcome.met_s, waited_s)
-        return ExchangeSummary(*steps, *times, carried.sent_bytes, outcome.weights, self.fragments, carried.drift)
+        return ExchangeSummary(*steps, *times, stats.sent_bytes, outcome.weights, self.fragments, stats.drift)
 
     def drop_loaded(self) -> Tensors:
-        """Makes nothing of what was agreed on for tensors that were loaded meanwhile; returns it for buffers."""
+        """Drops the agreed values of tensors that were loaded meanwhile; returns those of buffers."""
         self.payload.drop(self.loaded, state=self.is_state_loaded)
         agreed = {} if self.outcome is None else self.outcome.buffers
         return {name: agreed.pop(name) for name in self.loaded & agreed.keys()}
 
     def saved(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of an exchange that has arrived."""
+        """Returns the state of a completed exchange for a checkpoint."""
         outcome = self.outcome
         if outcome is None:
-            raise CheckpointError("an exchange that is under way cannot be saved. Wait until it has arrived.")
-        carried = outcome.carried
+            raise CheckpointError("an exchange that has not completed cannot be saved. Wait until it has.")
+        stats = outcome.carried
         return {
             **{
                 name: getattr(self, name) for name in ("number", "begun", "due", "steps", "snapshot", "is_state_loaded")
@@ -78,7 +78,7 @@ class PendingExchange:
             "stateful": list(self.stateful),
             "pieces": self.payload.saved(),
             "weights": list(outcome.weights),
-            "carried": [carried.sent_bytes, carried.distance, carried.length],
+            "carried": [stats.sent_bytes, stats.distance, stats.length],
             "times": [outcome.seconds, outcome.met_s],
             "measured": list(outcome.measured),
             "buffers": outcome.buffers,
@@ -87,21 +87,21 @@ class PendingExchange:
 
 @dataclass(frozen=True)
 class ExchangeOutcome:
-    """What came of an exchange."""
+    """The result of an exchange."""
 
     weights: tuple[float, ...]
     carried: TransferStats
-    seconds: float  # from when all ranks were there
-    met_s: float  # until all ranks were there
+    seconds: float  # after all ranks had joined
+    met_s: float  # until all ranks had joined
     measured: tuple[float, ...]  # by the slowest rank, before this exchange
-    buffers: Tensors = field(default_factory=dict)  # agreed values of those that had changed
+    buffers: Tensors = field(default_factory=dict)  # agreed values of the changed ones
 
 
 def restored(saved: dict[str, Any], payload: Payload, place: str, device: torch.device) -> PendingExchange:
-    """Returns the exchange that was saved, with what was agreed on in `payload`."""
+    """Returns the saved exchange, with its agreed values in `payload`."""
     payload.put(saved["pieces"])
     (seconds, met_s), measured = saved["times"], tuple(saved["measured"])
-    agreed = _moved(saved["buffers"], device)
+    agreed = _to_device(saved["buffers"], device)
     outcome = ExchangeOutcome(
         tuple(saved["weights"]), TransferStats(*saved["carried"]), seconds, met_s, measured, agreed
     )
@@ -114,11 +114,11 @@ def restored(saved: dict[str, Any], payload: Payload, place: str, device: torch.
         steps=saved["steps"],
         place=place,
         payload=payload,
-        snapshot=_moved(saved["snapshot"], device),
+        snapshot=_to_device(saved["snapshot"], device),
         outcome=outcome,
         is_state_loaded=saved.get("is_state_loaded", False),
     )
 
 
-def _moved(tensors: Tensors, device: torch.device) -> Tensors:
+def _to_device(tensors: Tensors, device: torch.device) -> Tensors:
     return {name: tensor.to(device) for name, tensor in tensors.items()}

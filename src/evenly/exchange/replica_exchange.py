@@ -1,4 +1,4 @@
-"""How ranks average with each other: who holds what, who speaks for what, and one exchange of it across nodes."""
+"""How replicas average with each other: which ranks hold and own which slices, and one exchange across nodes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -25,9 +25,9 @@ from evenly.spec import Exchange
 
 @final
 class ReplicaExchange:
-    """Who averages what with whom.
+    """Averages tensors between replicas, inside a node and across nodes.
 
-    A replica is one network: a rank that holds it whole, or ranks that hold it together. A node has one or several.
+    A replica is one copy of the network: on one rank, or cut over several ranks. A node has one or several.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ReplicaExchange:
         settings: Exchange,
         state_placement: StatePlacement | None,
     ) -> None:
-        self.splits_rows = not is_cut  # whether a fragment may have some rows of a tensor: of a part they are others
+        self.splits_rows = not is_cut  # whether a fragment may have some rows of a tensor; rows of shards differ
         self._groups = groups
         self._monitor = monitor
         self._is_cut = is_cut
@@ -52,56 +52,56 @@ class ReplicaExchange:
         self._settings = settings
         self._state_placement = state_placement
         self._reducers: list[BlockReducer] = []
-        self._live: ReplicaGradients | None = None
-        self._learned = 0
+        self._replica_gradients: ReplicaGradients | None = None
+        self._generation = 0
         if shard_group is not None:
-            shard_group.monitor.follow(monitor)  # who waits in a layer hears what the other nodes say
+            shard_group.monitor.follow(monitor)  # ranks that wait in a layer also see failures of other nodes
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank's replica gives all others what is taken from one: rank 0 is in it."""
-        return 0 in self._replica.everybody
+        """Whether this rank's replica, which contains rank 0, is the source of values taken from one replica."""
+        return 0 in self._replica.all_ranks
 
     @property
-    def answers(self) -> bool:
-        """Whether this rank answers for the samples of its replica: it is the first of it."""
+    def counts_samples(self) -> bool:
+        """Whether this rank counts the samples of its replica: it is its first rank."""
         return self._groups.rank_group.rank == self._replica.ranks[0]
 
     @property
     def holders(self) -> tuple[Ranks, ...]:
-        """The ranks of each replica of the node, by their places in it."""
+        """The local ranks of each replica of the node."""
         place = self._groups.ranks.index
-        return tuple(tuple(place(rank) for rank in replica.ranks) for replica in self._own)
+        return tuple(tuple(place(rank) for rank in replica.ranks) for replica in self._node_replicas)
 
-    def level(self, module: torch.nn.Module, waiter: CollectiveWaiter) -> None:
-        """Gives every rank the state of rank 0's replica; all ranks call it together, once, before all else."""
-        self._learn(module, waiter)
+    def broadcast_state(self, module: torch.nn.Module, waiter: CollectiveWaiter) -> None:
+        """Gives every rank the state of rank 0's replica; all ranks call it together, once, before anything else."""
+        self._build_reducers(module, waiter)
         if not self._is_cut:
             _broadcast(module, self._groups.world, waiter)
             return
         items = [(name, tensor.detach().clone()) for name, tensor in named_tensors(module).items()]
-        self._inside.reduce(items, waiter, weight=float(self._replica is self._own[0]), kind="copy")
+        self._inside.reduce(items, waiter, weight=float(self._replica is self._node_replicas[0]), kind="copy")
         self._across.reduce(items, waiter, weight=float(0 in self._groups.ranks), kind="copy")
-        self._across.spread(items, waiter)
+        self._across.broadcast(items, waiter)
         for (_, value), tensor in zip(items, named_tensors(module).values(), strict=True):
             tensor.copy_(value)
 
     def relearn(self, module: torch.nn.Module, waiter: CollectiveWaiter) -> None:
-        """Goes on after parts of a cut network have changed hands; all ranks call it together."""
+        """Rebuilds the groups after parts of a cut network moved between ranks; all ranks call it together."""
         for reducer in self._reducers:
             reducer.close()
         self._reducers = []
-        self._learn(module, waiter)
-        if self._live is not None:
-            self._live.follow(self._gradients)
+        self._build_reducers(module, waiter)
+        if self._replica_gradients is not None:
+            self._replica_gradients.follow(self._gradients)
 
     def gradients(self, module: torch.nn.Module, *, find_unused_parameters: bool) -> Gradients:
-        """Returns what averages the gradients of `module` over the replicas of the node: of whole ones torch's DDP."""
+        """Returns the averaging of gradients over the replicas of the node; whole replicas use torch's DDP."""
         if not self._is_cut:
             return NodeGradients(
                 module, self._groups.gradients, monitor=self._monitor, find_unused_parameters=find_unused_parameters
             )
-        self._live = ReplicaGradients(
+        self._replica_gradients = ReplicaGradients(
             module,
             self._gradients,
             self._groups.gradients,
@@ -110,103 +110,104 @@ class ReplicaExchange:
             monitor=self._monitor,
             timeout_s=self._settings.timeout_s,
         )
-        return self._live
+        return self._replica_gradients
 
     def state(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[StateEntry]:
-        """Returns the optimizer's state that can be averaged: what lies as its parameter does."""
+        """Returns the optimizer's state that can be averaged: tensors laid out like their parameter."""
         return state_entries(module, optimizer, self._state_placement)
 
     def sizes(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[int]:
-        """Returns the elements of each tensor on one device; named are the parameters or buffers that they lie like."""
+        """Returns the elements of each full tensor; the names are those of parameters or buffers laid out alike."""
         return [prod(self._shapes[name]) if self._is_cut else tensor.numel() for name, tensor in named]
 
     def fingerprint(self, entries: Sequence[StateEntry]) -> Fingerprint:
-        """Returns the fingerprint of what this rank holds of the parameters; those of a replica's ranks are summed."""
+        """Returns the fingerprint of this rank's part of the parameters; those of a replica's ranks are summed."""
         if not self._is_cut:
             return fingerprint({entry.label: entry.tensor for entry in entries})
         placed = {entry.label: (entry.tensor, local_shard_of(entry.tensor)) for entry in entries}
-        return placed_fingerprint(placed, speaks=self.answers)
+        return placed_fingerprint(placed, counts_all=self.counts_samples)
 
     def load(
         self, entries: Mapping[str, Sequence[StateEntry]], state: Sequence[StateEntry] = (), *, change: bool = False
     ) -> Payload:
-        """Returns a snapshot of parameters, by the key under which their point is remembered, and of state."""
+        """Returns a snapshot of parameters, by the key of their anchor, and of state."""
         keyed = [*entries.items(), *(("", slot) for slot in by_slot(state))]
-        packed, bundles = [], []
+        packed, slices = [], []
         for key, chosen in keyed:
-            made = self._pack(chosen, is_all=False)
-            packed += made
-            bundles += self._across.bundles([each.item for each in made], key=key, change=change)
-        return Payload(packed, bundles, change=change)
+            new = self._pack(chosen, is_all=False)
+            packed += new
+            slices += self._across.pack([each.item for each in new], key=key, change=change)
+        return Payload(packed, slices, change=change)
 
-    def carry(
+    def average(
         self,
         payload: Payload,
-        moves: Mapping[str, torch.Tensor],
+        buffer_changes: Mapping[str, torch.Tensor],
         quorum: Quorum,
         waiter: CollectiveWaiter,
         *,
-        points: Anchors,
+        anchors: Anchors,
         exact: bool,
     ) -> TransferStats:
-        """Lets nodes agree on a cargo: on values, or, if it is to be a change, on what is to be added to them.
+        """Averages a payload across nodes: its values become the agreed ones, or the change to add to the network.
 
-        `moves`, what batches have added to buffers since the last exchange, become their averages over all batches.
-        Nothing of the network is touched: another thread may use it.
+        `buffer_changes`, the changes of buffers since the last exchange, become their weighted averages. The network
+        itself is not touched: another thread may use it.
         """
-        moved, carried = self._pack(_named(moves)), TransferStats()
-        items = [each.item for each in moved]
-        self._inside.reduce(items, waiter, weight=quorum.shares[self._own.index(self._replica)])
-        if not self._ends_inside:  # else it is one node, of ranks that have all, or of one replica
-            bundles = [*payload.bundles, *self._across.bundles(items)]
-            carried = points.agree([bundle.part for bundle in bundles], quorum, waiter, exact=exact)
-            for bundle in bundles:
-                bundle.unpack()
-            self._across.spread([*(each.item for each in payload.packed), *items], waiter)
-        for each in moved:
+        packed, stats = self._pack(_named(buffer_changes)), TransferStats()
+        items = [each.item for each in packed]
+        self._inside.reduce(items, waiter, weight=quorum.shares[self._node_replicas.index(self._replica)])
+        if not self._is_single:
+            slices = [*payload.slices, *self._across.pack(items)]
+            stats = anchors.agree([packed_slice.part for packed_slice in slices], quorum, waiter, exact=exact)
+            for packed_slice in slices:
+                packed_slice.unpack()
+            self._across.broadcast([*(each.item for each in payload.packed), *items], waiter)
+        for each in packed:
             each.unpack()
-        return carried
+        return stats
 
     def agree_on_largest(self, counters: Mapping[str, torch.Tensor], waiter: CollectiveWaiter) -> None:
         """Replaces integer buffers by their maximum over all replicas."""
         packed = self._pack(_named(counters), dtype=torch.int64)
         items = [each.item for each in packed]
         self._everywhere.reduce(items, waiter, kind="max")
-        self._everywhere.spread(items, waiter)
+        self._everywhere.broadcast(items, waiter)
         for each in packed:
             each.unpack()
 
     def close(self, *, failed: bool) -> None:
-        """Shuts down what it has opened; if a rank has `failed`, works may be under way."""
+        """Shuts down the groups it opened; if a rank has `failed`, collectives may be pending."""
         if self._shard_group is not None:
             self._shard_group.monitor.leave(self._monitor)
         for reducer in self._reducers:
             reducer.close(failed=failed)
 
-    def _learn(self, module: torch.nn.Module, waiter: CollectiveWaiter) -> None:
-        """Finds out how all replicas are cut, and who meets whom."""
-        groups, self._learned = self._groups, self._learned + 1
+    def _build_reducers(self, module: torch.nn.Module, waiter: CollectiveWaiter) -> None:
+        """Collects how all replicas are cut, and builds the reducers between them."""
+        groups, self._generation = self._groups, self._generation + 1
         nodes = find_replicas(module, groups, waiter) if self._is_cut else whole_replicas(groups.nodes)
-        everybody = [replica for node in nodes for replica in node]
-        self._own = nodes[groups.index]
-        self._replica = next(replica for replica in self._own if groups.rank_group.rank in replica.everybody)
-        self._ends_inside = len(nodes) == 1 and (not self._is_cut or len(self._own) == 1)
-        self._gradient_replicas = tuple(everybody) if self._joint else self._own
+        all_replicas = [replica for node in nodes for replica in node]
+        self._node_replicas = nodes[groups.index]
+        self._replica = next(replica for replica in self._node_replicas if groups.rank_group.rank in replica.all_ranks)
+        self._is_single = len(nodes) == 1 and (not self._is_cut or len(self._node_replicas) == 1)
+        self._gradient_replicas = tuple(all_replicas) if self._joint else self._node_replicas
         self._shapes = full_shapes(module) if self._is_cut else {}
         policies = policies_of(module, self._settings) if self._is_cut else {}
         counters = [name for name in self._shapes if policies.get(name, "keep") not in ("average", "keep")]
-        opened = {} if self._is_cut else _by_ranks(groups)
+        existing = {} if self._is_cut else _by_ranks(groups)
         labels = {} if self._is_cut else {peers.owners: f"{number}" for number, peers in enumerate(groups.peers)}
-        if self._is_cut:  # in groups of their own: exchanges may run beside the training
+        if self._is_cut:  # own groups: exchanges may run during training
             trained = [name for name, _ in module.named_parameters()]
-            self._gradients = self._meet(
-                "gradients", _each(self._gradient_replicas), trained, spreads=len(self._gradient_replicas) > 1
+            self._gradients = self._open_reducer(
+                "gradients", _each(self._gradient_replicas), trained, broadcasts=len(self._gradient_replicas) > 1
             )
-        self._inside = self._meet("inside", _each(self._own), self._shapes, groups=opened, spreads=False)
-        self._across = self._meet("across", nodes, self._shapes, groups=self._inside.groups, labels=labels)
-        self._everywhere = self._meet("everywhere", _each(everybody), counters, groups=self._across.groups)
+        node_sides = _each(self._node_replicas)
+        self._inside = self._open_reducer("inside", node_sides, self._shapes, groups=existing, broadcasts=False)
+        self._across = self._open_reducer("across", nodes, self._shapes, groups=self._inside.groups, labels=labels)
+        self._everywhere = self._open_reducer("everywhere", _each(all_replicas), counters, groups=self._across.groups)
 
-    def _meet(
+    def _open_reducer(
         self,
         name: str,
         sides: Sequence[Sequence[ReplicaRanks]],
@@ -214,15 +215,15 @@ class ReplicaExchange:
         *,
         groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
         labels: Mapping[Ranks, str] | None = None,
-        spreads: bool = True,
+        broadcasts: bool = True,
     ) -> BlockReducer:
         reducer = BlockReducer(
-            f"{name}{self._learned}",
+            f"{name}{self._generation}",
             sides,
             {tensor: self._shapes[tensor] for tensor in tensors},
             rank=self._groups.rank_group.rank,
             open_group=self._open,
-            spreads=spreads,
+            broadcasts=broadcasts,
             groups=groups,
             labels=labels,
         )
@@ -232,23 +233,23 @@ class ReplicaExchange:
     def _pack(
         self, entries: Sequence[StateEntry], *, dtype: torch.dtype | None = None, is_all: bool = True
     ) -> list[Packed]:
-        """Returns copies of entries as they travel: of a cut network each, of a whole one a flat vector for each type.
+        """Returns copies of entries as they are sent: one by one for a cut network, else a flat vector for each dtype.
 
-        Unless `is_all`, a vector gets only what this rank speaks for.
+        Unless `is_all`, a vector gets only the ranges that this rank owns.
         """
         types = [dtype or travelling_dtype(entry.tensor) for entry in entries]
         if self._is_cut:
             return [Packed([entry], kind, name=entry.home) for entry, kind in zip(entries, types, strict=True)]
         packed = []
         for kind in TYPES if dtype is None else (dtype,):
-            chosen = [entry for entry, own in zip(entries, types, strict=True) if own == kind]
+            chosen = [entry for entry, sent_dtype in zip(entries, types, strict=True) if sent_dtype == kind]
             if any(entry.tensor.numel() for entry in chosen):
-                packed.append(Packed(chosen, kind, ranges=None if is_all else self._across.spoken_for))
+                packed.append(Packed(chosen, kind, ranges=None if is_all else self._across.owned_ranges))
         return packed
 
 
 def _broadcast(module: torch.nn.Module, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> None:
-    """Gives every rank of a group the state that its first rank has."""
+    """Gives every rank of a group the state of its first rank."""
     tensors = [*module.parameters(), *module.buffers()]
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         flat = Flat([tensor for tensor in tensors if tensor.dtype == dtype], dtype.to_real())

@@ -1,4 +1,4 @@
-"""One backward: buckets of gradients summed over a group, weighted by samples, and checked for what is not finite."""
+"""One backward: buckets of gradients, averaged over a group by samples, and checked for non-finite values."""
 
 import threading
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from evenly.errors import PeerError
 
 @dataclass
 class _Bucket:
-    """Gradients on their way."""
+    """A bucket of gradients whose all-reduce is pending."""
 
     future: torch.futures.Future[torch.Tensor]
     buffer: torch.Tensor
     summed: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # over ranks, in at least 32 bits
-    kept: torch.Tensor | None = None  # as it was before, where this rank has no samples
+    previous: torch.Tensor | None = None  # its former values, if this rank has no samples
 
 
 class BucketAveraging:
-    """The buckets of one backward on their way to sum_r b_r g_r / sum_r b_r, with b_r samples on rank r.
+    """Averages the buckets of one backward: sum_r b_r g_r / sum_r b_r, with b_r samples on rank r.
 
-    A single small message behind the last bucket carries every rank's samples and whether its gradients were finite;
-    the sums are divided once it is there. Collectives start on the thread that runs backward, in the same order on
-    every rank; callbacks only compute.
+    A small all-reduce after the last bucket sums every rank's samples and tells whether its gradients were finite; the
+    sums are divided once it is done. Collectives start on the thread that runs backward, in the same order on every
+    rank; callbacks only compute.
     """
 
     def __init__(self, group: dist.ProcessGroup, monitor: FailureMonitor, *, step: int) -> None:
@@ -40,12 +40,12 @@ class BucketAveraging:
         self._checks: list[torch.Tensor] = []
         self._sums: list[torch.futures.Future[Any]] = []
         self._lock = threading.Lock()
-        self._awaited = 1  # the message behind the last bucket
-        self._tally = torch.empty(0)  # of all: [members] gradients not finite, samples, [parameters] with a gradient
+        self._awaited = 1  # the all-reduce of the tally
+        self._tally = torch.empty(0)  # sums: [members] gradients not finite, samples, [parameters] with a gradient
         self._event: torch.cuda.Event | None = None
 
     def add(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Takes a bucket; the future holds it once it is averaged."""
+        """Adds a bucket; the future gets it once it is averaged."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
@@ -57,14 +57,14 @@ class BucketAveraging:
             self._send()
         return future
 
-    def leave(self) -> None:
-        """Gives back what was taken as it was, where the backward turns out not to be averaged."""
+    def cancel(self) -> None:
+        """Returns the buckets unchanged if the backward is not averaged after all."""
         buckets, self._queued = self._queued, []
         for bucket in buckets:
             self._monitor.release(bucket.future, bucket.buffer)
 
     def start(self, samples: float) -> None:
-        """Sends what was taken, and sends from now on what is taken; only the first call counts."""
+        """Sends the buckets added so far, and later ones at once; only the first call counts."""
         if not self.has_started:
             self.has_started, self.samples = True, samples
             self._send()
@@ -81,7 +81,7 @@ class BucketAveraging:
                 bucket.future.set_result(buffer)
                 continue
             if self.samples == 0:
-                bucket.kept = finite(buffer)  # averaged before, or nothing; stays if no rank has samples
+                bucket.previous = finite(buffer)  # kept if no rank has samples
                 buffer.zero_()  # 0 * NaN would not be 0
             bucket.summed = buffer.float() if buffer.dtype.itemsize < 4 else buffer  # 16 bits cannot hold the products
             if self.samples not in (0, 1):
@@ -91,13 +91,13 @@ class BucketAveraging:
                 self._awaited += 1
             self._start(all_reduce(bucket.summed, self._group))
 
-    def close(self, device: torch.device, held: Sequence[bool] = ()) -> None:
-        """Follows the last bucket with the message about samples, finiteness and the parameters with a gradient."""
+    def close(self, device: torch.device, has_gradient: Sequence[bool] = ()) -> None:
+        """Sends the tally after the last bucket: samples, finiteness and the parameters with a gradient."""
         size = self._group.size()
-        self._tally = torch.zeros(size + 1 + len(held), dtype=torch.float64, device=device)
+        self._tally = torch.zeros(size + 1 + len(has_gradient), dtype=torch.float64, device=device)
         self._tally[size] = self.samples
-        if held:
-            self._tally[size + 1 :] = torch.tensor(held, dtype=torch.float64)
+        if has_gradient:
+            self._tally[size + 1 :] = torch.tensor(has_gradient, dtype=torch.float64)
         if self._checks:
             total = torch.stack([check.double().real for check in self._checks]).sum()
             self._tally[self._group.rank()] = (~torch.isfinite(total)).double()
@@ -120,18 +120,18 @@ class BucketAveraging:
         """Returns the members of the group whose gradients were not finite."""
         if self._event is not None:
             self._event.synchronize()
-        found: list[int] = self._tally[: self._group.size()].nonzero().flatten().tolist()
-        return found
+        members: list[int] = self._tally[: self._group.size()].nonzero().flatten().tolist()
+        return members
 
-    def unused(self, places: Sequence[int]) -> list[int]:
-        """Returns those of the parameters at `places` that have no gradient on any rank."""
-        if not places:
+    def unused(self, indices: Sequence[int]) -> list[int]:
+        """Returns those of the parameters at `indices` that have no gradient on any rank."""
+        if not indices:
             return []
         used = self._tally[self._group.size() + 1 :].tolist()
-        return [place for place in places if not used[place]]
+        return [index for index in indices if not used[index]]
 
     def release(self) -> None:
-        """Frees what only the running backward needs: 32-bit copies of gradients, and gradients from before."""
+        """Frees what only the running backward needs: 32-bit copies and former values of gradients."""
         self._sent = []
         self._sums = []
         self._checks = []
@@ -150,33 +150,33 @@ class BucketAveraging:
             if complete:
                 self._divide()
         except RuntimeError as error:
-            self._lose(error)
+            self._fail(error)
 
     def _divide(self) -> None:
         for reduced in self._sums:
-            reduced.wait()  # done already: this orders the device's streams
+            reduced.wait()  # already done: this orders the device's streams
         total = self._tally[self._group.size()]
         is_empty = total == 0
         divisor = torch.where(is_empty, 1.0, total)
         for bucket in self._sent:
             average = bucket.summed.div_(divisor if divisor.is_cuda else float(divisor))
-            if bucket.kept is not None:
-                average = torch.where(is_empty, bucket.kept, average)
+            if bucket.previous is not None:
+                average = torch.where(is_empty, bucket.previous, average)
             if average is not bucket.buffer:
                 bucket.buffer.copy_(average)
             self._monitor.release(bucket.future, bucket.buffer)
 
-    def _lose(self, error: RuntimeError) -> None:
+    def _fail(self, error: RuntimeError) -> None:
         self._monitor.settle_cause()
         self._monitor.fail(
             PeerError(
                 f"rank {self._monitor.rank_group.rank} lost the connection to another rank while gradients were "
-                "averaged in "
-                f"step {self.step}: {first_line(error)}. That rank has ended or cannot be reached; look at its output."
+                f"averaged in step {self.step}: {first_line(error)}. That rank has ended or cannot be reached; look at "
+                "its output."
             )
         )
 
 
 def finite(buffer: torch.Tensor) -> torch.Tensor:
-    """Returns a copy with zeros in place of what is not finite: a batch of no samples may give such gradients."""
+    """Returns a copy with zeros for non-finite values, which a batch without samples may give."""
     return torch.where(torch.isfinite(buffer), buffer, torch.zeros_like(buffer))

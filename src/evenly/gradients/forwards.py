@@ -1,7 +1,7 @@
-"""Which forwards a backward belongs to: their samples are its weight, and they say whether it is averaged.
+"""Tracks which forwards a backward belongs to: they determine its samples and whether it is averaged.
 
 A hook on the outputs of each forward fires in every backward that passes through them. So several forwards may share a
-backward, several backwards a forward, and forwards whose outputs nobody uses count nothing.
+backward, several backwards a forward, and forwards whose outputs are not used count nothing.
 """
 
 import weakref
@@ -18,14 +18,14 @@ class Forward:
     """One forward of the synchronized module; as a hook on its outputs it lives as long as their graph."""
 
     def __init__(self, log: "ForwardLog", samples: float, *, is_averaged: bool) -> None:
-        self._log = weakref.ref(log)  # a graph that somebody keeps does not keep the network
+        self._log = weakref.ref(log)  # an autograd graph must not keep the network alive
         self.samples = samples
         self.is_averaged = is_averaged  # not made inside no_sync()
-        self.number: int | None = None  # of autograd, before it ran, where it may keep tensors in modules
+        self.number: int | None = None  # autograd's sequence number before it ran, if modules may keep tensors
         self.has_counted = False  # a backward through it was complete, so its samples are counted
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Notes the backward; a batch without samples adds nothing to the gradients of those before it."""
+        """Records the backward; a batch without samples adds nothing to existing gradients."""
         log = self._log()
         if log is not None:
             log.reached(self)
@@ -33,7 +33,7 @@ class Forward:
 
 
 class LogOwner(Protocol):
-    """Who is told about backwards that reach a forward."""
+    """Receives the events of backwards that reach a forward."""
 
     def begin_task(self) -> None:
         """A backward has reached its first forward."""
@@ -50,48 +50,49 @@ class ForwardLog:
 
     def __init__(self, owner: "LogOwner", module: torch.nn.Module) -> None:
         self._owner = weakref.ref(owner)  # it holds this log
-        self._kept = KeptTensors(module)
+        self._kept_tensors = KeptTensors(module)
         self._alive: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._reached: list[Forward] = []  # by backwards since the last complete one
         self._task = NO_BACKWARD  # number of the running backward, as autograd counts them
         self._members: list[Forward] = []
-        self._unseen: dict[str, None] = {}  # what forwards have returned and nobody can look into
+        self._opaque_outputs: dict[str, None] = {}  # types of outputs that cannot be searched for tensors
 
     def begin(self, samples: float, *, is_averaged: bool) -> Forward:
         """Returns the record of a forward that is about to run."""
         if not in_backward():
-            self._task, self._members = NO_BACKWARD, []  # of a backward that has failed
+            self._task, self._members = NO_BACKWARD, []  # left by a backward that failed
         forward = Forward(self, samples, is_averaged=is_averaged)
-        if self._kept.is_due:
+        if self._kept_tensors.is_due:
             forward.number = next_operation()
         return forward
 
-    def watch(self, forward: Forward, output: Any, *, given: Sequence[Any] = ()) -> None:
-        """Lets `forward` notice every backward through its outputs; what it was `given` belongs to others."""
+    def watch(self, forward: Forward, output: Any, *, inputs: Sequence[Any] = ()) -> None:
+        """Hooks `forward` to its outputs; tensors that are also `inputs` belong to other forwards."""
         outputs = Outputs(output)
         if forward.number is None:
-            self._kept.skip()
+            self._kept_tensors.skip()
         else:
-            outputs.tensors.extend(self._kept.since(forward.number))
+            outputs.tensors.extend(self._kept_tensors.since(forward.number))
         for tensor in outputs.tensors:
-            if tensor.grad_fn is not None and not any(tensor is value for value in given):
+            if tensor.grad_fn is not None and not any(tensor is value for value in inputs):
                 tensor.register_hook(forward)  # type: ignore[no-untyped-call]  # torch has no annotation here
                 self._alive.add(forward)
         if outputs.unseen:
-            self._unseen[outputs.unseen] = None
+            self._opaque_outputs[outputs.unseen] = None
 
-    def unseen(self) -> str:
-        """Returns a remark on what forwards have returned and nobody can look into, if there is something."""
-        return f", in which there was a {', a '.join(self._unseen)} that cannot be looked into" if self._unseen else ""
+    def opaque_remark(self) -> str:
+        """Returns a remark on outputs that cannot be searched for tensors, if there are some."""
+        kinds = ", a ".join(self._opaque_outputs)
+        return f", in which there was a {kinds} that cannot be looked into" if kinds else ""
 
     def reached(self, forward: Forward) -> None:
-        """Notes that the running backward passes through `forward`."""
+        """Records that the running backward passes through `forward`."""
         task = backward_number()
         if task != self._task:
             self._task, self._members = task, []
             if (owner := self._owner()) is not None:
                 owner.begin_task()
-            at_end_of_backward(self._await_others)
+            at_end_of_backward(self._queue_end)
         if forward not in self._members:
             self._members.append(forward)
             self._reached.append(forward)
@@ -105,7 +106,7 @@ class ForwardLog:
 
     @property
     def may_grow(self) -> bool:
-        """Whether the running backward may yet pass through forwards that it has not reached."""
+        """Whether the running backward may still reach other forwards."""
         return any(forward not in self._members for forward in self._alive)
 
     def members(self) -> list[Forward]:
@@ -117,11 +118,11 @@ class ForwardLog:
         return list(self._reached)
 
     def complete(self) -> None:
-        """Notes that a backward has given all parameters their gradients, or all that it gives."""
+        """Records that a backward has produced all of its gradients."""
         self._reached = []
 
-    def _await_others(self) -> None:
-        """Goes behind what others, such as DDP, have queued for the end of the backward meanwhile."""
+    def _queue_end(self) -> None:
+        """Queues the end behind callbacks that others, such as DDP, have queued meanwhile."""
         at_end_of_backward(self._end_task)
 
     def _end_task(self) -> None:

@@ -1,7 +1,7 @@
-"""Gradients inside a node: torch's DDP with a hook that weights by samples and finds what is not finite.
+"""Gradients inside a node: torch's DDP with a communication hook that weights by samples and checks finiteness.
 
-DDP's reducer is kept armed at all times, so that no backward escapes it: one that the synchronized model did not cause
-is seen too. Whether a backward is averaged, and with what weight, say the forwards it has passed through.
+DDP's reducer is prepared at all times, so that it sees every backward, also those without a forward of the synchronized
+model. The forwards that a backward passes through decide whether it is averaged, and with what weight.
 """
 
 from collections.abc import Sequence
@@ -44,72 +44,72 @@ class NodeGradients(Gradients):
         self._module = module
         self._finds_unused = find_unused_parameters
         self._averaging: BucketAveraging | None = None
-        self._buckets: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # where they may have to be restored
+        self._buckets: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # only if they may be restored
         self._latest: BucketAveraging | None = None
         self._earlier: BucketAveraging | None = None
-        self._body = _Body(module)
+        self._wrapped = _DdpModule(module)
         self._ddp = DistributedDataParallel(
-            self._body,
+            self._wrapped,
             process_group=group,
             init_sync=False,
             gradient_as_bucket_view=True,
             **reducer.without_buffers(),
         )
-        self._ddp.register_comm_hook(ref(self), _average)  # DDP would keep itself and the group alive for ever
-        self._rehearse()
-        self._without_gradient: list[int] = []  # places of parameters that had none when buckets were sent
-        self._left: list[int] = []  # places of parameters without a gradient after a backward that is to be averaged
-        self._left_samples = 0.0  # the samples of that backward
-        self._arm()
+        self._ddp.register_comm_hook(ref(self), _average)  # a strong reference would keep DDP and the group alive
+        self._build_buckets()
+        self._without_gradient: list[int] = []  # indices of parameters without one when buckets were sent
+        self._missing: list[int] = []  # indices of parameters without a gradient after a backward to be averaged
+        self._missing_samples = 0.0  # the samples of that backward
+        self._prepare()
 
     def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
         """Runs the module on a batch of `samples` samples."""
-        if not in_backward():  # there an activation checkpoint runs it again
+        if not in_backward():  # inside, an activation checkpoint recomputes it
             self._require_complete()
             self._forget_abandoned()
         forward = self._log.begin(samples, is_averaged=not self._is_paused)
-        output = self._module(*args, **kwargs)  # without DDP's own forward, which would only take time
-        self._log.watch(forward, output, given=(*args, *kwargs.values()))
+        output = self._module(*args, **kwargs)  # skips DDP's own forward, which is not needed
+        self._log.watch(forward, output, inputs=(*args, *kwargs.values()))
         return output
 
-    def _arm(self) -> None:
-        """Lets the next backward, whatever causes it, go through DDP's buckets."""
-        self._times = reducer.arm(self._ddp)
-        self._is_armed = True  # until the last bucket is complete
+    def _prepare(self) -> None:
+        """Prepares DDP's reducer for the next backward, whatever causes it."""
+        self._ready_times = reducer.arm(self._ddp)
+        self._is_prepared = True  # until the last bucket is complete
 
-    def _rearm(self) -> None:
-        """Goes behind what DDP itself has queued for the end of this backward."""
-        at_end_of_backward(self._settle)
+    def _queue_finish(self) -> None:
+        """Queues `_finish_backward` behind DDP's own callbacks for the end of this backward."""
+        at_end_of_backward(self._finish_backward)
 
-    def _settle(self) -> None:
+    def _finish_backward(self) -> None:
         """Runs at the end of a complete backward, when all gradients are averaged."""
         unused = self._without_gradient
         if self._averaging is not None:
             unused = self._averaging.unused(unused)
             self._averaging.release()
-        for place in unused:
-            self._trained[place].grad = None  # DDP has put zeros there
+        for index in unused:
+            self._trained[index].grad = None  # DDP wrote zeros
         self._averaging, self._without_gradient = None, []
-        self._note_gradients()
-        self._arm()
+        self._record_gradients()
+        self._prepare()
 
-    def _rehearse(self) -> None:
-        """Makes DDP settle its buckets now, in an order that depends on the module alone.
+    def _build_buckets(self) -> None:
+        """Makes DDP build its final buckets now, in an order that depends on the module alone.
 
-        DDP would lay its buckets out anew after the first real backward, and with them the order in which ranks are
-        summed: a resumed run would then differ from one that was not interrupted, in the last bits of one step.
+        DDP would rebuild its buckets after the first real backward, and with them the order of the sums: a resumed run
+        would then differ from an uninterrupted one in the last bits of one step.
         """
-        self._body.rehearsing = True
+        self._wrapped.is_dry_run = True
         self._ddp().backward()
         reducer.rebuild_buckets(self._ddp)
-        self._body.rehearsing = False
-        for parameter in self._body.parameters():
+        self._wrapped.is_dry_run = False
+        for parameter in self._wrapped.parameters():
             parameter.grad = None
 
     def last(self, *, now: bool) -> BucketAveraging | None:
-        """Returns the last backward's averaging, once, to ask whether all gradients were finite.
+        """Returns the averaging of the last backward, once, to check whether all gradients were finite.
 
-        Where reading the answer would stall a device it is that of the backward before, unless it is wanted `now`.
+        If reading it would stall a device and not `now`, returns that of the backward before.
         """
         latest, self._latest = self._latest, None
         if latest is None or now or latest.immediate:
@@ -120,14 +120,14 @@ class NodeGradients(Gradients):
         return earlier
 
     def close(self) -> None:
-        """Takes DDP's hooks off the parameters, which may train on without it."""
+        """Removes DDP's hooks from the parameters, which may be trained without it."""
         if not self._is_closed:
             self._is_closed = True
             reducer.remove_hooks(self._ddp)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begins to average a bucket of gradients; leaves it as it is in no_sync() and in backwards of others."""
-        if self._body.rehearsing:
+        """Starts averaging a bucket; leaves it unchanged in no_sync() and in backwards without a forward."""
+        if self._wrapped.is_dry_run:
             return _done(bucket.buffer())
         if bucket.index() == 0:
             self._begin_backward()
@@ -139,7 +139,7 @@ class NodeGradients(Gradients):
         return future
 
     def _begin_backward(self) -> None:
-        """Runs at the first bucket: which forwards the backward belongs to may be known only at the last one."""
+        """Runs at the first bucket; the forwards of the backward may be known only at the last one."""
         forwards = self._log.members()
         is_known = bool(forwards) and not self._log.may_grow
         self._averaging, self._buckets = None, []
@@ -155,133 +155,134 @@ class NodeGradients(Gradients):
 
     def _end_backward(self, device: torch.device) -> None:
         """Runs at the last bucket."""
-        self._is_armed = False
-        at_end_of_backward(self._rearm)
-        forwards = self._log.members()  # all of them: the last gradient is there
-        if self._left and self._left_samples != sum(forward.samples for forward in forwards):
-            raise self._told(SpecError(self._incomplete("backward()", self._named(self._left))))
-        is_borrowed = self._is_borrowed(forwards)
-        held = self._held(is_borrowed=is_borrowed) if self._finds_unused else []
-        self._without_gradient = [place for place, is_held in enumerate(held) if not is_held] if held else []
-        if is_borrowed:
+        self._is_prepared = False
+        at_end_of_backward(self._queue_finish)
+        forwards = self._log.members()  # complete: all gradients are ready
+        if self._missing and self._missing_samples != sum(forward.samples for forward in forwards):
+            raise self._reported(SpecError(self._incomplete("backward()", self._named(self._missing))))
+        adds_nothing = self._adds_nothing(forwards)
+        has_gradient = self._has_gradient(adds_nothing=adds_nothing) if self._finds_unused else []
+        self._without_gradient = [index for index, is_used in enumerate(has_gradient) if not is_used]
+        if adds_nothing:
             for parameters, gradients in self._buckets:
                 self._restore(parameters, gradients)
         self._before = None
         self._buckets = []
-        self._left = []
+        self._missing = []
         if self._averaging is not None and any(forward.is_averaged for forward in forwards):
-            self._send(self._averaging, forwards, held, device)
+            self._send(self._averaging, forwards, has_gradient, device)
         else:
             if self._averaging is not None:
-                self._averaging.leave()
+                self._averaging.cancel()
                 self._averaging = None
-            self._kept_local(forwards)
+            self._was_local(forwards)
         self._log.complete()
 
-    def _held(self, *, is_borrowed: bool) -> list[bool]:
+    def _has_gradient(self, *, adds_nothing: bool) -> list[bool]:
         """Returns which parameters have a gradient; a batch without samples gives none."""
         before = self._before or {}
-        return [id(p) in before if is_borrowed else p.grad is not None for p in self._trained]
+        return [id(p) in before if adds_nothing else p.grad is not None for p in self._trained]
 
     def _send(
-        self, averaging: BucketAveraging, forwards: Sequence[Forward], held: list[bool], device: torch.device
+        self, averaging: BucketAveraging, forwards: Sequence[Forward], has_gradient: list[bool], device: torch.device
     ) -> None:
         if self.on_backward_done is not None:
             self.on_backward_done()
         self._start(averaging, forwards)
-        averaging.close(device, held)
+        averaging.close(device, has_gradient)
         ranks = self._group.size()
         self.sent_bytes += 2 * (ranks - 1) * averaging.nbytes // ranks
         self._latest = averaging
         self._was_averaged(averaging.samples, uncounted([*self._log.reached_since(), *forwards]))
 
     def begin_task(self) -> None:
-        """Runs when a backward reaches a forward: parameters may be ready before, by its loss or other backwards."""
-        if self._left:
-            given = [p for place, p in enumerate(self._trained) if place not in self._left]
-            if any(map(will_reach, given)):
-                raise self._told(SpecError(self._incomplete("backward()", self._named(self._left))))
+        """Runs when a backward reaches a forward; its loss or other backwards may have used parameters before."""
+        if self._missing:
+            reached = [p for index, p in enumerate(self._trained) if index not in self._missing]
+            if any(map(will_reach, reached)):
+                raise self._reported(SpecError(self._incomplete("backward()", self._named(self._missing))))
         elif unready := set(self._unready()):
-            ready = [p for place, p in enumerate(self._trained) if place not in unready]
+            ready = [p for index, p in enumerate(self._trained) if index not in unready]
             if not all(map(will_reach, ready)):
-                self._keep_part([])
+                self._end_local([])
         super().begin_task()
 
     def end_task(self) -> None:
         """Runs at the end of a backward that has reached a forward."""
         if unready := self._unready():
             forwards = self._log.members()
-            if not any(forward.is_averaged for forward in forwards):  # a loss may use some parameters only
-                self._keep_part(forwards)
+            if not any(forward.is_averaged for forward in forwards):  # a loss may use only some parameters
+                self._end_local(forwards)
             elif self._finds_unused:
-                self._do_without(unready)
+                self._mark_unused(unready)
             else:
-                self._left, self._left_samples = unready, sum(forward.samples for forward in forwards)
-                self._note_gradients()
+                self._missing, self._missing_samples = unready, sum(forward.samples for forward in forwards)
+                self._record_gradients()
 
-    def _do_without(self, places: Sequence[int]) -> None:
-        """Lets DDP go on without the gradients that the running backward does not give."""
+    def _mark_unused(self, indices: Sequence[int]) -> None:
+        """Marks parameters without a gradient in the running backward as ready, so that DDP completes."""
         failure: RuntimeError | None = None
-        for place in places:
+        for index in indices:
             try:
-                reducer.mark_ready(self._ddp, place)
-            except RuntimeError as error:  # it was ready, after as many nanoseconds as in the backward before
+                reducer.mark_ready(self._ddp, index)
+            except RuntimeError as error:  # it was ready, with the same time stamp as in the backward before
                 failure = failure or error
-        if failure is not None and self._is_armed:
+        if failure is not None and self._is_prepared:
             raise failure
 
-    def _keep_part(self, forwards: Sequence[Forward]) -> None:
-        """Ends a backward that has given some gradients and is not averaged; none of `forwards` if it is not ours."""
-        if self._is_borrowed(forwards):
+    def _end_local(self, forwards: Sequence[Forward]) -> None:
+        """Ends a backward that gave only some gradients and is not averaged; without a forward `forwards` is empty."""
+        if self._adds_nothing(forwards):
             untouched = set(map(id, self._untouched()))
-            given = [p for p in self._trained if p.grad is not None and id(p) not in untouched]
-            self._restore(given, [p.grad for p in given if p.grad is not None])
-            for parameter in given:
+            changed = [p for p in self._trained if p.grad is not None and id(p) not in untouched]
+            self._restore(changed, [p.grad for p in changed if p.grad is not None])
+            for parameter in changed:
                 if id(parameter) not in (self._before or {}):
-                    parameter.grad = None  # as it was
+                    parameter.grad = None  # as before
         self._before = None
-        self._kept_local(forwards)
+        self._was_local(forwards)
         self._log.complete()
-        self._note_gradients()
-        self._arm()
+        self._record_gradients()
+        self._prepare()
 
     def _require_complete(self) -> None:
-        """Raises `SpecError` where a backward that is to be averaged has left parameters without a gradient."""
+        """Raises `SpecError` if a backward to be averaged left parameters without a gradient."""
         if unready := self._unready():
             reached = self._log.reached_since()
             if any(forward.is_averaged for forward in reached):
-                raise self._told(SpecError(self._incomplete("forward", self._named(unready))))
-            self._keep_part(reached)
+                raise self._reported(SpecError(self._incomplete("forward", self._named(unready))))
+            self._end_local(reached)
 
     def require_averaged(self) -> None:
         """Raises `SpecError` unless all gradients that a step is about to use are the same on all ranks of the node."""
         if unready := self._unready():
             if any(forward.is_averaged for forward in self._log.reached_since()):
                 raise SpecError(self._incomplete("optimizer.step()", self._named(unready)))
-            self._keep_part([])
+            self._end_local([])
         super().require_averaged()
 
     def _unready(self) -> list[int]:
-        """Returns the places of the parameters without a gradient where DDP, since it was armed, has seen others."""
-        if not self._is_armed:
+        """Returns the indices of parameters without a gradient if others got one since DDP was prepared."""
+        if not self._is_prepared:
             return []
         times = reducer.ready_times(self._ddp)
-        if times == self._times:
+        if times == self._ready_times:
             return []
-        return [place for place, (now, before) in enumerate(zip(times, self._times, strict=True)) if now == before]
+        pairs = zip(times, self._ready_times, strict=True)
+        return [index for index, (now, before) in enumerate(pairs) if now == before]
 
     def _untouched(self) -> Sequence[torch.Tensor]:
         unready = self._unready()
-        return [self._trained[place] for place in unready] if unready else self._trained
+        return [self._trained[index] for index in unready] if unready else self._trained
 
-    def _named(self, places: Sequence[int]) -> list[str]:
-        return [self._names[place] for place in places]
+    def _named(self, indices: Sequence[int]) -> list[str]:
+        return [self._names[index] for index in indices]
 
 
 def _average(owner: "ref[NodeGradients]", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     gradients = owner()
     if gradients is None:
-        raise SpecError("backward was called after the synchronized model was let go. Keep it as long as its losses.")
+        raise SpecError("backward was called after the synchronized model was deleted. Keep it as long as its losses.")
     return gradients.average(bucket)
 
 
@@ -298,13 +299,13 @@ def _touch(module: torch.nn.Module) -> torch.Tensor:
     return torch.stack([p.sum().real.double() for p in module.parameters() if p.requires_grad]).sum()
 
 
-class _Body(torch.nn.Module):
-    """What DDP wraps: the module itself, or a rehearsal that touches every parameter."""
+class _DdpModule(torch.nn.Module):
+    """The module that DDP wraps; in a dry run its output uses every parameter."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.rehearsing = False
+        self.is_dry_run = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _touch(self.module) if self.rehearsing else self.module(*args, **kwargs)
+        return _touch(self.module) if self.is_dry_run else self.module(*args, **kwargs)

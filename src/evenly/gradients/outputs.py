@@ -1,4 +1,4 @@
-"""The tensors in what a forward has returned, in whatever it is wrapped, and in what it has left in its modules."""
+"""Finds the tensors in the outputs of a forward, nested in any objects, and those kept in its modules."""
 
 import collections
 import dataclasses
@@ -12,7 +12,7 @@ import torch
 
 from evenly._torch.autograd import operation_of
 
-MOST = 10_000  # objects looked into
+MOST = 10_000  # objects searched
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, enum.Enum, type, weakref.ref),
     *(types.ModuleType, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, torch.Size),
@@ -24,69 +24,69 @@ NO_ATTRIBUTES = (list, tuple, set, frozenset, collections.deque, dict, collectio
 
 
 class Outputs:
-    """What was found in an output: its `tensors`, and the type of the first thing that cannot be looked into."""
+    """The `tensors` in an output, and the type of the first object that cannot be searched (`unseen`)."""
 
     def __init__(self, output: Any) -> None:
         self.tensors: list[torch.Tensor] = []
         self.unseen = ""
-        if isinstance(output, torch.Tensor):  # by far the most frequent
+        if isinstance(output, torch.Tensor):  # the usual case
             self.tensors.append(output)
         else:
-            self._look_into(output)
+            self._search_output(output)
 
-    def _look_into(self, output: Any) -> None:
-        waiting, seen = [output], {id(output): output}  # keeps objects that are made on the way, and so their ids
+    def _search_output(self, output: Any) -> None:
+        waiting, visited = [output], {id(output): output}  # holds references, so that ids stay unique
         while waiting:
             value = waiting.pop()
             if isinstance(value, torch.Tensor):
                 self.tensors.append(value)
                 continue
-            inside = _inside(value)
+            inside = _contents(value)
             if inside is None:
                 self.unseen = self.unseen or type(value).__name__
                 continue
             for part in inside:
-                if id(part) not in seen and not isinstance(part, PLAIN):
-                    seen[id(part)] = part
+                if id(part) not in visited and not isinstance(part, PLAIN):
+                    visited[id(part)] = part
                     waiting.append(part)
-            if len(seen) > MOST:
+            if len(visited) > MOST:
                 self.unseen = f"{type(output).__name__} of more than {MOST} objects"
                 return
 
 
-def _inside(value: Any) -> Iterable[Any] | None:
-    """Returns what an object holds; None if that cannot be known."""
+def _contents(value: Any) -> Iterable[Any] | None:
+    """Returns the values inside an object; None if they cannot be accessed."""
     if isinstance(value, PLAIN):
         return ()
     if isinstance(value, CLOSED):
         return None
-    held: list[Any] | None = None
+    items: list[Any] | None = None
     if isinstance(value, Mapping):
-        held = list(value.values())
+        items = list(value.values())
     elif isinstance(value, CONTAINERS):
-        held = list(value)
+        items = list(value)
     attributes = None if type(value) in NO_ATTRIBUTES else _attributes(value)
-    return None if held is None and attributes is None else [*(held or ()), *(attributes or ())]
+    return None if items is None and attributes is None else [*(items or ()), *(attributes or ())]
 
 
 def _attributes(value: Any) -> list[Any] | None:
-    """Returns the attributes of an object without calling its code; None if it has no place for any."""
+    """Returns the attributes of an object without calling its code; None if it cannot have any."""
     names = [slot for base in type(value).__mro__ for slot in _slots(base)]
     if dataclasses.is_dataclass(value):
         names.extend(field.name for field in dataclasses.fields(value))
     has_dict = hasattr(value, "__dict__")
     if not names and not has_dict:
         return None
-    found = [getattr(value, name, None) for name in names]
-    return [*found, *vars(value).values()] if has_dict else found
+    values = [getattr(value, name, None) for name in names]
+    return [*values, *vars(value).values()] if has_dict else values
 
 
 def _slots(base: type) -> list[str]:
     slots = base.__dict__.get("__slots__", ())
     names = [slots] if isinstance(slots, str) else list(slots)
-    hidden = base.__name__.lstrip("_")
+    class_name = base.__name__.lstrip("_")
     return [
-        f"_{hidden}{name}" if name.startswith("__") and not name.endswith("__") else name
+        f"_{class_name}{name}" if name.startswith("__") and not name.endswith("__") else name
         for name in names
         if name not in ("__dict__", "__weakref__")
     ]
@@ -95,8 +95,8 @@ def _slots(base: type) -> list[str]:
 class KeptTensors:
     """Tensors with a graph that forwards keep as attributes of modules, such as a loss for the balance of experts.
 
-    Modules are searched at the first few forwards, and ever more seldom later; in between only the places are looked at
-    where something was found.
+    All modules are searched after the forwards 1, 2, 4, 8 and so on; in between only the attributes that held such a
+    tensor before.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -110,13 +110,14 @@ class KeptTensors:
         return bool(self._places) or self._forwards & (self._forwards + 1) == 0  # the forwards 1, 2, 4, 8 and so on
 
     def since(self, number: int) -> list[torch.Tensor]:
-        """Returns those that were computed after autograd's sequence number was `number`; counts a forward."""
+        """Returns those computed since autograd's sequence number `number`; counts a forward."""
         self._forwards += 1
         module = self._module()
         if module is not None and self._forwards & (self._forwards - 1) == 0:
             self._search(module)
-        kept = [vars(owner).get(name) for place, name in self._places.values() if (owner := place()) is not None]
-        return [tensor for tensor in Outputs(kept).tensors if _has_graph(tensor) and operation_of(tensor) >= number]
+        attributes = [vars(owner).get(name) for place, name in self._places.values() if (owner := place()) is not None]
+        tensors = Outputs(attributes).tensors
+        return [tensor for tensor in tensors if _has_graph(tensor) and operation_of(tensor) >= number]
 
     def skip(self) -> None:
         """Counts a forward that keeps nothing."""

@@ -1,4 +1,4 @@
-"""Gradients of replicas that are cut over ranks: averaged at the end of every backward, in global coordinates."""
+"""Averages the gradients of replicas that are cut over ranks, at the end of every backward, in global coordinates."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from evenly.gradients.forwards import uncounted
 
 @dataclass(frozen=True)
 class Tally:
-    """What the ranks that share gradients said at the end of one backward."""
+    """Which ranks had non-finite gradients in one backward."""
 
     step: int
     nonfinite: tuple[int, ...]  # members whose gradients were not finite
@@ -34,14 +34,14 @@ class Tally:
 class ReplicaGradients(Gradients):
     """Averages the gradients of replicas: sum_R b_R g_R / sum_R b_R, with b_R samples in the batch of replica R.
 
-    One small message at the end of backward tells all ranks that share gradients the samples of each, which parameters
-    have a gradient, and whether all is finite. Gradients themselves travel between replicas only.
+    One small all-reduce at the end of backward exchanges the samples of each rank, which parameters have a gradient,
+    and whether all are finite. Gradients themselves are sent between replicas only.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
-        waits_for_ranks: BlockReducer,
+        block_reducer: BlockReducer,
         group: dist.ProcessGroup,
         *,
         ranks: Sequence[int],
@@ -50,22 +50,22 @@ class ReplicaGradients(Gradients):
         timeout_s: float,
     ) -> None:
         super().__init__(module, group, monitor)
-        self._module, self._meeting = module, waits_for_ranks
+        self._module, self._reducer = module, block_reducer
         self._timeout_s = timeout_s
         self._ranks = tuple(ranks)
-        self._replicas = [[self._ranks.index(rank) for rank in replica.everybody] for replica in replicas]
-        self._speaks = any(monitor.rank_group.rank == replica.ranks[0] for replica in replicas)
-        self._listens = any(monitor.rank_group.rank in replica.audience for replica in replicas)
+        self._replicas = [[self._ranks.index(rank) for rank in replica.all_ranks] for replica in replicas]
+        self._counts_batch = any(monitor.rank_group.rank == replica.ranks[0] for replica in replicas)
+        self._is_idle = any(monitor.rank_group.rank in replica.idle_ranks for replica in replicas)
         self._begun = self._is_queued = False
-        self._filled: set[int] = set()  # parameters to which the running backward has added
+        self._filled: set[int] = set()  # ids of parameters that got a gradient in the running backward
         self._latest: Tally | None = None
         self._hooks = [_on_gradient(p, self._arrived) for p in module.parameters() if p.requires_grad]
 
     def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module on a batch of `samples` samples; all ranks of the replica meet in it."""
-        if not in_backward():  # there an activation checkpoint runs it again
+        """Runs the module on a batch of `samples` samples; all ranks of the replica call it together."""
+        if not in_backward():  # inside, an activation checkpoint recomputes it
             self._forget_abandoned()
-            self._filled, self._is_queued = set(), False  # by a backward that has failed
+            self._filled, self._is_queued = set(), False  # left by a backward that failed
         if not self._begun:
             self._begun = True
             self._monitor.begin()
@@ -75,24 +75,24 @@ class ReplicaGradients(Gradients):
         except Exception as error:
             self._monitor.report(error)
             raise
-        self._log.watch(forward, output, given=(*args, *kwargs.values()))
+        self._log.watch(forward, output, inputs=(*args, *kwargs.values()))
         return output
 
     def take_samples(self) -> float:
-        """Returns the samples averaged since the last call; the first rank of a replica answers for its batch."""
+        """Returns the samples averaged since the last call; the first rank of a replica counts its batch."""
         samples = super().take_samples()
-        return samples if self._speaks else 0.0
+        return samples if self._counts_batch else 0.0
 
     def last(self, *, now: bool) -> Tally | None:
-        """Returns what the last backward's ranks said, once."""
+        """Returns the verdict of the last backward, once."""
         latest, self._latest = self._latest, None
         return latest
 
-    def follow(self, waits_for_ranks: BlockReducer) -> None:
-        """Goes on with the parameters that the module has now, which meet in `waits_for_ranks`."""
+    def follow(self, block_reducer: BlockReducer) -> None:
+        """Switches to the current parameters of the module, reduced by `block_reducer`."""
         self.close()
-        self._meeting = waits_for_ranks
-        self._learn(self._module)
+        self._reducer = block_reducer
+        self._read_parameters(self._module)
         self._hooks = [_on_gradient(p, self._arrived) for p in self._module.parameters() if p.requires_grad]
 
     def close(self) -> None:
@@ -111,19 +111,19 @@ class ReplicaGradients(Gradients):
 
     @torch.no_grad()
     def end_task(self) -> None:
-        """Runs when all gradients of a backward are there."""
+        """Runs when all gradients of a backward are ready."""
         if not self._filled:  # autograd.grad() gives parameters nothing
             return
         self._filled, self._is_queued = set(), False
         forwards = self._log.members()
-        if self._is_borrowed(forwards):
-            held = [parameter for parameter in self._trained if parameter.grad is not None]
-            self._restore(held, [parameter.grad for parameter in held if parameter.grad is not None])
+        if self._adds_nothing(forwards):
+            with_gradient = [parameter for parameter in self._trained if parameter.grad is not None]
+            self._restore(with_gradient, [parameter.grad for parameter in with_gradient if parameter.grad is not None])
         self._before = None
         self._log.complete()
         if not any(forward.is_averaged for forward in forwards):
-            self._kept_local(forwards)
-            self._note_gradients()
+            self._was_local(forwards)
+            self._record_gradients()
             return
         self._begun = False
         if self.on_backward_done is not None:
@@ -134,34 +134,34 @@ class ReplicaGradients(Gradients):
             self._monitor, place=f"the gradients of step {self.step}", step=self.step - 1, timeout_s=self._timeout_s
         )
         try:
-            self._meet(weight, waiter)
+            self._average(weight, waiter)
         except Exception as error:
             self._monitor.report(error)
             raise
-        self._note_gradients()
+        self._record_gradients()
 
-    def _meet(self, weight: float, waiter: CollectiveWaiter) -> None:
+    def _average(self, weight: float, waiter: CollectiveWaiter) -> None:
         trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-        held = {name: p.grad for name, p in trained.items() if p.grad is not None}
+        gradients_by_name = {name: p.grad for name, p in trained.items() if p.grad is not None}
         if not weight:
-            for gradient in held.values():
-                gradient.copy_(finite(gradient))  # the mean over no samples is NaN
-        samples, nonfinite, used = self._exchange_tally(list(trained), held, weight, waiter)
+            for gradient in gradients_by_name.values():
+                gradient.copy_(finite(gradient))  # a mean over no samples is NaN
+        samples, nonfinite, used = self._exchange_tally(list(trained), gradients_by_name, weight, waiter)
         self._latest = Tally(self.step, tuple(nonfinite))
         if nonfinite:
-            _spoil(held.values())
-        elif self._meeting.sides > 1:
+            _mark_nonfinite(gradients_by_name.values())
+        elif self._reducer.sides > 1:
             gradients = {name: _gradient(p) for name, p in trained.items() if name in used}
             summed = [(name, g.float() if g.dtype.itemsize < 4 else g) for name, g in gradients.items()]
-            share = weight / samples if samples else 1 / self._meeting.sides  # what no_sync() and borrowed batches left
-            self.sent_bytes += self._meeting.reduce(summed, waiter, weight=share)
-            self._meeting.spread(summed, waiter)
+            share = weight / samples if samples else 1 / self._reducer.sides  # no samples: equal shares
+            self.sent_bytes += self._reducer.reduce(summed, waiter, weight=share)
+            self._reducer.broadcast(summed, waiter)
             for (_, value), gradient in zip(summed, gradients.values(), strict=True):
                 if value is not gradient:
                     gradient.copy_(value)
 
     def _exchange_tally(
-        self, names: list[str], held: dict[str, torch.Tensor], weight: float, waiter: CollectiveWaiter
+        self, names: list[str], gradients: dict[str, torch.Tensor], weight: float, waiter: CollectiveWaiter
     ) -> tuple[float, list[int], set[str]]:
         """Returns the samples of all replicas, the members whose gradients are not finite, the parameters used."""
         size = len(self._ranks)
@@ -169,29 +169,29 @@ class ReplicaGradients(Gradients):
         tally = torch.zeros(2 * size + len(names), dtype=torch.float64, device=device)
         place = self._ranks.index(self._monitor.rank_group.rank)
         tally[size + place] = weight
-        if not self._listens:
-            tally[2 * size :] = torch.tensor([name in held for name in names], dtype=torch.float64)
-        if held and weight:
-            sums = [torch.sum(g, dtype=torch.float32 if g.dtype.itemsize < 4 else None) for g in held.values()]
+        if not self._is_idle:
+            tally[2 * size :] = torch.tensor([name in gradients for name in names], dtype=torch.float64)
+        if gradients and weight:
+            sums = [torch.sum(g, dtype=torch.float32 if g.dtype.itemsize < 4 else None) for g in gradients.values()]
             tally[place] = (~torch.isfinite(torch.stack([s.double().real for s in sums]).sum())).double()
         if size > 1:
             waiter.wait([all_reduce(tally, self._group)])
-        told = tally.tolist()
-        counts = told[size : 2 * size]
+        summed = tally.tolist()
+        counts = summed[size : 2 * size]
         self._require_one_count(counts)
         return (
             sum(counts[members[0]] for members in self._replicas),
-            [member for member, bad in enumerate(told[:size]) if bad],
-            {name for name, used in zip(names, told[2 * size :], strict=True) if used},
+            [member for member, bad in enumerate(summed[:size]) if bad],
+            {name for name, used in zip(names, summed[2 * size :], strict=True) if used},
         )
 
     def _require_one_count(self, counts: list[float]) -> None:
         for members in self._replicas:
             if len({counts[member] for member in members}) > 1:
-                said = ", ".join(f"rank {self._ranks[member]}: {counts[member]:g}" for member in members)
+                counts_by_rank = ", ".join(f"rank {self._ranks[member]}: {counts[member]:g}" for member in members)
                 raise MismatchError(
                     f"the ranks of one network were given batches of unequal numbers of samples in step {self.step} "
-                    f"({said}). Give all ranks that hold one network together the same batch."
+                    f"({counts_by_rank}). Give all ranks that hold one network together the same batch."
                 )
 
 
@@ -206,8 +206,8 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(parameter.grad) if parameter.grad.is_complex() else parameter.grad
 
 
-def _spoil(gradients: Iterable[torch.Tensor]) -> None:
-    """Lets a GradScaler on any rank see that a gradient of its replica is not finite."""
+def _mark_nonfinite(gradients: Iterable[torch.Tensor]) -> None:
+    """Writes a NaN, so that a GradScaler on any rank sees that a gradient of its replica is not finite."""
     for gradient in gradients:
         if gradient.numel():
             gradient[(0,) * gradient.ndim] = float("nan")

@@ -1,4 +1,4 @@
-"""How many samples a batch has, from what is given to `forward`."""
+"""Counts the samples of a batch from the arguments of `forward`."""
 
 import math
 from collections.abc import Callable
@@ -8,19 +8,19 @@ import torch
 
 from evenly.errors import SpecError
 
-LEAST, MOST = 1e-6, 1e12  # samples of a batch; products with gradients keep their precision
+LEAST, MOST = 1e-6, 1e12  # samples of a batch, so that products with gradients stay precise
 
 
 def counted_samples(count: Callable[..., Any], args: Any, kwargs: Any) -> float:
-    """Returns the samples of a batch as `count` sees them; raises `SpecError` where that is no number of samples."""
-    found = count(*args, **kwargs)
+    """Returns the samples of a batch by `count`; raises `SpecError` if it returns no valid number."""
+    counted = count(*args, **kwargs)
     try:
-        samples = float(found)
+        samples = float(counted)
     except (TypeError, ValueError, RuntimeError):
         samples = math.nan
     if samples != 0 and not LEAST <= samples <= MOST:
         raise SpecError(
-            f"count= gave {found!r} for a batch. It must return its samples: 0, or a number from {LEAST:g} to "
+            f"count= gave {counted!r} for a batch. It must return its samples: 0, or a number from {LEAST:g} to "
             f"{MOST:g}, since gradients are multiplied by it."
         )
     return samples

@@ -1,4 +1,4 @@
-"""What a module and its optimizer must be to be kept in step with other ranks."""
+"""Checks that a module and its optimizer can be synchronized with other ranks."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from evenly.errors import SpecError
 
 
 def require_plain(module: torch.nn.Module) -> None:
-    """Raises `SpecError` for a module that is, or has inside, one that is kept in step with other ranks already."""
+    """Raises `SpecError` for a module that is, or contains, one that is synchronized already."""
     for name, part in module.named_modules():
         if isinstance(part, DistributedDataParallel) or hasattr(type(part), "agreed_buffers"):
             where, advice = (f" inside, as {name!r}", "Put") if name else ("", "Give")
@@ -21,7 +21,7 @@ def require_plain(module: torch.nn.Module) -> None:
 
 
 def require_dense(module: torch.nn.Module) -> None:
-    """Raises `SpecError` for what ranks cannot average: sparse gradients."""
+    """Raises `SpecError` for layers with sparse gradients, which ranks cannot average."""
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             raise SpecError(
@@ -31,39 +31,39 @@ def require_dense(module: torch.nn.Module) -> None:
 
 
 class OptimizedParameters:
-    """What the optimizer trained when synchronize was called: the other ranks average nothing else."""
+    """The parameters of the optimizer when synchronize was called: only these are averaged."""
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._module, self._optimizer = module, optimizer
         self._groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
         self._sizes = [len(group) for group in self._groups]
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._frozen = [parameter for parameter in held if not parameter.requires_grad]
+        optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._frozen = [parameter for parameter in optimized if not parameter.requires_grad]
 
     def require_unchanged(self, *, thoroughly: bool = False) -> None:
-        """Raises `SpecError` for parameters that came later or are trained only now; at every step in short."""
+        """Raises `SpecError` if parameters were added or unfrozen later; a cheap check unless `thoroughly`."""
         groups = self._optimizer.param_groups
         if [len(group["params"]) for group in groups] != self._sizes or (
             thoroughly and [list(map(id, group["params"])) for group in groups] != self._groups
         ):
-            known = {number for group in self._groups for number in group}
-            strangers = [p for group in groups for p in group["params"] if id(p) not in known]
-            self._refuse(strangers, "was given to the optimizer")
+            known_ids = {number for group in self._groups for number in group}
+            added = [p for group in groups for p in group["params"] if id(p) not in known_ids]
+            self._raise_changed(added, "was given to the optimizer")
         for parameter in self._frozen:
             if parameter.requires_grad:
-                self._refuse([parameter], "is trained")
+                self._raise_changed([parameter], "is trained")
 
-    def _refuse(self, strangers: list[torch.Tensor], case: str) -> None:
+    def _raise_changed(self, parameters: list[torch.Tensor], case: str) -> None:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        found = [repr(names.get(id(p), f"of shape {list(p.shape)}, outside the model")) for p in strangers]
+        labels = [repr(names.get(id(p), f"of shape {list(p.shape)}, outside the model")) for p in parameters]
         raise SpecError(
-            f"the parameter {found[0] if found else 'list'} {case} after synchronize was called, so its gradients are "
-            "not averaged with the other ranks. Call finish() and close(), then synchronize again."
+            f"the parameter {labels[0] if labels else 'list'} {case} after synchronize was called, so its gradients "
+            "are not averaged with the other ranks. Call finish() and close(), then synchronize again."
         )
 
 
 def require_own_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Raises `SpecError` for an object that is no optimizer of torch, or one that talks to other ranks by itself."""
+    """Raises `SpecError` for an object that is not a torch optimizer, or one that communicates with other ranks."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer) or not has_step_hooks(optimizer):
         raise SpecError(
@@ -72,21 +72,21 @@ def require_own_steps(optimizer: torch.optim.Optimizer) -> None:
         )
     if any(base.__module__.startswith("torch.distributed") for base in type(optimizer).__mro__):
         raise SpecError(
-            f"synchronize was given a {name}, which shares its work with all ranks of a process group, so nodes would "
-            "not be apart between exchanges. Give a plain optimizer."
+            f"synchronize was given a {name}, which shares its work with all ranks of a process group, so nodes could "
+            "not train independently between exchanges. Give a plain optimizer."
         )
 
 
 def require_trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises `SpecError` unless `optimizer` trains exactly what `module` says is trained."""
+    """Raises `SpecError` unless `optimizer` has exactly the parameters of `module` that require gradients."""
     parameters = list(module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         raise SpecError("synchronize was asked for a model without a trainable parameter. Give it one that trains.")
-    known = {id(parameter) for parameter in parameters}
+    parameter_ids = {id(parameter) for parameter in parameters}
     for place, group in enumerate(optimizer.param_groups):
-        strangers = [list(p.shape) for p in group["params"] if id(p) not in known]
-        if strangers:
-            more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+        foreign = [list(p.shape) for p in group["params"] if id(p) not in parameter_ids]
+        if foreign:
+            more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
             is_cut = any(local_shard_of(parameter) is not None for parameter in parameters)
             advice = (
                 "The network is cut over ranks: make the optimizer after evenly.shard, over model.parameters()."
@@ -94,13 +94,14 @@ def require_trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer)
                 else "Put them into the module, or build the optimizer after moving it."
             )
             raise SpecError(
-                f"the optimizer's group {place} trains tensors of shapes {', '.join(map(str, strangers[:3]))}{more} "
+                f"the optimizer's group {place} trains tensors of shapes {', '.join(map(str, foreign[:3]))}{more} "
                 f"that are not parameters of the model, so no rank would share them. {advice}"
             )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    idle = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
-    if idle:
+    optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in optimized_ids]
+    if missing:
         raise SpecError(
-            f"the optimizer trains no {', '.join(map(repr, idle[:3]))}{' and others' if len(idle) > 3 else ''}, though "
-            "the model says they are trained. Freeze them by requires_grad_(False), or give all to one optimizer."
+            f"the optimizer trains no {', '.join(map(repr, missing[:3]))}"
+            f"{' and others' if len(missing) > 3 else ''}, though the model says they are trained. "
+            "Freeze them by requires_grad_(False), or give all to one optimizer."
         )

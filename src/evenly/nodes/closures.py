@@ -1,4 +1,4 @@
-"""Closures that `optimizer.step` was given: whether there is one, and with the mean of their loss over ranks."""
+"""Closures of `optimizer.step`: detects them, and averages their loss over ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ def has_closure(args: Any, kwargs: Any) -> bool:
 def with_mean_loss(args: Any, kwargs: Any, mean: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Returns the arguments of `optimizer.step` with closures whose loss is the `mean` over ranks.
 
-    An optimizer may decide by the loss, as LBFGS does, and ranks that share gradients must decide alike.
+    An optimizer may use the loss, as LBFGS does, and ranks that share gradients must use the same value.
     """
 
     def replaced(value: Any) -> Any:

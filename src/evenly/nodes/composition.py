@@ -1,4 +1,4 @@
-"""Module + optimizer + who trains together -> the synchronized module, in one way for all callers."""
+"""Module + optimizer + ranks -> the synchronized module, in one way for all callers."""
 
 from collections.abc import Callable
 
@@ -26,10 +26,10 @@ def compose_synchronized(
     find_unused_parameters: bool = False,
     parent: FailureMonitor | None = None,
 ) -> Synchronized:
-    """Returns `module`, whole or cut over ranks, kept in step with the ranks of `rank_group`; all of them call it.
+    """Returns `module`, whole or cut over ranks, synchronized over the ranks of `rank_group`; all of them call it.
 
-    Sessions, loops by hand and trial steps all come here, so that what a network cut over ranks needs (a scaler that
-    looks at all ranks, the places of factored optimizer state) is given in all of them.
+    Sessions, manual loops and calibration all call it, so that a network cut over ranks always gets what it needs (a
+    scaler that checks all ranks, the placements of factored optimizer state).
 
     Raises:
         SpecError: where a scaler of torch is given for a network that is cut over ranks.
@@ -54,6 +54,6 @@ def require_scaler(model: torch.nn.Module, scaler: torch.amp.GradScaler | None) 
     """Raises `SpecError` if one rank alone would decide to skip a step of a network that is cut over ranks."""
     if isinstance(model, Sharded) and scaler is not None and not isinstance(scaler, GradScaler):
         raise SpecError(
-            "torch's GradScaler was given for a network that is cut over ranks; it looks at one rank's part of the "
+            "torch's GradScaler was given for a network that is cut over ranks; it checks one rank's part of the "
             "gradients and would skip steps on that rank alone. Use evenly.shards.GradScaler, with the same arguments."
         )

@@ -1,8 +1,7 @@
-"""Module + optimizer + who is where -> the synchronized module."""
+"""Module + optimizer + nodes -> the synchronized module."""
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,25 +43,32 @@ def join_nodes(
     find_unused_parameters: bool = False,
     state_placement: StatePlacement | None = None,
 ) -> Synchronized:
-    """Returns `module` kept in step with the ranks of `rank_group`; every rank calls it together.
+    """Returns `module` synchronized over the ranks of `rank_group`; every rank calls it together.
 
-    What rings the `parent` alarm rings here too. Of networks cut over ranks `state_placement` says how an entry of the
-    optimizer's state is cut; without it, those of the parameter's shape are cut as the parameter is.
+    Failures that the `parent` monitor sees fail here too. For networks cut over ranks `state_placement` gives the
+    placement of an entry of the optimizer's state; without it, entries of the parameter's shape are cut like it.
     """
     require_plain(module)
     exchange = exchange or Exchange()
     _require_fit(module, optimizer, period, exchange, ranks=rank_group.size)
     joint = isinstance(period, EveryGradient)
     scoped = rank_group.scoped("synchronize")
-    own = cluster.nodes[cluster.node_of(rank_group.rank)].ranks
+    node_ranks = cluster.nodes[cluster.node_of(rank_group.rank)].ranks
     shard_group = _shard_group(module, rank_group)
-    monitor = FailureMonitor(scoped, averages_with=tuple(range(rank_group.size)) if joint else own, parent=parent)
+    gradient_ranks = tuple(range(rank_group.size)) if joint else node_ranks
+    monitor = FailureMonitor(scoped, averages_with=gradient_ranks, parent=parent)
     with report_on_error(monitor, closes=True):
-        is_cut = _gather_all(scoped, monitor, is_cut=shard_group is not None, timeout_s=exchange.timeout_s)
+        is_cut = _is_any_cut(scoped, monitor, is_cut=shard_group is not None, timeout_s=exchange.timeout_s)
         devices = [cluster.device_of(rank) for rank in range(rank_group.size)]
-        ways: Any = {"timeout_s": exchange.timeout_s, "joint_gradients": joint, "beside": exchange.overlap > 0}
-        groups = open_groups(scoped, cluster.rank_lists(), devices, **ways)
-        period_timer = _period_timer(period, scoped, own, timeout_s=exchange.timeout_s)
+        groups = open_groups(
+            scoped,
+            cluster.rank_lists(),
+            devices,
+            timeout_s=exchange.timeout_s,
+            joint_gradients=joint,
+            beside=exchange.overlap > 0,
+        )
+        period_timer = _period_timer(period, scoped, node_ranks, timeout_s=exchange.timeout_s)
     replica_exchange = ReplicaExchange(
         groups,
         monitor,
@@ -104,7 +110,7 @@ def _require_fit(
 def _period_timer(
     period: AnyPeriod, rank_group: RankGroup, node: Sequence[int], *, timeout_s: float
 ) -> PeriodTimer | None:
-    """Returns what ends periods that are counted in seconds."""
+    """Returns the timer of periods in seconds; None for other periods."""
     if not isinstance(period, EverySeconds):
         return None
     return PeriodTimer(
@@ -117,14 +123,13 @@ def _shard_group(module: torch.nn.Module, rank_group: RankGroup) -> ShardGroup |
     if shard_group is not None and shard_group.monitor.rank_group.size > rank_group.size:
         raise SpecError(
             f"a network cut over {shard_group.monitor.rank_group.size} ranks was to be synchronized in a group of "
-            f"{rank_group.size}. "
-            "Give a group with all ranks that hold a part."
+            f"{rank_group.size}. Give a group with all ranks that hold a part."
         )
     return shard_group
 
 
-def _gather_all(rank_group: RankGroup, monitor: FailureMonitor, *, is_cut: bool, timeout_s: float) -> bool:
-    """Returns, when all ranks have come, whether any of them has a network that is cut."""
+def _is_any_cut(rank_group: RankGroup, monitor: FailureMonitor, *, is_cut: bool, timeout_s: float) -> bool:
+    """Waits for all ranks; returns whether any of them has a network that is cut."""
     rank_group.store.add("cut", int(is_cut))
     CollectiveWaiter(monitor, place="synchronize", timeout_s=timeout_s).barrier()
     return rank_group.size > 1 and rank_group.store.add("cut", 0) > 0
@@ -133,7 +138,7 @@ def _gather_all(rank_group: RankGroup, monitor: FailureMonitor, *, is_cut: bool,
 def _open(
     rank_group: RankGroup, cluster: Cluster, exchange: Exchange, name: str, ranks: Sequence[int]
 ) -> dist.ProcessGroup:
-    """Returns a group for a meeting of cut networks; those of another thread do not use NCCL, see `open_groups`."""
+    """Returns a group for reductions of cut networks; gloo if a background thread uses it, see `open_groups`."""
     beside = exchange.overlap > 0 and not name.startswith("gradients")
     backend = "gloo" if beside else backend_for([cluster.device_of(rank) for rank in ranks])
     return open_group(rank_group, name, ranks, backend=backend, timeout_s=exchange.timeout_s, beside=beside)

@@ -36,7 +36,7 @@ Count = Callable[..., float]
 
 
 class Synchronized(torch.nn.Module):
-    """`module` on this rank, kept in step with the other ranks of its node and, every period, with the other nodes.
+    """`module` on this rank, synchronized with the other ranks of its node and, every period, with the other nodes.
 
     Call it like the module itself. `module` is the plain network, for saving and for its attributes.
     """
@@ -66,14 +66,14 @@ class Synchronized(torch.nn.Module):
         self._groups = groups
         self._replica_exchange = replica_exchange
         self._count = count or leading_dim
-        self._closed = self._has_moved = self._shows_average = False
+        self._closed = self._was_resharded = self._is_in_agreed = False
         self._joint = isinstance(period, EveryGradient)
-        self._partners = tuple(range(groups.rank_group.size)) if self._joint else groups.ranks
+        self._gradient_ranks = tuple(range(groups.rank_group.size)) if self._joint else groups.ranks
         self._scaler = scaler
         self._monitor = monitor
         self._period_timer = period_timer
         try:
-            self._agree_at_start(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
+            self._check_and_broadcast(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
             self._optimized = OptimizedParameters(module, optimizer)
             self._gradients = replica_exchange.gradients(module, find_unused_parameters=find_unused_parameters)
             self.clock = StepClock(next(module.parameters(), torch.empty(0)).device)
@@ -91,7 +91,7 @@ class Synchronized(torch.nn.Module):
                 settings=exchange,
                 monitor=monitor,
                 joint=self._joint,
-                before=self._last_look,
+                before=self._take_finite_check,
             )
             self._exchanger.begin()
         except BaseException as error:
@@ -100,10 +100,10 @@ class Synchronized(torch.nn.Module):
             replica_exchange.close(failed=True)
             groups.close(failed=True)
             raise
-        self._undo = [
+        self._removers = [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
-            watch_scaler(scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._was_left_out),
+            watch_scaler(scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._on_scaler_skip),
         ]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,8 +127,8 @@ class Synchronized(torch.nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be copied or pickled."""
         raise SpecError(
-            "a synchronized model was to be copied or pickled, which holds connections to other ranks. Copy or save "
-            "the plain network, .module, inside agreed() where it is to be the average of all nodes."
+            "a synchronized model was to be copied or pickled, but it holds connections to other ranks. Copy or save "
+            "the plain network, .module; inside agreed() it is the average of all nodes."
         )
 
     @contextmanager
@@ -138,8 +138,8 @@ class Synchronized(torch.nn.Module):
             yield
 
     def end_epoch(self) -> None:
-        """Tells that a pass over the data is complete; exchanges if the period is an epoch."""
-        self._require_own("end_epoch()")
+        """Marks the end of a pass over the data; exchanges if the period is an epoch."""
+        self._require_outside_agreed("end_epoch()")
         self.settle()
         if self._period_timer is not None:
             self.assemble()
@@ -148,43 +148,43 @@ class Synchronized(torch.nn.Module):
 
     def finish(self) -> None:
         """Makes the last exchange of a run, so that all ranks end with the same model."""
-        self._require_own("finish()")
+        self._require_outside_agreed("finish()")
         self.settle()
         if self._groups.rank_group.size > 1:
             self._exchanger.finish()
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Puts the average over all nodes into the module for evaluation, then gives each node its own state back."""
-        if self._shows_average:  # a block inside a block sees the same
+        """Puts the average over all nodes into the module for evaluation; restores each node's state afterwards."""
+        if self._is_in_agreed:  # nested blocks see the same average
             yield
             return
         self.settle()
         self.assemble()
         with self._exchanger.averaged():
-            self._shows_average = True
+            self._is_in_agreed = True
             try:
                 yield
             finally:
-                self._shows_average = False
+                self._is_in_agreed = False
 
     def accept_weights(self) -> None:
-        """Takes weights that were written into the module by hand as those all nodes have agreed on.
+        """Takes weights that were written into the module by hand as the values that all nodes agreed on.
 
-        All ranks call it together, after they have written the same. `load_state_dict` is noticed without it.
+        All ranks call it together, after they wrote the same values. `load_state_dict` is detected without it.
         """
-        self._require_own("accept_weights()")
+        self._require_outside_agreed("accept_weights()")
         self._exchanger.take_loaded(everything=True)
 
-    def _require_own(self, what: str) -> None:
-        if self._shows_average:
+    def _require_outside_agreed(self, what: str) -> None:
+        if self._is_in_agreed:
             raise SpecError(f"{what} was called inside agreed(), where the model is an average. Leave the block first.")
 
     def close(self) -> None:
-        """Lets go of the optimizer and ends the background thread; the plain network stays in `module`."""
+        """Removes the hooks and ends the background thread; the plain network stays in `module`."""
         self._closed = True
-        for undo in self._undo:
-            undo()
+        for remove in self._removers:
+            remove()
         if self._shard_group is not None:
             self._shard_group.watch(None)
         self._gradients.close()
@@ -196,55 +196,55 @@ class Synchronized(torch.nn.Module):
             self._period_timer.close(failed=failed)
 
     def agree_for_moving(self) -> None:
-        """Lets all nodes agree before parts of the network change hands, if what is known of exchanges is cut too."""
+        """Makes a last exchange before the network is resharded, if there are pending exchanges or anchors."""
         if self._exchanger.remembers:
             self._exchanger.finish()
 
     def relearn(self, agreed: dict[str, torch.Tensor]) -> None:
-        """Goes on after parts of the network have changed hands, between two steps; all ranks call it together.
+        """Continues after the network was resharded, between two steps; all ranks call it together.
 
-        `agreed` are this rank's parts of the buffers of the last exchange, cut as the buffers are now.
+        `agreed` are this rank's parts of the buffers after the last exchange, cut like the buffers now.
         """
-        self._has_moved, self._optimized = True, OptimizedParameters(self.module, self._optimizer)
-        self._exchanger.meet(lambda waiter: self._replica_exchange.relearn(self.module, waiter))
+        self._was_resharded, self._optimized = True, OptimizedParameters(self.module, self._optimizer)
+        self._exchanger.run_collective(lambda waiter: self._replica_exchange.relearn(self.module, waiter))
         self._exchanger.buffers.learn(agreed)
         self._exchanger.begin()
 
     def require_finite(self) -> None:
-        """Raises `NonFiniteError` for the last step where its gradients were not finite and nobody has looked yet."""
-        self._last_look()()
+        """Raises `NonFiniteError` if the gradients of the last step were not finite and were not checked yet."""
+        self._take_finite_check()()
 
     def come_together(self) -> None:
-        """Called before all ranks save together: a run that is resumed cuts the network as its plan says."""
-        self._require_own("a checkpoint")
+        """Prepares for a checkpoint of all ranks: a resumed run cuts the network by its plan."""
+        self._require_outside_agreed("a checkpoint")
         self.settle()
         self.require_finite()
         self.assemble()
-        if self._has_moved:
+        if self._was_resharded:
             self.agree_for_moving()
 
-    def _last_look(self) -> Callable[[], None]:
-        """Returns what looks at the last step's gradients; to do so may stall a device, and another thread may."""
+    def _take_finite_check(self) -> Callable[[], None]:
+        """Returns a check of the last step's gradients; it may stall a device, and may run in another thread."""
         self._optimized.require_unchanged(thoroughly=True)
-        looks = self._settings.nonfinite == "stop" and not self._gradients.pending
-        return partial(self._look, self._gradients.last(now=True) if looks else None)
+        reads_verdict = self._settings.nonfinite == "stop" and not self._gradients.pending
+        return partial(self._require_finite, self._gradients.last(now=True) if reads_verdict else None)
 
     def assemble(self) -> None:
-        """Waits until all nodes have come here, if each makes the steps it can; all ranks call it before they meet."""
+        """Waits until all nodes call it, if periods are in seconds; all ranks call it before a common collective."""
         if self._period_timer is not None and self._groups.rank_group.size > 1:
             self._exchanger.assemble()
-            self._period_timer.wind()
+            self._period_timer.restart()
 
     def report(self, error: BaseException) -> None:
-        """Tells all other ranks that this one failed."""
+        """Reports to all other ranks that this one failed."""
         self._monitor.report(error)
 
     def progress(self) -> dict[str, Any]:
-        """Returns where this rank stands: what a checkpoint needs to go on inside a period."""
+        """Returns the counters that a checkpoint inside a period needs."""
         return {**self.schedule.progress(), **self._exchanger.progress()}
 
     def exchange_state(self) -> dict[str, Any]:
-        """Returns the tensors of the last exchanges and of those under way; all ranks call it together."""
+        """Returns the anchors and the pending exchanges for a checkpoint; all ranks call it together."""
         return self._exchanger.state()
 
     def resume(
@@ -253,7 +253,7 @@ class Synchronized(torch.nn.Module):
         agreed: dict[str, torch.Tensor] | None = None,
         exchange_state: dict[str, Any] | None = None,
     ) -> None:
-        """Goes on from `progress`; `agreed` are the buffers of the last exchange."""
+        """Restores a checkpoint; `agreed` are the buffers after the last exchange."""
         self.schedule.resume(progress)
         self._exchanger.resume(progress, exchange_state, agreed)
 
@@ -269,31 +269,31 @@ class Synchronized(torch.nn.Module):
 
     @property
     def gradient_bytes(self) -> int:
-        """What this rank has sent to average gradients."""
+        """The bytes this rank has sent to average gradients."""
         return self._gradients.sent_bytes
 
     @property
     def on_exchange(self) -> list[Callable[[ExchangeSummary], None]]:
-        """Called with every exchange when it was merged."""
+        """Callbacks for every merged exchange."""
         return self._exchanger.on_exchange
 
     @property
     def on_period(self) -> list[Callable[[int, int, str], None]]:
-        """Called with the step just made, the steps of the next adaptive periods, and why."""
+        """Callbacks for the step just made, the steps of the next adaptive periods, and the reason."""
         return self._exchanger.on_period
 
     @property
     def agreed_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers as the last exchange left them."""
+        """The buffers after the last exchange."""
         return self._exchanger.buffers.agreed
 
     @property
     def buffer_policies(self) -> dict[str, BufferPolicy]:
-        """What becomes of each buffer at an exchange; of one rank alone nothing."""
+        """The policy of each buffer at an exchange; empty for a single rank."""
         return dict(self._exchanger.buffers.policies)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        self._require_own("optimizer.step()")
+        self._require_outside_agreed("optimizer.step()")
         self._monitor.check()
         self._exchanger.take_loaded()
         self.clock.averaged()
@@ -302,10 +302,10 @@ class Synchronized(torch.nn.Module):
                 raise SpecError("nonfinite='skip' was asked for, but step(closure) cannot be skipped. Use 'stop'.")
             return with_mean_loss(args, kwargs, self._mean_loss)
         self._require_averaged()
-        scaled = hasattr(optimizer, "found_inf")  # a GradScaler leaves the skipping to this optimizer
+        scaled = hasattr(optimizer, "found_inf")  # a GradScaler lets this optimizer skip the step
         verdict = self._gradients.last(now=scaled or self._settings.nonfinite == "skip")
         if not scaled:
-            self._look(verdict)
+            self._require_finite(verdict)
         return None
 
     def _mean_loss(self, loss: Any) -> Any:
@@ -318,7 +318,7 @@ class Synchronized(torch.nn.Module):
             return self._gradients.mean_loss(loss, waiter)
 
     def _require_averaged(self) -> None:
-        """Raises `SpecError` unless the step is one that all ranks that share gradients make alike."""
+        """Raises `SpecError` unless the step is the same on all ranks that share gradients."""
         if self._groups.rank_group.size == 1:
             return
         try:
@@ -328,37 +328,37 @@ class Synchronized(torch.nn.Module):
             self._monitor.report(error)
             raise
 
-    def _look(self, verdict: Verdict | None) -> None:
+    def _require_finite(self, verdict: Verdict | None) -> None:
         if verdict is not None and (members := verdict.nonfinite_members()):
-            self._meet_nonfinite([self._partners[member] for member in members], verdict.step)
+            self._handle_nonfinite([self._gradient_ranks[member] for member in members], verdict.step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if has_closure(args, kwargs):
             self._require_averaged()
-            self._look(self._gradients.last(now=True))
+            self._require_finite(self._gradients.last(now=True))
         samples = self._gradients.take_samples()
         self._exchanger.count(samples)
         self._advance(samples)
 
-    def _meet_nonfinite(self, ranks: list[int], step: int) -> None:
-        found = f"the gradients of ranks {ranks} became NaN or infinite at step {step}"
+    def _handle_nonfinite(self, ranks: list[int], step: int) -> None:
+        case = f"the gradients of ranks {ranks} became NaN or infinite at step {step}"
         if self._settings.nonfinite == "skip":
-            logger.warning("%s; the step is skipped on the ranks that share them", found)
+            logger.warning("%s; the step is skipped on the ranks that share them", case)
             self._gradients.take_samples()
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
             return
         error = NonFiniteError(
-            f"{found}. Lower the learning rate, clip the gradients, look at that rank's batch, "
+            f"{case}. Lower the learning rate, clip the gradients, look at that rank's batch, "
             "or pass nonfinite='skip' to leave such steps out."
         )
         self._monitor.report(error)
         raise error
 
     def settle(self) -> None:
-        """Counts a step that an unknown GradScaler left out: gradients were not finite, no step followed, and they
-        are gone. Where they are still there the next batch may belong to the same step; the exchange will tell."""
+        """Counts a step skipped by a scaler we were not given: gradients were not finite, no step followed, and they
+        were reset. If they still exist the next batch may belong to the same step; the next exchange decides."""
         if self._scaler is not None or not self._gradients.pending:
             return
         verdict = self._gradients.last(now=True)
@@ -373,29 +373,29 @@ class Synchronized(torch.nn.Module):
         self._gradients.take_samples()
         self._advance(0.0)
 
-    def _was_left_out(self) -> None:
+    def _on_scaler_skip(self) -> None:
         if not self._closed:
             self._gradients.last(now=True)
             self._skip()
 
     def _advance(self, samples: float) -> None:
-        rings = self._rings()
-        self._exchanger.after_step(self.schedule.advance(rings=rings))
-        if rings and self._period_timer is not None:
-            self._period_timer.wind()
-        for tell in self.on_step:
-            tell(self.schedule.step, samples)
+        is_expired = self._is_period_over()
+        self._exchanger.after_step(self.schedule.advance(is_expired=is_expired))
+        if is_expired and self._period_timer is not None:
+            self._period_timer.restart()
+        for callback in self.on_step:
+            callback(self.schedule.step, samples)
 
-    def _rings(self) -> bool:
+    def _is_period_over(self) -> bool:
         """Returns whether a period in seconds is over."""
         if self._period_timer is None:
             return False
-        return self._period_timer.rings(
+        return self._period_timer.has_expired(
             CollectiveWaiter(self._monitor, place="a period's end", timeout_s=self._settings.timeout_s)
         )
 
-    def _agree_at_start(self, settings: str) -> None:
-        """Makes sure that all ranks were given the same, and gives every rank the state of rank 0."""
+    def _check_and_broadcast(self, settings: str) -> None:
+        """Checks that model and settings are the same on all ranks, and gives every rank the state of rank 0."""
         require_own_steps(self._optimizer)
         require_trainable(self.module, self._optimizer)
         if self._groups.rank_group.size == 1:
@@ -404,5 +404,5 @@ class Synchronized(torch.nn.Module):
         waiter = CollectiveWaiter(self._monitor, place="the start of synchronize", timeout_s=self._settings.timeout_s)
         require_same(describe(self.module, self._optimizer, settings), self._groups.world, waiter)
         with torch.no_grad():
-            self._replica_exchange.level(self.module, waiter)
+            self._replica_exchange.broadcast_state(self.module, waiter)
         self._monitor.passed(waiter.place)

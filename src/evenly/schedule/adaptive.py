@@ -1,4 +1,4 @@
-"""How long the next period should be, from what all ranks have measured."""
+"""Chooses the length of the next period from the measurements of all ranks."""
 
 import time
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from evenly.spec import Adaptive, Exchange
 CHANGE = 2.0  # a period grows or shrinks at most by this factor where drift decides
 STEPS_KEPT = 48
 EXCHANGES_KEPT = 7
-ENOUGH = 3  # steps beside no exchange, to compare others with
+ENOUGH = 3  # steps without a pending exchange, for comparison
 
 
 @dataclass(frozen=True)
 class ExchangeCosts:
-    """What the slowest of all ranks saw: seconds of a step and of an exchange under way, and the largest drift.
+    """Measured by the slowest rank: seconds of a step and of a pending exchange, and the largest drift.
 
-    The drift is that of the last exchange, and grew in `steps`. `slowed_s` is what an exchange adds to the steps beside
-    it.
+    The drift is that of the last exchange, and grew in `steps`. `slowed_s` is the time that an exchange adds to the
+    steps it overlaps.
     """
 
     step_s: float = 0.0
@@ -28,89 +28,89 @@ class ExchangeCosts:
 
     @property
     def row(self) -> tuple[float, ...]:
-        """The numbers, to be told."""
+        """The numbers, for the vote."""
         return (self.step_s, self.transfer_s, self.drift, self.steps, self.slowed_s)
 
 
-def choose(period: Adaptive, exchange: Exchange, now: int, seen: ExchangeCosts) -> tuple[int, str]:
-    """Returns the steps of the next period, of which one has `now`, and why.
+def choose(period: Adaptive, exchange: Exchange, now: int, costs: ExchangeCosts) -> tuple[int, str]:
+    """Returns the steps of the next period and the reason; a period has `now` steps at present.
 
-    >>> choose(Adaptive(exchange_budget=0.1), Exchange(), 4, Seen(step_s=0.1, transfer_s=0.2))
+    >>> choose(Adaptive(exchange_budget=0.1), Exchange(), 4, ExchangeCosts(step_s=0.1, transfer_s=0.2))
     (18, 'an exchange takes 0.2 s, a step 0.1 s, and exchanges may take 10 % of the time')
     """
     if period.exchange_budget is not None:
-        if not seen.step_s or not seen.transfer_s:
+        if not costs.step_s or not costs.transfer_s:
             return now, "nothing was measured yet"
-        steps, why = _affordable(exchange, period.exchange_budget, seen)
-    elif period.drift is None or not seen.drift:
+        steps, why = _affordable(exchange, period.exchange_budget, costs)
+    elif period.drift is None or not costs.drift:
         return now, "nodes have not gone apart"
     else:
-        factor = min(CHANGE, max(1 / CHANGE, period.drift / seen.drift))
-        steps = round(seen.steps * factor)
+        factor = min(CHANGE, max(1 / CHANGE, period.drift / costs.drift))
+        steps = round(costs.steps * factor)
         why = (
-            f"a node went {100 * seen.drift:.2g} % of the length of the parameters away from the average in "
-            f"{seen.steps:.0f} steps, and may go {100 * period.drift:.3g} %"
+            f"a node went {100 * costs.drift:.2g} % of the length of the parameters away from the average in "
+            f"{costs.steps:.0f} steps, and may go {100 * period.drift:.3g} %"
         )
         if steps < exchange.calm_steps:
             why = f"{why}, but no period is shorter than twice the overlap"
     return min(max(exchange.calm_steps, steps), period.most), why
 
 
-def _affordable(exchange: Exchange, budget: float, seen: ExchangeCosts) -> tuple[int, str]:
-    measured = {"step_s": seen.step_s, "transfer_s": seen.transfer_s, "slowed_s": seen.slowed_s}
+def _affordable(exchange: Exchange, budget: float, costs: ExchangeCosts) -> tuple[int, str]:
+    measured = {"step_s": costs.step_s, "transfer_s": costs.transfer_s, "slowed_s": costs.slowed_s}
     steps = exchange.affordable_steps(**measured, budget=budget)
-    beside = f", beside {exchange.overlap} steps which it slows by {seen.slowed_s:.2g} s" if exchange.overlap else ""
+    beside = f", beside {exchange.overlap} steps which it slows by {costs.slowed_s:.2g} s" if exchange.overlap else ""
     why = (
-        f"an exchange takes {seen.transfer_s:.2g} s{beside}, a step {seen.step_s:.2g} s, and exchanges may take "
+        f"an exchange takes {costs.transfer_s:.2g} s{beside}, a step {costs.step_s:.2g} s, and exchanges may take "
         f"{100 * budget:.3g} % of the time"
     )
     return steps, why
 
 
 class StepPace:
-    """How long steps take beside no exchange, how much longer beside one, and how long exchanges take."""
+    """Measures the time of steps with and without a pending exchange, and of exchanges."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[float, bool]] = []  # seconds, and whether beside an exchange
+        self._steps: list[tuple[float, bool]] = []  # seconds, and whether an exchange was pending
         self._transfers: list[float] = []
         self._slowed: list[float] = []
-        self._more: list[float] = []  # that steps have needed beside exchanges, since the last was merged
+        self._extra_s: list[float] = []  # added to steps by exchanges since the last merge
         self._began: float | None = None
         self._beside = False
 
     def begin(self, *, beside: bool) -> None:
-        """Starts the clock of the next step, which is made `beside` an exchange or not."""
+        """Starts the clock of the next step; `beside`: an exchange is pending."""
         self._began, self._beside = time.monotonic(), beside
 
     def drop(self) -> None:
-        """Forgets when the next step began: a checkpoint or an evaluation comes before it."""
+        """Discards the start of the next step: a checkpoint or an evaluation comes before it."""
         self._began = None
 
     def end(self) -> None:
-        """Notes the step just made."""
+        """Records the step just made."""
         if self._began is None:
             return
         seconds = time.monotonic() - self._began
         self._steps = [*self._steps, (seconds, self._beside)][-STEPS_KEPT:]
-        if self._beside and len(free := self._free()) >= ENOUGH:
-            self._more.append(seconds - median(free))
+        if self._beside and len(undisturbed := self._undisturbed()) >= ENOUGH:
+            self._extra_s.append(seconds - median(undisturbed))
 
     def merged(self, transfer_s: float, *, slowed_s: float) -> tuple[float, float]:
-        """Notes an exchange; returns what one takes, and what it adds to the steps beside it (else `slowed_s`).
+        """Records an exchange; returns its time, and the time it adds to overlapped steps (default `slowed_s`).
 
-        Both are medians: a late exchange now and then is no reason for longer periods.
+        Both are medians: an occasional late exchange does not make periods longer.
         """
         self._transfers = [*self._transfers, transfer_s][-EXCHANGES_KEPT:]
-        if self._more:
-            self._slowed, self._more = [*self._slowed, sum(self._more)][-EXCHANGES_KEPT:], []
+        if self._extra_s:
+            self._slowed, self._extra_s = [*self._slowed, sum(self._extra_s)][-EXCHANGES_KEPT:], []
         return median(self._transfers), max(0.0, median(self._slowed)) if self._slowed else slowed_s
 
     @property
     def median_s(self) -> float:
-        """The seconds of a step, beside no exchange if some were made so; 0: none was made."""
-        free = self._free()
-        chosen = free if len(free) >= ENOUGH else [seconds for seconds, _ in self._steps]
+        """The seconds of a step, without a pending exchange if enough were measured; 0 before the first."""
+        undisturbed = self._undisturbed()
+        chosen = undisturbed if len(undisturbed) >= ENOUGH else [seconds for seconds, _ in self._steps]
         return median(chosen) if chosen else 0.0
 
-    def _free(self) -> list[float]:
+    def _undisturbed(self) -> list[float]:
         return [seconds for seconds, beside in self._steps if not beside]

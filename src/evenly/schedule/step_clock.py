@@ -1,11 +1,11 @@
-"""How long this rank computes in a step, without the time in which it waits for others."""
+"""Measures how long this rank computes in a step, without waiting for others."""
 
 import time
 from dataclasses import dataclass
 
 import torch
 
-MOST = 64  # steps that are remembered
+MOST = 64  # steps kept
 
 Moment = float | torch.cuda.Event
 
@@ -20,25 +20,25 @@ class Spent:
 
 @dataclass
 class _Step:
-    spans: list[tuple[Moment, Moment]]  # in which the rank computes
-    averaged: Moment | None = None  # when its gradients were those of the node
+    spans: list[tuple[Moment, Moment]]  # computing times
+    averaged: Moment | None = None  # when its gradients were averaged
 
 
 class StepClock:
-    """Runs from the first forward of a step to the end of its own backward; on CUDA it reads the device's time.
+    """Runs from the first forward of a step to the end of this rank's backward; on CUDA it uses device events.
 
-    It stands still while the rank waits for others inside the step, as the ranks of a cut network do in every layer.
+    It pauses while the rank waits for others inside the step, as the ranks of a cut network do in every layer.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.is_wanted = False  # somebody will ask for the times
-        self.computing_s = self.averaging_s = 0.0  # of all steps that are over
+        self.is_wanted = False  # whether the times will be read
+        self.computing_s = self.averaging_s = 0.0  # of all completed steps
         self._step = 0
         self._runs = False
         self._began: Moment | None = None
         self._spans: list[tuple[Moment, Moment]] = []  # of the step that runs
-        self._steps: list[_Step] = []  # to be taken
+        self._steps: list[_Step] = []  # since the last take()
         self._uncounted: list[_Step] = []
 
     def begin(self, step: int) -> None:
@@ -50,18 +50,18 @@ class StepClock:
             self._spans = []
 
     def pause(self) -> None:
-        """Stands still."""
+        """Pauses the clock."""
         if self._runs and self._began is not None:
             self._spans.append((self._began, self._now()))
             self._began = None
 
     def resume(self) -> None:
-        """Goes on."""
+        """Resumes the clock."""
         if self._runs and self._began is None:
             self._began = self._now()
 
     def end(self) -> None:
-        """Notes a step."""
+        """Records a step."""
         if self._runs:
             self.pause()
             step = _Step(self._spans)
@@ -70,7 +70,7 @@ class StepClock:
             self._runs = False
 
     def averaged(self) -> None:
-        """Notes that the gradients of the last step are those of the node, and counts what is over by now."""
+        """Records that the gradients of the last step are averaged, and adds the times of completed steps."""
         if not self._uncounted:
             return
         self._uncounted[-1].averaged = self._now()
@@ -81,7 +81,7 @@ class StepClock:
                 self.averaging_s += _between(step.spans[-1][1], step.averaged)
 
     def take(self) -> list[Spent]:
-        """Returns what was spent on the steps since the last call."""
+        """Returns the times of the steps since the last call."""
         steps, self._steps = self._steps, []
         return [
             Spent(sum(_between(*span) for span in step.spans), _between(step.spans[0][0], step.spans[-1][1]))
@@ -98,7 +98,7 @@ class StepClock:
 
 
 def _is_over(moment: Moment | None) -> bool:
-    """Returns whether it has passed, without waiting for it; a step that was left out was never averaged."""
+    """Returns whether it has passed, without waiting for it; a skipped step was never averaged."""
     return bool(moment.query()) if isinstance(moment, torch.cuda.Event) else True  # type: ignore[no-untyped-call]  # torch has no annotation here
 
 

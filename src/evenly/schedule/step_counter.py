@@ -1,4 +1,4 @@
-"""The one agreed counter: how many steps were made, and which exchanges are due."""
+"""The step counter that all ranks agree on, and the exchanges that are due."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,13 +34,13 @@ class Schedule:
         """Returns the steps since the oldest of these fragments' last exchanges."""
         return max(self._since[fragment] for fragment in fragments)
 
-    def advance(self, *, rings: bool = False) -> list[int]:
-        """Counts one step; returns the fragments that are due after it. Periods by time end when it `rings`."""
+    def advance(self, *, is_expired: bool = False) -> list[int]:
+        """Counts one step; returns the fragments that are due after it. `is_expired` ends periods in seconds."""
         if self.step == self._begun:
             self._length = self.next_length
         self.step += 1
         self._since = [since + 1 for since in self._since]
-        if self.warms_up or rings:
+        if self.warms_up or is_expired:
             return list(range(self.fragments))
         if not self._length:
             return []
@@ -54,18 +54,18 @@ class Schedule:
         return self.since > 0 and isinstance(self.period, EveryEpoch | EveryGradient)
 
     def exchanged(self, fragments: Sequence[int]) -> None:
-        """Notes that an exchange of these fragments was begun."""
+        """Records that an exchange of these fragments began."""
         self.exchanges += 1
         for fragment in fragments:
             self._since[fragment] = 0
 
     def progress(self) -> dict[str, Any]:
-        """Returns where the counter stands."""
+        """Returns the counters for a checkpoint."""
         lengths = [self._begun, self._length, self.next_length]
         return {"step": self.step, "since": list(self._since), "exchanges": self.exchanges, "period": lengths}
 
     def resume(self, progress: dict[str, Any]) -> None:
-        """Goes on from there; a period that is not the one it was saved with begins anew."""
+        """Restores the counters; a period other than the saved one starts anew."""
         self.step, self.exchanges = progress["step"], progress["exchanges"]
         saved = list(progress["since"])
         self._since = saved if len(saved) == self.fragments else [max(saved)] * self.fragments

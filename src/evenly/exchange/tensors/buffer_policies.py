@@ -1,4 +1,4 @@
-"""What becomes of each buffer at an exchange: what the user says, else what its module and its type call for."""
+"""The policy of each buffer at an exchange: the user's choice, else a default by module and dtype."""
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -7,12 +7,12 @@ import torch
 
 from evenly._torch.modules import SPECTRAL_NORM, UNIT_VECTORS, forward_pre_hooks
 from evenly.errors import SpecError
-from evenly.exchange.tensors.optimizer_state import averages, kept_buffers
+from evenly.exchange.tensors.optimizer_state import averages, persistent_buffers
 from evenly.spec import BufferPolicy, Exchange
 
 _OBSERVERS = "torch.ao.quantization.observer"
 _EXTREMES: Mapping[str, BufferPolicy] = {"min_val": "min", "max_val": "max"}
-_BY_CLASS: Mapping[str, Mapping[str, BufferPolicy]] = {  # by full name, as some classes are private or may go
+_BY_CLASS: Mapping[str, Mapping[str, BufferPolicy]] = {  # by full name: some classes are private or may be removed
     SPECTRAL_NORM: dict.fromkeys(UNIT_VECTORS, "first"),
     f"{_OBSERVERS}.MinMaxObserver": _EXTREMES,
     f"{_OBSERVERS}.PerChannelMinMaxObserver": _EXTREMES,
@@ -27,19 +27,19 @@ _SPECTRAL_HOOK = "torch.nn.utils.spectral_norm.SpectralNorm"
 def policies_of(module: torch.nn.Module, settings: Exchange) -> dict[str, BufferPolicy]:
     """Returns the policy of each buffer that belongs to the state of `module`, none of them auto.
 
-    Raises `SpecError` where a policy does not go with the type of a buffer, or a pattern fits no buffer.
+    Raises `SpecError` if a policy does not fit the dtype of a buffer, or a pattern matches no buffer.
     """
-    buffers, known = kept_buffers(module), dict(_known(module))
+    buffers, known_policies = persistent_buffers(module), dict(_torch_policies(module))
     for pattern in () if isinstance(settings.buffers, str) else settings.buffers:
         if not any(fnmatchcase(name, pattern) for name in buffers):
             raise SpecError(
-                f"buffers= names {pattern!r}, but the network has no buffer of such a name, with memory of its own and "
-                f"persistent: it has {', '.join(map(repr, buffers)) or 'none at all'}. Correct the pattern."
+                f"buffers= names {pattern!r}, but no buffer that is persistent and has its own memory matches: the "
+                f"network has {', '.join(map(repr, buffers)) or 'none at all'}. Correct the pattern."
             )
     chosen = {name: settings.buffer_policy(name) for name in buffers}
     for name, buffer in buffers.items():
         if chosen[name] == "auto":
-            chosen[name] = known.get(name) or ("average" if averages(buffer) else "max")
+            chosen[name] = known_policies.get(name) or ("average" if averages(buffer) else "max")
         _require_fit(name, buffer, chosen[name])
     return chosen
 
@@ -61,8 +61,8 @@ def _require_fit(name: str, buffer: torch.Tensor, policy: BufferPolicy) -> None:
     )
 
 
-def _known(module: torch.nn.Module) -> Iterator[tuple[str, BufferPolicy]]:
-    """Yields the buffers of torch's own modules that are no plain statistics."""
+def _torch_policies(module: torch.nn.Module) -> Iterator[tuple[str, BufferPolicy]]:
+    """Yields the policies for buffers of torch's own modules that are not plain statistics."""
     for prefix, part in module.named_modules():
         dot = f"{prefix}." if prefix else ""
         names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(part).__mro__)

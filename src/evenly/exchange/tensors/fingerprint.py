@@ -1,8 +1,8 @@
-"""Whether ranks hold the same parameters: a few numbers for all of them, compared before anything is exchanged.
+"""Fingerprints: a few numbers that tell before an exchange whether ranks hold the same parameters.
 
-A fingerprint is a weighted sum of all elements, f = sum_i w_i x_i, with fixed weights that look random. Beside it goes
-the rounding unit of the sum, u = eps ||x||: ranks on unlike devices round differently in each step, which is no
-divergence. Tensors of unlike precision have sums of their own: what rounding changes in bfloat16 would hide all else.
+A fingerprint is a weighted sum of all elements, f = sum_i w_i x_i, with fixed pseudo-random weights, together with the
+rounding unit of the sum, u = eps ||x||: ranks on different devices round differently in each step, which is no
+divergence. Each precision has its own sum: rounding errors of bfloat16 would hide changes in float32.
 """
 
 import hashlib
@@ -18,17 +18,17 @@ from evenly.comm import LocalShard
 from evenly.exchange.tensors.flat import real
 
 COLUMNS = 512
-LARGE = 2**18  # elements; smaller tensors are put together first, as many small operations take longer
-ITEM_SIZES = (2, 4, 8)  # bytes of an element: the precisions with sums of their own; smaller ones count as 2
-ROOM = 16.0  # rounding units that may lie between ranks after one step; it grows with the root of the steps
-ROOM_ALIKE = 64.0  # between ranks on devices of one kind: rounding units of a single element of average size
-SALT = 790  # one of those with which sums over 16 to 512 equal elements are as large as of random ones
+LARGE = 2**18  # elements; smaller tensors are concatenated first, because many small operations are slow
+ITEM_SIZES = (2, 4, 8)  # bytes of an element: the precisions; smaller ones count as 2
+TOLERANCE = 16.0  # in rounding units, between ranks after one step; it grows with the square root of the steps
+TOLERANCE_ALIKE = 64.0  # between ranks on devices of one kind, in rounding units of a single element of average size
+SALT = 790  # chosen so that sums over 16 to 512 equal elements are as large as those over random ones
 UNLIKE = math.nan  # equal to nothing
 
 
 @dataclass(frozen=True)
 class FingerprintValues:
-    """The fingerprint of a network in numbers that travel: a sum and its rounding unit for each precision."""
+    """The fingerprint of a network as numbers: a sum and its rounding unit for each precision."""
 
     values: tuple[float, ...] = (0.0,) * len(ITEM_SIZES)
     units: tuple[float, ...] = (0.0,) * len(ITEM_SIZES)
@@ -53,14 +53,14 @@ class _Piece:
     """A tensor of a fingerprint."""
 
     name: str
-    rows: int  # how many of the sums are its own
+    rows: int  # number of its row sums
     elements: int
     eps: float
-    precision: int  # place in ITEM_SIZES
+    precision: int  # index in ITEM_SIZES
 
 
 class Fingerprint:
-    """Weighted sums over parts of tensors, taken when it is made; nothing is read from their device until asked for."""
+    """Weighted sums over parts of tensors, started at construction; `read` copies them from the device."""
 
     def __init__(self, pieces: Sequence[_Piece], weighted: torch.Tensor, code: float) -> None:
         self._pieces = pieces  # in the order of their precision
@@ -68,16 +68,17 @@ class Fingerprint:
         self._platform = code
         self._precisions = sorted({piece.precision for piece in pieces})
         totals = []
-        rows = [sum(piece.rows for piece in pieces if piece.precision == own) for own in self._precisions]
-        for own, part in zip(self._precisions, torch.split(weighted, rows), strict=True):
-            eps = max(piece.eps for piece in pieces if piece.precision == own)
+        rows = [sum(p.rows for p in pieces if p.precision == precision) for precision in self._precisions]
+        for precision, part in zip(self._precisions, torch.split(weighted, rows), strict=True):
+            eps = max(piece.eps for piece in pieces if piece.precision == precision)
             totals += [part.sum(), torch.linalg.vector_norm(part) * eps]
         self._totals = torch.stack(totals) if totals else weighted
 
     @property
     def elements(self) -> list[int]:
         """How many elements of each precision there are."""
-        return [sum(p.elements for p in self._pieces if p.precision == own) for own in range(len(ITEM_SIZES))]
+        precisions = range(len(ITEM_SIZES))
+        return [sum(p.elements for p in self._pieces if p.precision == precision) for precision in precisions]
 
     def read(self) -> FingerprintValues:
         """Returns the fingerprint in numbers."""
@@ -98,20 +99,20 @@ class Fingerprint:
 
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> Fingerprint:
-    """Returns the fingerprint of tensors that lie alike on all ranks."""
+    """Returns the fingerprint of tensors with the same layout on all ranks."""
     vectors = {name: real(tensor).reshape(-1) for name, tensor in tensors.items() if tensor.numel()}
     pieces, sums = [], [torch.zeros(0, dtype=torch.float64, device=_device(vectors))]
     for precision in range(len(ITEM_SIZES)):
         for dtype in sorted({v.dtype for v in vectors.values() if _precision(v) == precision}, key=str):
-            own = {name: vector for name, vector in vectors.items() if vector.dtype == dtype}
-            small = {name: vector for name, vector in own.items() if vector.numel() < LARGE}
+            vectors_of_dtype = {name: vector for name, vector in vectors.items() if vector.dtype == dtype}
+            small = {name: vector for name, vector in vectors_of_dtype.items() if vector.numel() < LARGE}
             if small:
                 padding = torch.zeros(COLUMNS, dtype=dtype, device=sums[0].device)
                 sums.append(
                     _row_sums(torch.cat([t for v in small.values() for t in (v, padding[: -len(v) % COLUMNS])]))
                 )
                 pieces += [_piece(name, vector, -(-len(vector) // COLUMNS)) for name, vector in small.items()]
-            for name, vector in own.items():
+            for name, vector in vectors_of_dtype.items():
                 if vector.numel() >= LARGE:
                     sums.append(_row_sums(vector))
                     pieces.append(_piece(name, vector, len(sums[-1])))
@@ -121,40 +122,40 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> Fingerprint:
 
 
 @torch.no_grad()
-def placed_fingerprint(pairs: Mapping[str, tuple[torch.Tensor, LocalShard | None]], *, speaks: bool) -> Fingerprint:
+def placed_fingerprint(pairs: Mapping[str, tuple[torch.Tensor, LocalShard | None]], *, counts_all: bool) -> Fingerprint:
     """Returns this rank's part of the fingerprint of a network that is cut over ranks; the parts are summed.
 
-    Weights belong to global indices, so that replicas may be cut in different ways. Of a tensor that all ranks of the
-    network hold the one that `speaks` counts it.
+    Weights depend on global indices, so replicas may be cut in different ways. A tensor that all ranks of the replica
+    hold is counted by the one rank with `counts_all`.
     """
-    pieces, sums, places = [], [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.int64)]
+    pieces, sums, indices = [], [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.int64)]
     numbered = list(enumerate(pairs.items()))
     for number, (name, (tensor, placement)) in sorted(numbered, key=lambda item: _precision(item[1][1][0])):
-        own_sums, own_places = _placed(tensor, placement, speaks=speaks)
-        pieces.append(_piece(name, tensor, len(own_sums)))
-        sums.append(own_sums.cpu())
-        places.append(own_places.cpu() + 1001 * number)
-    weighted = torch.cat(sums) * _weights(torch.cat(places) + 7919)
-    return Fingerprint(pieces, weighted, UNLIKE)  # replicas are summed in different orders
+        shard_sums, shard_indices = _shard_sums(tensor, placement, counts_all=counts_all)
+        pieces.append(_piece(name, tensor, len(shard_sums)))
+        sums.append(shard_sums.cpu())
+        indices.append(shard_indices.cpu() + 1001 * number)
+    weighted = torch.cat(sums) * _weights(torch.cat(indices) + 7919)
+    return Fingerprint(pieces, weighted, UNLIKE)  # replicas sum in different orders
 
 
 def apart(values: Sequence[float], units: Sequence[float], *, steps: int, alike: int = 0) -> list[int]:
-    """Returns the places of `values` that lie further from the first than rounding in `steps` explains.
+    """Returns the indices of `values` that differ from the first by more than rounding in `steps` explains.
 
-    `alike` are the elements behind a value if all ranks compute on devices of one kind, where rounding is the same.
+    `alike` is the number of elements per value if all ranks use devices of one kind, which round alike; else 0.
     """
-    room = ROOM_ALIKE / math.sqrt(alike) if alike else math.inf
-    room = min(room, ROOM * math.sqrt(1 + steps))
-    found = []
-    for place, (value, unit) in enumerate(zip(values, units, strict=True)):
+    tolerance = TOLERANCE_ALIKE / math.sqrt(alike) if alike else math.inf
+    tolerance = min(tolerance, TOLERANCE * math.sqrt(1 + steps))
+    differing = []
+    for index, (value, unit) in enumerate(zip(values, units, strict=True)):
         both_undefined = not math.isfinite(value) and not math.isfinite(values[0])
-        if not both_undefined and not abs(value - values[0]) <= room * max(unit, units[0]):
-            found.append(place)
-    return found
+        if not both_undefined and not abs(value - values[0]) <= tolerance * max(unit, units[0]):
+            differing.append(index)
+    return differing
 
 
 def are_apart(rows: Sequence[FingerprintValues], elements: Sequence[int], *, steps: int) -> bool:
-    """Returns whether networks differ by more than rounding in `steps` explains; they have so many `elements`."""
+    """Returns whether replicas differ by more than rounding in `steps` explains; `elements` by precision."""
     is_alike = all(row.platform == rows[0].platform for row in rows)
     return any(
         apart(
@@ -167,19 +168,21 @@ def are_apart(rows: Sequence[FingerprintValues], elements: Sequence[int], *, ste
     )
 
 
-def _placed(tensor: torch.Tensor, placement: LocalShard | None, *, speaks: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _shard_sums(
+    tensor: torch.Tensor, placement: LocalShard | None, *, counts_all: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns weighted sums for each index of the first dim, and these indices in the full tensor."""
     cut = placement.dim if placement is not None else None
-    if not tensor.numel() or (cut is None and not speaks):
+    if not tensor.numel() or (cut is None and not counts_all):
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
     values = _wide(real(tensor.detach().reshape(1) if not tensor.ndim else tensor.detach()))
-    places = [torch.arange(size) for size in values.shape]
+    indices = [torch.arange(size) for size in values.shape]
     if placement is not None and cut is not None:
-        places[cut] = torch.cat([torch.arange(*segment) for segment in placement.segments[placement.shard_group.rank]])
+        indices[cut] = torch.cat([torch.arange(*segment) for segment in placement.segments[placement.shard_group.rank]])
     with torch.autocast(values.device.type, enabled=False):
         for dim in range(values.ndim - 1, 0, -1):
-            values = values @ _weights(places[dim] + 104729 * dim).to(values)
-    return values.double(), places[0]
+            values = values @ _weights(indices[dim] + 104729 * dim).to(values)
+    return values.double(), indices[0]
 
 
 def _row_sums(vector: torch.Tensor) -> torch.Tensor:
@@ -194,12 +197,12 @@ def _row_sums(vector: torch.Tensor) -> torch.Tensor:
     return torch.cat(sums).double()
 
 
-def _weights(places: torch.Tensor) -> torch.Tensor:
-    """Returns a number for each place, of a size between 0.5 and 1 and of either sign.
+def _weights(indices: torch.Tensor) -> torch.Tensor:
+    """Returns a weight for each index, of magnitude 0.5 to 1 and of either sign.
 
-    It is a hash in integers, so the same on every device.
+    It is an integer hash, so the same on every device.
     """
-    mixed = places.long() + SALT
+    mixed = indices.long() + SALT
     for factor in (0x45D9F3B, 0x119DE1F3):
         mixed = ((mixed >> 16) ^ mixed) * factor & 0xFFFFFFFF
     size = (((mixed >> 16) ^ mixed) & 0xFFFFFF).double() / 2**25 + 0.5

@@ -1,4 +1,4 @@
-"""Many tensors seen as one vector, without moving them: parts are packed into scratch and unpacked in place."""
+"""Many tensors as one vector, without moving them: parts are packed into a buffer and unpacked in place."""
 
 from collections.abc import Iterator, Sequence
 
@@ -42,11 +42,11 @@ class Flat:
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor as it travels: complex numbers as pairs."""
+    """Returns the tensor as it is sent: complex numbers as pairs."""
     detached = tensor.detach()
     return torch.view_as_real(detached) if detached.is_complex() else detached
 
 
 def travelling_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Returns the type in which a tensor travels: float64 as it is, all other floats as float32."""
+    """Returns the dtype in which a tensor is sent: float64 as it is, all other floats as float32."""
     return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32

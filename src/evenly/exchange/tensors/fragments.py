@@ -1,4 +1,4 @@
-"""The parameters in parts of about equal size, which are exchanged one after another."""
+"""Splits the parameters into fragments of about equal size, which are exchanged one after another."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,21 +13,21 @@ def split(entries: Sequence[StateEntry], sizes: Sequence[int], count: int, *, ro
 
     `sizes` are the elements of the parameters on one device, so that all ranks split alike.
     """
-    total, begun = sum(sizes), 0
+    total, offset = sum(sizes), 0
     fragments: list[Piece] = [{} for _ in range(count)]
     for entry, size in zip(entries, sizes, strict=True):
-        first, last = _place(begun, total, count), _place(begun + size - 1, total, count)
+        first, last = _fragment_at(offset, total, count), _fragment_at(offset + size - 1, total, count)
         height = entry.tensor.shape[0] if rows and entry.tensor.ndim and size else 0
         if first == last or height < 2:
-            fragments[_place(begun + size // 2, total, count)][entry.home] = None
+            fragments[_fragment_at(offset + size // 2, total, count)][entry.home] = None
         else:
-            _cut(entry.home, height, begun, size, total, fragments)
-        begun += size
+            _cut(entry.home, height, offset, size, total, fragments)
+        offset += size
     return fragments
 
 
 def within(entries: Sequence[StateEntry], fragment: Piece) -> list[StateEntry]:
-    """Returns what of `entries` belongs to a fragment: those whose parameter is in it, or some of their rows."""
+    """Returns the entries of a fragment: those whose parameter is in it, or some of their rows."""
     chosen = []
     for entry in entries:
         if entry.home in fragment:
@@ -36,14 +36,14 @@ def within(entries: Sequence[StateEntry], fragment: Piece) -> list[StateEntry]:
     return chosen
 
 
-def _place(element: int, total: int, count: int) -> int:
+def _fragment_at(element: int, total: int, count: int) -> int:
     return min(max(element, 0) * count // max(total, 1), count - 1)
 
 
-def _cut(home: str, height: int, begun: int, size: int, total: int, fragments: list[Piece]) -> None:
+def _cut(home: str, height: int, offset: int, size: int, total: int, fragments: list[Piece]) -> None:
     """Gives every fragment the rows whose middle lies in it."""
     width, count = size // height, len(fragments)
-    middle = begun + width // 2  # of the first row
+    middle = offset + width // 2  # of the first row
     borders = [-(-(-(-total * place // count) - middle) // width) for place in range(count)]
     starts = [min(max(border, 0), height) for border in borders] + [height]
     for place in range(count):

@@ -1,4 +1,4 @@
-"""Tensors that share memory: of those the largest speaks for all, so that nothing is changed twice."""
+"""Finds tensors that share memory; only the largest of them is exchanged, so that nothing is changed twice."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from evenly.errors import SpecError
 
 
 class _Span(NamedTuple):
-    """The bytes from the first to the last element of a tensor; `fixed` ones have been chosen before."""
+    """The bytes from the first to the last element of a tensor; `fixed` ones were chosen before."""
 
     device: int
     start: int
@@ -19,8 +19,8 @@ class _Span(NamedTuple):
     name: str
     tensor: torch.Tensor
 
-    def seen_in(self, marks: torch.Tensor, base: int) -> torch.Tensor:
-        """Returns the view of `marks`, one for each byte from `base` on, in which this tensor's bytes are."""
+    def view_in(self, marks: torch.Tensor, base: int) -> torch.Tensor:
+        """Returns the view of `marks` (one per byte from `base` on) for this tensor's bytes."""
         size = self.tensor.element_size()
         strides = self.tensor.stride()
         shape = [1 if stride == 0 else length for length, stride in zip(self.tensor.shape, strides, strict=True)]
@@ -30,9 +30,9 @@ class _Span(NamedTuple):
 def distinct(
     named: Iterable[tuple[str, torch.Tensor]], *, fixed: Iterable[tuple[str, torch.Tensor]] = ()
 ) -> dict[str, torch.Tensor]:
-    """Returns those of the tensors that lie in no other one, also not in one of `fixed`, in their order.
+    """Returns the tensors that lie inside no other one, nor inside one of `fixed`, in their order.
 
-    Of equal ones it is the first. Raises `SpecError` for two that share only a part of their memory.
+    Of equal ones it returns the first. Raises `SpecError` for two that share only a part of their memory.
     """
     tensors = dict(named)
     spans = sorted([*_spans(tensors.items(), fixed=False), *_spans(fixed, fixed=True)])
@@ -41,32 +41,32 @@ def distinct(
 
 
 class DistinctTensors:
-    """`distinct` that looks at the memory again only when one of the tensors lies elsewhere than at the last call."""
+    """`distinct` with a cache: it compares memory again only when the address of a tensor changed."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[str, int]] = []
+        self._addresses: list[tuple[str, int]] = []
         self._inside: set[str] = set()
 
     def __call__(
         self, named: Iterable[tuple[str, torch.Tensor]], *, fixed: Iterable[tuple[str, torch.Tensor]] = ()
     ) -> dict[str, torch.Tensor]:
-        """Returns those of the tensors that lie in no other one, in their order."""
+        """Returns the tensors that lie inside no other one, in their order."""
         tensors = dict(named)
-        places = [(name, _place(tensor)) for name, tensor in tensors.items()]
-        if places != self._places:
+        addresses = [(name, _address(tensor)) for name, tensor in tensors.items()]
+        if addresses != self._addresses:
             self._inside = tensors.keys() - distinct(tensors.items(), fixed=fixed).keys()
-            self._places = places
+            self._addresses = addresses
         return {name: t for name, t in tensors.items() if name not in self._inside} if self._inside else tensors
 
 
-def _place(tensor: torch.Tensor) -> int:
+def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _spans(named: Iterable[tuple[str, torch.Tensor]], *, fixed: bool) -> Iterator[_Span]:
-    """Yields where tensors lie; those without memory of their own, such as empty ones, are left out."""
+    """Yields the memory of tensors; those without memory, such as empty ones, are left out."""
     for order, (name, tensor) in enumerate(named, start=0 if fixed else 1 << 32):  # no two have the same order
-        start = _place(tensor)
+        start = _address(tensor)
         if start:
             size = tensor.nbytes if tensor.is_contiguous() else _extent(tensor)
             yield _Span(tensor.get_device(), start, start + size, order, fixed, name, tensor)
@@ -93,11 +93,11 @@ def _clusters(spans: list[_Span]) -> Iterator[list[_Span]]:
 
 
 def _lying_inside(cluster: list[_Span]) -> Iterator[str]:
-    """Yields the names of those whose bytes are all bytes of others."""
+    """Yields the names of tensors whose bytes all belong to others."""
     base = cluster[0].start
     marks = torch.zeros(max(span.stop for span in cluster) - base, dtype=torch.bool)
     for span in sorted(cluster, key=lambda span: (not span.fixed, -span.tensor.nbytes, span.order)):
-        view = span.seen_in(marks, base)
+        view = span.view_in(marks, base)
         if not span.fixed and span.tensor.numel() and bool(view.all()):
             yield span.name
             continue

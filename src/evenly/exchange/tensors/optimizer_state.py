@@ -1,4 +1,4 @@
-"""What an exchange carries: parameters, buffers, and optimizer state where it is to be averaged."""
+"""The tensors that exchanges average: parameters, buffers, and optimizer state."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from evenly._torch.modules import kept_buffers as own_kept_buffers
+from evenly._torch.modules import kept_buffers
 from evenly.comm import LocalShard, local_shard_of
 from evenly.errors import SpecError
 from evenly.exchange.tensors.memory import distinct
@@ -28,61 +28,61 @@ class Rows:
 
 @dataclass(frozen=True)
 class StateEntry:
-    """A tensor that is averaged: a parameter, or a part of the optimizer's state that lies as the parameter does."""
+    """A tensor that is averaged: a parameter, or optimizer state laid out like its parameter."""
 
     home: str  # the parameter's name
     label: str
     tensor: torch.Tensor
     slot: str = ""  # of the optimizer's state
-    rows: Rows | None = None  # of the parameter, where it is only some of them
+    rows: Rows | None = None  # of the parameter, if only some of them
 
 
-def kept_buffers(model: torch.nn.Module, choose: Choose = distinct) -> dict[str, torch.Tensor]:
+def persistent_buffers(model: torch.nn.Module, choose: Choose = distinct) -> dict[str, torch.Tensor]:
     """Returns the buffers that belong to the state of the model, such as BatchNorm's; masks and caches often do not.
 
-    Those that lie in the memory of another one, or of a trained parameter, are left out.
+    Those that share the memory of another one, or of a trained parameter, are left out.
     """
-    return choose(_kept_buffers(model), fixed=_trained(model))
+    return choose(_persistent_buffers(model), fixed=_trained(model))
 
 
 def averages(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has numbers that can be averaged: floats, real or complex."""
+    """Returns whether a tensor can be averaged: real or complex floats."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def trained_entries(model: torch.nn.Module, choose: Choose = distinct) -> list[StateEntry]:
     """Returns the parameters that training changes, each once, in the model's order.
 
-    Those that lie in the memory of another one (`b.data = a.data`) are left out: a change would be added twice.
+    Those that share the memory of another one (`b.data = a.data`) are left out: a change would be added twice.
     """
     return [StateEntry(name, name, parameter) for name, parameter in choose(_trained(model)).items()]
 
 
-def held_now(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], torch.Tensor]:
-    """Returns parameters, and under their slots the optimizer's tensors, as they lie now: loops may replace them."""
-    found = {}
+def current_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], torch.Tensor]:
+    """Returns the current parameters, and the optimizer's tensors by slot: training loops may replace them."""
+    tensors = {}
     for name, parameter in model.named_parameters():
-        found[name, ""] = parameter.detach()
+        tensors[name, ""] = parameter.detach()
         for slot, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                found[name, str(slot)] = value
-    return found
+                tensors[name, str(slot)] = value
+    return tensors
 
 
 def state_entries(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, placed: StatePlacement | None = None
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, place_state: StatePlacement | None = None
 ) -> list[StateEntry]:
     """Returns the optimizer's tensors that have the shape of their parameter (momenta), named alike on all ranks.
 
-    Of a parameter that is cut over ranks `placed` says which of them lie as it does.
+    For a parameter that is cut over ranks, `place_state` gives the placement of its state.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = []
+    entries = []
     for place, parameter in enumerate(_parameters(optimizer)):
         for slot, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
-            if _lies_alike(optimizer, parameter, str(slot), value, placed):
-                found.append(StateEntry(names[id(parameter)], f"{place}.{slot}", value, str(slot)))
-    return found
+            if _is_laid_out_like(optimizer, parameter, str(slot), value, place_state):
+                entries.append(StateEntry(names[id(parameter)], f"{place}.{slot}", value, str(slot)))
+    return entries
 
 
 def by_slot(entries: Sequence[StateEntry]) -> list[list[StateEntry]]:
@@ -91,14 +91,14 @@ def by_slot(entries: Sequence[StateEntry]) -> list[list[StateEntry]]:
 
 
 def require_resettable(optimizer: torch.optim.Optimizer, exchange: Exchange) -> None:
-    """Raises `SpecError` where state is to be set to zero that does not begin at zero."""
+    """Raises `SpecError` if state that does not start at zero is to be reset."""
     slots = BEGIN_ELSEWHERE.get(type(optimizer).__name__, ())
     if any(group.get("initial_accumulator_value") for group in optimizer.param_groups):  # Adagrad
         slots = ("sum",)
     for slot in slots:
         if exchange.policy_of(slot) == "reset":
             raise SpecError(
-                f"optimizer_state resets {slot!r} of {type(optimizer).__name__}, which does not begin at zero. Keep or "
+                f"optimizer_state resets {slot!r} of {type(optimizer).__name__}, which does not start at zero. Keep or "
                 "average it."
             )
 
@@ -111,7 +111,7 @@ def reset_state(
 ) -> None:
     """Sets the chosen state of the parameters `homes` to zero, as it was before the first step.
 
-    Of a parameter of which only rows are treated counters belong to the last of them.
+    If only rows of a parameter are reset, its counters belong to the last rows.
     """
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {}) if name in homes else {}
@@ -127,15 +127,15 @@ def reset_state(
                 state[slot] = type(value)(0)
 
 
-def _lies_alike(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, slot: str, value: Any, placed: StatePlacement | None
+def _is_laid_out_like(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, slot: str, value: Any, place_state: StatePlacement | None
 ) -> bool:
     if not isinstance(value, torch.Tensor) or not averages(value) or value.shape != parameter.shape:
         return False
     placement = local_shard_of(parameter)
     if placement is None:
         return True
-    return slot != "step" if placed is None else placed(optimizer, parameter, slot, value) == placement
+    return slot != "step" if place_state is None else place_state(optimizer, parameter, slot, value) == placement
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -147,7 +147,7 @@ def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
-def _kept_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
-        for name, buffer in own_kept_buffers(module):
+        for name, buffer in kept_buffers(module):
             yield f"{prefix}.{name}" if prefix else name, buffer

@@ -1,4 +1,4 @@
-"""Numbers of any type as integers of the same order, so that one collective finds the largest of all of them."""
+"""Maps numbers of any dtype to integers in the same order, so that one collective finds all maxima."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _LEAST, _MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 def to_ordered(tensor: torch.Tensor, *, smallest: bool = False) -> torch.Tensor:
     """Returns int64 keys in the order of the elements, with `smallest` in the reverse one; NaN comes last.
 
-    Complex numbers are pairs; their keys tell them apart and give them back, but have no meaning as an order.
+    Complex numbers are pairs; their keys are unique and invertible, but their order has no meaning.
 
     >>> to_ordered(torch.tensor([2.0, -1.0, float("-inf")])).argsort().tolist()
     [2, 1, 0]
@@ -30,7 +30,7 @@ def to_ordered(tensor: torch.Tensor, *, smallest: bool = False) -> torch.Tensor:
 
 
 def from_ordered(keys: torch.Tensor, like: torch.Tensor, *, smallest: bool = False) -> torch.Tensor:
-    """Returns the elements of these keys in the type of `like`."""
+    """Returns the elements of these keys in the dtype of `like`."""
     keys = ~keys if smallest else keys
     if like.is_floating_point() or like.is_complex():
         values = torch.where(keys < 0, keys ^ _MOST, keys).view(torch.float64)
@@ -39,7 +39,7 @@ def from_ordered(keys: torch.Tensor, like: torch.Tensor, *, smallest: bool = Fal
 
 
 def below_all(keys: torch.Tensor) -> torch.Tensor:
-    """Returns keys that are smaller than those of any element: a rank that has no say sends them."""
+    """Returns keys smaller than those of any element: a rank that does not take part sends them."""
     return torch.full_like(keys, _LEAST)
 
 
