@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evenly.spec import EverySteps, Exchange
-from tests.nodes.overlapped import Overlapped
+from tests.exchange.overlapped import Overlapped
 from tests.nodes.test_exactness import CLUSTERS, OPTIMIZERS, batches, expected, network
 from tests.processes import collect, run_processes, start_processes
 from tests.ranks import ragged

@@ -18,7 +18,7 @@ from evenly.nodes import join_nodes
 from evenly.shards import Adafactor, join_shards
 from evenly.shards.optim.optimizers import state_placement
 from evenly.spec import Exchange, Outer, period_of
-from tests.nodes.overlapped import Overlapped
+from tests.exchange.overlapped import Overlapped
 from tests.nodes.test_exactness import OPTIMIZERS, SEEDING, batches
 from tests.ranks import RankError, cluster_of, run_ranks
 from tests.reference import Reference

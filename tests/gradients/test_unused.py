@@ -13,8 +13,8 @@ from torch import nn
 from evenly.errors import PeerError, SpecError
 from evenly.nodes import join_nodes
 from evenly.spec import Exchange, period_of
+from tests.gradients.test_not_averaged import assert_same, batch, loss_of, network
 from tests.nodes.test_corners import SEEDING, errors_of, join
-from tests.nodes.test_not_averaged import assert_same, batch, loss_of, network
 from tests.ranks import cluster_of, ragged, run_ranks
 
 

@@ -14,8 +14,8 @@ from evenly.exchange.loaded_weights import LoadedWeights
 from evenly.nodes import join_nodes
 from evenly.shards import load_full_state_dict
 from evenly.spec import Exchange, Outer, period_of
+from tests.exchange.overlapped import Overlapped
 from tests.nodes import test_shards
-from tests.nodes.overlapped import Overlapped
 from tests.nodes.test_corners import errors_of, join, linear
 from tests.nodes.test_exactness import CLUSTERS, OPTIMIZERS, batches, network, state_of
 from tests.nodes.test_odd_models import train

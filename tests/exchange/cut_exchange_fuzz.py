@@ -10,9 +10,9 @@ from evenly.graph import follow
 from evenly.layouts import lay_out
 from evenly.shards import join_shards, load_full_state_dict
 from evenly.shards.optim.optimizers import state_placement
-from tests.nodes import exchange_programs
-from tests.nodes.exchange_fuzz import Trainer, verdict
-from tests.nodes.exchange_programs import IndexRange
+from tests.exchange import exchange_programs
+from tests.exchange.exchange_fuzz import Trainer, verdict
+from tests.exchange.exchange_programs import RandomRun
 from tests.nodes.random_runs import checkpoint_of, make_network
 from tests.ranks import ragged, run_ranks
 
@@ -24,7 +24,7 @@ SHARES = (  # of each replica of each node; None is a rank with the whole networ
 )
 
 
-def make(seed: int) -> tuple[IndexRange, list]:
+def make(seed: int) -> tuple[RandomRun, list]:
     """Returns the run of a seed, and the shares of its replicas."""
     shares = random.Random(seed).choice(SHARES)
     sizes = tuple(len(node) for node in shares)
@@ -42,7 +42,7 @@ class CutTrainer(Trainer):
 
     state_placement = staticmethod(state_placement)
 
-    def __init__(self, run: IndexRange, rank_group, shares) -> None:
+    def __init__(self, run: RandomRun, rank_group, shares) -> None:
         flat = [replica for node in shares for replica in node]
         counts = [len(replica or [1]) for replica in flat]
         replicas, self.shares = ragged(*counts), shares
@@ -113,7 +113,7 @@ class CutTrainer(Trainer):
         self.synchronized.resume(*checkpoint)
 
 
-def parts_of(run: IndexRange, shares: list) -> list[list[torch.Tensor]]:
+def parts_of(run: RandomRun, shares: list) -> list[list[torch.Tensor]]:
     """Returns for each fragment the elements that travel together, as places in the vector of the fragment."""
     found = run_ranks(sum(len(r or [1]) for node in shares for r in node), lambda p: CutTrainer(run, p, shares).parts())
     first = found[: sum(len(replica or [1]) for replica in shares[0])]  # of node 0: each element has one owner there
@@ -125,7 +125,7 @@ def parts_of(run: IndexRange, shares: list) -> list[list[torch.Tensor]]:
     return fragments
 
 
-def judge(run: IndexRange, shares: list) -> str:
+def judge(run: RandomRun, shares: list) -> str:
     """Returns how a run ended: 'equal', 'refused', or what is wrong."""
     replicas = [replica for node in shares for replica in node]
     places = [place for place, replica in enumerate(replicas) for _ in replica or [1]]

@@ -11,8 +11,8 @@ import torch
 
 from evenly.errors import EvenlyError
 from evenly.nodes import join_nodes
-from tests.nodes.exchange_player import Player, RefusedError
-from tests.nodes.exchange_programs import IndexRange, loss_of, nudge, part_of, scale, scale_state, weights_of
+from tests.exchange.exchange_player import Player, RefusedError
+from tests.exchange.exchange_programs import RandomRun, loss_of, nudge, part_of, scale, scale_state, weights_of
 from tests.nodes.random_runs import RandomTrainer, batch_of, count_of, make_network, make_optimizer, scale_rate
 from tests.ranks import RankError, cluster_of, ragged, run_ranks
 
@@ -22,7 +22,7 @@ class Trainer(RandomTrainer):
 
     state_placement = None  # of networks cut over ranks: how state of the optimizer is cut
 
-    def __init__(self, run: IndexRange, rank_group) -> None:
+    def __init__(self, run: RandomRun, rank_group) -> None:
         self.run, self.rank_group, self.place = run, rank_group, rank_group.rank
         self.nodes = self.ranks = ragged(*run.sizes)
         self.model = make_network(run.network, seed=self.place)  # all begin with that of rank 0
@@ -137,7 +137,7 @@ class Trainer(RandomTrainer):
 class Referee:
     """All ranks of a run, played in turn by one process; `exact` tells where ranks must be equal to the last bit."""
 
-    def __init__(self, run: IndexRange, parts=None) -> None:
+    def __init__(self, run: RandomRun, parts=None) -> None:
         self.run, self.nodes = run, ragged(*run.sizes)
         settings = {"period": run.period, "settings": run.exchange, "rows": run.network != "cut", "parts": parts}
         self.player = Player(
@@ -220,12 +220,12 @@ class Referee:
         self.player.restart(codec)
 
 
-def judge(run: IndexRange) -> str:
+def judge(run: RandomRun) -> str:
     """Returns how a run ended: 'equal', 'refused', or what is wrong."""
     return verdict(run, lambda: run_ranks(run.ranks, lambda rank_group: Trainer(run, rank_group).play(), limit_s=90.0))
 
 
-def verdict(run: IndexRange, train: Callable[[], list], *, places: Sequence[int] | None = None, parts=None) -> str:
+def verdict(run: RandomRun, train: Callable[[], list], *, places: Sequence[int] | None = None, parts=None) -> str:
     """Returns how a run ended that `train` makes; of cut networks `places` are the replicas of the ranks."""
     referee = Referee(run, parts)
     referee.play()

@@ -9,9 +9,9 @@ import torch.utils.checkpoint
 from torch import nn
 
 from evenly.errors import EvenlyError, MismatchError, PeerError, SpecError
+from tests.gradients.test_not_averaged import assert_same, batch, loss_of, mean_gradients, network
+from tests.gradients.test_unused import join_unused
 from tests.nodes.test_corners import SEEDING, errors_of, join
-from tests.nodes.test_not_averaged import assert_same, batch, loss_of, mean_gradients, network
-from tests.nodes.test_unused import join_unused
 from tests.ranks import ragged, run_ranks
 
 SIZES = [2, 5]

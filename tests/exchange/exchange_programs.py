@@ -15,7 +15,7 @@ KINDS = ("evaluate", "evaluate", "restart", "restart", "finish", "load", "write"
 
 
 @dataclass
-class IndexRange:
+class RandomRun:
     """One random run; operations are the same on every rank but for batches, and for the nodes that they name."""
 
     seed: int
@@ -32,7 +32,7 @@ class IndexRange:
         return sum(self.sizes)
 
 
-def make(seed: int, *, sizes: tuple[int, ...] | None = None, network: str = "") -> IndexRange:
+def make(seed: int, *, sizes: tuple[int, ...] | None = None, network: str = "") -> RandomRun:
     """Returns the run of a seed; `sizes` are the ranks of each node, or its replicas where the network is cut."""
     rng = random.Random(seed)
     chosen_sizes = rng.choice([(1, 1), (2, 1), (3, 1), (2, 2), (1, 1, 1), (2, 1, 1)])
@@ -58,7 +58,7 @@ def make(seed: int, *, sizes: tuple[int, ...] | None = None, network: str = "") 
         buffers=_policies(rng, network),
         timeout_s=30.0,
     )
-    run = IndexRange(seed, sizes, period, exchange, network, optimizer)
+    run = RandomRun(seed, sizes, period, exchange, network, optimizer)
     for number in range(rng.randint(4, 9)):
         for _ in range(rng.choice([0, 0, 1, 1, 2])):
             _add_event(run, rng, rng.randrange(100))
@@ -81,7 +81,7 @@ def _policies(rng: random.Random, network: str):
     return rng.choice(["auto", "auto", "keep", rng.choice(chosen[network])])
 
 
-def _add_event(run: IndexRange, rng: random.Random, number: int) -> None:
+def _add_event(run: RandomRun, rng: random.Random, number: int) -> None:
     """Adds what loops do between steps."""
     kinds = [*KINDS, *["restart otherwise"] * (rng.random() < 0.3)]
     kind, node = rng.choice(kinds), rng.randrange(len(run.sizes))
@@ -109,7 +109,7 @@ def _add_event(run: IndexRange, rng: random.Random, number: int) -> None:
         run.operations.append(rng.choice([("evaluate",), ("restart", None)]))
 
 
-def _batches(run: IndexRange, rng: random.Random) -> tuple[int, ...]:
+def _batches(run: RandomRun, rng: random.Random) -> tuple[int, ...]:
     return tuple(BORROWED if rng.random() < 0.08 else rng.choice([2, 3, 4]) for _ in range(run.ranks))
 
 
@@ -118,14 +118,14 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean() + output.mean()
 
 
-def weights_of(run: IndexRange, number: int) -> dict[str, torch.Tensor]:
+def weights_of(run: RandomRun, number: int) -> dict[str, torch.Tensor]:
     """Returns other weights, with the buffers of a network that has trained."""
     model = make_network(run.network, seed=500 + number)
     model(batch_of(run.network, number, 77, 5))
     return copy.deepcopy(model.state_dict())
 
 
-def part_of(run: IndexRange, number: int) -> dict[str, torch.Tensor]:
+def part_of(run: RandomRun, number: int) -> dict[str, torch.Tensor]:
     """Returns other weights of the last layer."""
     weights = weights_of(run, number)
     last = [name for name in weights if name.endswith("weight")][-1].removesuffix("weight")

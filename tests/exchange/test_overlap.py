@@ -10,7 +10,7 @@ from torch import nn
 from evenly.errors import SpecError
 from evenly.nodes import join_nodes
 from evenly.spec import EveryEpoch, EverySteps, Exchange, Outer, period_of
-from tests.nodes.overlapped import Overlapped
+from tests.exchange.overlapped import Overlapped
 from tests.nodes.test_exactness import CLUSTERS, OPTIMIZERS, batches, compare, network, state_of
 from tests.ranks import RankError, cluster_of, ragged, run_ranks
 

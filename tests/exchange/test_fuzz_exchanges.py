@@ -3,9 +3,9 @@
 import pytest
 
 from evenly.spec import EverySteps, Exchange
-from tests.nodes import cut_exchange_fuzz
-from tests.nodes.exchange_fuzz import judge
-from tests.nodes.exchange_programs import IndexRange, make
+from tests.exchange import cut_exchange_fuzz
+from tests.exchange.exchange_fuzz import judge
+from tests.exchange.exchange_programs import RandomRun, make
 
 QUICK, CUT = (0, 2, 5, 8, 11, 34, 83, 128, 140, 142), (1, 10)
 MORE, MORE_CUT = range(1000, 1120), range(1000, 1020)
@@ -43,7 +43,7 @@ def run_of(*operations, sizes=(1, 1), optimizer="momentum", steps=3, **exchange)
     batches = tuple(3 + rank for rank in range(sum(sizes)))
     found = [("step", one, batches) if isinstance(one, int) else one for one in operations]
     settings = Exchange(timeout_s=30.0, **exchange)
-    return IndexRange(0, sizes, EverySteps(steps), settings, "plain", optimizer, found)
+    return RandomRun(0, sizes, EverySteps(steps), settings, "plain", optimizer, found)
 
 
 FORMS = {

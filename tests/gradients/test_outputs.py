@@ -15,8 +15,8 @@ from torch import nn
 
 from evenly.errors import PeerError, SpecError
 from evenly.gradients.outputs import Outputs
+from tests.gradients.test_not_averaged import assert_same, batch, expected_gradients, loss_of, network
 from tests.nodes.test_corners import errors_of, join
-from tests.nodes.test_not_averaged import assert_same, batch, expected_gradients, loss_of, network
 from tests.ranks import ragged, run_ranks
 
 
