@@ -168,7 +168,7 @@ def test_what_a_code_loses_is_sent_later():
         (EverySteps(2), {"fragments": 3}, "period of 2 steps"),
         (period_of("global"), {"overlap": 1}, "at every step"),
         (EverySteps(4), {"codec": "fp7"}, "fp32, bf16, int8, int4"),
-        (EverySteps(4), {"outer": {"name": "LBFGS", "settings": {}}}, "more than one element"),
+        (EverySteps(4), {"outer": {"name": "LBFGS", "settings": {}}}, "elementwise"),
         (EverySteps(4), {"outer": {"name": "Nothing", "settings": {}}}, "no class of torch.optim"),
         (EverySteps(4), {"outer": {"name": "SGD", "settings": {"rate": 1.0}}}, "cannot be made with"),
     ],

@@ -253,7 +253,7 @@ def test_a_loader_of_ones_own_is_refused_where_the_session_has_made_one():
         assert synchronized(x).shape == (8, 3)
         nn.functional.cross_entropy(synchronized(x), y).backward()  # trained in evaluation: as large as the batch is
         assert all(parameter.grad.any() for parameter in model.parameters())
-    with evenly.Session() as session:
+    with evenly.Session(device="cpu") as session:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         synchronized, optimizer, _ = session.prepare(model, optimizer, plan=session.plan(batch_size=8))
