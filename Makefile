@@ -24,7 +24,7 @@ test-all: $(READY) data ## Run what `make test` leaves out: long tests, and the 
 fast: $(READY) ## Only the tests that need neither root nor a lab nor a quiet machine
 	$(BIN)/python -m pytest -m "not lab and not alone and not slow"
 
-lint: $(READY) ## Style, types and the floors between rooms
+lint: $(READY) ## Style, types and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

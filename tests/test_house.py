@@ -187,6 +187,23 @@ def _root(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+COLLECTIVES = {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "gather"}
+COLLECTIVES |= {"all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather_object", "reduce"}
+COLLECTIVES |= {"irecv", "isend", "recv", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send"}
+
+
+def test_only_comm_calls_collectives_of_torch() -> None:
+    calls = [
+        spot(path, node)
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES
+        if isinstance(node.value, ast.Name) and node.value.id in ("dist", "distributed")
+        if room(path) != "comm"
+    ]
+    assert calls == []
+
+
 def test_class_names_are_unique() -> None:
     homes: dict[str, list[str]] = {}
     for path, tree in trees():

@@ -110,4 +110,4 @@ def _set_share(what: Rebalanced, share: float, model: Any, optimizer: torch.opti
     total = sum(layout.shares)
     factors = [(1 - share) * total / layout.shares[0], share * total / layout.shares[1]]
     reshard(model.module, optimizer, relaid(model.module._program.traced.graph, layout, factors))
-    model.relearn(dict(model.agreed_buffers))  # the network has no buffers
+    model.after_resharding(dict(model.agreed_buffers))  # the network has no buffers

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = {
+_EXPORTS = {
     "evenly.errors": ["EvenlyError"],
     "evenly.batches": ["feed"],
     "evenly.graph": ["trace"],
@@ -37,7 +37,7 @@ _ROOMS = {
     "evenly.spec": ["Adaptive", "Cluster", "EveryEpoch", "EverySteps", "Graph", "Plan", "Profile", "Run"],
 }
 _MODULES = ("checkpoints", "errors", "exchange", "planner", "shards", "spec")
-_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+_PACKAGE_OF = {name: package for package, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "Adaptive",
@@ -65,9 +65,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"evenly.{name}")
-    if name not in _HOME:
+    if name not in _PACKAGE_OF:
         raise AttributeError(f"module 'evenly' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(_PACKAGE_OF[name]), name)
     globals()[name] = value
     return value
 

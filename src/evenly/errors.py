@@ -2,11 +2,11 @@
 
 EvenlyError
 ├── SpecError         a value or file says something it may not say (bad field, wrong version, impossible shares)
-├── LaunchError       the process does not know who it is, or the other ranks cannot be reached
+├── LaunchError       the rank of a process is unknown, or the other ranks cannot be reached
 ├── PeerError         another rank failed, left, or did not arrive in time
 │   └── LockstepError ranks are not at the same step
-├── MismatchError     ranks were given different models, optimizers or settings
-├── NonFiniteError    a loss or gradient became NaN or infinite
+├── MismatchError     ranks have different models, optimizers or settings, or their parameters have diverged
+├── NonFiniteError    a loss, gradient, parameter or buffer became NaN or infinite
 ├── DataError         data are missing, empty or not in the expected form
 ├── CheckpointError   a checkpoint is missing, damaged or of another model, or its folder is in use
 └── LabError          the emulated cluster cannot be built on this machine
@@ -24,7 +24,7 @@ class SpecError(EvenlyError):
 
 
 class LaunchError(EvenlyError):
-    """The process does not know who it is, or cannot meet the other ranks."""
+    """The rank of the process is unknown, or the other ranks cannot be reached."""
 
 
 class PeerError(EvenlyError):
@@ -36,11 +36,11 @@ class LockstepError(PeerError):
 
 
 class MismatchError(EvenlyError):
-    """Ranks were given different models, optimizers or settings."""
+    """Ranks have different models, optimizers or settings, or their parameters have diverged."""
 
 
 class NonFiniteError(EvenlyError):
-    """A loss or gradient became NaN or infinite."""
+    """A loss, gradient, parameter or buffer became NaN or infinite."""
 
 
 class DataError(EvenlyError):

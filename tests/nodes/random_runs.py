@@ -123,7 +123,7 @@ class Checkpoint(NamedTuple):
 
 def checkpoint_of(synchronized: Synchronized) -> Checkpoint:
     """Returns what a checkpoint would hold now; all ranks call it."""
-    synchronized.come_together()
+    synchronized.prepare_checkpoint()
     buffers = {name: buffer.clone() for name, buffer in synchronized.agreed_buffers.items()}
     return Checkpoint(synchronized.progress(), buffers, synchronized.exchange_state())
 

@@ -66,7 +66,7 @@ class Sum(nn.Module):
         return sum(layer(x) for layer in self.layers)
 
 
-@pytest.mark.parametrize("call", ["finish", "end_epoch", "come_together", "step"])
+@pytest.mark.parametrize("call", ["finish", "end_epoch", "prepare_checkpoint", "step"])
 def test_inside_agreed_nothing_goes_on(call):
     def act(rank_group):
         synchronized, optimizer = join(rank_group, ragged(1, 1), linear(), every=3, overlap=2)

@@ -80,7 +80,7 @@ class CollectiveWaiter:
 
     def barrier(self) -> None:
         """Returns when every rank of the group has reached this place; uses the store only."""
-        keys = [f"roll/{self.place}/{rank}" for rank in range(self.monitor.rank_group.size)]
+        keys = [f"barrier/{self.place}/{rank}" for rank in range(self.monitor.rank_group.size)]
         self.monitor.announce(keys[self.monitor.rank_group.rank])
         self.monitor.set_identities(self.read_all(keys))
         self.monitor.poll()  # the others may have failed before this rank arrived

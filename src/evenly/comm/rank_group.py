@@ -28,7 +28,7 @@ class RankGroup:
 
     def scoped(self, name: str) -> "RankGroup":
         """Returns the same ranks with a new prefix of the store; every rank opens its scopes in the same order."""
-        serial = self.store.add(f"chapters/{name}/{self.rank}", 1)
+        serial = self.store.add(f"scopes/{name}/{self.rank}", 1)
         return replace(self, store=self.store.prefixed(f"{name}/{serial}"), serial=serial)
 
     def among(self, ranks: Sequence[int], name: str) -> "RankGroup":

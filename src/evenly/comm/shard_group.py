@@ -139,7 +139,7 @@ class ShardGroup:
     def gather(
         self, part: torch.Tensor, dim: int, segments: Sequence[Segments], *, name: str | None = "gather"
     ) -> PendingTensor:
-        """Starts collecting a tensor of which rank r holds the indices `segments[r]` of `dim`; None is not counted."""
+        """Starts collecting a tensor of which rank r holds the indices `segments[r]` of `dim`; traffic has a `name`."""
         if self.size == 1:
             return PendingTensor(lambda: part)
         counts = [count_of(ranges) for ranges in segments]

@@ -13,10 +13,10 @@ from evenly.comm import CollectiveWaiter, Groups
 from evenly.errors import SpecError
 from evenly.exchange.anchors import Anchors
 from evenly.exchange.buffers import Buffers
-from evenly.exchange.contents import PayloadBuilder
 from evenly.exchange.loaded_weights import LoadedWeights
 from evenly.exchange.membership import Quorum, Vote
 from evenly.exchange.payload import Payload
+from evenly.exchange.payload_builder import PayloadBuilder
 from evenly.exchange.pending import ExchangeOutcome, PendingExchange, Tensors
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.fingerprint import Fingerprint
@@ -135,7 +135,7 @@ class Averager(ABC):
         There are no samples since then, so all replicas have equal weight.
         """
         changed = self.buffers.changes(self.buffers.snapshot()).bits()
-        vote = replace(self._make_vote("a look", samples=0.0), changed=changed)
+        vote = replace(self._make_vote("evaluation", samples=0.0), changed=changed)
         fingerprint = self._payload_builder.fingerprint()
         quorum = self.run_collective(partial(self._vote, vote, fingerprint, since=0, everywhere=True))
         if quorum.differs or any(quorum.changed):

@@ -17,11 +17,11 @@ from evenly.exchange.anchors import Anchors, of_node
 from evenly.exchange.averager import Averager
 from evenly.exchange.background import BackgroundExchange
 from evenly.exchange.buffers import Buffers
-from evenly.exchange.contents import PayloadBuilder
 from evenly.exchange.divergence import DivergenceCheck, learning_rate
 from evenly.exchange.loaded_weights import LoadedWeights
 from evenly.exchange.membership import Membership, Quorum, Vote
 from evenly.exchange.payload import Payload
+from evenly.exchange.payload_builder import PayloadBuilder
 from evenly.exchange.pending import ExchangeOutcome, ExchangeSummary, PendingExchange, Tensors, restored
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.fingerprint import Fingerprint
@@ -178,13 +178,13 @@ class Exchanger(Averager):
         with self._reporting():
             self.merge_all()
             if isinstance(self._schedule.period, EverySeconds):
-                self.assemble()
+                self.wait_for_all_nodes()
             if self._schedule.since:
                 self.exchange(range(self._settings.fragments), waits=True, exact=True)
             else:
                 self._average_rest()
 
-    def assemble(self) -> None:
+    def wait_for_all_nodes(self) -> None:
         """Exchanges until all nodes call this: some may have other exchanges to make before."""
         self._is_assembled = False
         while not self._is_assembled:

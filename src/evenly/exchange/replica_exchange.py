@@ -86,7 +86,7 @@ class ReplicaExchange:
         for (_, value), tensor in zip(items, named_tensors(module).values(), strict=True):
             tensor.copy_(value)
 
-    def relearn(self, module: torch.nn.Module, waiter: CollectiveWaiter) -> None:
+    def after_resharding(self, module: torch.nn.Module, waiter: CollectiveWaiter) -> None:
         """Rebuilds the groups after parts of a cut network moved between ranks; all ranks call it together."""
         for reducer in self._reducers:
             reducer.close()

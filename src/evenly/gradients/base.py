@@ -119,7 +119,7 @@ class Gradients(ABC):
             "are not trained before synchronize, or pass find_unused_parameters=True."
         )
 
-    def _weight(self, forwards: Sequence[Forward]) -> float:
+    def _samples_to_average(self, forwards: Sequence[Forward]) -> float:
         return self._accumulated + sum(forward.samples for forward in forwards)
 
     def mean_loss(self, loss: Any, waiter: CollectiveWaiter) -> Any:

@@ -39,7 +39,7 @@ class LogOwner(Protocol):
         """A backward has reached its first forward."""
 
     def reached_empty(self, *, is_first: bool) -> None:
-        """It has reached one whose batch counts no samples, or another one after that."""
+        """The backward has reached a forward with 0 samples (`is_first`), or a forward after such a one."""
 
     def end_task(self) -> None:
         """It is over."""

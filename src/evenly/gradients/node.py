@@ -151,7 +151,7 @@ class NodeGradients(Gradients):
     def _start(self, averaging: BucketAveraging, forwards: Sequence[Forward]) -> None:
         if not averaging.has_started:
             self._monitor.begin()
-            averaging.start(self._weight(forwards))
+            averaging.start(self._samples_to_average(forwards))
 
     def _end_backward(self, device: torch.device) -> None:
         """Runs at the last bucket."""

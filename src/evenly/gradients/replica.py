@@ -128,7 +128,7 @@ class ReplicaGradients(Gradients):
         self._begun = False
         if self.on_backward_done is not None:
             self.on_backward_done()
-        weight = self._weight(forwards)
+        weight = self._samples_to_average(forwards)
         self._was_averaged(weight, uncounted(forwards))
         waiter = CollectiveWaiter(
             self._monitor, place=f"the gradients of step {self.step}", step=self.step - 1, timeout_s=self._timeout_s

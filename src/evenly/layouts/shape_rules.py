@@ -128,7 +128,7 @@ def summed(context: LayerContext) -> Iterator[LayerOption]:
 
 
 def repeat(context: LayerContext) -> Iterator[LayerOption]:
-    """Every index becomes several."""
+    """Repeats along a dim: each index of it becomes `times` indices, and a cut of that dim is scaled."""
     dim, times = context.layer.options["dim"], context.layer.options["times"]
     for placement in context.cut_dims(0):
         cut = context.cuts.scaled(placement.cut, times) if placement.dim == dim else placement.cut

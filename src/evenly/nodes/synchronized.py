@@ -110,7 +110,7 @@ class Synchronized(torch.nn.Module):
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
         self._monitor.check()
         self._exchanger.check()
-        self.settle()
+        self.count_skipped_step()
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         if self._closed:
@@ -140,16 +140,16 @@ class Synchronized(torch.nn.Module):
     def end_epoch(self) -> None:
         """Marks the end of a pass over the data; exchanges if the period is an epoch."""
         self._require_outside_agreed("end_epoch()")
-        self.settle()
+        self.count_skipped_step()
         if self._period_timer is not None:
-            self.assemble()
+            self.wait_for_all_nodes()
         elif self.schedule.due_at_epoch_end():
             self._exchanger.exchange(range(self.schedule.fragments))
 
     def finish(self) -> None:
         """Makes the last exchange of a run, so that all ranks end with the same model."""
         self._require_outside_agreed("finish()")
-        self.settle()
+        self.count_skipped_step()
         if self._groups.rank_group.size > 1:
             self._exchanger.finish()
 
@@ -159,8 +159,8 @@ class Synchronized(torch.nn.Module):
         if self._is_in_agreed:  # nested blocks see the same average
             yield
             return
-        self.settle()
-        self.assemble()
+        self.count_skipped_step()
+        self.wait_for_all_nodes()
         with self._exchanger.averaged():
             self._is_in_agreed = True
             try:
@@ -195,18 +195,18 @@ class Synchronized(torch.nn.Module):
         if self._period_timer is not None:
             self._period_timer.close(failed=failed)
 
-    def agree_for_moving(self) -> None:
+    def finish_before_resharding(self) -> None:
         """Makes a last exchange before the network is resharded, if there are pending exchanges or anchors."""
         if self._exchanger.remembers:
             self._exchanger.finish()
 
-    def relearn(self, agreed: dict[str, torch.Tensor]) -> None:
+    def after_resharding(self, agreed: dict[str, torch.Tensor]) -> None:
         """Continues after the network was resharded, between two steps; all ranks call it together.
 
         `agreed` are this rank's parts of the buffers after the last exchange, cut like the buffers now.
         """
         self._was_resharded, self._optimized = True, OptimizedParameters(self.module, self._optimizer)
-        self._exchanger.run_collective(lambda waiter: self._replica_exchange.relearn(self.module, waiter))
+        self._exchanger.run_collective(lambda waiter: self._replica_exchange.after_resharding(self.module, waiter))
         self._exchanger.buffers.learn(agreed)
         self._exchanger.begin()
 
@@ -214,14 +214,17 @@ class Synchronized(torch.nn.Module):
         """Raises `NonFiniteError` if the gradients of the last step were not finite and were not checked yet."""
         self._take_finite_check()()
 
-    def come_together(self) -> None:
-        """Prepares for a checkpoint of all ranks: a resumed run cuts the network by its plan."""
+    def prepare_checkpoint(self) -> None:
+        """Checks gradients and waits for all nodes; after a resharding it also makes a last exchange.
+
+        A checkpoint is resumed with the cut of the plan, not with the one that resharding has made.
+        """
         self._require_outside_agreed("a checkpoint")
-        self.settle()
+        self.count_skipped_step()
         self.require_finite()
-        self.assemble()
+        self.wait_for_all_nodes()
         if self._was_resharded:
-            self.agree_for_moving()
+            self.finish_before_resharding()
 
     def _take_finite_check(self) -> Callable[[], None]:
         """Returns a check of the last step's gradients; it may stall a device, and may run in another thread."""
@@ -229,10 +232,10 @@ class Synchronized(torch.nn.Module):
         reads_verdict = self._settings.nonfinite == "stop" and not self._gradients.pending
         return partial(self._require_finite, self._gradients.last(now=True) if reads_verdict else None)
 
-    def assemble(self) -> None:
+    def wait_for_all_nodes(self) -> None:
         """Waits until all nodes call it, if periods are in seconds; all ranks call it before a common collective."""
         if self._period_timer is not None and self._groups.rank_group.size > 1:
-            self._exchanger.assemble()
+            self._exchanger.wait_for_all_nodes()
             self._period_timer.restart()
 
     def report(self, error: BaseException) -> None:
@@ -356,7 +359,7 @@ class Synchronized(torch.nn.Module):
         self._monitor.report(error)
         raise error
 
-    def settle(self) -> None:
+    def count_skipped_step(self) -> None:
         """Counts a step skipped by a scaler we were not given: gradients were not finite, no step followed, and they
         were reset. If they still exist the next batch may belong to the same step; the next exchange decides."""
         if self._scaler is not None or not self._gradients.pending:

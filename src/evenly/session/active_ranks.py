@@ -40,7 +40,7 @@ class ActiveRanks:
         holding: ExitStack | None = None,
         owner: FolderOwner | None = None,
     ) -> None:
-        """Opens process group, record and checkpoints; with `holding`, which outlives them, the folder is owned too."""
+        """Opens process group, record and checkpoints; with `holding` also locks the run folder until that closes."""
         self.rank_group = rank_group
         self.cluster = cluster
         self.monitor = monitor
@@ -52,7 +52,7 @@ class ActiveRanks:
         self.checkpoints: Checkpoints | None = None
         self.owner = owner
         self._restored: list[Restored | None] = []  # the checkpoint, once it was looked for
-        self._waiting_group = rank_group.scoped("room")  # store keys for ranks that are left out
+        self._waiting_group = rank_group.scoped("left_out")  # store keys for ranks that are left out
         with ExitStack() as opened:  # closed again if something goes wrong before the end
             self._open(opened, folder, resume, timeout_s, holding)
             self._closing = opened.pop_all()
@@ -60,7 +60,7 @@ class ActiveRanks:
     def _open(
         self, opened: ExitStack, folder: Path | None, resume: bool, timeout_s: float, holding: ExitStack | None
     ) -> None:
-        rank_group, scoped = self.rank_group, self.rank_group.scoped("stage")
+        rank_group, scoped = self.rank_group, self.rank_group.scoped("active")
         CollectiveWaiter(self.monitor, place=f"the session of {rank_group.size} ranks", timeout_s=timeout_s).barrier()
         group = open_group(scoped, "world", range(rank_group.size), backend="gloo", timeout_s=timeout_s)
         self.gatherer = ObjectGatherer(self.monitor, group, timeout_s=timeout_s)
@@ -127,7 +127,7 @@ class ActiveRanks:
         listeners = self.recorder.listeners
         self._closing.close()
         rank_group = self.rank_group.among(plan.active, f"active {plan.active}")
-        monitor = FailureMonitor(rank_group.scoped("alarm"), parent=self.monitor)
+        monitor = FailureMonitor(rank_group.scoped("monitor"), parent=self.monitor)
         stage = ActiveRanks(
             rank_group,
             self.cluster.among(plan.active),

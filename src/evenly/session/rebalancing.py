@@ -153,13 +153,13 @@ class Rebalancer:
         """Applies new layouts, by network; all ranks call it together."""
         if not layouts:
             return
-        self._trained_model.model.agree_for_moving()
+        self._trained_model.model.finish_before_resharding()
         agreed = dict(self._trained_model.model.agreed_buffers)
         for network, layout in layouts.items():
             self._layouts[network] = layout
             if self._rank in self._groups[network]:
                 agreed = self._recut(layout, agreed)
-        self._trained_model.model.relearn(agreed)
+        self._trained_model.model.after_resharding(agreed)
         self._trained_model.model.clock.take()
         self._announce(f"shares are {[[round(share, 3) for share in shares] for shares in self.shares]}")
 

@@ -286,7 +286,7 @@ class Session:
             raise SpecError("a checkpoint was asked for, but the session has no folder. Use Session('runs/name').")
         began = time.monotonic()
         for trained_model in self._trained_models:
-            trained_model.model.come_together()
+            trained_model.model.prepare_checkpoint()
         step = self._saved_step = self._counters.step
         save = self._stage.checkpoints.save
         path = save(step, self._trained_models, self._tracked, epoch=self._epoch, keep=self._keep)
@@ -308,7 +308,7 @@ class Session:
     def sum(self, *numbers: float) -> list[float]:
         """Returns the sums of each number over all ranks."""
         for trained_model in self._trained_models:
-            trained_model.model.assemble()
+            trained_model.model.wait_for_all_nodes()
         rows = self._gatherer.gather([float(number) for number in numbers], f"a sum of {len(numbers)} over ranks")
         return [float(sum(column)) for column in zip(*rows, strict=True)]
 
@@ -328,7 +328,7 @@ class Session:
     def _between_steps(self) -> None:
         """Saves after every `checkpoint_every` steps, once per step: a step may take several batches."""
         for trained_model in self._trained_models:
-            trained_model.model.settle()
+            trained_model.model.count_skipped_step()
         every, step = self._checkpoint_every, self._counters.step
         if self._folder and isinstance(every, int) and step % every == 0 and step > self._saved_step:
             self.checkpoint()

@@ -110,7 +110,7 @@ class Exchange(Value):
 
     @property
     def calm_steps(self) -> int:
-        """The shortest period worth choosing: a merge in the second half of a period comes too late to help."""
+        """The shortest period worth choosing: at least twice the overlap, so that merges fall into its first half."""
         return max(self.least_steps, 2 * self.overlap)
 
     def hidden_steps(self, period: int) -> int:
