@@ -106,6 +106,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cases.setdefault(name, set()).add(case)
         if name in SLOW or (kept is not None and case not in kept):
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))  # some need a minute of processor time, of which others take most
     if not any("::" in word for word in config.args):
         _require_known(cases)
 
