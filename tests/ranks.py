@@ -18,7 +18,7 @@ class RankError(AssertionError):
         self.errors = errors
 
 
-def run_ranks(count: int, act: Callable[..., Any], *args: Any, limit_s: float = 60.0) -> list[Any]:
+def run_ranks(count: int, act: Callable[..., Any], *args: Any, limit_s: float = 110.0) -> list[Any]:
     """Returns act(party, *args) of every rank, or raises RankError with each rank's error."""
     store = dist.HashStore()
     results: list[Any] = [None] * count
