@@ -168,3 +168,12 @@ def test_calling_the_uncut_network_is_refused_at_the_step() -> None:
                 optimizer.step()
 
     run_ranks(2, act)
+
+
+def test_an_empty_batch_is_compared_too() -> None:
+    def act(rank_group: RankGroup) -> None:
+        with cut(rank_group) as (_, model):
+            for _ in range(4):
+                model(X[:0]).sum().backward()
+
+    run_ranks(2, act)

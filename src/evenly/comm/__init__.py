@@ -1,6 +1,6 @@
 """The only caller of torch.distributed collectives: ragged groups, waits that name missing ranks, failure monitor."""
 
-from evenly.comm.agreement import require_same
+from evenly.comm.agreement import learning_rate, require_same
 from evenly.comm.collectives import (
     CollectiveWaiter,
     ObjectGatherer,
@@ -45,6 +45,7 @@ __all__ = [
     "full_shape",
     "gather_json",
     "is_retired",
+    "learning_rate",
     "local_shard_of",
     "open_context",
     "open_group",

@@ -3,6 +3,7 @@
 import hashlib
 from collections import defaultdict
 
+import torch
 import torch.distributed as dist
 
 from evenly.comm.collectives import CollectiveWaiter, gather_json
@@ -30,3 +31,10 @@ def require_same(lines: list[str], group: dist.ProcessGroup, waiter: CollectiveW
 def digest(lines: list[str]) -> str:
     """Returns a hash of the lines."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> float:
+    """Returns the learning rate of the first parameter group; 0 for one on an accelerator, which is not read."""
+    rate = optimizer.param_groups[0].get("lr", 0.0)
+    is_on_host = isinstance(rate, int | float) or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
+    return float(rate) if is_on_host else 0.0

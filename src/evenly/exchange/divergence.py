@@ -118,13 +118,6 @@ class DivergenceCheck:
         return next((holders for holders in self._replica_exchange.holders if place in holders), (place,))
 
 
-def learning_rate(optimizer: torch.optim.Optimizer) -> float:
-    """Returns the learning rate of the first parameter group; 0 for one on an accelerator, which is not read."""
-    rate = optimizer.param_groups[0].get("lr", 0.0)
-    is_on_host = isinstance(rate, int | float) or (isinstance(rate, torch.Tensor) and rate.device.type == "cpu")
-    return float(rate) if is_on_host else 0.0
-
-
 def _first_difference(
     networks: Sequence[tuple[int, ...]], rows: dict[int, dict[str, Any]], *, since: int
 ) -> tuple[str, list[int]]:

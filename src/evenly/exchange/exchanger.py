@@ -11,13 +11,13 @@ from typing import Any, final
 
 import torch
 
-from evenly.comm import CollectiveWaiter, FailureMonitor, Groups
+from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, learning_rate
 from evenly.errors import CheckpointError
 from evenly.exchange.anchors import Anchors, of_node
 from evenly.exchange.averager import Averager
 from evenly.exchange.background import BackgroundExchange
 from evenly.exchange.buffers import Buffers
-from evenly.exchange.divergence import DivergenceCheck, learning_rate
+from evenly.exchange.divergence import DivergenceCheck
 from evenly.exchange.loaded_weights import LoadedWeights
 from evenly.exchange.membership import Membership, Quorum, Vote
 from evenly.exchange.payload import Payload

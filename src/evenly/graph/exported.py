@@ -117,7 +117,9 @@ def _restore_batch_norm(path: str, norm: nn.Module, module: fx.GraphModule) -> N
         module.graph.erase_node(node)
     module.set_submodule(path, norm)
     for node in norms:
-        node.op, node.target, node.args = "call_module", path, node.args[:1]
+        node.op = "call_module"
+        node.target = path
+        node.args = node.args[:1]
 
 
 def _slice_to_getitem(node: fx.Node) -> None:

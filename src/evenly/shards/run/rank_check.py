@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from evenly.comm import ShardGroup
+from evenly.comm import ShardGroup, learning_rate
 from evenly.errors import MismatchError
 from evenly.shards.parts.local_shards import local_shard_of
 
@@ -41,8 +41,7 @@ class StepTally:
         self.passes = None if self.passes is None else 0
         values = [float(value) for group in optimizer.param_groups for value in _numbers(group)]
         self.settings = zlib.crc32(struct.pack(f"{len(values)}d", *values), self.settings)
-        lr = optimizer.param_groups[0].get("lr", 0.0)
-        self.lr = float(lr) if isinstance(lr, NUMBERS) else 0.0
+        self.lr = learning_rate(optimizer)
 
 
 _tallies: "weakref.WeakKeyDictionary[ShardGroup, StepTally]" = weakref.WeakKeyDictionary()
@@ -104,7 +103,7 @@ class RankCheck:
         name = list(tensors)[self._comparisons % len(tensors)] if tensors else ""  # one per comparison, in turn
         self._comparisons += 1
         local_row = [self._tally.steps, self._tally.settings, self._tally.lr, *self._output_gradients]
-        local_row += _digest(tensors[name]) if name else [0.0, 0.0, 0.0]
+        local_row += _digest_and_tolerance(tensors[name]) if name else [0.0, 0.0, 0.0]
         first, *others = rows = self._shard_group.gather_numbers(local_row, self._device())
         if any(row[0] != first[0] for row in others):
             counts = {rank: int(row[0]) for rank, row in enumerate(rows)}
@@ -131,7 +130,7 @@ class RankCheck:
 
     @torch.no_grad()
     def _note_gradient(self, gradient: torch.Tensor) -> None:
-        size, weighted, tolerance = _digest(gradient)
+        size, weighted, tolerance = _digest_and_tolerance(gradient)
         before = self._output_gradients
         self._output_gradients = [before[0] + size, before[1] + weighted, max(before[2], tolerance)]
 
@@ -165,14 +164,18 @@ def _numbers(group: dict[str, Any]) -> Iterable[float]:
             yield float(value)
 
 
-def _digest(tensor: torch.Tensor) -> list[float]:
-    """Returns the sum of absolute values, a weighted sum, and the relative difference that rounding may cause."""
+def digest(tensor: torch.Tensor) -> list[float]:
+    """Returns the sum of absolute values and a weighted sum, which differ for different data."""
     flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
-    step = -(-flat.numel() // SAMPLED)
+    step = max(1, -(-flat.numel() // SAMPLED))
     sample = flat[::step].double()
     positions = torch.arange(1, sample.numel() + 1, dtype=torch.float64, device=sample.device)
-    size, weighted = torch.stack([sample.abs().sum(), (sample * positions.cos()).sum()]).tolist()
-    return [size, weighted, max(1e-4, 4 * torch.finfo(flat.dtype).eps)]
+    return list(torch.stack([sample.abs().sum(), (sample * positions.cos()).sum()]).tolist())
+
+
+def _digest_and_tolerance(tensor: torch.Tensor) -> list[float]:
+    """Returns the digest, and the relative difference of it that rounding may cause."""
+    return [*digest(tensor), max(1e-4, 4 * torch.finfo(tensor.dtype).eps)]
 
 
 def _alike(mine: Sequence[float], theirs: Sequence[float], offset: int) -> bool:

@@ -22,7 +22,7 @@ from evenly.shards.parts.local_shards import local_shard_of, place
 from evenly.shards.run.dropout import DropoutStream
 from evenly.shards.run.ops import linked_zeros
 from evenly.shards.run.program import Program
-from evenly.shards.run.rank_check import RankCheck
+from evenly.shards.run.rank_check import RankCheck, digest
 from evenly.shards.run.retrace import TracedProgram
 from evenly.spec.layout import Layout
 
@@ -180,7 +180,7 @@ class Sharded(WatchedModule):
         samples = tensors[0].shape[0]
         batch_state = (samples, self.training, self._traced_program.stamp_of(self._program.traced))
         has_changed = batch_state != self._agreed_batch
-        self.shard_group.batch = (self._passes, [*batch_state, *(_digest(tensors[0]) if has_changed else [])])
+        self.shard_group.batch = (self._passes, [*batch_state, *(digest(tensors[0]) if has_changed else [])])
         if has_changed:
             self.shard_group.agree_on_batch(self.layout.members)
             self._agreed_batch = batch_state
@@ -353,15 +353,6 @@ def _refuse_transforms() -> None:
             "a network cut over ranks was called inside of torch.func (vmap, grad, jvp, ...) or forward-mode autograd, "
             "which cannot trace communication between ranks. Call it plainly, and use backward or torch.autograd.grad."
         )
-
-
-def _digest(x: torch.Tensor) -> list[float]:
-    """Returns two numbers that differ for different data."""
-    sample = x.detach().flatten()[:4096].cpu()
-    sample = torch.view_as_real(sample).flatten() if sample.is_complex() else sample
-    numbers = sample.double()
-    positions = torch.arange(1, numbers.numel() + 1, dtype=torch.float64)
-    return [float(numbers.abs().sum()), float((numbers * positions.cos()).sum())] if numbers.numel() else []
 
 
 def _without_data(traced: Traced) -> Traced:
