@@ -22,11 +22,11 @@ class PlanTrainer:
 
     def __init__(self, plan: Plan, cluster: Cluster, rank_group: RankGroup, label: str) -> None:
         self.exchange_seconds: list[float] = []  # of each exchange, divided by the steps of a period
-        own_party = rank_group.among(plan.active, label)
-        self._monitor = FailureMonitor(own_party.scoped("alarm"))
+        own_rank_group = rank_group.among(plan.active, label)
+        self._monitor = FailureMonitor(own_rank_group.scoped("alarm"))
         active_cluster = cluster.among(plan.active)
         self._stage = ActiveRanks(
-            own_party, active_cluster, self._monitor, folder=None, resume=False, timeout_s=TIMEOUT_S
+            own_rank_group, active_cluster, self._monitor, folder=None, resume=False, timeout_s=TIMEOUT_S
         )
         active_plan = plan.among_active() if len(plan.active) < len(plan.roles) else plan
         model = network()
@@ -34,7 +34,7 @@ class PlanTrainer:
         self._model = compose_synchronized(
             shard_for(model, self._optimizer, active_plan, self._stage, timeout_s=TIMEOUT_S),
             self._optimizer,
-            rank_group=own_party,
+            rank_group=own_rank_group,
             cluster=self._stage.cluster,
             period=active_plan.period,
             exchange=active_plan.exchange,
@@ -42,7 +42,7 @@ class PlanTrainer:
         )
         period_steps = getattr(active_plan.period, "steps", 1)
         self._model.on_exchange.append(lambda done: self.exchange_seconds.append(done.seconds / period_steps))
-        num_samples = active_plan.roles[own_party.rank].samples
+        num_samples = active_plan.roles[own_rank_group.rank].samples
         generator = torch.Generator().manual_seed(1)
         self._x = torch.randn(num_samples, *INPUT_SHAPE, generator=generator)
         self._y = torch.randint(NUM_CLASSES, (num_samples,), generator=generator)

@@ -556,7 +556,7 @@ def test_outputs_of_any_kind(kind):
         def forward(self, x):
             output = self.body(x)
             return {"tuple": (1, [output]), "mapping": {"y": output}, "dataclass": Output(output)}.get(
-                kind, IndexBlock(output)
+                kind, Box(output)
             )
 
     def opened(output):
@@ -579,7 +579,7 @@ class Output:
     y: torch.Tensor
 
 
-class IndexBlock:
+class Box:
     def __init__(self, y):
         self.y = y
 

@@ -149,16 +149,16 @@ def test_nodes_are_kept_where_memory_needs_them():
 @settings(deadline=None, max_examples=30)
 @given(
     speeds=st.lists(st.floats(0.5, 100), min_size=2, max_size=4),
-    shard_group=st.floats(4, 9),
+    log_bandwidth=st.floats(4, 9),
     latency=st.floats(-6, -1),
     every=st.sampled_from([None, 1, 7, "global"]),
 )
-def test_no_set_of_nodes_is_clearly_faster(speeds, shard_group, latency, every):
-    shard_groups = Rate(latency_s=10**latency, bytes_per_s=10**shard_group)
-    made, mean_s = planned(speeds, across=shard_groups, every=every, batch_size=10_000)
+def test_no_set_of_nodes_is_clearly_faster(speeds, log_bandwidth, latency, every):
+    link = Rate(latency_s=10**latency, bytes_per_s=10**log_bandwidth)
+    made, mean_s = planned(speeds, across=link, every=every, batch_size=10_000)
     for size in range(1, len(speeds) + 1):
         for some in combinations(speeds, size):
-            _, other_s = planned(list(some), across=shard_groups, every=every, batch_size=10_000)
+            _, other_s = planned(list(some), across=link, every=every, batch_size=10_000)
             assert mean_s <= 1.02 * other_s, (some, made.explain())
 
 

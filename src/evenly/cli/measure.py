@@ -173,10 +173,10 @@ def show_profile(profile: Profile, cluster: Cluster, *, console: Console) -> Non
 
 def _spaced(values: Sequence[int], most: int) -> list[int]:
     """Returns the first, the last, and evenly spaced ones between them, at most `most` in all."""
-    differences = min(most, len(values)) - 1
+    intervals = min(most, len(values)) - 1
     return (
-        [values[round(index * (len(values) - 1) / differences)] for index in range(differences + 1)]
-        if differences
+        [values[round(index * (len(values) - 1) / intervals)] for index in range(intervals + 1)]
+        if intervals
         else list(values)
     )
 

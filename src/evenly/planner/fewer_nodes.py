@@ -116,11 +116,11 @@ def _sizes(least: int, most: int) -> list[int]:
     """Returns sizes from `least` to below `most`: all if they are few, else dense near both ends."""
     if most - least <= ALL:
         return list(range(least, most))
-    differences = [2**power for power in range(most.bit_length())]
+    offsets = [2**power for power in range(most.bit_length())]
     near = {
         least,
-        *(least + difference for difference in differences),
-        *(most - difference for difference in differences),
+        *(least + offset for offset in offsets),
+        *(most - offset for offset in offsets),
     }
     return sorted(size for size in near if least <= size < most)
 
