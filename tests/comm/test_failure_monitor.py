@@ -117,7 +117,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_time_limit(monkeypatch):
     monkeypatch.setattr("evenly.comm.failure_monitor.INTERVAL_S", 0.05)
     began = time.monotonic()
     *waiting, absent = errors_of(3, wait_at, 1.0, threading.Barrier(3), lambda monitor, freed: freed.wait(20))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     for error in waiting:
         assert type(error) is PeerError
         assert "at the exchange after step 12: ranks [2] did not arrive" in str(error)
@@ -132,7 +132,7 @@ def test_who_waits_in_a_collective_hears_the_alarm_long_before_the_time_limit():
 
     began = time.monotonic()
     first, second, _ = errors_of(3, wait_at, 60.0, threading.Barrier(3), stay_away)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     for error in (first, second):
         assert type(error) is DataError
         assert "rank 2 has no data" in str(error)

@@ -57,7 +57,7 @@ def test_a_failing_rank_ends_the_others():
         begun = time.monotonic()
         script = "if [ $RANK = 1 ]; then echo no >&2; exit 7; fi; exec sleep 300"
         result = lab.run(["sh", "-c", script], output="capture", grace_s=0.3)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
     assert result.exit_codes == (-signal.SIGTERM, 7)
     assert (result.first_failed, result.exit_code, result.ok) == (1, 7, False)
     with pytest.raises(LabError, match=r"rank 1 failed first, with exit code 7(.|\n)*no"):
