@@ -157,6 +157,28 @@ def test_an_optimizer_of_the_uncut_network_is_refused() -> None:
     run_ranks(2, act)
 
 
+def test_an_optimizer_that_stepped_before_its_network_was_cut_is_refused() -> None:
+    """Another cut network had all optimizers checked already then."""
+
+    def act(rank_group: RankGroup) -> None:
+        with cut(rank_group):
+            with LOCK:
+                plain = build()
+                traced = follow(plain, X)
+            optimizer = SGD(plain.parameters(), lr=0.1)
+            cross_entropy(plain(X), LABELS).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            layout = lay_out(traced.graph, [60, 40])
+            model = join_shards(traced, layout, rank_group=rank_group.scoped("second"), timeout_s=20)
+            cross_entropy(model(X), LABELS).backward()
+            with pytest.raises(SpecError, match="before evenly.shard cut it"):
+                optimizer.step()
+            model.close()
+
+    run_ranks(2, act)
+
+
 def test_calling_the_uncut_network_is_refused_at_the_step() -> None:
     def act(rank_group: RankGroup) -> None:
         with cut(rank_group) as (plain, model):

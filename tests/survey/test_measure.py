@@ -1,6 +1,5 @@
 """What is measured: real ranks, equal devices that share what they measured, times that grow with the work."""
 
-
 import pytest
 import torch
 from torch import nn

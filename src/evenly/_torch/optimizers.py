@@ -3,9 +3,11 @@
 The names are the same in torch 2.11 and 2.13.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -14,6 +16,8 @@ OWN_NOTES = frozenset(
     {"_warned_capturable_if_run_uncaptured"}
 )  # set by an optimizer on itself; without effect on its steps
 SCHEDULER_NOTES = frozenset({"_opt_called"})  # set by schedulers: whether a step was made
+
+ZERO_GRAD_CODE = frozenset(inspect.unwrap(f).__code__ for f in (Optimizer.zero_grad, nn.Module.zero_grad))
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

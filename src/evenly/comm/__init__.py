@@ -15,7 +15,7 @@ from evenly.comm.context import GroupContext, open_context, open_temporarily, re
 from evenly.comm.failure_monitor import FailureMonitor
 from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups, owners_of_slices
 from evenly.comm.host_copies import to_device, to_host
-from evenly.comm.local_shard import LocalShard, full_shape, is_retired, local_shard_of, place, retire
+from evenly.comm.local_shard import LocalShard, full_shape, is_retired, last_mark, local_shard_of, mark, place, retire
 from evenly.comm.rank_group import RankGroup, rank_group_of
 from evenly.comm.redistribute import MOVES, Redistribute
 from evenly.comm.shard_group import PendingTensor, ShardGroup, Traffic, count_of, put, take
@@ -45,8 +45,10 @@ __all__ = [
     "full_shape",
     "gather_json",
     "is_retired",
+    "last_mark",
     "learning_rate",
     "local_shard_of",
+    "mark",
     "open_context",
     "open_group",
     "open_groups",

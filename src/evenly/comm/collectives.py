@@ -57,9 +57,10 @@ class CollectiveWaiter:
     def _wait(self, works: Iterable[dist.Work], *, waits_for_ranks: bool) -> None:
         clock, has_called = AwakeClock(), self.on_quiet is None
         for work in works:
-            done = threading.Event()
-            work.get_future().add_done_callback(partial(_set, done))
-            while not done.wait(0.1):
+            done = threading.Lock()  # as an event that is set once; `threading.Event` takes longer to make
+            done.acquire()
+            work.get_future().add_done_callback(partial(_release, done))
+            while not done.acquire(timeout=0.1):
                 waited_s = clock.read()
                 if not has_called and self.on_quiet is not None and waited_s > 1.0:
                     has_called = True
@@ -135,8 +136,8 @@ class CollectiveWaiter:
         )
 
 
-def _set(event: threading.Event, _: object) -> None:
-    event.set()
+def _release(lock: threading.Lock, _: object) -> None:
+    lock.release()
 
 
 def first_line(error: BaseException) -> str:

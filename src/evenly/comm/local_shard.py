@@ -1,6 +1,8 @@
 """The placement of a local parameter in the full one."""
 
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -8,6 +10,8 @@ from evenly.comm.shard_group import ShardGroup, take
 from evenly.spec.layout import Segments
 
 _MARK = "_evenly_placement"
+_marks = itertools.count(1)
+_last_mark = 0
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,26 @@ class LocalShard:
         return self.shard_group.gather(part.detach(), self.dim, self.segments, name="state").wait()
 
 
+def mark(tensor: torch.Tensor, attribute: str, value: Any) -> None:
+    """Sets an attribute that relates a tensor to a cut network."""
+    global _last_mark
+    setattr(tensor, attribute, value)
+    _last_mark = next(_marks)
+
+
+def last_mark() -> int:
+    """Returns a number that grows whenever a tensor is marked: what was known about tensors may be outdated."""
+    return _last_mark
+
+
 def place(tensor: torch.Tensor, placement: LocalShard) -> None:
     """Records the placement of a parameter or buffer."""
-    setattr(tensor, _MARK, placement)
+    mark(tensor, _MARK, placement)
 
 
 def retire(tensor: torch.Tensor) -> None:
     """Records that another parameter replaces this one, because its part has another size now."""
-    setattr(tensor, _MARK, "retired")
+    mark(tensor, _MARK, "retired")
 
 
 def is_retired(tensor: torch.Tensor) -> bool:
@@ -63,5 +79,5 @@ def full_shape(tensor: torch.Tensor) -> torch.Size:
 
 def local_shard_of(tensor: torch.Tensor) -> LocalShard | None:
     """Returns the placement of a parameter of a sharded network; None for any other tensor."""
-    mark = getattr(tensor, _MARK, None)
-    return mark if isinstance(mark, LocalShard) else None
+    placement = getattr(tensor, _MARK, None)
+    return placement if isinstance(placement, LocalShard) else None

@@ -1,8 +1,9 @@
 """One backward: buckets of gradients, averaged over a group by samples, and checked for non-finite values."""
 
+import cmath
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from evenly.comm import FailureMonitor, all_reduce, first_line
 from evenly.errors import PeerError
 
+_NOTHING = torch.empty(0)
+
 
 @dataclass
 class _Bucket:
@@ -18,7 +21,7 @@ class _Bucket:
 
     future: torch.futures.Future[torch.Tensor]
     buffer: torch.Tensor
-    summed: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # over ranks, in at least 32 bits
+    summed: torch.Tensor = _NOTHING  # over ranks, in at least 32 bits
     previous: torch.Tensor | None = None  # its former values, if this rank has no samples
 
 
@@ -41,7 +44,7 @@ class BucketAveraging:
         self._sums: list[torch.futures.Future[Any]] = []
         self._lock = threading.Lock()
         self._awaited = 1  # the all-reduce of the tally
-        self._tally = torch.empty(0)  # sums: [members] gradients not finite, samples, [parameters] with a gradient
+        self._tally = _NOTHING  # sums: [members] gradients not finite, samples, [parameters] with a gradient
         self._event: torch.cuda.Event | None = None
 
     def add(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -93,16 +96,28 @@ class BucketAveraging:
 
     def close(self, device: torch.device, has_gradient: Sequence[bool] = ()) -> None:
         """Sends the tally after the last bucket: samples, finiteness and the parameters with a gradient."""
+        on_host = device.type == "cpu"
+        self._tally = self._host_tally(has_gradient) if on_host else self._device_tally(device, has_gradient)
+        if self._group.size() > 1:
+            self._start(all_reduce(self._tally, self._group))
+
+    def _host_tally(self, has_gradient: Sequence[bool]) -> torch.Tensor:
+        """Returns this rank's tally, computed in Python: torch's operations on so few values take longer."""
+        values = [0.0] * self._group.size() + [self.samples, *map(float, has_gradient)]
+        values[self._group.rank()] = float(not all(cmath.isfinite(check.item()) for check in self._checks))
+        return torch.tensor(values, dtype=torch.float64)
+
+    def _device_tally(self, device: torch.device, has_gradient: Sequence[bool]) -> torch.Tensor:
+        """Returns this rank's tally, computed on `device` without waiting for it."""
         size = self._group.size()
-        self._tally = torch.zeros(size + 1 + len(has_gradient), dtype=torch.float64, device=device)
-        self._tally[size] = self.samples
+        tally = torch.zeros(size + 1 + len(has_gradient), dtype=torch.float64, device=device)
+        tally[size] = self.samples
         if has_gradient:
-            self._tally[size + 1 :] = torch.tensor(has_gradient, dtype=torch.float64)
+            tally[size + 1 :] = torch.tensor(has_gradient, dtype=torch.float64)
         if self._checks:
             total = torch.stack([check.double().real for check in self._checks]).sum()
-            self._tally[self._group.rank()] = (~torch.isfinite(total)).double()
-        if size > 1:
-            self._start(all_reduce(self._tally, self._group))
+            tally[self._group.rank()] = (~torch.isfinite(total)).double()
+        return tally
 
     @property
     def immediate(self) -> bool:
@@ -120,8 +135,8 @@ class BucketAveraging:
         """Returns the members of the group whose gradients were not finite."""
         if self._event is not None:
             self._event.synchronize()
-        members: list[int] = self._tally[: self._group.size()].nonzero().flatten().tolist()
-        return members
+        counts = self._tally.tolist()[: self._group.size()]
+        return [member for member, count in enumerate(counts) if count]
 
     def unused(self, indices: Sequence[int]) -> list[int]:
         """Returns those of the parameters at `indices` that have no gradient on any rank."""

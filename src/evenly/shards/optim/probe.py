@@ -14,7 +14,7 @@ from evenly._torch.operators import without_torch_function
 from evenly._torch.optimizers import OWN_NOTES, SCHEDULER_NOTES, STEP_HOOKS, step_hooks_of_all
 from evenly._torch.patching import SharedPatch
 from evenly._torch.tensors import set_class
-from evenly.comm import ShardGroup, first_line
+from evenly.comm import ShardGroup, first_line, last_mark
 from evenly.errors import SpecError
 from evenly.shards.optim.clipping import widen_clipping
 from evenly.shards.optim.copies import (
@@ -93,9 +93,10 @@ _reasons: dict[tuple[Any, ...], str | None] = {}
 
 
 class _Checked(NamedTuple):
-    """The result of an optimizer's last check, valid while `change_key` is the same."""
+    """The result of an optimizer's last check."""
 
-    change_key: tuple[Any, ...]
+    parameter_key: tuple[Any, ...]
+    change_key: tuple[Any, ...] | None  # None where no parameter belongs to a cut network or to its original
     cut: CutTensors
     parameters: list[torch.Tensor]  # all, if some are cut; otherwise none
     shard_groups: list[ShardGroup]  # over which its parameters are cut
@@ -109,20 +110,26 @@ _checked: "weakref.WeakKeyDictionary[Optimizer, _Checked]" = weakref.WeakKeyDict
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if trial.is_on:
         return None
-    change_key = _change_key(optimizer)
     checked = _checked.get(optimizer)
-    if checked is None or checked.change_key != change_key:
+    if checked is None or not _is_valid(checked, optimizer):
         check_elementwise(optimizer, args[1:], kwargs)  # the first is the optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         cut = cut_tensors_of(parameters)
+        local_shards = local_shards_of(parameters)
         shard_groups = [
             shard_group
-            for shard_group in dict.fromkeys(local_shard.shard_group for local_shard in local_shards_of(parameters))
+            for shard_group in dict.fromkeys(local_shard.shard_group for local_shard in local_shards)
             if shard_group.size > 1
         ]
         uncut = list({id(tally): tally for tally in map(tally_of_uncut, parameters) if tally is not None}.values())
         checked = _Checked(
-            change_key, cut, parameters if cut else [], shard_groups, uncut, parameters if shard_groups or uncut else []
+            parameter_key=_parameter_key(optimizer),
+            change_key=_change_key(optimizer) if local_shards or uncut else None,
+            cut=cut,
+            parameters=parameters if cut else [],
+            shard_groups=shard_groups,
+            uncut=uncut,
+            needs_gradient=parameters if shard_groups or uncut else [],
         )
         with _lock:
             _checked[optimizer] = checked
@@ -178,12 +185,23 @@ def _guarded_closure(closure: Callable[..., Any], checked: _Checked) -> Callable
     return run
 
 
+def _is_valid(checked: _Checked, optimizer: Optimizer) -> bool:
+    if checked.parameter_key != _parameter_key(optimizer):
+        return False
+    return checked.change_key is None or checked.change_key == _change_key(optimizer)
+
+
+def _parameter_key(optimizer: Optimizer) -> tuple[Any, ...]:
+    """Returns a value that differs if an optimizer got other parameters, or if some parameter was cut meanwhile."""
+    return last_mark(), [tuple(map(id, group["params"])) for group in optimizer.param_groups]
+
+
 def _change_key(optimizer: Optimizer) -> tuple[Any, ...]:
     """Returns a value that differs if an optimizer has changed since it was tried; only the signs of numbers count."""
     attributes = vars(optimizer)
     hooks = [tuple(attributes.get(name, {})) for name in STEP_HOOKS]  # their keys: a hook may refer to the optimizer
     global_hooks = [tuple(hooks) for hooks in step_hooks_of_all()]
-    groups = [(tuple(map(id, group["params"])), _signs(group)) for group in optimizer.param_groups]
+    groups = [_signs(group) for group in optimizer.param_groups]
     return type(optimizer).step, id(attributes.get("step")), hooks, global_hooks, groups, _signs(attributes)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from evenly._torch import pytree
 from evenly._torch.operators import OpOverload, TorchDispatchMode, operator_name, without_torch_function
+from evenly._torch.optimizers import ZERO_GRAD_CODE
 from evenly._torch.tensors import set_class
 from evenly.comm import first_line
 from evenly.errors import EvenlyError, SpecError
@@ -55,7 +56,7 @@ class PartParameter(nn.Parameter):
         """The gradient, guarded too; a property here is faster than through `__torch_function__`."""
         with without_torch_function():
             grad = _GRAD.__get__(self)
-        if type(grad) is not torch.Tensor or called_by_us():
+        if type(grad) is not torch.Tensor or sys._getframe(1).f_code in ZERO_GRAD_CODE or called_by_us():
             return grad
         return as_part(grad, local_shard_of(self), GRADIENT)
 

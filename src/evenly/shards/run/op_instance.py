@@ -108,13 +108,23 @@ class OpInstance:
         """The operation itself."""
         return _callable(self.node, self.model)
 
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether no argument is a container; mapping over nested ones takes longer."""
+        values = (*self.node.args, *self.node.kwargs.values())
+        return not any(isinstance(value, tuple | list | dict | slice) for value in values)
+
     def arguments(self, context: ForwardContext) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments: tensors in the needed placements, switches set by the module's mode."""
         return self.switched(lambda n: context.values[n.name, self.needs.get(n.name)])
 
     def switched(self, fetch: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments that `fetch` returns, with the switches set by the module's mode."""
-        args, kwargs = fx.map_arg((self.node.args, dict(self.node.kwargs)), fetch)
+        if self._is_flat:
+            args = tuple(fetch(value) if isinstance(value, fx.Node) else value for value in self.node.args)
+            kwargs = {key: fetch(v) if isinstance(v, fx.Node) else v for key, v in self.node.kwargs.items()}
+        else:
+            args, kwargs = fx.map_arg((self.node.args, dict(self.node.kwargs)), fetch)
         return switch(args, kwargs, self.switches, self.owner) if self.switches else (args, kwargs)
 
     def is_idle(self, context: ForwardContext) -> bool:

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from evenly.comm import ShardGroup, learning_rate
+from evenly._torch import pytree
+from evenly.comm import ShardGroup, learning_rate, mark
 from evenly.errors import MismatchError
 from evenly.shards.parts.local_shards import local_shard_of
 
-EARLY_PASSES = (2, 3)  # most mistakes show at once
-EVERY = 16  # passes between comparisons later
+EARLY_PASSES = (2, 3, 16, 32, 64)  # most mistakes show at once
+EVERY = 128  # passes between comparisons later; each takes about half of a tiny step
 SAMPLED = 1 << 20  # elements of a tensor that are read
 NUMBERS = (bool, int, float)
 _UNCUT = "_evenly_uncut"
@@ -55,13 +56,13 @@ def tally_of(shard_group: ShardGroup) -> StepTally:
 def mark_uncut(parameters: Iterable[torch.Tensor], tally: StepTally) -> None:
     """Links the parameters of the uncut network to the tally of the cut one; copies of them have no link."""
     for parameter in parameters:
-        setattr(parameter, _UNCUT, weakref.ref(tally))
+        mark(parameter, _UNCUT, weakref.ref(tally))
 
 
 def tally_of_uncut(parameter: torch.Tensor) -> StepTally | None:
     """Returns the tally of the cut network that was made from the network of this parameter."""
-    mark = getattr(parameter, _UNCUT, None)
-    return mark() if mark is not None else None
+    tally_ref = getattr(parameter, _UNCUT, None)
+    return tally_ref() if tally_ref is not None else None
 
 
 class RankCheck:
@@ -82,12 +83,12 @@ class RankCheck:
         if _is_due(number):
             self.require_same(f"before pass {number}")
 
-    def watch_outputs(self, outputs: Iterable[Any], number: int) -> None:
-        """Records the gradients of these outputs if a comparison is due before the next pass."""
+    def watch_outputs(self, result: Any, number: int) -> None:
+        """Records the gradients of the outputs in `result` if a comparison is due before the next pass."""
         if not _is_due(number + 1):
             return
         self._output_gradients = [0.0, 0.0, 0.0]
-        for output in outputs:
+        for output in pytree.tree_leaves(result):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(self._note_gradient)  # type: ignore[no-untyped-call]  # torch has no annotation
 

@@ -56,7 +56,8 @@ class TracedProgram:
     def update(self, arguments: Mapping[str, Any], *, training: bool) -> Traced:
         """Returns the trace that is valid for a call with these arguments; raises an error if there is none."""
         refuse_hooks_on_all()
-        self._network.training = training
+        if self._network.training is not training:
+            self._network.training = training
         for name, tensor, shape in self._shapes:
             if tensor.shape != shape:
                 raise _misfit(name, shape, tensor.shape)

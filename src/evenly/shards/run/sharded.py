@@ -162,7 +162,7 @@ class Sharded(WatchedModule):
     def _run(self, arguments: Mapping[str, Any]) -> Any:
         self._rank_check.before_pass(self._passes)
         result = self._program.run(arguments) if self._program is not None else None
-        self._rank_check.watch_outputs(pytree.tree_leaves(result), self._passes)
+        self._rank_check.watch_outputs(result, self._passes)
         return result
 
     def _run_first_batch_callback(self, arguments: Mapping[str, Any]) -> None:
