@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenly.errors import LaunchError
-from evenly.launch.slurm_lists import expand_counts, expand_hosts
+from evenly.launch.launchers.slurm_lists import expand_counts, expand_hosts
 
 counts = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 9)), min_size=1, max_size=6)
 names = st.text("abcxyz-", min_size=1, max_size=5)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from evenly.errors import LaunchError
 from evenly.launch.find import find_place
 from evenly.launch.host import Identity, identity
-from evenly.launch.launcher import Launcher
-from evenly.launch.place import Place
+from evenly.launch.launchers.launcher import Launcher
+from evenly.launch.launchers.place import Place
 from evenly.launch.settings import environment, overlay
 
 if TYPE_CHECKING:

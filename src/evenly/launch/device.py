@@ -3,7 +3,7 @@
 import torch
 
 from evenly.errors import LaunchError
-from evenly.launch.place import Place
+from evenly.launch.launchers.place import Place
 
 
 def pick_device(place: Place, wish: str = "auto") -> torch.device:

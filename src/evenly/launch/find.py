@@ -1,16 +1,16 @@
 """From the environment and arguments to a `Place`."""
 
 from evenly.errors import LaunchError
-from evenly.launch.by_hand import Alone, Arguments
-from evenly.launch.launcher import Environ, Launcher
-from evenly.launch.lsf import Jsrun
-from evenly.launch.mpich import Mpich
-from evenly.launch.openmpi import OpenMpi
-from evenly.launch.place import Place
-from evenly.launch.ray import Ray
+from evenly.launch.launchers.by_hand import Alone, Arguments
+from evenly.launch.launchers.launcher import Environ, Launcher
+from evenly.launch.launchers.lsf import Jsrun
+from evenly.launch.launchers.mpich import Mpich
+from evenly.launch.launchers.openmpi import OpenMpi
+from evenly.launch.launchers.place import Place
+from evenly.launch.launchers.ray import Ray
+from evenly.launch.launchers.slurm import Slurm
+from evenly.launch.launchers.torchrun import Torchrun
 from evenly.launch.settings import whole_environment
-from evenly.launch.slurm import Slurm
-from evenly.launch.torchrun import Torchrun
 
 # The innermost first: torchrun and mpirun are themselves started by srun, jsrun sets OpenMPI's variables.
 LAUNCHERS: tuple[Launcher, ...] = (Ray(), Torchrun(), Jsrun(), OpenMpi(), Mpich(), Slurm(), Alone())

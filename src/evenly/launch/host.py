@@ -4,7 +4,7 @@ import os
 import socket
 from pathlib import Path
 
-from evenly.launch.place import Place
+from evenly.launch.launchers.place import Place
 from evenly.spec._value import Value
 
 

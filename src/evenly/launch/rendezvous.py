@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from evenly._torch.process_groups import Store, TCPStore
 from evenly.errors import LaunchError, PeerError
+from evenly.launch.launchers.place import Place
 from evenly.launch.limits import BoundedStore, NoAnswerError, within
-from evenly.launch.place import Place
 from evenly.launch.serving import serve_store
 from evenly.launch.settings import environment
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from evenly._torch.process_groups import HashStore, Store, default_store
 from evenly.errors import LaunchError, SpecError
+from evenly.launch.launchers.place import Place
 from evenly.launch.limits import NoAnswerError, within
-from evenly.launch.place import Place
 from evenly.launch.rendezvous import meet
 from evenly.spec.exchange import MOST_S
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from evenly.launch.launcher import MASTER, Environ, Launcher, derive_port, read_master
-from evenly.launch.place import Place
+from evenly.launch.launchers.launcher import MASTER, Environ, Launcher, derive_port, read_master
+from evenly.launch.launchers.place import Place
 
 _ADVICE = "Add `-x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500` to the mpirun line."
 _JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri")

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from evenly.errors import LaunchError
-from evenly.launch.launcher import MASTER, Environ, Launcher, read_master
-from evenly.launch.place import Place
+from evenly.launch.launchers.launcher import MASTER, Environ, Launcher, read_master
+from evenly.launch.launchers.place import Place
 
 _ADVICE = "Pass master_addr= and master_port=, the same on all ranks."
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from evenly.errors import LaunchError
-from evenly.launch.place import Place
+from evenly.launch.launchers.place import Place
 
 Environ = Mapping[str, str]
 

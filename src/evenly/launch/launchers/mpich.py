@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from evenly.launch.launcher import MASTER, Environ, Launcher, derive_port, read_master
-from evenly.launch.place import Place
-from evenly.launch.slurm import is_step
+from evenly.launch.launchers.launcher import MASTER, Environ, Launcher, derive_port, read_master
+from evenly.launch.launchers.place import Place
+from evenly.launch.launchers.slurm import is_step
 
 _ADVICE = "Add `-genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500` to the mpiexec line."
 _USUAL_PORT = 29500

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from evenly.launch.launcher import MASTER, Environ, Launcher, derive_port, read_master
-from evenly.launch.place import Place
+from evenly.launch.launchers.launcher import MASTER, Environ, Launcher, derive_port, read_master
+from evenly.launch.launchers.place import Place
 
 _ADVICE = "Add `-E MASTER_ADDR=<host of rank 0> -E MASTER_PORT=29500` to the jsrun line."
 

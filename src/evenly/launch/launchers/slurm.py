@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from evenly.errors import LaunchError
-from evenly.launch.launcher import MASTER, Environ, Launcher, derive_port, read_master, whole_number
-from evenly.launch.place import Place
-from evenly.launch.slurm_lists import expand_counts, expand_hosts
+from evenly.launch.launchers.launcher import MASTER, Environ, Launcher, derive_port, read_master, whole_number
+from evenly.launch.launchers.place import Place
+from evenly.launch.launchers.slurm_lists import expand_counts, expand_hosts
 
 _ADVICE = "Export MASTER_ADDR and MASTER_PORT before srun."
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch, extern, interactive and pending steps count down from 2**32

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from evenly.launch.launcher import MASTER, Environ, Launcher, read_master
-from evenly.launch.place import Place
+from evenly.launch.launchers.launcher import MASTER, Environ, Launcher, read_master
+from evenly.launch.launchers.place import Place
 
 PLAIN: Mapping[str, str] = {
     "rank": "RANK",

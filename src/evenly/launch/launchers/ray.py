@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
-from evenly.launch.launcher import Environ
-from evenly.launch.torchrun import Torchrun
+from evenly.launch.launchers.launcher import Environ
+from evenly.launch.launchers.torchrun import Torchrun
 
 
 class Ray(Torchrun):

@@ -1,0 +1,1 @@
+"""Launcher adapters: one file for each, which reads the rank of a process from its environment."""
