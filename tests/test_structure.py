@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: what is imported, read, printed, and how long things are."""
+"""Rules for the source code: what is imported, read, printed, and how long things are."""
 
 import ast
 import functools
@@ -18,7 +18,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
-def room(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0]
 
 
@@ -31,7 +31,7 @@ def spot(path: Path, node: ast.stmt | ast.expr) -> str:
     return f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
-def test_the_door_is_narrow_and_every_name_on_it_opens() -> None:
+def test_root_names_are_few_and_importable() -> None:
     assert len(evenly.__all__) <= 24
     assert len(set(evenly.__all__)) == len(evenly.__all__)
     for name in evenly.__all__:
@@ -61,7 +61,7 @@ def test_only_launch_reads_the_environment() -> None:
         spot(path, node)
         for path, tree in trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute | ast.ImportFrom) and _of_os(node) and room(path) != "launch"
+        if isinstance(node, ast.Attribute | ast.ImportFrom) and _of_os(node) and package_of(path) != "launch"
     ]
     assert reads == []
 
@@ -78,7 +78,7 @@ def test_only_the_command_line_prints() -> None:
         for path, tree in trees()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-        if room(path) != "cli"
+        if package_of(path) != "cli"
     ]
     assert prints == []
 
@@ -87,13 +87,13 @@ def test_no_bare_assert() -> None:
     assert [spot(path, n) for path, tree in trees() for n in ast.walk(tree) if isinstance(n, ast.Assert)] == []
 
 
-def test_only_one_room_touches_private_names_of_others() -> None:
-    """Names with one underscore are this library's own, in the room whose classes have them."""
+def test_only_one_package_touches_private_names_of_others() -> None:
+    """Names with one underscore are this library's own, in the package whose classes have them."""
     found = []
     for path, tree in trees():
-        if room(path) == "_torch":
+        if package_of(path) == "_torch":
             continue
-        own = _own_names(room(path)) | PYTHONS | SHARED.get(room(path), set())
+        own = _own_names(package_of(path)) | PYTHONS | SHARED.get(package_of(path), set())
         for node in ast.walk(tree):
             found += [f"{spot(path, node)} {name}" for name in _private_names(node) if name not in own]
     assert found == []
@@ -127,10 +127,10 @@ def _is_private(name: str) -> bool:
 
 @functools.cache
 def _own_names(place: str) -> set[str]:
-    """Returns the private names of a room's classes, but for those that torch's classes have too."""
+    """Returns the private names of a package's classes, but for those that torch's classes have too."""
     names: set[str] = set()
     for path, tree in trees():
-        if room(path) == place:
+        if package_of(path) == place:
             names |= {n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
             for kind in [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]:
                 names |= set(_members(kind))
@@ -164,12 +164,12 @@ def _names_of_torch() -> set[str]:
     return {name for name in names if _is_private(name)}
 
 
-def test_only_one_room_patches_torch_or_counts_references() -> None:
+def test_only_one_package_patches_torch_or_counts_references() -> None:
     found = [
         spot(path, node)
         for path, tree in trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and room(path) != "_torch" and _is_trick(node)
+        if isinstance(node, ast.Attribute) and package_of(path) != "_torch" and _is_trick(node)
     ]
     assert found == []
 
@@ -199,7 +199,7 @@ def test_only_comm_calls_collectives_of_torch() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES
         if isinstance(node.value, ast.Name) and node.value.id in ("dist", "distributed")
-        if room(path) != "comm"
+        if package_of(path) != "comm"
     ]
     assert calls == []
 
@@ -260,7 +260,7 @@ def test_sizes_are_told(record_property: Callable[[str, object], None]) -> None:
                     record_property(f"{spot(path, node)} {node.name}", length)
 
 
-def test_rooms_see_only_the_floors_below() -> None:
+def test_packages_import_only_lower_levels() -> None:
     program = shutil.which("lint-imports", path=str(Path(sys.executable).parent)) or shutil.which("lint-imports")
     if program is None:
         pytest.skip("The contracts need lint-imports; pip install import-linter.")
