@@ -226,7 +226,7 @@ class ShardGroup:
             self._waiter.wait([broadcast(x.view(-1).view(torch.uint8), self.group, source=source)])
         return x
 
-    def tell(self, value: Any, source: int) -> Any:
+    def tell(self, value: object, source: int) -> Any:
         """Returns the value of rank `source`; values must be JSON."""
         return gather_json(value if self.rank == source else None, self.group, self._waiter)[source]
 

@@ -10,9 +10,9 @@ are encoded too, and all nodes use the decoded sums, so g' is bit-identical ever
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,16 @@ class _Anchor:
     lost: torch.Tensor | None = None  # [nodes, piece], encoding error of this node's differences
     lost_sum: torch.Tensor | None = None  # [piece], encoding error of the sum that this rank computed
     outer: torch.optim.Optimizer | None = None
+
+
+class AnchorState(TypedDict):
+    """An anchor in a checkpoint."""
+
+    agreed: torch.Tensor
+    lost: torch.Tensor | None
+    lost_sum: torch.Tensor | None
+    outer: dict[str, object] | None  # the state_dict() of the outer optimizer
+    loaded: NotRequired[bool]  # taken from loaded weights, not yet compared between nodes
 
 
 class Anchors:
@@ -141,7 +151,7 @@ class Anchors:
             sums.append((host_total, all_reduce(host_total, part.group)))
         return sums
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, AnchorState]:
         """Returns the state for a checkpoint."""
         return {
             key: {
@@ -154,19 +164,23 @@ class Anchors:
             for key, anchor in self._anchors.items()
         }
 
-    def fit(self, state: dict[str, Any]) -> bool:
+    def fit(self, state: dict[str, AnchorState]) -> bool:
         """Returns whether a checkpoint's state, saved with the same settings, has the same slices."""
         return state.keys() == self._anchors.keys() and all(
             anchor.agreed.shape == state[key]["agreed"].shape for key, anchor in self._anchors.items()
         )
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: dict[str, AnchorState]) -> None:
         """Restores a checkpoint's state."""
         for key, saved in state.items():
             device = self._anchors[key].agreed.device
-            lost, lost_sum = (None if saved[n] is None else saved[n].to(device) for n in ("lost", "lost_sum"))
-            anchor = replace(self._new_anchor(saved["agreed"].to(device)), lost=lost, lost_sum=lost_sum)
-            if anchor.outer is not None:
+            lost, lost_sum = saved["lost"], saved["lost_sum"]
+            anchor = replace(
+                self._new_anchor(saved["agreed"].to(device)),
+                lost=None if lost is None else lost.to(device),
+                lost_sum=None if lost_sum is None else lost_sum.to(device),
+            )
+            if anchor.outer is not None and saved["outer"] is not None:
                 anchor.outer.load_state_dict(saved["outer"])
             self._anchors[key] = anchor
         self._unverified = {key for key, saved in state.items() if saved.get("loaded")}
@@ -299,16 +313,18 @@ def _try_outer(outer: Outer) -> None:
 
 
 def _make_outer(outer: Outer, parameter: torch.Tensor) -> torch.optim.Optimizer:
-    kind: Any = getattr(torch.optim, outer.name, None)
-    base = torch.optim.Optimizer
-    is_optimizer = isinstance(kind, type) and issubclass(kind, base) and kind is not base
-    if not is_optimizer or outer.name in NOT_ELEMENTWISE:
-        case = "is not elementwise, and ranks hold slices" if is_optimizer else "is no class of torch.optim"
+    make = _optimizer_class(outer.name)
+    if make is None or outer.name in NOT_ELEMENTWISE:
+        case = "is no class of torch.optim" if make is None else "is not elementwise, and ranks hold slices"
         raise SpecError(
             f"the outer optimizer {outer.name!r} was asked for, which {case}. Take SGD, Adam or another one."
         )
     try:
-        optimizer: torch.optim.Optimizer = kind([parameter], **outer.settings)
+        return make([parameter], **outer.settings)
     except Exception as error:
         raise SpecError(f"the outer optimizer {outer.name} cannot be made with {outer.settings}: {error}.") from None
-    return optimizer
+
+
+def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer] | None:
+    kind, base = getattr(torch.optim, name, None), torch.optim.Optimizer
+    return kind if isinstance(kind, type) and issubclass(kind, base) and kind is not base else None

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,18 @@ ACROSS = (
 JOINT = (
     "Ranks that average all gradients must be equal after every step. Something has changed parameters on some ranks "
     "only: by hand, by other settings or state of the optimizer. Nothing was merged. Do the same on all ranks."
+)
+
+
+# What each rank sends to the others when ranks are apart, as JSON.
+_RankReport = TypedDict(
+    "_RankReport",
+    {
+        "holds": list[tuple[str, float, float, int]],  # name, fingerprint, rounding unit and elements of each tensor
+        "platform": float,
+        "settings": list[dict[str, str]],  # of the optimizer, by parameter group
+        "with": list[int],  # the ranks that hold the network together with this one
+    },
 )
 
 
@@ -99,7 +111,7 @@ class DivergenceCheck:
         step: int,
         since: int,
     ) -> None:
-        report: dict[str, Any] = {
+        report: _RankReport = {
             "holds": fingerprint.by_tensor(),
             "platform": fingerprint.read().platform,
             "settings": [_settings(group) for group in self._optimizer.param_groups],
@@ -119,7 +131,7 @@ class DivergenceCheck:
 
 
 def _first_difference(
-    networks: Sequence[tuple[int, ...]], rows: dict[int, dict[str, Any]], *, since: int
+    networks: Sequence[tuple[int, ...]], rows: dict[int, _RankReport], *, since: int
 ) -> tuple[str, list[int]]:
     """Returns the first parameter that differs between networks, and the ranks that differ from the first."""
     is_alike = all(row["platform"] == rows[networks[0][0]]["platform"] for row in rows.values())
@@ -133,11 +145,11 @@ def _first_difference(
     return "some", [rank for ranks in networks[1:] for rank in ranks]
 
 
-def _settings(group: dict[str, Any]) -> dict[str, str]:
+def _settings(group: dict[str, object]) -> dict[str, str]:
     return {key: repr(value) for key, value in sorted(group.items()) if key != "params"}
 
 
-def _other_settings(rows: dict[int, dict[str, Any]]) -> str:
+def _other_settings(rows: dict[int, _RankReport]) -> str:
     """Returns a text on the first setting of the optimizer that differs between ranks."""
     (first, reference), *others = ((rank, row["settings"]) for rank, row in rows.items())
     for rank, settings in others:

@@ -7,24 +7,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import TypeVar, final
 
 import torch
 
 from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, learning_rate
-from evenly.errors import CheckpointError
+from evenly.errors import CheckpointError, SpecError
 from evenly.exchange.anchors import Anchors, of_node
-from evenly.exchange.averager import Averager
 from evenly.exchange.background import BackgroundExchange
 from evenly.exchange.buffers import Buffers
 from evenly.exchange.divergence import DivergenceCheck
+from evenly.exchange.exchange_state import ExchangeProgress, ExchangeState
 from evenly.exchange.loaded_weights import LoadedWeights
 from evenly.exchange.membership import Membership, Quorum, Vote
 from evenly.exchange.payload import Payload
 from evenly.exchange.payload_builder import PayloadBuilder
-from evenly.exchange.pending import ExchangeOutcome, ExchangeSummary, PendingExchange, Tensors, restored
+from evenly.exchange.pending import ExchangeOutcome, ExchangeSummary, PendingExchange, PendingState, Tensors, restored
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.fingerprint import Fingerprint
+from evenly.exchange.tensors.optimizer_state import trained_entries
 from evenly.schedule.adaptive import ExchangeCosts, StepPace, choose
 from evenly.schedule.step_counter import Schedule
 from evenly.spec import Adaptive, EverySeconds, Exchange
@@ -34,12 +35,16 @@ logger = logging.getLogger(__name__)
 CLOSING_S = 2.0  # how long close() waits for background exchanges
 SETTINGS = ("fragments", "codec", "outer", "optimizer_state", "state_every")  # must be equal to resume inside a period
 
+T = TypeVar("T")
 FiniteCheck = Callable[[], None]  # raises if the gradients of the last step were not finite
 
 
 @final
-class Exchanger(Averager):
-    """Begins and merges the exchanges of one network, and keeps the values that nodes agreed on."""
+class Exchanger:
+    """Begins and merges the exchanges of one network, and keeps the values that nodes agreed on.
+
+    Outside the schedule it averages for evaluation, and restarts after `load_state_dict`.
+    """
 
     def __init__(
         self,
@@ -158,7 +163,7 @@ class Exchanger(Averager):
                 self._run_in_background(pending_exchange, agree)
 
     def _run_in_background(
-        self, pending_exchange: PendingExchange, agree: "Callable[[CollectiveWaiter], ExchangeOutcome | None]"
+        self, pending_exchange: PendingExchange, agree: Callable[[CollectiveWaiter], ExchangeOutcome | None]
     ) -> None:
         if self._stream is not None:
             self._anchors.used_on(self._stream, pending_exchange.fragments)
@@ -220,13 +225,13 @@ class Exchanger(Averager):
             if pending_exchange.background is not None:
                 pending_exchange.background.check()
 
-    def run_collective(self, act: "Callable[[CollectiveWaiter], Any]", place: str = "") -> Any:
+    def run_collective(self, act: Callable[[CollectiveWaiter], T], place: str = "") -> T:
         """Returns the result of the collective `act`; reports an error on this rank to the others before raising it."""
         with self._reporting():
             self._before()()
             return self._run(act, place or self._next_place())
 
-    def _run(self, act: "Callable[[CollectiveWaiter], Any]", place: str) -> Any:
+    def _run(self, act: Callable[[CollectiveWaiter], T], place: str) -> T:
         if self._stream is not None:
             self._anchors.used_on(torch.cuda.current_stream(self._device), range(self._settings.fragments))
         with torch.no_grad():
@@ -243,14 +248,18 @@ class Exchanger(Averager):
             self._monitor.report(error)
             raise
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> ExchangeProgress:
         """Returns the sample counts and costs of this rank for a checkpoint."""
         self.take_loaded()  # samples before a load do not count
         self._step_pace.drop()  # a checkpoint interrupts the step
-        counters = {"samples": list(self._samples), "counts": list(self._counts)}
-        return {**counters, "seen": list(self._costs.row[1:]), "differs": self._differs}
+        return {
+            "samples": list(self._samples),
+            "counts": list(self._counts),
+            "seen": list(self._costs.row[1:]),
+            "differs": self._differs,
+        }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> ExchangeState:
         """Returns all tensors that a checkpoint inside a period needs, with the pending exchanges."""
         self.take_loaded()
         with self._reporting():
@@ -264,7 +273,7 @@ class Exchanger(Averager):
             "trips": pending_exchanges,
         }
 
-    def resume(self, progress: dict[str, Any], state: dict[str, Any] | None, agreed: Tensors | None) -> None:
+    def resume(self, progress: ExchangeProgress, state: ExchangeState | None, agreed: Tensors | None) -> None:
         """Restores a checkpoint; without a `state` anchors start from the module's values."""
         count = self._settings.fragments
         samples, counts = list(progress["samples"]), list(progress["counts"])
@@ -290,7 +299,109 @@ class Exchanger(Averager):
         self._anchors.resume(state["points"])
         self._pending_exchanges = [self._restored(saved) for saved in state["trips"]]
 
-    def _bound_settings(self) -> dict[str, Any]:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Puts the average over all nodes into the module; restores each node's state afterwards."""
+        self._step_pace.drop()
+        if self._groups.rank_group.size == 1:
+            yield
+            return
+        with self._reporting():
+            self._drain()
+        entries, buffers = trained_entries(self._module), self.buffers.now()
+        tensors = [*(entry.tensor for entry in entries), *buffers.values()]
+        saved_values = [tensor.detach().clone() for tensor in tensors]
+        agreed, differs = dict(self.buffers.agreed), self._differs
+        try:
+            with torch.no_grad(), self._reporting():
+                loaded = self._loaded_weights.changed()
+                self._differs |= bool(loaded)
+                for pending_exchange in self._pending_exchanges:
+                    if pending_exchange.outcome is not None:  # the changes since its snapshot are averaged below
+                        self._payload_builder.unload(pending_exchange.payload, state=False, but=loaded)
+                        merged = {
+                            name: value
+                            for name, value in pending_exchange.outcome.buffers.items()
+                            if name not in loaded
+                        }
+                        self.buffers.put(merged, pending_exchange.snapshot, change=pending_exchange.payload.change)
+                if self._schedule.since or self._pending_exchanges:
+                    is_new = loaded >= {entry.home for entry in entries}  # without samples, as in finish()
+                    self._average_now(parameters=True, samples=0.0 if is_new else self.samples)
+                else:
+                    self._average_rest()
+            with self._loaded_weights.ignored():
+                yield
+        finally:
+            self.buffers.agreed, self._differs = agreed, differs
+            with torch.no_grad():
+                for tensor, value in zip(tensors, saved_values, strict=True):
+                    tensor.copy_(value)
+
+    def _average_rest(self) -> None:
+        """Averages what may differ although no step was made since the last exchange: buffers changed by a forward
+        without a step, and parameters into which a change was merged, which leaves nodes different in the last bits.
+
+        There are no samples since then, so all replicas have equal weight.
+        """
+        changed = self.buffers.changes(self.buffers.snapshot()).bits()
+        vote = replace(self._make_vote("evaluation", samples=0.0), changed=changed)
+        fingerprint = self._payload_builder.fingerprint()
+        quorum = self.run_collective(partial(self._vote, vote, fingerprint, since=0, everywhere=True))
+        if quorum.differs or any(quorum.changed):
+            self._average_now(parameters=quorum.differs, samples=float(self._replica_exchange.counts_samples))
+
+    def _average_now(self, *, parameters: bool, samples: float) -> None:
+        """Puts the average over all nodes into the module, without codec or outer optimizer."""
+        payload = self._payload_builder.load_all() if parameters else self._payload_builder.load(())
+        snapshot = self.buffers.snapshot()
+        description = self._payload_builder.describe(range(self._settings.fragments) if parameters else (), snapshot)
+        vote = self._make_vote(f"an average\n{description}", samples=samples)
+        fingerprint, since = self._payload_builder.fingerprint(), self._schedule.since
+        agree = partial(self._agree, payload, vote, snapshot, fingerprint=fingerprint, since=since, exact=True)
+        outcome = self.run_collective(agree)
+        if outcome is None:  # no parameters differ
+            return
+        with torch.no_grad():
+            self._payload_builder.unload(payload)
+            self.buffers.put(outcome.buffers, snapshot, change=False)
+        self._differs = False
+
+    def take_loaded(self, *, everything: bool = False) -> None:
+        """Takes the values loaded by `load_state_dict` since the last step as if nodes had agreed on them.
+
+        Pending exchanges no longer change them. With `everything` the whole network counts as loaded.
+        """
+        if not self._loaded_weights.any and not everything:
+            return
+        with self._reporting():
+            names, is_optimizer_loaded = self._loaded_weights.take()
+            trained = {entry.home for entry in trained_entries(self._module)}
+            names |= {*trained, *self.buffers.policies} if everything else set()
+            for pending_exchange in self._pending_exchanges:
+                pending_exchange.loaded |= names
+                pending_exchange.is_state_loaded |= is_optimizer_loaded
+            if names & trained:
+                self._differs = True
+                self._restart(names & trained, trained)
+
+    def _restart(self, loaded: set[str], trained: set[str]) -> None:
+        """Resets samples and anchors after weights were `loaded`."""
+        if loaded == trained:
+            self._forget_samples(range(self._settings.fragments))
+        if not self._averages or not self._anchors.are_kept:
+            return
+        if loaded != trained:
+            raise SpecError(
+                f"load_state_dict has replaced {sorted(loaded)[0]!r}, but not {sorted(trained - loaded)[0]!r}, between "
+                "two exchanges with an outer optimizer or a codec, which start from the last agreed weights. Load all "
+                "weights that train at once, or load before synchronize."
+            )
+        self._drain()  # pending exchanges still use the anchors
+        self._anchors.begin(self._payload_builder.load(range(self._settings.fragments)).parts, verified=False)
+        self._restarts += 1
+
+    def _bound_settings(self) -> dict[str, object]:
         fields = self._settings.model_dump(mode="json")
         return {name: fields[name] for name in SETTINGS}
 
@@ -434,6 +545,6 @@ class Exchanger(Averager):
         for fragment in fragments:
             self._samples[fragment] = 0.0
 
-    def _restored(self, saved: dict[str, Any]) -> PendingExchange:
+    def _restored(self, saved: PendingState) -> PendingExchange:
         payload = self._payload_builder.load(saved["fragments"], stateful=saved["stateful"], change=True)
         return restored(saved, payload, self._next_place(), self._device)

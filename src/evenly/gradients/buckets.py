@@ -4,7 +4,6 @@ import cmath
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ class BucketAveraging:
         self._queued: list[_Bucket] = []  # until the weight is known
         self._sent: list[_Bucket] = []
         self._checks: list[torch.Tensor] = []
-        self._sums: list[torch.futures.Future[Any]] = []
+        self._sums: list[torch.futures.Future[object]] = []
         self._lock = threading.Lock()
         self._awaited = 1  # the all-reduce of the tally
         self._tally = _NOTHING  # sums: [members] gradients not finite, samples, [parameters] with a gradient
@@ -156,7 +155,7 @@ class BucketAveraging:
         self._sums.append(reduced)
         reduced.add_done_callback(self._arrived)
 
-    def _arrived(self, reduced: torch.futures.Future[Any]) -> None:
+    def _arrived(self, reduced: torch.futures.Future[object]) -> None:
         with self._lock:
             self._awaited -= 1
             complete = self._awaited == 0

@@ -5,7 +5,7 @@ model. The forwards that a backward passes through decide whether it is averaged
 """
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 from weakref import ref
 
 import torch
@@ -62,7 +62,7 @@ class NodeGradients(Gradients):
         self._missing_samples = 0.0  # the samples of that backward
         self._prepare()
 
-    def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, samples: float, *args: object, **kwargs: object) -> object:
         """Runs the module on a batch of `samples` samples."""
         if not in_backward():  # inside, an activation checkpoint recomputes it
             self._require_complete()
@@ -307,5 +307,5 @@ class _DdpModule(torch.nn.Module):
         self.module = module
         self.is_dry_run = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return _touch(self.module) if self.is_dry_run else self.module(*args, **kwargs)

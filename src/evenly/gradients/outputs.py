@@ -6,7 +6,6 @@ import enum
 import types
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ NO_ATTRIBUTES = (list, tuple, set, frozenset, collections.deque, dict, collectio
 class Outputs:
     """The `tensors` in an output, and the type of the first object that cannot be searched (`unseen`)."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: object) -> None:
         self.tensors: list[torch.Tensor] = []
         self.unseen = ""
         if isinstance(output, torch.Tensor):  # the usual case
@@ -34,8 +33,9 @@ class Outputs:
         else:
             self._search_output(output)
 
-    def _search_output(self, output: Any) -> None:
-        waiting, visited = [output], {id(output): output}  # holds references, so that ids stay unique
+    def _search_output(self, output: object) -> None:
+        waiting = [output]
+        visited = {id(output): output}  # holds references, so that ids stay unique
         while waiting:
             value = waiting.pop()
             if isinstance(value, torch.Tensor):
@@ -54,13 +54,13 @@ class Outputs:
                 return
 
 
-def _contents(value: Any) -> Iterable[Any] | None:
+def _contents(value: object) -> Iterable[object] | None:
     """Returns the values inside an object; None if they cannot be accessed."""
     if isinstance(value, PLAIN):
         return ()
     if isinstance(value, CLOSED):
         return None
-    items: list[Any] | None = None
+    items: list[object] | None = None
     if isinstance(value, Mapping):
         items = list(value.values())
     elif isinstance(value, CONTAINERS):
@@ -69,7 +69,7 @@ def _contents(value: Any) -> Iterable[Any] | None:
     return None if items is None and attributes is None else [*(items or ()), *(attributes or ())]
 
 
-def _attributes(value: Any) -> list[Any] | None:
+def _attributes(value: object) -> list[object] | None:
     """Returns the attributes of an object without calling its code; None if it cannot have any."""
     names = [slot for base in type(value).__mro__ for slot in _slots(base)]
     if dataclasses.is_dataclass(value):

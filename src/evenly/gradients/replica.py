@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ class ReplicaGradients(Gradients):
         self._latest: Tally | None = None
         self._hooks = [_on_gradient(p, self._arrived) for p in module.parameters() if p.requires_grad]
 
-    def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, samples: float, *args: object, **kwargs: object) -> object:
         """Runs the module on a batch of `samples` samples; all ranks of the replica call it together."""
         if not in_backward():  # inside, an activation checkpoint recomputes it
             self._forget_abandoned()

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,6 +16,7 @@ from evenly._torch.scaler import watch_scaler
 from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, require_same
 from evenly.comm.blocks.replicas import shard_group_of
 from evenly.errors import NonFiniteError, SpecError
+from evenly.exchange.exchange_state import ExchangeState, Progress
 from evenly.exchange.exchanger import Exchanger
 from evenly.exchange.membership import Membership
 from evenly.exchange.pending import ExchangeSummary
@@ -23,7 +24,7 @@ from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.gradients.base import Verdict
 from evenly.gradients.sample_counts import counted_samples, leading_dim
 from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
-from evenly.nodes.closures import has_closure, with_mean_loss
+from evenly.nodes.closures import Arguments, has_closure, with_mean_loss
 from evenly.nodes.signature import describe
 from evenly.schedule.period_timer import PeriodTimer
 from evenly.schedule.step_clock import StepClock
@@ -106,7 +107,7 @@ class Synchronized(torch.nn.Module):
             watch_scaler(scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._on_scaler_skip),
         ]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
         self._monitor.check()
         self._exchanger.check()
@@ -124,7 +125,7 @@ class Synchronized(torch.nn.Module):
             raise
         return self._gradients.forward(samples, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuses to be copied or pickled."""
         raise SpecError(
             "a synchronized model was to be copied or pickled, but it holds connections to other ranks. Copy or save "
@@ -242,19 +243,19 @@ class Synchronized(torch.nn.Module):
         """Reports to all other ranks that this one failed."""
         self._monitor.report(error)
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> Progress:
         """Returns the counters that a checkpoint inside a period needs."""
         return {**self.schedule.progress(), **self._exchanger.progress()}
 
-    def exchange_state(self) -> dict[str, Any]:
+    def exchange_state(self) -> ExchangeState:
         """Returns the anchors and the pending exchanges for a checkpoint; all ranks call it together."""
         return self._exchanger.state()
 
     def resume(
         self,
-        progress: dict[str, Any],
+        progress: Progress,
         agreed: dict[str, torch.Tensor] | None = None,
-        exchange_state: dict[str, Any] | None = None,
+        exchange_state: ExchangeState | None = None,
     ) -> None:
         """Restores a checkpoint; `agreed` are the buffers after the last exchange."""
         self.schedule.resume(progress)
@@ -295,7 +296,9 @@ class Synchronized(torch.nn.Module):
         """The policy of each buffer at an exchange; empty for a single rank."""
         return dict(self._exchanger.buffers.policies)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Arguments | None:
         self._require_outside_agreed("optimizer.step()")
         self._monitor.check()
         self._exchanger.take_loaded()
@@ -311,7 +314,7 @@ class Synchronized(torch.nn.Module):
             self._require_finite(verdict)
         return None
 
-    def _mean_loss(self, loss: Any) -> Any:
+    def _mean_loss(self, loss: object) -> object:
         """Returns the mean of a closure's loss over the ranks that share gradients."""
         place = f"the loss of step {self.schedule.step + 1}"
         waiter = CollectiveWaiter(
@@ -335,7 +338,9 @@ class Synchronized(torch.nn.Module):
         if verdict is not None and (members := verdict.nonfinite_members()):
             self._handle_nonfinite([self._gradient_ranks[member] for member in members], verdict.step)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         if has_closure(args, kwargs):
             self._require_averaged()
             self._require_finite(self._gradients.last(now=True))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from evenly.spec import Exchange
 BEGIN_ELSEWHERE = {"Rprop": ("step_size",), "ASGD": ("eta", "mu"), "NAdam": ("mu_product",)}  # slots, not at zero
 
 Choose = Callable[..., dict[str, torch.Tensor]]  # `distinct`, or a `DistinctTensors`
-StatePlacement = Callable[[torch.optim.Optimizer, torch.Tensor, str, Any], LocalShard | None]
+StatePlacement = Callable[[torch.optim.Optimizer, torch.Tensor, str, torch.Tensor], LocalShard | None]
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,11 @@ def reset_state(
 
 
 def _is_laid_out_like(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, slot: str, value: Any, place_state: StatePlacement | None
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    slot: str,
+    value: object,
+    place_state: StatePlacement | None,
 ) -> bool:
     if not isinstance(value, torch.Tensor) or not averages(value) or value.shape != parameter.shape:
         return False
