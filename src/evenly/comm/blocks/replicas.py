@@ -147,7 +147,7 @@ def _holds_nothing(placement: LocalShard) -> bool:
 
 
 def _replica(members: Sequence[int], rows: Sequence[_RankCuts]) -> ReplicaRanks:
-    ranks_by_index = {rows[rank]["seat"]: rank for rank in members if rows[rank]["seat"] is not None}
+    ranks_by_index = {index: rank for rank in members if (index := rows[rank]["seat"]) is not None}
     ranks = tuple(ranks_by_index[index] for index in sorted(ranks_by_index))
     cuts = {json.dumps(rows[rank]["forms"], sort_keys=True): rank for rank in ranks}
     if len(cuts) > 1:
