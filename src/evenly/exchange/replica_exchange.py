@@ -17,9 +17,6 @@ from evenly.exchange.tensors.buffer_policies import policies_of
 from evenly.exchange.tensors.fingerprint import Fingerprint, fingerprint, placed_fingerprint
 from evenly.exchange.tensors.flat import TYPES, Flat, travelling_dtype
 from evenly.exchange.tensors.optimizer_state import StateEntry, StatePlacement, by_slot, state_entries
-from evenly.gradients.base import Gradients
-from evenly.gradients.node import NodeGradients
-from evenly.gradients.replica import ReplicaGradients
 from evenly.spec import Exchange
 
 
@@ -51,8 +48,9 @@ class ReplicaExchange:
         self._open = open_group
         self._settings = settings
         self._state_placement = state_placement
+        self.gradient_reducer: BlockReducer | None = None  # of the gradients of a cut network
+        self.gradient_replicas: Sequence[ReplicaRanks] = ()  # those that average gradients with this one
         self._reducers: list[BlockReducer] = []
-        self._replica_gradients: ReplicaGradients | None = None
         self._generation = 0
         if shard_group is not None:
             shard_group.monitor.follow(monitor)  # ranks that wait in a layer also see failures of other nodes
@@ -92,25 +90,6 @@ class ReplicaExchange:
             reducer.close()
         self._reducers = []
         self._build_reducers(module, waiter)
-        if self._replica_gradients is not None:
-            self._replica_gradients.follow(self._gradients)
-
-    def gradients(self, module: torch.nn.Module, *, find_unused_parameters: bool) -> Gradients:
-        """Returns the averaging of gradients over the replicas of the node; whole replicas use torch's DDP."""
-        if not self._is_cut:
-            return NodeGradients(
-                module, self._groups.gradients, monitor=self._monitor, find_unused_parameters=find_unused_parameters
-            )
-        self._replica_gradients = ReplicaGradients(
-            module,
-            self._gradients,
-            self._groups.gradients,
-            ranks=tuple(range(self._groups.rank_group.size)) if self._joint else self._groups.ranks,
-            replicas=self._gradient_replicas,
-            monitor=self._monitor,
-            timeout_s=self._settings.timeout_s,
-        )
-        return self._replica_gradients
 
     def state(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[StateEntry]:
         """Returns the optimizer's state that can be averaged: tensors laid out like their parameter."""
@@ -191,7 +170,7 @@ class ReplicaExchange:
         self._node_replicas = nodes[groups.index]
         self._replica = next(replica for replica in self._node_replicas if groups.rank_group.rank in replica.all_ranks)
         self._is_single = len(nodes) == 1 and (not self._is_cut or len(self._node_replicas) == 1)
-        self._gradient_replicas = tuple(all_replicas) if self._joint else self._node_replicas
+        self.gradient_replicas = tuple(all_replicas) if self._joint else self._node_replicas
         self._shapes = full_shapes(module) if self._is_cut else {}
         policies = policies_of(module, self._settings) if self._is_cut else {}
         counters = [name for name in self._shapes if policies.get(name, "keep") not in ("average", "keep")]
@@ -199,8 +178,8 @@ class ReplicaExchange:
         labels = {} if self._is_cut else {peers.owners: f"{number}" for number, peers in enumerate(groups.peers)}
         if self._is_cut:  # own groups: exchanges may run during training
             trained = [name for name, _ in module.named_parameters()]
-            self._gradients = self._open_reducer(
-                "gradients", _each(self._gradient_replicas), trained, broadcasts=len(self._gradient_replicas) > 1
+            self.gradient_reducer = self._open_reducer(
+                "gradients", _each(self.gradient_replicas), trained, broadcasts=len(self.gradient_replicas) > 1
             )
         node_sides = _each(self._node_replicas)
         self._inside = self._open_reducer("inside", node_sides, self._shapes, groups=existing, broadcasts=False)

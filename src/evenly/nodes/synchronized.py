@@ -21,8 +21,7 @@ from evenly.exchange.exchanger import Exchanger
 from evenly.exchange.membership import Membership
 from evenly.exchange.pending import ExchangeSummary
 from evenly.exchange.replica_exchange import ReplicaExchange
-from evenly.gradients.base import Verdict
-from evenly.gradients.sample_counts import counted_samples, leading_dim
+from evenly.gradients import Gradients, NodeGradients, ReplicaGradients, Verdict, counted_samples, leading_dim
 from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
 from evenly.nodes.closures import Arguments, has_closure, with_mean_loss
 from evenly.nodes.signature import describe
@@ -76,7 +75,7 @@ class Synchronized(torch.nn.Module):
         try:
             self._check_and_broadcast(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
             self._optimized = OptimizedParameters(module, optimizer)
-            self._gradients = replica_exchange.gradients(module, find_unused_parameters=find_unused_parameters)
+            self._gradients = self._make_gradients(find_unused_parameters=find_unused_parameters)
             self.clock = StepClock(next(module.parameters(), torch.empty(0)).device)
             self._gradients.on_backward_done = self.clock.end
             self._shard_group = shard_group_of(module)
@@ -207,9 +206,32 @@ class Synchronized(torch.nn.Module):
         `agreed` are this rank's parts of the buffers after the last exchange, cut like the buffers now.
         """
         self._was_resharded, self._optimized = True, OptimizedParameters(self.module, self._optimizer)
-        self._exchanger.run_collective(lambda waiter: self._replica_exchange.after_resharding(self.module, waiter))
+        self._exchanger.run_collective(self._rebuild_groups)
         self._exchanger.buffers.learn(agreed)
         self._exchanger.begin()
+
+    def _rebuild_groups(self, waiter: CollectiveWaiter) -> None:
+        self._replica_exchange.after_resharding(self.module, waiter)
+        reducer = self._replica_exchange.gradient_reducer
+        if isinstance(self._gradients, ReplicaGradients) and reducer is not None:
+            self._gradients.follow(reducer)
+
+    def _make_gradients(self, *, find_unused_parameters: bool) -> Gradients:
+        """Returns the averaging of gradients over replicas; replicas that are whole on one rank use torch's DDP."""
+        group, reducer = self._groups.gradients, self._replica_exchange.gradient_reducer
+        if reducer is None:
+            return NodeGradients(
+                self.module, group, monitor=self._monitor, find_unused_parameters=find_unused_parameters
+            )
+        return ReplicaGradients(
+            self.module,
+            reducer,
+            group,
+            ranks=self._gradient_ranks,
+            replicas=self._replica_exchange.gradient_replicas,
+            monitor=self._monitor,
+            timeout_s=self._settings.timeout_s,
+        )
 
     def require_finite(self) -> None:
         """Raises `NonFiniteError` if the gradients of the last step were not finite and were not checked yet."""
