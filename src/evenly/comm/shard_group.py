@@ -69,7 +69,7 @@ class ShardGroup:
         self.traffic = Traffic()
         self.batch: tuple[int, list[float]] = (0, [])  # the number of the pass; samples, mode, trace, and some data
         self.failed: Exception | None = None
-        self._waiter = CollectiveWaiter(monitor, place="a layer cut over ranks", timeout_s=timeout_s)
+        self._waiter = CollectiveWaiter(monitor, label="a layer cut over ranks", timeout_s=timeout_s)
         self._waiter.on_quiet = self._report_batch
 
     def watch(self, clock: PausableClock | None) -> None:

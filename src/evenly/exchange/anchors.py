@@ -32,13 +32,13 @@ class TransferStats:
     """The bytes this rank sent to other nodes in an exchange, and how far its node had drifted from the average."""
 
     sent_bytes: int = 0
-    distance: float = 0.0  # squared, to the average
-    length: float = 0.0  # squared, of the average
+    squared_distance: float = 0.0  # to the average
+    squared_norm: float = 0.0  # of the average
 
     @property
     def drift(self) -> float:
-        """The distance to the average over its length."""
-        return math.sqrt(self.distance / self.length) if self.length else 0.0
+        """The distance to the average over the norm of the average."""
+        return math.sqrt(self.squared_distance / self.squared_norm) if self.squared_norm else 0.0
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,10 @@ class Anchors:
             uncoded_anchor = replace(self._anchors[part.key], lost_sum=None) if is_idle else None
             drifts.append(self._apply(part, to_device(total, part.values.device), uncoded_anchor))
         known_drifts = [drift for drift in drifts if drift is not None]
-        distance, length = torch.stack(known_drifts).sum(0).tolist() if known_drifts else (0.0, 0.0)  # one device sync
-        return TransferStats(sent_bytes, distance, length)
+        if not known_drifts:
+            return TransferStats(sent_bytes)
+        squared_distance, squared_norm = torch.stack(known_drifts).sum(0).tolist()  # one device sync
+        return TransferStats(sent_bytes, squared_distance, squared_norm)
 
     def _verify(self, parts: Sequence[Slice], waiter: CollectiveWaiter) -> None:
         """Raises `MismatchError` if nodes loaded different weights."""
@@ -130,7 +132,7 @@ class Anchors:
         self._unverified -= {part.key for part in parts}
 
     def _apply(self, part: Slice, average: torch.Tensor, coded: _Anchor | None = None) -> torch.Tensor | None:
-        """Writes the agreed values; returns squared distance to and length of the average, for slices with a key."""
+        """Writes the agreed values; returns squared distance to and norm of the average, for slices with a key."""
         drift = _drift(part.values, average) if part.key else None
         agreed = self._update_anchor(part, average, coded)
         part.values.copy_(agreed - part.values if part.change else agreed)
@@ -265,15 +267,15 @@ class Anchors:
 
 def of_node(stats: TransferStats, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> TransferStats:
     """Returns the statistics with the drift of the whole node, summed over the slices of the ranks in `group`."""
-    rows, work = all_gather(torch.tensor([stats.distance, stats.length], dtype=torch.float64), group)
+    rows, work = all_gather(torch.tensor([stats.squared_distance, stats.squared_norm], dtype=torch.float64), group)
     waiter.wait([work])
-    distance, length = rows.sum(0).tolist()
-    if not math.isfinite(length):  # of the average, which is the same on all nodes: all raise
+    squared_distance, squared_norm = rows.sum(0).tolist()
+    if not math.isfinite(squared_norm):  # of the average, which is the same on all nodes: all raise
         raise NonFiniteError(
             "a parameter had become NaN or infinite when nodes exchanged, though no gradient had; nothing was merged. "
             "Look at the optimizer's settings, and at what else changes parameters."
         )
-    return TransferStats(stats.sent_bytes, distance, length)
+    return TransferStats(stats.sent_bytes, squared_distance, squared_norm)
 
 
 def _digest(values: torch.Tensor) -> torch.Tensor:
@@ -295,8 +297,8 @@ def _subtract(row: torch.Tensor, decoded: torch.Tensor) -> None:
 
 
 def _drift(values: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
-    length = torch.linalg.vector_norm(average, dtype=torch.float64)  # squares of large numbers fit
-    return torch.stack([torch.dist(values, average).double(), length]).square_()  # [2]
+    norm = torch.linalg.vector_norm(average, dtype=torch.float64)  # squares of large numbers fit
+    return torch.stack([torch.dist(values, average).double(), norm]).square_()  # [2]
 
 
 def _try_outer(outer: Outer) -> None:

@@ -24,8 +24,8 @@ from evenly.exchange.payload import Payload
 from evenly.exchange.payload_builder import PayloadBuilder
 from evenly.exchange.pending import ExchangeOutcome, ExchangeSummary, PendingExchange, PendingState, Tensors, restored
 from evenly.exchange.replica_exchange import ReplicaExchange
+from evenly.exchange.tensors.averaged_tensors import trained_entries
 from evenly.exchange.tensors.fingerprint import Fingerprint
-from evenly.exchange.tensors.optimizer_state import trained_entries
 from evenly.schedule.adaptive import ExchangeCosts, StepPace, choose
 from evenly.schedule.step_counter import Schedule
 from evenly.spec import Adaptive, EverySeconds, Exchange
@@ -57,12 +57,12 @@ class Exchanger:
         replica_exchange: ReplicaExchange,
         settings: Exchange,
         monitor: FailureMonitor,
-        joint: bool,
+        global_gradients: bool,
         before: Callable[[], FiniteCheck],
     ) -> None:
         self.on_exchange: list[Callable[[ExchangeSummary], None]] = []
         self.on_period: list[Callable[[int, int, str], None]] = []  # called with step, steps of the next period, why
-        self.doubtful = False
+        self.may_have_skipped_step = False
         self.buffers = Buffers(module, settings, replica_exchange, alone=groups.rank_group.size == 1)
         self._module = module
         self._optimizer = optimizer
@@ -73,7 +73,7 @@ class Exchanger:
         self._settings = settings
         self._monitor = monitor
         self._before = before
-        self._averages = len(groups.nodes) > 1 and not joint  # parameters; otherwise these never differ
+        self._averages = len(groups.nodes) > 1 and not global_gradients  # parameters; otherwise these never differ
         self._samples = [0.0] * settings.fragments  # of this rank since the last snapshot of each fragment
         self._counts = [0] * settings.fragments  # snapshots of each fragment
         self._collectives = 0  # collectives with other nodes, of any kind
@@ -82,11 +82,11 @@ class Exchanger:
         self._step_pace = StepPace()
         self._costs = ExchangeCosts()  # that this rank measured in its last exchange
         self._payload_builder = PayloadBuilder(module, optimizer, replica_exchange, settings, is_sent=self._averages)
-        self._divergence = DivergenceCheck(optimizer, groups, replica_exchange, joint=joint)
+        self._divergence = DivergenceCheck(optimizer, groups, replica_exchange, global_gradients=global_gradients)
         self._loaded_weights = LoadedWeights(module, optimizer)
         self._restarts = 0  # how often anchors were reset to loaded weights
         self._is_assembled = True  # all ranks took part in the last exchange from the same call
-        self._differs = False  # merged changes leave nodes different in the last bits
+        self._may_differ = False  # merged changes leave nodes different in the last bits
         self._device = next(module.parameters(), torch.empty(0)).device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has no annotation here
 
@@ -143,7 +143,7 @@ class Exchanger:
             pending_exchange, vote, fingerprint = self._prepare(tuple(fragments), overlap=overlap)
             self._schedule.exchanged(fragments)
             self._forget_samples(fragments)
-            vote = replace(vote, ends=exact)
+            vote = replace(vote, waits_for_all=exact)
             agree = partial(
                 self._agree,
                 pending_exchange.payload,
@@ -157,7 +157,7 @@ class Exchanger:
                 if self._stream is not None:
                     torch.cuda.current_stream(self._device).synchronize()
                 began = time.monotonic()
-                pending_exchange.outcome = self._run(partial(agree, exact=exact), pending_exchange.place)
+                pending_exchange.outcome = self._run(partial(agree, exact=exact), pending_exchange.label)
                 self._unload(pending_exchange, time.monotonic() - began)
             else:
                 self._run_in_background(pending_exchange, agree)
@@ -168,7 +168,7 @@ class Exchanger:
         if self._stream is not None:
             self._anchors.used_on(self._stream, pending_exchange.fragments)
         after = self._pending_exchanges[-1].background if self._pending_exchanges else None
-        act = partial(agree, self._waiter(pending_exchange.place, reports=False))
+        act = partial(agree, self._waiter(pending_exchange.label, reports=False))
         pending_exchange.background = BackgroundExchange(act, monitor=self._monitor, stream=self._stream, after=after)
         self._pending_exchanges.append(pending_exchange)
 
@@ -225,18 +225,18 @@ class Exchanger:
             if pending_exchange.background is not None:
                 pending_exchange.background.check()
 
-    def run_collective(self, act: Callable[[CollectiveWaiter], T], place: str = "") -> T:
+    def run_collective(self, act: Callable[[CollectiveWaiter], T], label: str = "") -> T:
         """Returns the result of the collective `act`; reports an error on this rank to the others before raising it."""
         with self._reporting():
             self._before()()
-            return self._run(act, place or self._next_place())
+            return self._run(act, label or self._next_label())
 
-    def _run(self, act: Callable[[CollectiveWaiter], T], place: str) -> T:
+    def _run(self, act: Callable[[CollectiveWaiter], T], label: str) -> T:
         if self._stream is not None:
             self._anchors.used_on(torch.cuda.current_stream(self._device), range(self._settings.fragments))
         with torch.no_grad():
-            result = act(self._waiter(place))
-        self._monitor.passed(place)
+            result = act(self._waiter(label))
+        self._monitor.record_passed(label)
         return result
 
     @contextmanager
@@ -256,7 +256,7 @@ class Exchanger:
             "samples": list(self._samples),
             "counts": list(self._counts),
             "seen": list(self._costs.row[1:]),
-            "differs": self._differs,
+            "differs": self._may_differ,
         }
 
     def state(self) -> ExchangeState:
@@ -280,7 +280,7 @@ class Exchanger:
         self._samples = samples if len(samples) == count else [max(samples)] * count
         self._counts = counts if len(counts) == count else [max(counts)] * count
         self._costs = ExchangeCosts(0.0, *progress["seen"])
-        self._differs = progress.get("differs", False)
+        self._may_differ = progress.get("differs", False)
         self.buffers.learn(agreed)
         self._loaded_weights.forget()
         settings = self._bound_settings()
@@ -311,11 +311,11 @@ class Exchanger:
         entries, buffers = trained_entries(self._module), self.buffers.now()
         tensors = [*(entry.tensor for entry in entries), *buffers.values()]
         saved_values = [tensor.detach().clone() for tensor in tensors]
-        agreed, differs = dict(self.buffers.agreed), self._differs
+        agreed, differs = dict(self.buffers.agreed), self._may_differ
         try:
             with torch.no_grad(), self._reporting():
                 loaded = self._loaded_weights.changed()
-                self._differs |= bool(loaded)
+                self._may_differ |= bool(loaded)
                 for pending_exchange in self._pending_exchanges:
                     if pending_exchange.outcome is not None:  # the changes since its snapshot are averaged below
                         self._payload_builder.unload(pending_exchange.payload, state=False, but=loaded)
@@ -333,7 +333,7 @@ class Exchanger:
             with self._loaded_weights.ignored():
                 yield
         finally:
-            self.buffers.agreed, self._differs = agreed, differs
+            self.buffers.agreed, self._may_differ = agreed, differs
             with torch.no_grad():
                 for tensor, value in zip(tensors, saved_values, strict=True):
                     tensor.copy_(value)
@@ -348,8 +348,8 @@ class Exchanger:
         vote = replace(self._make_vote("evaluation", samples=0.0), changed=changed)
         fingerprint = self._payload_builder.fingerprint()
         quorum = self.run_collective(partial(self._vote, vote, fingerprint, since=0, everywhere=True))
-        if quorum.differs or any(quorum.changed):
-            self._average_now(parameters=quorum.differs, samples=float(self._replica_exchange.counts_samples))
+        if quorum.may_differ or any(quorum.changed):
+            self._average_now(parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples))
 
     def _average_now(self, *, parameters: bool, samples: float) -> None:
         """Puts the average over all nodes into the module, without codec or outer optimizer."""
@@ -365,7 +365,7 @@ class Exchanger:
         with torch.no_grad():
             self._payload_builder.unload(payload)
             self.buffers.put(outcome.buffers, snapshot, change=False)
-        self._differs = False
+        self._may_differ = False
 
     def take_loaded(self, *, everything: bool = False) -> None:
         """Takes the values loaded by `load_state_dict` since the last step as if nodes had agreed on them.
@@ -382,7 +382,7 @@ class Exchanger:
                 pending_exchange.loaded |= names
                 pending_exchange.is_state_loaded |= is_optimizer_loaded
             if names & trained:
-                self._differs = True
+                self._may_differ = True
                 self._restart(names & trained, trained)
 
     def _restart(self, loaded: set[str], trained: set[str]) -> None:
@@ -411,29 +411,30 @@ class Exchanger:
         stateful = tuple(f for f in fragments if self._counts[f] % self._settings.state_every == 0)
         payload = self._payload_builder.load(fragments, stateful=stateful, change=overlap > 0)
         snapshot = self.buffers.snapshot() if self._settings.fragments - 1 in fragments else {}
-        layout = f"{self._restarts} restarts\n{self._payload_builder.describe(fragments, snapshot, stateful=stateful)}"
+        tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful)
+        description = f"{self._restarts} restarts\n{tensors}"
         samples = max(self._samples[fragment] for fragment in fragments)
-        vote = self._make_vote(layout, samples=samples)
+        vote = self._make_vote(description, samples=samples)
         fingerprint = self._payload_builder.fingerprint(fragments)
         step, number = self._schedule.step, self._schedule.exchanges + 1
-        steps, place = self._schedule.since_of(fragments), self._next_place()
+        steps, label = self._schedule.since_of(fragments), self._next_label()
         pending_exchange = PendingExchange(
-            number, step, step + overlap, fragments, stateful, steps, place, payload, snapshot
+            number, step, step + overlap, fragments, stateful, steps, label, payload, snapshot
         )
         return pending_exchange, vote, fingerprint
 
-    def _make_vote(self, layout: str, *, samples: float) -> Vote:
-        code = int.from_bytes(hashlib.sha256(layout.encode()).digest()[:6])  # exact in a float64
+    def _make_vote(self, description: str, *, samples: float) -> Vote:
+        payload_hash = int.from_bytes(hashlib.sha256(description.encode()).digest()[:6])  # exact in a float64
         at, costs = self._schedule, replace(self._costs, step_s=self._step_pace.median_s)
         return Vote(
             step=at.step,
             exchange=at.exchanges,
             samples=samples,
-            layout=code,
-            backwards=self._monitor.begun,
+            payload_hash=payload_hash,
+            backwards=self._monitor.backwards,
             measured=costs.row,
-            doubtful=self.doubtful,
-            differs=self._differs or at.since > 0,
+            may_have_skipped_step=self.may_have_skipped_step,
+            may_differ=self._may_differ or at.since > 0,
         )
 
     def _agree(
@@ -456,13 +457,13 @@ class Exchanger:
         began = time.monotonic()
         buffer_changes = self.buffers.changes(snapshot)
         quorum = self._vote(replace(vote, changed=buffer_changes.bits()), fingerprint, waiter, since=since)
-        self._is_assembled = quorum.ends
-        if quorum.ends and not quorum.differs and isinstance(self._schedule.period, EverySeconds):
+        self._is_assembled = quorum.is_assembled
+        if quorum.is_assembled and not quorum.may_differ and isinstance(self._schedule.period, EverySeconds):
             return None
         joined = time.monotonic()  # all ranks have joined
         counters, added = buffer_changes.split(quorum.changed)
         self._replica_exchange.agree_on_largest(counters, waiter)
-        exact = exact and quorum.ends
+        exact = exact and quorum.is_assembled
         stats = self._replica_exchange.average(payload, added, quorum, waiter, anchors=self._anchors, exact=exact)
         if len(quorum.weights) > 1 and self._averages:
             stats = of_node(stats, self._groups.node_votes, waiter)
@@ -476,7 +477,7 @@ class Exchanger:
         rate = learning_rate(self._optimizer)
         vote = replace(vote, fingerprint=fingerprint.read(), holders=self._replica_exchange.holders, learning_rate=rate)
         quorum = self._membership.hold_vote(vote, waiter)
-        everywhere = everywhere and not quorum.differs
+        everywhere = everywhere and not quorum.may_differ
         if not self._averages or self._settings.overlap:
             since = vote.step  # no exchange made the ranks of a node bit-identical since the start
         self._divergence.require_same(quorum, fingerprint, waiter, step=vote.step, since=since, everywhere=everywhere)
@@ -496,7 +497,7 @@ class Exchanger:
         with torch.no_grad():
             self._payload_builder.unload(pending_exchange.payload)
             self.buffers.put(outcome.buffers, pending_exchange.snapshot, change=pending_exchange.payload.change)
-        self._differs = pending_exchange.payload.change
+        self._may_differ = pending_exchange.payload.change
         if self._stream is not None:
             for buffer in outcome.buffers.values():  # allocated on the other stream, read on this one
                 buffer.record_stream(torch.cuda.current_stream(self._device))
@@ -527,24 +528,24 @@ class Exchanger:
 
     def _await(self, pending_exchange: PendingExchange) -> None:
         if pending_exchange.background is not None:
-            pending_exchange.outcome = pending_exchange.background.wait(self._waiter(pending_exchange.place))
-            self._monitor.passed(pending_exchange.place)
+            pending_exchange.outcome = pending_exchange.background.wait(self._waiter(pending_exchange.label))
+            self._monitor.record_passed(pending_exchange.label)
         for name, agreed in pending_exchange.drop_loaded().items():
             self.buffers.agreed[name] = agreed.clone()
 
-    def _waiter(self, place: str, *, reports: bool = True) -> CollectiveWaiter:
+    def _waiter(self, label: str, *, reports: bool = True) -> CollectiveWaiter:
         at, limit_s = self._schedule.step, self._settings.timeout_s
-        return CollectiveWaiter(self._monitor, place=place, step=at, timeout_s=limit_s, reports=reports)
+        return CollectiveWaiter(self._monitor, label=label, step=at, timeout_s=limit_s, reports=reports)
 
-    def _next_place(self) -> str:
+    def _next_label(self) -> str:
         self._collectives += 1
         return f"exchange {self._schedule.exchanges + 1} (collective {self._collectives})"
 
     def _forget_samples(self, fragments: Sequence[int]) -> None:
-        self.doubtful = False
+        self.may_have_skipped_step = False
         for fragment in fragments:
             self._samples[fragment] = 0.0
 
     def _restored(self, saved: PendingState) -> PendingExchange:
         payload = self._payload_builder.load(saved["fragments"], stateful=saved["stateful"], change=True)
-        return restored(saved, payload, self._next_place(), self._device)
+        return restored(saved, payload, self._next_label(), self._device)

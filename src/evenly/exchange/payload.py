@@ -11,8 +11,8 @@ from evenly.comm.blocks.reducer import PackedSlice
 from evenly.comm.blocks.replicas import FLAT
 from evenly.comm.blocks.slice import Slice
 from evenly.errors import CheckpointError
+from evenly.exchange.tensors.averaged_tensors import AveragedTensor
 from evenly.exchange.tensors.flat import Flat, real
-from evenly.exchange.tensors.optimizer_state import StateEntry
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf")
 MOMENTA = ("momentum_buffer", "exp_avg", "grad_avg", "ax", "prev")
@@ -32,7 +32,7 @@ class AgreedState(TypedDict):
 class Agreed:
     """An entry, its tensor as it is sent (complex numbers as pairs), and its agreed value."""
 
-    entry: StateEntry
+    entry: AveragedTensor
     tensor: torch.Tensor
     value: torch.Tensor
 
@@ -58,7 +58,7 @@ class Packed:
 
     def __init__(
         self,
-        entries: Sequence[StateEntry],
+        entries: Sequence[AveragedTensor],
         dtype: torch.dtype,
         *,
         name: str = FLAT,

@@ -63,7 +63,7 @@ class PendingExchange:
     fragments: tuple[int, ...]
     stateful: tuple[int, ...]  # fragments whose optimizer state is included
     steps: int  # since the previous exchange of these fragments
-    place: str
+    label: str  # of its waits, in errors
     payload: Payload
     snapshot: Tensors  # of buffers
     background: "BackgroundExchange[ExchangeOutcome | None] | None" = None
@@ -100,7 +100,7 @@ class PendingExchange:
             "stateful": list(self.stateful),
             "pieces": self.payload.saved(),
             "weights": list(outcome.weights),
-            "carried": [stats.sent_bytes, stats.distance, stats.length],
+            "carried": [stats.sent_bytes, stats.squared_distance, stats.squared_norm],
             "times": [outcome.seconds, outcome.met_s],
             "measured": list(outcome.measured),
             "buffers": outcome.buffers,
@@ -119,12 +119,12 @@ class ExchangeOutcome:
     buffers: Tensors = field(default_factory=dict)  # agreed values of the changed ones
 
 
-def restored(saved: PendingState, payload: Payload, place: str, device: torch.device) -> PendingExchange:
+def restored(saved: PendingState, payload: Payload, label: str, device: torch.device) -> PendingExchange:
     """Returns the saved exchange, with its agreed values in `payload`."""
     payload.put(saved["pieces"])
     (seconds, met_s), measured = saved["times"], tuple(saved["measured"])
-    sent_bytes, distance, length = saved["carried"]
-    stats = TransferStats(int(sent_bytes), distance, length)
+    sent_bytes, squared_distance, squared_norm = saved["carried"]
+    stats = TransferStats(int(sent_bytes), squared_distance, squared_norm)
     agreed = _to_device(saved["buffers"], device)
     outcome = ExchangeOutcome(tuple(saved["weights"]), stats, seconds, met_s, measured, agreed)
     return PendingExchange(
@@ -134,7 +134,7 @@ def restored(saved: PendingState, payload: Payload, place: str, device: torch.de
         fragments=tuple(saved["fragments"]),
         stateful=tuple(saved["stateful"]),
         steps=saved["steps"],
-        place=place,
+        label=label,
         payload=payload,
         snapshot=_to_device(saved["snapshot"], device),
         outcome=outcome,

@@ -60,9 +60,9 @@ class Gradients(ABC):
         """Runs the module on a batch of `samples` samples."""
 
     @abstractmethod
-    def last(self, *, now: bool) -> Verdict | None:
-        """Returns the last backward's verdict, once. If reading it would stall a device and not `now`, returns that of
-        the backward before."""
+    def take_verdict(self, *, may_stall: bool) -> Verdict | None:
+        """Returns the last backward's verdict, once. If reading it would stall a device, and it may not, returns that
+        of the backward before."""
 
     @abstractmethod
     def close(self) -> None:

@@ -54,7 +54,7 @@ class BucketAveraging:
         self._queued.append(_Bucket(future, buffer))
         self.nbytes += buffer.nbytes
         if self._group.size() > 1:
-            self._monitor.hold(future, buffer)
+            self._monitor.watch_future(future, buffer)
         if self.has_started:
             self._send()
         return future
@@ -63,7 +63,7 @@ class BucketAveraging:
         """Returns the buckets unchanged if the backward is not averaged after all."""
         buckets, self._queued = self._queued, []
         for bucket in buckets:
-            self._monitor.release(bucket.future, bucket.buffer)
+            self._monitor.complete_future(bucket.future, bucket.buffer)
 
     def start(self, samples: float) -> None:
         """Sends the buckets added so far, and later ones at once; only the first call counts."""
@@ -178,10 +178,10 @@ class BucketAveraging:
                 average = torch.where(is_empty, bucket.previous, average)
             if average is not bucket.buffer:
                 bucket.buffer.copy_(average)
-            self._monitor.release(bucket.future, bucket.buffer)
+            self._monitor.complete_future(bucket.future, bucket.buffer)
 
     def _fail(self, error: RuntimeError) -> None:
-        self._monitor.settle_cause()
+        self._monitor.wait_for_cause()
         self._monitor.fail(
             PeerError(
                 f"rank {self._monitor.rank_group.rank} lost the connection to another rank while gradients were "

@@ -106,13 +106,13 @@ class NodeGradients(Gradients):
         for parameter in self._wrapped.parameters():
             parameter.grad = None
 
-    def last(self, *, now: bool) -> BucketAveraging | None:
+    def take_verdict(self, *, may_stall: bool) -> BucketAveraging | None:
         """Returns the averaging of the last backward, once, to check whether all gradients were finite.
 
-        If reading it would stall a device and not `now`, returns that of the backward before.
+        If reading it would stall a device, and it may not, returns that of the backward before.
         """
         latest, self._latest = self._latest, None
-        if latest is None or now or latest.immediate:
+        if latest is None or may_stall or latest.immediate:
             earlier, self._earlier = self._earlier, None
             return latest or earlier
         latest.fetch()
@@ -150,7 +150,7 @@ class NodeGradients(Gradients):
 
     def _start(self, averaging: BucketAveraging, forwards: Sequence[Forward]) -> None:
         if not averaging.has_started:
-            self._monitor.begin()
+            self._monitor.count_backward()
             averaging.start(self._samples_to_average(forwards))
 
     def _end_backward(self, device: torch.device) -> None:

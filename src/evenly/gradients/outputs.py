@@ -101,13 +101,13 @@ class KeptTensors:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._places: dict[tuple[int, str], tuple[weakref.ref[torch.nn.Module], str]] = {}
+        self._kept_in: dict[tuple[int, str], tuple[weakref.ref[torch.nn.Module], str]] = {}  # modules, attributes
         self._forwards = 0
 
     @property
     def is_due(self) -> bool:
         """Whether the next forward may keep something, or modules are searched after it."""
-        return bool(self._places) or self._forwards & (self._forwards + 1) == 0  # the forwards 1, 2, 4, 8 and so on
+        return bool(self._kept_in) or self._forwards & (self._forwards + 1) == 0  # the forwards 1, 2, 4, 8 and so on
 
     def since(self, number: int) -> list[torch.Tensor]:
         """Returns those computed since autograd's sequence number `number`; counts a forward."""
@@ -115,7 +115,9 @@ class KeptTensors:
         module = self._module()
         if module is not None and self._forwards & (self._forwards - 1) == 0:
             self._search(module)
-        attributes = [vars(owner).get(name) for place, name in self._places.values() if (owner := place()) is not None]
+        attributes = [
+            vars(owner).get(name) for reference, name in self._kept_in.values() if (owner := reference()) is not None
+        ]
         tensors = Outputs(attributes).tensors
         return [tensor for tensor in tensors if _has_graph(tensor) and operation_of(tensor) >= number]
 
@@ -127,7 +129,7 @@ class KeptTensors:
         for part in module.modules():
             for name, value in vars(part).items():
                 if name not in OF_MODULES and any(map(_has_graph, Outputs(value).tensors)):
-                    self._places[id(part), name] = (weakref.ref(part), name)
+                    self._kept_in[id(part), name] = (weakref.ref(part), name)
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:

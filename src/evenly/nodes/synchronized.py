@@ -59,7 +59,7 @@ class Synchronized(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.schedule = Schedule(period, exchange.fragments, least=exchange.calm_steps)
+        self.schedule = Schedule(period, exchange.fragments, least=exchange.least_adaptive_steps)
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
         self._optimizer = optimizer
         self._settings = exchange
@@ -67,8 +67,8 @@ class Synchronized(torch.nn.Module):
         self._replica_exchange = replica_exchange
         self._count = count or leading_dim
         self._closed = self._was_resharded = self._is_in_agreed = False
-        self._joint = isinstance(period, EveryGradient)
-        self._gradient_ranks = tuple(range(groups.rank_group.size)) if self._joint else groups.ranks
+        self._global_gradients = isinstance(period, EveryGradient)
+        self._gradient_ranks = tuple(range(groups.rank_group.size)) if self._global_gradients else groups.ranks
         self._scaler = scaler
         self._monitor = monitor
         self._period_timer = period_timer
@@ -90,7 +90,7 @@ class Synchronized(torch.nn.Module):
                 replica_exchange=replica_exchange,
                 settings=exchange,
                 monitor=monitor,
-                joint=self._joint,
+                global_gradients=self._global_gradients,
                 before=self._take_finite_check,
             )
             self._exchanger.begin()
@@ -253,7 +253,7 @@ class Synchronized(torch.nn.Module):
         """Returns a check of the last step's gradients; it may stall a device, and may run in another thread."""
         self._optimized.require_unchanged(thoroughly=True)
         reads_verdict = self._settings.nonfinite == "stop" and not self._gradients.pending
-        return partial(self._require_finite, self._gradients.last(now=True) if reads_verdict else None)
+        return partial(self._require_finite, self._gradients.take_verdict(may_stall=True) if reads_verdict else None)
 
     def wait_for_all_nodes(self) -> None:
         """Waits until all nodes call it, if periods are in seconds; all ranks call it before a common collective."""
@@ -289,9 +289,9 @@ class Synchronized(torch.nn.Module):
         return self._exchanger.samples
 
     @property
-    def is_joint(self) -> bool:
+    def has_global_gradients(self) -> bool:
         """Whether all ranks average gradients, not only those of a node."""
-        return self._joint
+        return self._global_gradients
 
     @property
     def gradient_bytes(self) -> int:
@@ -331,16 +331,16 @@ class Synchronized(torch.nn.Module):
             return with_mean_loss(args, kwargs, self._mean_loss)
         self._require_averaged()
         scaled = hasattr(optimizer, "found_inf")  # a GradScaler lets this optimizer skip the step
-        verdict = self._gradients.last(now=scaled or self._settings.nonfinite == "skip")
+        verdict = self._gradients.take_verdict(may_stall=scaled or self._settings.nonfinite == "skip")
         if not scaled:
             self._require_finite(verdict)
         return None
 
     def _mean_loss(self, loss: object) -> object:
         """Returns the mean of a closure's loss over the ranks that share gradients."""
-        place = f"the loss of step {self.schedule.step + 1}"
+        label = f"the loss of step {self.schedule.step + 1}"
         waiter = CollectiveWaiter(
-            self._monitor, place=place, step=self.schedule.step, timeout_s=self._settings.timeout_s
+            self._monitor, label=label, step=self.schedule.step, timeout_s=self._settings.timeout_s
         )
         with torch.no_grad():
             return self._gradients.mean_loss(loss, waiter)
@@ -365,7 +365,7 @@ class Synchronized(torch.nn.Module):
     ) -> None:
         if has_closure(args, kwargs):
             self._require_averaged()
-            self._require_finite(self._gradients.last(now=True))
+            self._require_finite(self._gradients.take_verdict(may_stall=True))
         samples = self._gradients.take_samples()
         self._exchanger.count(samples)
         self._advance(samples)
@@ -391,10 +391,10 @@ class Synchronized(torch.nn.Module):
         were reset. If they still exist the next batch may belong to the same step; the next exchange decides."""
         if self._scaler is not None or not self._gradients.pending:
             return
-        verdict = self._gradients.last(now=True)
+        verdict = self._gradients.take_verdict(may_stall=True)
         self._gradients.pending = False
         if verdict is not None and verdict.nonfinite_members():
-            self._exchanger.doubtful = True
+            self._exchanger.may_have_skipped_step = True
             gradients = [p.grad for p in self.module.parameters() if p.requires_grad]
             if all(gradient is None or not bool(gradient.any()) for gradient in gradients):
                 self._skip()
@@ -405,7 +405,7 @@ class Synchronized(torch.nn.Module):
 
     def _on_scaler_skip(self) -> None:
         if not self._closed:
-            self._gradients.last(now=True)
+            self._gradients.take_verdict(may_stall=True)
             self._skip()
 
     def _advance(self, samples: float) -> None:
@@ -421,7 +421,7 @@ class Synchronized(torch.nn.Module):
         if self._period_timer is None:
             return False
         return self._period_timer.has_expired(
-            CollectiveWaiter(self._monitor, place="a period's end", timeout_s=self._settings.timeout_s)
+            CollectiveWaiter(self._monitor, label="a period's end", timeout_s=self._settings.timeout_s)
         )
 
     def _check_and_broadcast(self, settings: str) -> None:
@@ -431,8 +431,8 @@ class Synchronized(torch.nn.Module):
         if self._groups.rank_group.size == 1:
             return
         require_dense(self.module)
-        waiter = CollectiveWaiter(self._monitor, place="the start of synchronize", timeout_s=self._settings.timeout_s)
+        waiter = CollectiveWaiter(self._monitor, label="the start of synchronize", timeout_s=self._settings.timeout_s)
         require_same(describe(self.module, self._optimizer, settings), self._groups.world, waiter)
         with torch.no_grad():
             self._replica_exchange.broadcast_state(self.module, waiter)
-        self._monitor.passed(waiter.place)
+        self._monitor.record_passed(waiter.label)

@@ -53,10 +53,10 @@ class Schedule:
             return list(range(self.fragments))
         if not self._length:
             return []
-        place, length = self.step - self._begun, self._length
-        if place == length:
+        steps, length = self.step - self._begun, self._length
+        if steps == length:
             self._begun = self.step
-        return [f for f in range(self.fragments) if place == -(-length * (f + 1) // self.fragments)]
+        return [f for f in range(self.fragments) if steps == -(-length * (f + 1) // self.fragments)]
 
     def due_at_epoch_end(self) -> bool:
         """Returns whether the end of an epoch calls for an exchange."""

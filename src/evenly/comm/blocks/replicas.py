@@ -112,7 +112,7 @@ def _members(shard_group: ShardGroup | None, scope: RankGroup | None, rank: int)
     """Returns the ranks of this rank's replica; they have all announced themselves."""
     if shard_group is None or scope is None:
         return [rank]
-    keys = [f"rank/{place}" for place in range(scope.size)]
+    keys = [f"rank/{index}" for index in range(scope.size)]
     if not scope.store.check(keys):
         raise SpecError(
             f"the network is cut over {scope.size} ranks, but not all of them were given to synchronize. "
