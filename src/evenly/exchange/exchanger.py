@@ -58,11 +58,11 @@ class Exchanger:
         settings: Exchange,
         monitor: FailureMonitor,
         global_gradients: bool,
-        before: Callable[[], FiniteCheck],
+        take_finite_check: Callable[[], FiniteCheck],
     ) -> None:
         self.on_exchange: list[Callable[[ExchangeSummary], None]] = []
         self.on_period: list[Callable[[int, int, str], None]] = []  # called with step, steps of the next period, why
-        self.may_have_skipped_step = False
+        self.may_have_skipped_step = False  # by a scaler we were not given, since the last exchange
         self.buffers = Buffers(module, settings, replica_exchange, alone=groups.rank_group.size == 1)
         self._module = module
         self._optimizer = optimizer
@@ -72,7 +72,7 @@ class Exchanger:
         self._replica_exchange = replica_exchange
         self._settings = settings
         self._monitor = monitor
-        self._before = before
+        self._take_finite_check = take_finite_check
         self._averages = len(groups.nodes) > 1 and not global_gradients  # parameters; otherwise these never differ
         self._samples = [0.0] * settings.fragments  # of this rank since the last snapshot of each fragment
         self._counts = [0] * settings.fragments  # snapshots of each fragment
@@ -139,7 +139,7 @@ class Exchanger:
             ]:
                 self._merge(pending_exchange)
             overlap = 0 if waits else self._settings.overlap
-            check_finite = self._before()
+            check_finite = self._take_finite_check()
             pending_exchange, vote, fingerprint = self._prepare(tuple(fragments), overlap=overlap)
             self._schedule.exchanged(fragments)
             self._forget_samples(fragments)
@@ -228,7 +228,7 @@ class Exchanger:
     def run_collective(self, act: Callable[[CollectiveWaiter], T], label: str = "") -> T:
         """Returns the result of the collective `act`; reports an error on this rank to the others before raising it."""
         with self._reporting():
-            self._before()()
+            self._take_finite_check()()
             return self._run(act, label or self._next_label())
 
     def _run(self, act: Callable[[CollectiveWaiter], T], label: str) -> T:
@@ -311,7 +311,7 @@ class Exchanger:
         entries, buffers = trained_entries(self._module), self.buffers.now()
         tensors = [*(entry.tensor for entry in entries), *buffers.values()]
         saved_values = [tensor.detach().clone() for tensor in tensors]
-        agreed, differs = dict(self.buffers.agreed), self._may_differ
+        agreed, may_differ = dict(self.buffers.agreed), self._may_differ
         try:
             with torch.no_grad(), self._reporting():
                 loaded = self._loaded_weights.changed()
@@ -333,7 +333,7 @@ class Exchanger:
             with self._loaded_weights.ignored():
                 yield
         finally:
-            self.buffers.agreed, self._may_differ = agreed, differs
+            self.buffers.agreed, self._may_differ = agreed, may_differ
             with torch.no_grad():
                 for tensor, value in zip(tensors, saved_values, strict=True):
                     tensor.copy_(value)

@@ -91,7 +91,7 @@ class Synchronized(torch.nn.Module):
                 settings=exchange,
                 monitor=monitor,
                 global_gradients=self._global_gradients,
-                before=self._take_finite_check,
+                take_finite_check=self._take_finite_check,
             )
             self._exchanger.begin()
         except BaseException as error:

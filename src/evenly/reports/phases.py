@@ -37,9 +37,8 @@ def remarks(run: Run) -> list[str]:
 
 def _exchange_words(run: Run) -> list[str]:
     """Returns the cost of a run's exchanges and the drift of nodes between them, in one line."""
-    exchanges = list(
-        {done.number: done for done in since_fresh_start(run).of(ExchangeDone)}.values()
-    )  # a resumed run repeats some
+    events = since_fresh_start(run).of(ExchangeDone)
+    exchanges = list({done.number: done for done in events}.values())  # a resumed run repeats some
     if not exchanges:
         return []
     waited_s, seconds = sum(done.waited_s for done in exchanges), sum(done.seconds for done in exchanges)

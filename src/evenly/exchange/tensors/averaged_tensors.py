@@ -30,7 +30,7 @@ class AveragedTensor:
     """A tensor that is averaged: a parameter, or optimizer state laid out like its parameter."""
 
     home: str  # the parameter's name
-    label: str
+    label: str  # what it is called on all ranks: the parameter's name or, for state, index.slot; with rows [a:b]
     tensor: torch.Tensor
     slot: str = ""  # of the optimizer's state
     rows: Rows | None = None  # of the parameter, if only some of them
