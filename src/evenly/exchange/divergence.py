@@ -34,8 +34,8 @@ GLOBAL_GRADIENTS = (
 
 
 # What each rank sends to the others when ranks are apart, as JSON.
-_RankReport = TypedDict(
-    "_RankReport",
+RankReport = TypedDict(
+    "RankReport",
     {
         "holds": list[tuple[str, float, float, int]],  # name, fingerprint, rounding unit and elements of each tensor
         "platform": float,
@@ -116,7 +116,7 @@ class DivergenceCheck:
         step: int,
         since: int,
     ) -> None:
-        report: _RankReport = {
+        report: RankReport = {
             "holds": fingerprint.by_tensor(),
             "platform": fingerprint.read().platform,
             "settings": [_settings(group) for group in self._optimizer.param_groups],
@@ -136,7 +136,7 @@ class DivergenceCheck:
 
 
 def _first_difference(
-    networks: Sequence[tuple[int, ...]], rows: dict[int, _RankReport], *, since: int
+    networks: Sequence[tuple[int, ...]], rows: dict[int, RankReport], *, since: int
 ) -> tuple[str, list[int]]:
     """Returns the first parameter that differs between networks, and the ranks that differ from the first."""
     is_alike = all(row["platform"] == rows[networks[0][0]]["platform"] for row in rows.values())
@@ -154,7 +154,7 @@ def _settings(group: dict[str, object]) -> dict[str, str]:
     return {key: repr(value) for key, value in sorted(group.items()) if key != "params"}
 
 
-def _other_settings(rows: dict[int, _RankReport]) -> str:
+def _other_settings(rows: dict[int, RankReport]) -> str:
     """Returns a text on the first setting of the optimizer that differs between ranks."""
     (first, reference), *others = ((rank, row["settings"]) for rank, row in rows.items())
     for rank, settings in others:
