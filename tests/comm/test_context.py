@@ -9,7 +9,7 @@ from evenly.comm import FailureMonitor, RankGroup, open_context, open_temporaril
 from evenly.errors import PeerError, SpecError
 from tests.ranks import RankError, run_ranks
 
-LIMITS = {"place": "the test", "timeout_s": 20.0}
+LIMITS = {"label": "the test", "timeout_s": 20.0}
 
 
 def test_ranks_gather_values_one_after_another_and_in_contexts_one_after_another():
@@ -65,7 +65,7 @@ def test_an_error_inside_a_group_of_some_ranks_reaches_all():
 def test_a_rank_that_does_not_come_is_named():
     def act(rank_group: RankGroup) -> None:
         if rank_group.rank != 1:
-            with open_context(rank_group, "all", place="the test", timeout_s=0.5):
+            with open_context(rank_group, "all", label="the test", timeout_s=0.5):
                 pytest.fail("the body began before all ranks had come")
 
     with pytest.raises(RankError) as caught:

@@ -73,12 +73,12 @@ def test_a_future_that_will_never_be_done_is_let_go():
                 rank_group.store.wait(["held"])
                 monitor.report(DataError("no data"))
                 return None
-            monitor.hold(future, torch.tensor([7.0]))
+            monitor.watch_future(future, torch.tensor([7.0]))
             rank_group.store.set("held", "1")
             began = time.monotonic()
             value = future.wait()
             late: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            monitor.hold(late, torch.tensor([8.0]))  # after the alarm: at once
+            monitor.watch_future(late, torch.tensor([8.0]))  # after the alarm: at once
             return value.item(), late.wait().item(), time.monotonic() - began
         finally:
             monitor.close()
@@ -91,8 +91,8 @@ def test_a_future_that_will_never_be_done_is_let_go():
 def test_a_future_that_is_done_is_not_touched_by_a_later_alarm():
     monitor = FailureMonitor(RankGroup(0, 1, None))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    monitor.hold(future, torch.zeros(1))
-    monitor.release(future, torch.ones(1))
+    monitor.watch_future(future, torch.zeros(1))
+    monitor.complete_future(future, torch.ones(1))
     monitor.fail(PeerError("late"))
     assert future.wait().item() == 1.0
 
@@ -101,7 +101,7 @@ def wait_at(rank_group: RankGroup, timeout_s: float, freed: threading.Barrier, s
     """Joins a sum over all ranks; the last rank first does something else."""
     monitor = FailureMonitor(rank_group)
     group = open_group(rank_group, "sum", range(rank_group.size), backend="gloo", timeout_s=20.0)
-    waiter = CollectiveWaiter(monitor, place="the exchange", step=12, timeout_s=timeout_s)
+    waiter = CollectiveWaiter(monitor, label="the exchange", step=12, timeout_s=timeout_s)
     try:
         if rank_group.rank == rank_group.size - 1:
             stay_away(monitor, freed)
@@ -146,7 +146,7 @@ def test_a_rank_that_leaves_without_a_word_is_noticed(monkeypatch):
         group = open_group(rank_group, "sum", range(2), backend="gloo", timeout_s=20.0)
         try:
             if rank_group.rank == 0:
-                CollectiveWaiter(monitor, place="the exchange", step=3).wait(
+                CollectiveWaiter(monitor, label="the exchange", step=3).wait(
                     [all_reduce(torch.ones(1), group)], waits_for_ranks=True
                 )
         finally:
@@ -207,8 +207,8 @@ def test_a_note_that_is_read_late_is_no_fault_once_the_ranks_have_met(passed):
             else:
                 rank_group.store.wait(["noted"])
                 if passed:
-                    monitor.passed("exchange 1")
-                monitor.begun = 1
+                    monitor.record_passed("exchange 1")
+                monitor.backwards = 1
                 try:
                     monitor.poll()
                 finally:

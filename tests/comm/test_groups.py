@@ -39,10 +39,10 @@ def members(group: dist.ProcessGroup, rank: int, waiter: CollectiveWaiter) -> li
     return rows[:, 0].tolist()
 
 
-def look_around(rank_group: RankGroup, nodes: list[list[int]], joint: bool) -> dict[str, object]:
+def look_around(rank_group: RankGroup, nodes: list[list[int]], global_gradients: bool) -> dict[str, object]:
     monitor = FailureMonitor(rank_group)
-    waiter = CollectiveWaiter(monitor, place="a test", timeout_s=20.0)
-    groups = open_groups(rank_group, nodes, [CPU] * rank_group.size, timeout_s=20.0, joint_gradients=joint)
+    waiter = CollectiveWaiter(monitor, label="a test", timeout_s=20.0)
+    groups = open_groups(rank_group, nodes, [CPU] * rank_group.size, timeout_s=20.0, global_gradients=global_gradients)
     total, first = torch.tensor([2.0**rank_group.rank]), torch.tensor([rank_group.rank])
     waiter.wait([all_reduce(total, groups.node), broadcast(first, groups.node, source=0)])
     highest = torch.tensor([rank_group.rank])
@@ -61,15 +61,15 @@ def look_around(rank_group: RankGroup, nodes: list[list[int]], joint: bool) -> d
     return seen
 
 
-@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("global_gradients", [False, True])
 @pytest.mark.parametrize("nodes", [ragged(3, 1), ragged(2, 3), [[0, 3], [1], [2]], ragged(1)], ids=str)
-def test_every_rank_meets_its_node_its_peers_and_everybody(nodes, joint):
+def test_every_rank_meets_its_node_its_peers_and_everybody(nodes, global_gradients):
     size = sum(map(len, nodes))
-    for rank, seen in enumerate(run_ranks(size, look_around, nodes, joint)):
+    for rank, seen in enumerate(run_ranks(size, look_around, nodes, global_gradients)):
         mine = next(ranks for ranks in nodes if rank in ranks)
         assert seen["world"] == list(range(size))
         assert seen["node"] == mine
-        assert seen["gradients"] == (list(range(size)) if joint else mine)
+        assert seen["gradients"] == (list(range(size)) if global_gradients else mine)
         assert seen["peers"]
         assert all(list(owners) == ranks and rank in ranks for owners, ranks in seen["peers"].items())
         assert seen["seat"] == (nodes.index(mine), mine.index(rank), tuple(mine))
@@ -85,7 +85,7 @@ def tell(rank_group: RankGroup) -> list[object]:
         "text": "ü" * 999 * rank_group.rank,
         "more": [None, 1.5, {"a": True}][rank_group.rank :],
     }
-    told = gather_json(value, group, CollectiveWaiter(monitor, place="a test", timeout_s=20.0))
+    told = gather_json(value, group, CollectiveWaiter(monitor, label="a test", timeout_s=20.0))
     monitor.close()
     return told
 
@@ -164,7 +164,7 @@ def test_groups_of_a_process_share_the_thread_that_receives() -> None:
 def close_one_of_two(rank_group: RankGroup) -> float:
     """Returns a sum that a group makes after another one of the same ranks was closed."""
     monitor = FailureMonitor(rank_group)
-    waiter = CollectiveWaiter(monitor, place="a test", timeout_s=20.0)
+    waiter = CollectiveWaiter(monitor, label="a test", timeout_s=20.0)
     first, second = (open_group(rank_group, n, range(rank_group.size), backend="gloo", timeout_s=20.0) for n in "ab")
     total = torch.ones(1000)
     waiter.wait([all_reduce(total, first)])

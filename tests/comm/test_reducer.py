@@ -80,7 +80,7 @@ def test_every_rank_ends_with_its_part_of_the_result(name, kind):
             for dtype in dtypes
             for name, full in values(own, dtype).items()
         ]
-        waiter = CollectiveWaiter(monitor, place="here", timeout_s=20)
+        waiter = CollectiveWaiter(monitor, label="here", timeout_s=20)
         sent = reducer.reduce(items, waiter, weight=weights[own], kind=kind)
         reducer.broadcast(items, waiter)
         reducer.close()
@@ -126,7 +126,7 @@ def test_whole_networks_travel_as_vectors_of_which_nothing_is_copied():
         for vector in vectors:
             for start, stop in reducer.owned_ranges(total):  # what others speak for arrives
                 vector[start:stop] = torch.arange(start, stop) + 100 * node
-        items, waiter = [(FLAT, vector) for vector in vectors], CollectiveWaiter(monitor, place="here", timeout_s=20)
+        items, waiter = [(FLAT, vector) for vector in vectors], CollectiveWaiter(monitor, label="here", timeout_s=20)
         bundles = reducer.pack(items, key="0")
         memory = {vector.untyped_storage().data_ptr() for vector in vectors}
         assert {bundle.part.values.untyped_storage().data_ptr() for bundle in bundles} == memory

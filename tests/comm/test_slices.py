@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenly.comm import owners_of_slices
-from evenly.comm.blocks.index_blocks import Side, index_blocks
+from evenly.comm.blocks.index_blocks import ParticipantTensor, index_blocks
 from evenly.comm.blocks.replicas import FLAT, whole_replicas
 from tests.ranks import ragged
 from tests.spec.values import rank_lists
@@ -16,7 +16,7 @@ totals = st.integers(1, 1000)
 
 def slices_of(nodes, total):
     """Returns start, end and owners of each block of a vector."""
-    sides = [Side((total,), FLAT, replicas) for replicas in whole_replicas(nodes)]
+    sides = [ParticipantTensor((total,), FLAT, replicas) for replicas in whole_replicas(nodes)]
     return [(*block[0], tuple(side.owner(block) for side in sides)) for block in index_blocks((total,), sides)]
 
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 import torch
 
 from evenly.exchange.codecs import find_codec
+from evenly.exchange.tensors.averaged_tensors import trained_entries
 from evenly.exchange.tensors.buffer_policies import policies_of
 from evenly.exchange.tensors.fragments import split
-from evenly.exchange.tensors.optimizer_state import trained_entries
 from evenly.schedule.adaptive import ExchangeCosts, choose
 from evenly.schedule.step_counter import Schedule
 from evenly.spec import Adaptive, EveryEpoch
@@ -60,7 +60,7 @@ class Player:
         count = sum(map(len, nodes))
         self.models = [copy.deepcopy(model) for _ in range(count)]
         self.optimizers = [make_optimizer(m) for m in self.models]
-        self.schedule = Schedule(period, settings.fragments, least=settings.calm_steps)
+        self.schedule = Schedule(period, settings.fragments, least=settings.least_adaptive_steps)
         entries = trained_entries(model)
         self.pieces = split(entries, [e.tensor.numel() for e in entries], settings.fragments, rows=rows)
         self.trained = {entry.home for entry in entries}

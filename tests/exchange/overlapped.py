@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from evenly.exchange.tensors.averaged_tensors import trained_entries
 from evenly.exchange.tensors.fragments import split
-from evenly.exchange.tensors.optimizer_state import trained_entries
 from tests.reference import Reference
 
 

@@ -10,8 +10,8 @@ from evenly.exchange import add_codec
 from evenly.exchange.anchors import Anchors
 from evenly.exchange.membership import Quorum
 from evenly.exchange.payload import Agreed, _add_state
+from evenly.exchange.tensors.averaged_tensors import AveragedTensor, Rows
 from evenly.exchange.tensors.fragments import split, within
-from evenly.exchange.tensors.optimizer_state import Rows, StateEntry
 from evenly.spec import Exchange
 from tests.ranks import run_ranks
 
@@ -71,12 +71,12 @@ def test_an_exact_exchange_brings_all_that_was_lost():
 @pytest.mark.parametrize("slot", ["momentum_buffer", "exp_avg_sq", "mine"])
 def test_squares_do_not_fall_below_zero_and_momenta_may(slot):
     tensor, change = torch.tensor([0.0, 2.0]), torch.tensor([-1.0, -1.0])
-    _add_state(slot, [Agreed(StateEntry("w", f"0.{slot}", tensor, slot), tensor, change)])
+    _add_state(slot, [Agreed(AveragedTensor("w", f"0.{slot}", tensor, slot), tensor, change)])
     assert tensor.tolist() == ([-1.0, 1.0] if slot == "momentum_buffer" else [0.0, 1.0])
 
 
 def entries_of(**shapes):
-    return [StateEntry(name, name, torch.empty(shape)) for name, shape in shapes.items()]
+    return [AveragedTensor(name, name, torch.empty(shape)) for name, shape in shapes.items()]
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_drift_settles_though_it_is_told_late(lag):
 
 
 def test_half_of_the_first_period_is_beside_no_exchange():
-    assert Schedule(Adaptive(start=4), least=Exchange(overlap=8).calm_steps).next_length == 16
-    assert Schedule(Adaptive(start=4, most=10), least=Exchange(overlap=8).calm_steps).next_length == 10
+    assert Schedule(Adaptive(start=4), least=Exchange(overlap=8).least_adaptive_steps).next_length == 16
+    assert Schedule(Adaptive(start=4, most=10), least=Exchange(overlap=8).least_adaptive_steps).next_length == 10
     with pytest.raises(SpecError, match="longer than the longest"):
         Adaptive(start=20, most=10)
 

@@ -62,7 +62,7 @@ def calibrate(
     """
     expected = Expectation(rank_group.rank, cluster, profile, QUICK_S if quick else THOROUGH_S)
     with open_context(
-        rank_group.scoped("calibration"), "calibration", place="the calibration", timeout_s=timeout_s, parent=parent
+        rank_group.scoped("calibration"), "calibration", label="the calibration", timeout_s=timeout_s, parent=parent
     ) as context:
         calibration_run = _CalibrationRun(rank_group, traced, device, context, expected, tell)
         profile = correct_profile(profile, cluster, _gather(context, calibration_run.measure_averaging(), STEPS))

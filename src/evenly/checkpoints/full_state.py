@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from evenly.batches import Feed
-from evenly.checkpoints.states import FullState, LocalState, NodeState, Saved
+from evenly.checkpoints.states import FullState, LocalState, NodeState
 from evenly.errors import CheckpointError
+from evenly.exchange import AgreedState, ExchangeState, PendingState
 from evenly.nodes import Synchronized
 from evenly.shards import Sharded, full_state_dict, load_full_state_dict, local_shard_of
 
@@ -69,32 +70,31 @@ def full_state(trained_model: TrainedModel) -> FullState:
     }
 
 
-def local_exchanges(trained_model: TrainedModel, node: NodeState, rank: LocalState) -> Saved | None:
+def local_exchanges(trained_model: TrainedModel, node: NodeState, rank: LocalState) -> ExchangeState | None:
     """Returns a checkpoint's state of past and pending exchanges, cut as the network is on this rank."""
     saved, module = rank["exchanges"], trained_model.model.module
     if saved is None:
         return None
     parameters, buffers = (dict(named) for named in (module.named_parameters(), module.named_buffers()))
-    pending_exchanges = []
+    pending_exchanges: list[PendingState] = []
     for pending_exchange, pieces in zip(saved["trips"], node["pending"], strict=True):
-        local_pieces = [{**piece, "value": part_of(parameters[piece["home"]], piece["value"])} for piece in pieces]
+        local_pieces: list[AgreedState] = [
+            {**piece, "value": part_of(parameters[piece["home"]], piece["value"])} for piece in pieces
+        ]
         pending_exchanges.append({**_with_buffers(pending_exchange, part_of, buffers), "pieces": local_pieces})
     return {**saved, "trips": pending_exchanges}
 
 
 def _with_buffers(
-    pending_exchange: Saved,
+    pending_exchange: PendingState,
     convert: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     owners: dict[str, torch.Tensor],
-) -> Saved:
+) -> PendingState:
     """Returns a saved exchange with its buffers, snapshot and agreed, converted to full tensors or to parts."""
-    fields = ("snapshot", "buffers")
     return {
         **pending_exchange,
-        **{
-            kind: {name: convert(owners[name], value) for name, value in pending_exchange[kind].items()}
-            for kind in fields
-        },
+        "snapshot": {name: convert(owners[name], value) for name, value in pending_exchange["snapshot"].items()},
+        "buffers": {name: convert(owners[name], value) for name, value in pending_exchange["buffers"].items()},
     }
 
 
@@ -131,7 +131,7 @@ def part_of(owner: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     return full if placement is None else placement.part(full)
 
 
-def _full_piece(module: torch.nn.Module, piece: Saved) -> Saved:
+def _full_piece(module: torch.nn.Module, piece: AgreedState) -> AgreedState:
     return {**piece, "value": _full_tensor(dict(module.named_parameters())[piece["home"]], piece["value"])}
 
 

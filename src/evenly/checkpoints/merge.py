@@ -6,7 +6,7 @@ import torch
 
 from evenly.checkpoints.states import LocalState, NodeState, RankState, Saved, Tensors
 from evenly.errors import CheckpointError
-from evenly.exchange import SQUARES, add_change, extreme, fractions, is_torn, same
+from evenly.exchange import SQUARES, Progress, add_change, extreme, fractions, is_torn, same
 from evenly.spec import BufferPolicy
 
 
@@ -58,7 +58,8 @@ def _merge_pending(state: NodeState) -> None:
 
 def _policies(local: LocalState) -> dict[str, BufferPolicy]:
     """Returns the policy for each buffer; those that exchanges leave alone are kept."""
-    saved: dict[str, BufferPolicy] | None = (local["exchanges"] or {}).get("policies")
+    exchanges = local["exchanges"]
+    saved = None if exchanges is None else exchanges.get("policies")
     if saved is None:
         return {name: "average" if _is_number(value) else "max" for name, value in local["buffers"].items()}
     return {name: saved.get(name, "keep") for name in local["buffers"]}
@@ -66,7 +67,8 @@ def _policies(local: LocalState) -> dict[str, BufferPolicy]:
 
 def _merge_pending_buffers(state: LocalState, policies: dict[str, BufferPolicy]) -> None:
     """Merges pending exchanges into a rank's buffers."""
-    for pending_exchange in (state["exchanges"] or {"trips": ()})["trips"]:
+    exchanges = state["exchanges"]
+    for pending_exchange in exchanges["trips"] if exchanges is not None else []:
         for name, agreed in pending_exchange["buffers"].items():
             add_change(state["buffers"][name], agreed, pending_exchange["snapshot"][name], policies[name])
 
@@ -99,7 +101,7 @@ def _weights_of_ranks(weights: Sequence[float], samples: Sequence[float], layout
     return rank_weights
 
 
-def _at_an_exchange(progress: Saved) -> Saved:
+def _at_an_exchange(progress: Progress) -> Progress:
     fragments = len(progress["since"])
     return {**progress, "since": [0] * fragments, "samples": [0.0] * fragments}
 

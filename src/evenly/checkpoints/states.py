@@ -4,8 +4,10 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 
+from evenly.exchange import AgreedState, ExchangeState, Progress
+
 Tensors = dict[str, torch.Tensor]
-Saved = dict[str, Any]  # a state_dict(), or the state of an exchange
+Saved = dict[str, Any]  # a state_dict() of torch or of an object of the user's
 
 
 class Stateful(Protocol):
@@ -33,7 +35,7 @@ class NodeState(TypedDict):
 
     parameters: Tensors
     optimizer: Saved
-    pending: list[list[Saved]]  # the payload of pending exchanges
+    pending: list[list[AgreedState]]  # the payload of pending exchanges
 
 
 class FullState(NodeState):
@@ -41,7 +43,7 @@ class FullState(NodeState):
 
     buffers: Tensors
     agreed: Tensors  # the buffers of the last exchange
-    exchanges: Saved
+    exchanges: ExchangeState
 
 
 class LocalState(TypedDict):
@@ -49,8 +51,8 @@ class LocalState(TypedDict):
 
     buffers: Tensors
     agreed: Tensors | None
-    progress: Saved
-    exchanges: Saved | None
+    progress: Progress
+    exchanges: ExchangeState | None
     feed: dict[str, int] | None
 
 
@@ -59,7 +61,7 @@ class RandomState(TypedDict):
 
     torch: torch.Tensor
     cuda: torch.Tensor | None
-    python: tuple[Any, ...]
+    python: tuple[object, ...]
     numpy: list[Any]  # name, keys, position, has_gauss, gauss
 
 

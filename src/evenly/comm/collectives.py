@@ -30,13 +30,13 @@ class PausableClock(Protocol):
 
 
 class CollectiveWaiter:
-    """Waits for collectives at one place of the program, and checks the failure monitor meanwhile."""
+    """Waits for collectives, and checks the failure monitor meanwhile; `label` says in errors what it waits for."""
 
     def __init__(
-        self, monitor: FailureMonitor, *, place: str, step: int = 0, timeout_s: float = 600.0, reports: bool = True
+        self, monitor: FailureMonitor, *, label: str, step: int = 0, timeout_s: float = 600.0, reports: bool = True
     ) -> None:
         self.monitor = monitor
-        self.place = place
+        self.label = label
         self.step = step
         self.timeout_s = timeout_s
         self._reports = reports  # whether long waits are reported to the other ranks
@@ -69,7 +69,7 @@ class CollectiveWaiter:
             try:
                 work.wait()
             except RuntimeError as error:
-                self.monitor.settle_cause(f"at {self.place} after step {self.step}")
+                self.monitor.wait_for_cause(f"at {self.label} after step {self.step}")
                 self.monitor.check()
                 raise self._connection_error(error) from error
 
@@ -80,8 +80,8 @@ class CollectiveWaiter:
             self._check_wait(clock.read(), waits_for_ranks=True)
 
     def barrier(self) -> None:
-        """Returns when every rank of the group has reached this place; uses the store only."""
-        keys = [f"barrier/{self.place}/{rank}" for rank in range(self.monitor.rank_group.size)]
+        """Returns when every rank of the group waits with this label; uses the store only."""
+        keys = [f"barrier/{self.label}/{rank}" for rank in range(self.monitor.rank_group.size)]
         self.monitor.announce(keys[self.monitor.rank_group.rank])
         self.monitor.set_identities(self.read_all(keys))
         self.monitor.poll()  # the others may have failed before this rank arrived
@@ -105,14 +105,14 @@ class CollectiveWaiter:
         self.monitor.check()
         if not self._reports and self.monitor.has_failed:  # the others may have failed before they came here
             raise PeerError(
-                f"rank {self.monitor.rank_group.rank} has failed and waits no longer at {self.place}. Look at its own "
+                f"rank {self.monitor.rank_group.rank} has failed and waits no longer at {self.label}. Look at its own "
                 "error."
             )
         self.monitor.require_store()
         if waits_for_ranks and self._reports and waited_s > min(SHORT_WAIT_S, self.timeout_s / 4):
-            self.monitor.waiting(self.place, self.step)
+            self.monitor.waiting(self.label, self.step)
         if waited_s > self.timeout_s:
-            absent_ranks = self.monitor.absent(self.place) if waits_for_ranks else []
+            absent_ranks = self.monitor.absent(self.label) if waits_for_ranks else []
             self.monitor.check()  # the query may have found that the store is gone
             error = self._timeout_error(waited_s, absent_ranks)
             self.monitor.report(error)
@@ -125,13 +125,13 @@ class CollectiveWaiter:
         if (missing := self.monitor.missing()) is not None:
             cause = f"{cause if absent_ranks else 'the others did not answer.'} {missing}"
         return PeerError(
-            f"rank {self.monitor.rank_group.rank} waited {waited_s:.0f} s at {self.place} after step {self.step}: "
+            f"rank {self.monitor.rank_group.rank} waited {waited_s:.0f} s at {self.label} after step {self.step}: "
             f"{cause} Look at those ranks' output; for a slow link give a larger timeout_s."
         )
 
     def _connection_error(self, error: RuntimeError) -> PeerError:
         return PeerError(
-            f"at {self.place} after step {self.step} the connection of rank {self.monitor.rank_group.rank} to another "
+            f"at {self.label} after step {self.step} the connection of rank {self.monitor.rank_group.rank} to another "
             f"rank broke: {first_line(error)}. A rank has ended or cannot be reached; look at the other ranks' output."
         )
 
@@ -198,10 +198,10 @@ class ObjectGatherer:
         """
         self._number += 1
         waiter = CollectiveWaiter(
-            self._monitor, place=f"{what}{where} (call {self._number})", timeout_s=self._timeout_s
+            self._monitor, label=f"{what}{where} (call {self._number})", timeout_s=self._timeout_s
         )
         rows = gather_json((what, value), self._group, waiter)
-        self._monitor.passed(waiter.place)
+        self._monitor.record_passed(waiter.label)
         if any(call != what for call, _ in rows):
             calls = "; ".join(f"rank {rank}: {call}" for rank, (call, _) in enumerate(rows))
             raise LockstepError(

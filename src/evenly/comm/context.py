@@ -39,7 +39,7 @@ class GroupContext:
 
 @contextmanager
 def open_context(
-    rank_group: RankGroup, name: str, *, place: str, timeout_s: float, parent: FailureMonitor | None = None
+    rank_group: RankGroup, name: str, *, label: str, timeout_s: float, parent: FailureMonitor | None = None
 ) -> Iterator[GroupContext]:
     """Yields a group of all ranks of `rank_group` with a failure monitor and a waiter; every rank calls it together.
 
@@ -48,13 +48,13 @@ def open_context(
     Args:
         rank_group: the ranks; `scoped` gives a store of its own to each of several contexts.
         name: of the group.
-        place: what the ranks do here, for the error message of a rank whose wait times out.
+        label: what the ranks do here, for the error message of a rank whose wait times out.
         timeout_s: how long a rank waits for the others.
         parent: a monitor whose failures fail here too.
     """
     monitor = FailureMonitor(rank_group, parent=parent)
     try:
-        waiter = CollectiveWaiter(monitor, place=place, timeout_s=timeout_s)
+        waiter = CollectiveWaiter(monitor, label=label, timeout_s=timeout_s)
         with report_on_error(monitor):
             waiter.barrier()
         with open_temporarily(

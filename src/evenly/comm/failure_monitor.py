@@ -35,9 +35,9 @@ class FailureNote:
     host: str
     text: str
     error: str = "PeerError"
-    place: str = ""
+    place: str = ""  # the label of the wait
     step: int = 0
-    begun: int = 0
+    begun: int = 0  # backwards of that rank
     averages_with: tuple[int, ...] = ()  # ranks that average gradients with the one that waits
     pid: int = 0
 
@@ -49,7 +49,7 @@ class FailureMonitor:
         self, rank_group: RankGroup, *, averages_with: tuple[int, ...] = (), parent: "FailureMonitor | None" = None
     ) -> None:
         self.rank_group = rank_group
-        self.begun = 0  # backwards whose gradients this rank has started to average
+        self.backwards = 0  # backwards whose gradients this rank has started to average
         self._parents = [parent] if parent is not None else []  # their failures fail here too
         self._averages_with = averages_with
         self._host = socket.gethostname()
@@ -110,9 +110,9 @@ class FailureMonitor:
         """Ends what `follow` began."""
         self._parents = [current for current in self._parents if current is not parent]
 
-    def begin(self) -> None:
+    def count_backward(self) -> None:
         """Counts a backward; raises later if a waiting rank will never join it."""
-        self.begun += 1
+        self.backwards += 1
         for note in list(self._open_notes.values()):
             self._require_lockstep(note)
 
@@ -124,7 +124,7 @@ class FailureMonitor:
         for future, tensor, _ in pending:
             _complete(future, tensor)
 
-    def settle_cause(self, where: str = "") -> None:
+    def wait_for_cause(self, where: str = "") -> None:
         """Waits a moment for a note that explains a broken connection, or until it is clear which rank is gone."""
         deadline = time.monotonic() + SILENT_S + 3 * INTERVAL_S
         while not self.has_error and time.monotonic() < deadline and not self._stop.is_set():
@@ -183,27 +183,34 @@ class FailureMonitor:
         has_ended = host is not None and self._heartbeats.has_ended(host)
         return has_ended or any(parent._host_has_ended() for parent in self._parents)
 
-    def waiting(self, place: str, step: int) -> None:
-        """Reports to the others that this rank waits at `place` after `step` steps."""
-        if place not in self._posted and self.rank_group.size > 1:
-            self._posted.add(place)
+    def waiting(self, label: str, step: int) -> None:
+        """Reports to the others that this rank waits at `label` after `step` steps."""
+        if label not in self._posted and self.rank_group.size > 1:
+            self._posted.add(label)
             me = (self.rank_group.rank, self._host, "")
             self._post(
-                FailureNote("waiting", *me, place=place, step=step, begun=self.begun, averages_with=self._averages_with)
+                FailureNote(
+                    "waiting",
+                    *me,
+                    place=label,
+                    step=step,
+                    begun=self.backwards,
+                    averages_with=self._averages_with,
+                )
             )
 
-    def passed(self, place: str) -> None:
-        """Records that the collective at `place` is complete: no rank waits there any more."""
-        self._passed.add(place)
-        self._open_notes = {key: note for key, note in self._open_notes.items() if note.place != place}
+    def record_passed(self, label: str) -> None:
+        """Records that the collective `label` is complete: no rank waits there any more."""
+        self._passed.add(label)
+        self._open_notes = {key: note for key, note in self._open_notes.items() if note.place != label}
 
-    def absent(self, place: str) -> list[int]:
-        """Returns the ranks that have not reported to wait at `place`."""
+    def absent(self, label: str) -> list[int]:
+        """Returns the ranks that have not reported to wait at `label`."""
         self._poll()
-        arrived = self._waiting.get(place, set()) | {self.rank_group.rank}
+        arrived = self._waiting.get(label, set()) | {self.rank_group.rank}
         return [rank for rank in range(self.rank_group.size) if rank not in arrived]
 
-    def hold(self, future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
+    def watch_future(self, future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
         """Completes `future` with `tensor` if a rank fails before it is done."""
         with self._lock:
             if self._error is None:
@@ -211,8 +218,8 @@ class FailureMonitor:
                 return
         _complete(future, tensor)
 
-    def release(self, future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
-        """Completes a held future with `tensor`."""
+    def complete_future(self, future: torch.futures.Future[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Completes a watched future with `tensor`."""
         with self._lock:
             self._futures.pop(id(future), None)
         _complete(future, tensor)
@@ -299,11 +306,11 @@ class FailureMonitor:
             self.fail(kind(f"rank {note.rank} on {note.host} (pid {note.pid}) stopped: {note.text}"))
 
     def _require_lockstep(self, note: FailureNote) -> None:
-        if self.begun <= note.begun or note.place in self._passed:
+        if self.backwards <= note.begun or note.place in self._passed:
             return
         error = errors.LockstepError(
-            f"rank {self.rank_group.rank} is in its step {note.step + self.begun - note.begun} but rank {note.rank} on "
-            f"{note.host} made only {note.step} steps and waits for the exchange: "
+            f"rank {self.rank_group.rank} is in its step {note.step + self.backwards - note.begun} but rank "
+            f"{note.rank} on {note.host} made only {note.step} steps and waits for the exchange: "
             "ranks were given unequal numbers of batches, or one called step() without a backward. "
             "Give every rank the same number of steps (evenly.feed does), or drop the surplus."
         )

@@ -75,7 +75,7 @@ def open_groups(
     devices: Sequence[Device],
     *,
     timeout_s: float = 600.0,
-    joint_gradients: bool = False,
+    global_gradients: bool = False,
     beside: bool = False,
 ) -> Groups:
     """Returns the groups of this rank; every rank of the group calls it with the same arguments.
@@ -85,7 +85,7 @@ def open_groups(
         nodes: the ranks of each node; unequal numbers are normal.
         devices: the device of each rank, which decides the backend.
         timeout_s: time limit of every collective.
-        joint_gradients: whether gradients are averaged over all ranks instead of inside the node.
+        global_gradients: whether gradients are averaged over all ranks instead of inside the node.
         beside: whether another thread uses the groups of node and peers while gradients are averaged. NCCL needs
             one order of all collectives of a device, which two threads do not have: these groups then use gloo.
     """
@@ -100,7 +100,7 @@ def open_groups(
         return data if on_cpu else group(f"{name}votes", ranks, "gloo")
 
     all_ranks, node_ranks, exchange_backend = range(rank_group.size), nodes[index], "gloo" if beside else None
-    gradient_ranks = all_ranks if joint_gradients else node_ranks
+    gradient_ranks = all_ranks if global_gradients else node_ranks
     node = group(f"node{index}", node_ranks, exchange_backend)
     peers = []
     for number, owners in enumerate(owners_of_slices(nodes)):
@@ -112,7 +112,7 @@ def open_groups(
         nodes=tuple(tuple(ranks) for ranks in nodes),
         index=index,
         world=group("world", all_ranks, "gloo"),
-        gradients=group("gradients" if joint_gradients else f"gradients{index}", gradient_ranks, beside=False),
+        gradients=group("gradients" if global_gradients else f"gradients{index}", gradient_ranks, beside=False),
         node=node,
         node_votes=votes(f"node{index}", node_ranks, node),
         peers=tuple(peers),

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -44,7 +43,7 @@ class LocalShard:
         return self.shard_group.gather(part.detach(), self.dim, self.segments, name="state").wait()
 
 
-def mark(tensor: torch.Tensor, attribute: str, value: Any) -> None:
+def mark(tensor: torch.Tensor, attribute: str, value: object) -> None:
     """Sets an attribute that relates a tensor to a cut network."""
     global _last_mark
     setattr(tensor, attribute, value)

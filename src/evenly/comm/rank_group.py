@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 
@@ -22,9 +21,8 @@ class RankGroup:
     store_rank: int | None = None  # the rank in whose process the store lives, if it is one of these
 
     def __post_init__(self) -> None:
-        raw: Any = self.store
-        if not isinstance(raw, BoundedStore):
-            object.__setattr__(self, "store", BoundedStore(raw))
+        if not isinstance(self.store, BoundedStore):  # a plain store of torch
+            object.__setattr__(self, "store", BoundedStore(self.store))
 
     def scoped(self, name: str) -> "RankGroup":
         """Returns the same ranks with a new prefix of the store; every rank opens its scopes in the same order."""

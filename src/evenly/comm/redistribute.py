@@ -12,7 +12,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -67,15 +67,21 @@ class Redistribute:
                 return PendingTensor(lambda: x)
 
 
+class _Context(Protocol):
+    """What forward leaves for backward in autograd's context."""
+
+    redistribute: Redistribute
+
+
 class _Redistributed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, redistribute: Redistribute) -> torch.Tensor:
+    def forward(ctx: _Context, x: torch.Tensor, redistribute: Redistribute) -> torch.Tensor:
         ctx.redistribute = redistribute
         result = redistribute.forward(x).wait()
         return result.view_as(result) if result is x else result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         with ctx.redistribute.shard_group.telling():
             return ctx.redistribute.backward(gradient).wait(), None

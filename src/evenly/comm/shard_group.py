@@ -69,7 +69,7 @@ class ShardGroup:
         self.traffic = Traffic()
         self.batch: tuple[int, list[float]] = (0, [])  # the number of the pass; samples, mode, trace, and some data
         self.failed: Exception | None = None
-        self._waiter = CollectiveWaiter(monitor, place="a layer cut over ranks", timeout_s=timeout_s)
+        self._waiter = CollectiveWaiter(monitor, label="a layer cut over ranks", timeout_s=timeout_s)
         self._waiter.on_quiet = self._report_batch
 
     def watch(self, clock: PausableClock | None) -> None:
@@ -226,7 +226,7 @@ class ShardGroup:
             self._waiter.wait([broadcast(x.view(-1).view(torch.uint8), self.group, source=source)])
         return x
 
-    def tell(self, value: Any, source: int) -> Any:
+    def tell(self, value: object, source: int) -> Any:
         """Returns the value of rank `source`; values must be JSON."""
         return gather_json(value if self.rank == source else None, self.group, self._waiter)[source]
 

@@ -2,18 +2,23 @@
 
 from evenly.exchange.buffers import add_change, is_torn, same
 from evenly.exchange.codecs import Codec, add_codec
+from evenly.exchange.exchange_state import ExchangeState, Progress
 from evenly.exchange.exchanger import Exchanger
 from evenly.exchange.membership import Membership, Quorum, StaticMembership, Vote, fractions
-from evenly.exchange.payload import SQUARES
-from evenly.exchange.pending import ExchangeSummary
+from evenly.exchange.payload import SQUARES, AgreedState
+from evenly.exchange.pending import ExchangeSummary, PendingState
 from evenly.exchange.tensors.ordered import extreme
 
 __all__ = [
     "SQUARES",
+    "AgreedState",
     "Codec",
+    "ExchangeState",
     "ExchangeSummary",
     "Exchanger",
     "Membership",
+    "PendingState",
+    "Progress",
     "Quorum",
     "StaticMembership",
     "Vote",

@@ -10,9 +10,9 @@ are encoded too, and all nodes use the decoded sums, so g' is bit-identical ever
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,13 @@ class TransferStats:
     """The bytes this rank sent to other nodes in an exchange, and how far its node had drifted from the average."""
 
     sent_bytes: int = 0
-    distance: float = 0.0  # squared, to the average
-    length: float = 0.0  # squared, of the average
+    squared_distance: float = 0.0  # to the average
+    squared_norm: float = 0.0  # of the average
 
     @property
     def drift(self) -> float:
-        """The distance to the average over its length."""
-        return math.sqrt(self.distance / self.length) if self.length else 0.0
+        """The distance to the average over the norm of the average."""
+        return math.sqrt(self.squared_distance / self.squared_norm) if self.squared_norm else 0.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,16 @@ class _Anchor:
     lost: torch.Tensor | None = None  # [nodes, piece], encoding error of this node's differences
     lost_sum: torch.Tensor | None = None  # [piece], encoding error of the sum that this rank computed
     outer: torch.optim.Optimizer | None = None
+
+
+class AnchorState(TypedDict):
+    """An anchor in a checkpoint."""
+
+    agreed: torch.Tensor
+    lost: torch.Tensor | None
+    lost_sum: torch.Tensor | None
+    outer: dict[str, object] | None  # the state_dict() of the outer optimizer
+    loaded: NotRequired[bool]  # taken from loaded weights, not yet compared between nodes
 
 
 class Anchors:
@@ -100,8 +110,10 @@ class Anchors:
             uncoded_anchor = replace(self._anchors[part.key], lost_sum=None) if is_idle else None
             drifts.append(self._apply(part, to_device(total, part.values.device), uncoded_anchor))
         known_drifts = [drift for drift in drifts if drift is not None]
-        distance, length = torch.stack(known_drifts).sum(0).tolist() if known_drifts else (0.0, 0.0)  # one device sync
-        return TransferStats(sent_bytes, distance, length)
+        if not known_drifts:
+            return TransferStats(sent_bytes)
+        squared_distance, squared_norm = torch.stack(known_drifts).sum(0).tolist()  # one device sync
+        return TransferStats(sent_bytes, squared_distance, squared_norm)
 
     def _verify(self, parts: Sequence[Slice], waiter: CollectiveWaiter) -> None:
         """Raises `MismatchError` if nodes loaded different weights."""
@@ -120,7 +132,7 @@ class Anchors:
         self._unverified -= {part.key for part in parts}
 
     def _apply(self, part: Slice, average: torch.Tensor, coded: _Anchor | None = None) -> torch.Tensor | None:
-        """Writes the agreed values; returns squared distance to and length of the average, for slices with a key."""
+        """Writes the agreed values; returns squared distance to and norm of the average, for slices with a key."""
         drift = _drift(part.values, average) if part.key else None
         agreed = self._update_anchor(part, average, coded)
         part.values.copy_(agreed - part.values if part.change else agreed)
@@ -141,7 +153,7 @@ class Anchors:
             sums.append((host_total, all_reduce(host_total, part.group)))
         return sums
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, AnchorState]:
         """Returns the state for a checkpoint."""
         return {
             key: {
@@ -154,19 +166,23 @@ class Anchors:
             for key, anchor in self._anchors.items()
         }
 
-    def fit(self, state: dict[str, Any]) -> bool:
+    def fit(self, state: dict[str, AnchorState]) -> bool:
         """Returns whether a checkpoint's state, saved with the same settings, has the same slices."""
         return state.keys() == self._anchors.keys() and all(
             anchor.agreed.shape == state[key]["agreed"].shape for key, anchor in self._anchors.items()
         )
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: dict[str, AnchorState]) -> None:
         """Restores a checkpoint's state."""
         for key, saved in state.items():
             device = self._anchors[key].agreed.device
-            lost, lost_sum = (None if saved[n] is None else saved[n].to(device) for n in ("lost", "lost_sum"))
-            anchor = replace(self._new_anchor(saved["agreed"].to(device)), lost=lost, lost_sum=lost_sum)
-            if anchor.outer is not None:
+            lost, lost_sum = saved["lost"], saved["lost_sum"]
+            anchor = replace(
+                self._new_anchor(saved["agreed"].to(device)),
+                lost=None if lost is None else lost.to(device),
+                lost_sum=None if lost_sum is None else lost_sum.to(device),
+            )
+            if anchor.outer is not None and saved["outer"] is not None:
                 anchor.outer.load_state_dict(saved["outer"])
             self._anchors[key] = anchor
         self._unverified = {key for key, saved in state.items() if saved.get("loaded")}
@@ -251,15 +267,15 @@ class Anchors:
 
 def of_node(stats: TransferStats, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> TransferStats:
     """Returns the statistics with the drift of the whole node, summed over the slices of the ranks in `group`."""
-    rows, work = all_gather(torch.tensor([stats.distance, stats.length], dtype=torch.float64), group)
+    rows, work = all_gather(torch.tensor([stats.squared_distance, stats.squared_norm], dtype=torch.float64), group)
     waiter.wait([work])
-    distance, length = rows.sum(0).tolist()
-    if not math.isfinite(length):  # of the average, which is the same on all nodes: all raise
+    squared_distance, squared_norm = rows.sum(0).tolist()
+    if not math.isfinite(squared_norm):  # of the average, which is the same on all nodes: all raise
         raise NonFiniteError(
             "a parameter had become NaN or infinite when nodes exchanged, though no gradient had; nothing was merged. "
             "Look at the optimizer's settings, and at what else changes parameters."
         )
-    return TransferStats(stats.sent_bytes, distance, length)
+    return TransferStats(stats.sent_bytes, squared_distance, squared_norm)
 
 
 def _digest(values: torch.Tensor) -> torch.Tensor:
@@ -281,8 +297,8 @@ def _subtract(row: torch.Tensor, decoded: torch.Tensor) -> None:
 
 
 def _drift(values: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
-    length = torch.linalg.vector_norm(average, dtype=torch.float64)  # squares of large numbers fit
-    return torch.stack([torch.dist(values, average).double(), length]).square_()  # [2]
+    norm = torch.linalg.vector_norm(average, dtype=torch.float64)  # squares of large numbers fit
+    return torch.stack([torch.dist(values, average).double(), norm]).square_()  # [2]
 
 
 def _try_outer(outer: Outer) -> None:
@@ -299,16 +315,18 @@ def _try_outer(outer: Outer) -> None:
 
 
 def _make_outer(outer: Outer, parameter: torch.Tensor) -> torch.optim.Optimizer:
-    kind: Any = getattr(torch.optim, outer.name, None)
-    base = torch.optim.Optimizer
-    is_optimizer = isinstance(kind, type) and issubclass(kind, base) and kind is not base
-    if not is_optimizer or outer.name in NOT_ELEMENTWISE:
-        case = "is not elementwise, and ranks hold slices" if is_optimizer else "is no class of torch.optim"
+    make = _optimizer_class(outer.name)
+    if make is None or outer.name in NOT_ELEMENTWISE:
+        case = "is no class of torch.optim" if make is None else "is not elementwise, and ranks hold slices"
         raise SpecError(
             f"the outer optimizer {outer.name!r} was asked for, which {case}. Take SGD, Adam or another one."
         )
     try:
-        optimizer: torch.optim.Optimizer = kind([parameter], **outer.settings)
+        return make([parameter], **outer.settings)
     except Exception as error:
         raise SpecError(f"the outer optimizer {outer.name} cannot be made with {outer.settings}: {error}.") from None
-    return optimizer
+
+
+def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer] | None:
+    kind, base = getattr(torch.optim, name, None), torch.optim.Optimizer
+    return kind if isinstance(kind, type) and issubclass(kind, base) and kind is not base else None

@@ -6,17 +6,17 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from evenly.comm import CollectiveWaiter, FailureMonitor
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 EXIT_S = 2.0  # how long the end of a process waits for background exchanges
 
 
-class BackgroundExchange(Generic[T]):
+class BackgroundExchange(Generic[T_co]):
     """Runs `act` on its own thread once the exchange `after` is done; on a GPU on `stream`.
 
     The exchanges of a rank run one after another in the order they began, which is the same on all ranks.
@@ -24,11 +24,11 @@ class BackgroundExchange(Generic[T]):
 
     def __init__(
         self,
-        act: Callable[[], T],
+        act: Callable[[], T_co],
         *,
         monitor: FailureMonitor,
         stream: torch.cuda.Stream | None = None,
-        after: "BackgroundExchange[T] | None" = None,
+        after: "BackgroundExchange[T_co] | None" = None,
     ) -> None:
         self._monitor = monitor
         self._stream = stream
@@ -40,7 +40,7 @@ class BackgroundExchange(Generic[T]):
         _running_exchanges().add(self)
         threading.Thread(target=self._run, args=(act,), name="evenly-exchange", daemon=True).start()
 
-    def wait(self, waiter: CollectiveWaiter) -> T:
+    def wait(self, waiter: CollectiveWaiter) -> T_co:
         """Returns the result; raises the error of any rank."""
         waiter.wait_for(self._done)
         self.check()
@@ -57,7 +57,7 @@ class BackgroundExchange(Generic[T]):
         if self._error is not None:
             raise self._error
 
-    def _run(self, act: Callable[[], T]) -> None:
+    def _run(self, act: Callable[[], T_co]) -> None:
         try:
             if self._after is not None:
                 self._after._done.wait()
@@ -74,7 +74,7 @@ class BackgroundExchange(Generic[T]):
         finally:
             self._done.set()
 
-    def _run_on_stream(self, stream: torch.cuda.Stream, ready: torch.cuda.Event, act: Callable[[], T]) -> None:
+    def _run_on_stream(self, stream: torch.cuda.Stream, ready: torch.cuda.Event, act: Callable[[], T_co]) -> None:
         with torch.no_grad(), torch.cuda.stream(stream):
             stream.wait_event(ready)
             self._result = act()
@@ -82,14 +82,14 @@ class BackgroundExchange(Generic[T]):
 
 
 @cache
-def _running_exchanges() -> "weakref.WeakSet[BackgroundExchange[Any]]":
+def _running_exchanges() -> "weakref.WeakSet[BackgroundExchange[object]]":
     """Returns the background exchanges of this process; torch aborts a process that exits with collectives pending."""
-    backgrounds: weakref.WeakSet[BackgroundExchange[Any]] = weakref.WeakSet()
+    backgrounds: weakref.WeakSet[BackgroundExchange[object]] = weakref.WeakSet()
     atexit.register(_wait_at_exit, backgrounds)
     return backgrounds
 
 
-def _wait_at_exit(backgrounds: "weakref.WeakSet[BackgroundExchange[Any]]") -> None:
+def _wait_at_exit(backgrounds: "weakref.WeakSet[BackgroundExchange[object]]") -> None:
     deadline = time.monotonic() + EXIT_S
     for background in list(backgrounds):
         background.ends_within(max(0.0, deadline - time.monotonic()))

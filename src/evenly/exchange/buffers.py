@@ -8,9 +8,9 @@ import torch
 
 from evenly.errors import NonFiniteError, SpecError
 from evenly.exchange.replica_exchange import ReplicaExchange
+from evenly.exchange.tensors.averaged_tensors import averages, persistent_buffers
 from evenly.exchange.tensors.buffer_policies import policies_of
 from evenly.exchange.tensors.memory import DistinctTensors
-from evenly.exchange.tensors.optimizer_state import averages, persistent_buffers
 from evenly.exchange.tensors.ordered import below_all, from_ordered, to_ordered
 from evenly.spec import BufferPolicy, Exchange
 

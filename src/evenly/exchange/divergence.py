@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,21 @@ ACROSS = (
     "something else has changed parameters. Nothing was merged. Train with that optimizer, or load the same parameters "
     "on all ranks."
 )
-JOINT = (
+GLOBAL_GRADIENTS = (
     "Ranks that average all gradients must be equal after every step. Something has changed parameters on some ranks "
     "only: by hand, by other settings or state of the optimizer. Nothing was merged. Do the same on all ranks."
+)
+
+
+# What each rank sends to the others when ranks are apart, as JSON.
+RankReport = TypedDict(
+    "RankReport",
+    {
+        "holds": list[tuple[str, float, float, int]],  # name, fingerprint, rounding unit and elements of each tensor
+        "platform": float,
+        "settings": list[dict[str, str]],  # of the optimizer, by parameter group
+        "with": list[int],  # the ranks that hold the network together with this one
+    },
 )
 
 
@@ -42,12 +54,12 @@ class DivergenceCheck:
         groups: Groups,
         replica_exchange: ReplicaExchange,
         *,
-        joint: bool,
+        global_gradients: bool,
     ) -> None:
         self._optimizer = optimizer
         self._groups = groups
         self._replica_exchange = replica_exchange
-        self._joint = joint
+        self._global_gradients = global_gradients
         self._has_warned = False
 
     def require_same(
@@ -70,8 +82,13 @@ class DivergenceCheck:
         if are_apart(quorum.fingerprints, fingerprint.elements, steps=since):
             ranks = dict(enumerate(self._groups.ranks))
             self._raise_mismatch(fingerprint, ranks, node, waiter, INSIDE, step=step, since=since)
-        if (everywhere or self._joint) and are_apart(quorum.node_fingerprints, fingerprint.elements, steps=since):
-            why, ranks = JOINT if self._joint else ACROSS, dict(enumerate(range(self._groups.rank_group.size)))
+        if (everywhere or self._global_gradients) and are_apart(
+            quorum.node_fingerprints, fingerprint.elements, steps=since
+        ):
+            why, ranks = (
+                GLOBAL_GRADIENTS if self._global_gradients else ACROSS,
+                dict(enumerate(range(self._groups.rank_group.size))),
+            )
             self._raise_mismatch(fingerprint, ranks, world, waiter, why, step=step, since=since)
 
     def _warn_of_rates(self, quorum: Quorum, *, step: int) -> None:
@@ -99,13 +116,13 @@ class DivergenceCheck:
         step: int,
         since: int,
     ) -> None:
-        report: dict[str, Any] = {
+        report: RankReport = {
             "holds": fingerprint.by_tensor(),
             "platform": fingerprint.read().platform,
             "settings": [_settings(group) for group in self._optimizer.param_groups],
-            "with": [self._groups.ranks[place] for place in self._holders()],
+            "with": [self._groups.ranks[local_rank] for local_rank in self._holders()],
         }
-        rows = {ranks[place]: row for place, row in enumerate(gather_json(report, group, waiter))}
+        rows = {ranks[member]: row for member, row in enumerate(gather_json(report, group, waiter))}
         networks = sorted({tuple(row["with"]) for row in rows.values()})
         name, others = _first_difference(networks, rows, since=since)
         raise MismatchError(
@@ -114,17 +131,17 @@ class DivergenceCheck:
         )
 
     def _holders(self) -> tuple[int, ...]:
-        place = self._groups.local_rank
-        return next((holders for holders in self._replica_exchange.holders if place in holders), (place,))
+        local_rank = self._groups.local_rank
+        return next((holders for holders in self._replica_exchange.holders if local_rank in holders), (local_rank,))
 
 
 def _first_difference(
-    networks: Sequence[tuple[int, ...]], rows: dict[int, dict[str, Any]], *, since: int
+    networks: Sequence[tuple[int, ...]], rows: dict[int, RankReport], *, since: int
 ) -> tuple[str, list[int]]:
     """Returns the first parameter that differs between networks, and the ranks that differ from the first."""
     is_alike = all(row["platform"] == rows[networks[0][0]]["platform"] for row in rows.values())
-    for place, (name, *_) in enumerate(rows[networks[0][0]]["holds"]):
-        parts = [[rows[rank]["holds"][place] for rank in ranks] for ranks in networks]
+    for index, (name, *_) in enumerate(rows[networks[0][0]]["holds"]):
+        parts = [[rows[rank]["holds"][index] for rank in ranks] for ranks in networks]
         values = [math.fsum(value for _, value, *_ in part) for part in parts]
         units = [max(unit for _, _, unit, _ in part) for part in parts]
         elements = parts[0][0][3] if is_alike else 0
@@ -133,11 +150,11 @@ def _first_difference(
     return "some", [rank for ranks in networks[1:] for rank in ranks]
 
 
-def _settings(group: dict[str, Any]) -> dict[str, str]:
+def _settings(group: dict[str, object]) -> dict[str, str]:
     return {key: repr(value) for key, value in sorted(group.items()) if key != "params"}
 
 
-def _other_settings(rows: dict[int, dict[str, Any]]) -> str:
+def _other_settings(rows: dict[int, RankReport]) -> str:
     """Returns a text on the first setting of the optimizer that differs between ranks."""
     (first, reference), *others = ((rank, row["settings"]) for rank, row in rows.items())
     for rank, settings in others:

@@ -7,23 +7,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import TypeVar, final
 
 import torch
 
 from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, learning_rate
-from evenly.errors import CheckpointError
+from evenly.errors import CheckpointError, SpecError
 from evenly.exchange.anchors import Anchors, of_node
-from evenly.exchange.averager import Averager
 from evenly.exchange.background import BackgroundExchange
 from evenly.exchange.buffers import Buffers
 from evenly.exchange.divergence import DivergenceCheck
+from evenly.exchange.exchange_state import ExchangeProgress, ExchangeState
 from evenly.exchange.loaded_weights import LoadedWeights
 from evenly.exchange.membership import Membership, Quorum, Vote
 from evenly.exchange.payload import Payload
 from evenly.exchange.payload_builder import PayloadBuilder
-from evenly.exchange.pending import ExchangeOutcome, ExchangeSummary, PendingExchange, Tensors, restored
+from evenly.exchange.pending import ExchangeOutcome, ExchangeSummary, PendingExchange, PendingState, Tensors, restored
 from evenly.exchange.replica_exchange import ReplicaExchange
+from evenly.exchange.tensors.averaged_tensors import trained_entries
 from evenly.exchange.tensors.fingerprint import Fingerprint
 from evenly.schedule.adaptive import ExchangeCosts, StepPace, choose
 from evenly.schedule.step_counter import Schedule
@@ -34,12 +35,16 @@ logger = logging.getLogger(__name__)
 CLOSING_S = 2.0  # how long close() waits for background exchanges
 SETTINGS = ("fragments", "codec", "outer", "optimizer_state", "state_every")  # must be equal to resume inside a period
 
+T = TypeVar("T")
 FiniteCheck = Callable[[], None]  # raises if the gradients of the last step were not finite
 
 
 @final
-class Exchanger(Averager):
-    """Begins and merges the exchanges of one network, and keeps the values that nodes agreed on."""
+class Exchanger:
+    """Begins and merges the exchanges of one network, and keeps the values that nodes agreed on.
+
+    Outside the schedule it averages for evaluation, and restarts after `load_state_dict`.
+    """
 
     def __init__(
         self,
@@ -52,12 +57,12 @@ class Exchanger(Averager):
         replica_exchange: ReplicaExchange,
         settings: Exchange,
         monitor: FailureMonitor,
-        joint: bool,
-        before: Callable[[], FiniteCheck],
+        global_gradients: bool,
+        take_finite_check: Callable[[], FiniteCheck],
     ) -> None:
         self.on_exchange: list[Callable[[ExchangeSummary], None]] = []
         self.on_period: list[Callable[[int, int, str], None]] = []  # called with step, steps of the next period, why
-        self.doubtful = False
+        self.may_have_skipped_step = False  # by a scaler we were not given, since the last exchange
         self.buffers = Buffers(module, settings, replica_exchange, alone=groups.rank_group.size == 1)
         self._module = module
         self._optimizer = optimizer
@@ -67,8 +72,8 @@ class Exchanger(Averager):
         self._replica_exchange = replica_exchange
         self._settings = settings
         self._monitor = monitor
-        self._before = before
-        self._averages = len(groups.nodes) > 1 and not joint  # parameters; otherwise these never differ
+        self._take_finite_check = take_finite_check
+        self._averages = len(groups.nodes) > 1 and not global_gradients  # parameters; otherwise these never differ
         self._samples = [0.0] * settings.fragments  # of this rank since the last snapshot of each fragment
         self._counts = [0] * settings.fragments  # snapshots of each fragment
         self._collectives = 0  # collectives with other nodes, of any kind
@@ -77,11 +82,11 @@ class Exchanger(Averager):
         self._step_pace = StepPace()
         self._costs = ExchangeCosts()  # that this rank measured in its last exchange
         self._payload_builder = PayloadBuilder(module, optimizer, replica_exchange, settings, is_sent=self._averages)
-        self._divergence = DivergenceCheck(optimizer, groups, replica_exchange, joint=joint)
+        self._divergence = DivergenceCheck(optimizer, groups, replica_exchange, global_gradients=global_gradients)
         self._loaded_weights = LoadedWeights(module, optimizer)
         self._restarts = 0  # how often anchors were reset to loaded weights
         self._is_assembled = True  # all ranks took part in the last exchange from the same call
-        self._differs = False  # merged changes leave nodes different in the last bits
+        self._may_differ = False  # merged changes leave nodes different in the last bits
         self._device = next(module.parameters(), torch.empty(0)).device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has no annotation here
 
@@ -134,11 +139,11 @@ class Exchanger(Averager):
             ]:
                 self._merge(pending_exchange)
             overlap = 0 if waits else self._settings.overlap
-            check_finite = self._before()
+            check_finite = self._take_finite_check()
             pending_exchange, vote, fingerprint = self._prepare(tuple(fragments), overlap=overlap)
             self._schedule.exchanged(fragments)
             self._forget_samples(fragments)
-            vote = replace(vote, ends=exact)
+            vote = replace(vote, waits_for_all=exact)
             agree = partial(
                 self._agree,
                 pending_exchange.payload,
@@ -152,18 +157,18 @@ class Exchanger(Averager):
                 if self._stream is not None:
                     torch.cuda.current_stream(self._device).synchronize()
                 began = time.monotonic()
-                pending_exchange.outcome = self._run(partial(agree, exact=exact), pending_exchange.place)
+                pending_exchange.outcome = self._run(partial(agree, exact=exact), pending_exchange.label)
                 self._unload(pending_exchange, time.monotonic() - began)
             else:
                 self._run_in_background(pending_exchange, agree)
 
     def _run_in_background(
-        self, pending_exchange: PendingExchange, agree: "Callable[[CollectiveWaiter], ExchangeOutcome | None]"
+        self, pending_exchange: PendingExchange, agree: Callable[[CollectiveWaiter], ExchangeOutcome | None]
     ) -> None:
         if self._stream is not None:
             self._anchors.used_on(self._stream, pending_exchange.fragments)
         after = self._pending_exchanges[-1].background if self._pending_exchanges else None
-        act = partial(agree, self._waiter(pending_exchange.place, reports=False))
+        act = partial(agree, self._waiter(pending_exchange.label, reports=False))
         pending_exchange.background = BackgroundExchange(act, monitor=self._monitor, stream=self._stream, after=after)
         self._pending_exchanges.append(pending_exchange)
 
@@ -220,18 +225,18 @@ class Exchanger(Averager):
             if pending_exchange.background is not None:
                 pending_exchange.background.check()
 
-    def run_collective(self, act: "Callable[[CollectiveWaiter], Any]", place: str = "") -> Any:
+    def run_collective(self, act: Callable[[CollectiveWaiter], T], label: str = "") -> T:
         """Returns the result of the collective `act`; reports an error on this rank to the others before raising it."""
         with self._reporting():
-            self._before()()
-            return self._run(act, place or self._next_place())
+            self._take_finite_check()()
+            return self._run(act, label or self._next_label())
 
-    def _run(self, act: "Callable[[CollectiveWaiter], Any]", place: str) -> Any:
+    def _run(self, act: Callable[[CollectiveWaiter], T], label: str) -> T:
         if self._stream is not None:
             self._anchors.used_on(torch.cuda.current_stream(self._device), range(self._settings.fragments))
         with torch.no_grad():
-            result = act(self._waiter(place))
-        self._monitor.passed(place)
+            result = act(self._waiter(label))
+        self._monitor.record_passed(label)
         return result
 
     @contextmanager
@@ -243,14 +248,18 @@ class Exchanger(Averager):
             self._monitor.report(error)
             raise
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> ExchangeProgress:
         """Returns the sample counts and costs of this rank for a checkpoint."""
         self.take_loaded()  # samples before a load do not count
         self._step_pace.drop()  # a checkpoint interrupts the step
-        counters = {"samples": list(self._samples), "counts": list(self._counts)}
-        return {**counters, "seen": list(self._costs.row[1:]), "differs": self._differs}
+        return {
+            "samples": list(self._samples),
+            "counts": list(self._counts),
+            "seen": list(self._costs.row[1:]),
+            "differs": self._may_differ,
+        }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> ExchangeState:
         """Returns all tensors that a checkpoint inside a period needs, with the pending exchanges."""
         self.take_loaded()
         with self._reporting():
@@ -264,14 +273,14 @@ class Exchanger(Averager):
             "trips": pending_exchanges,
         }
 
-    def resume(self, progress: dict[str, Any], state: dict[str, Any] | None, agreed: Tensors | None) -> None:
+    def resume(self, progress: ExchangeProgress, state: ExchangeState | None, agreed: Tensors | None) -> None:
         """Restores a checkpoint; without a `state` anchors start from the module's values."""
         count = self._settings.fragments
         samples, counts = list(progress["samples"]), list(progress["counts"])
         self._samples = samples if len(samples) == count else [max(samples)] * count
         self._counts = counts if len(counts) == count else [max(counts)] * count
         self._costs = ExchangeCosts(0.0, *progress["seen"])
-        self._differs = progress.get("differs", False)
+        self._may_differ = progress.get("differs", False)
         self.buffers.learn(agreed)
         self._loaded_weights.forget()
         settings = self._bound_settings()
@@ -290,7 +299,109 @@ class Exchanger(Averager):
         self._anchors.resume(state["points"])
         self._pending_exchanges = [self._restored(saved) for saved in state["trips"]]
 
-    def _bound_settings(self) -> dict[str, Any]:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Puts the average over all nodes into the module; restores each node's state afterwards."""
+        self._step_pace.drop()
+        if self._groups.rank_group.size == 1:
+            yield
+            return
+        with self._reporting():
+            self._drain()
+        entries, buffers = trained_entries(self._module), self.buffers.now()
+        tensors = [*(entry.tensor for entry in entries), *buffers.values()]
+        saved_values = [tensor.detach().clone() for tensor in tensors]
+        agreed, may_differ = dict(self.buffers.agreed), self._may_differ
+        try:
+            with torch.no_grad(), self._reporting():
+                loaded = self._loaded_weights.changed()
+                self._may_differ |= bool(loaded)
+                for pending_exchange in self._pending_exchanges:
+                    if pending_exchange.outcome is not None:  # the changes since its snapshot are averaged below
+                        self._payload_builder.unload(pending_exchange.payload, state=False, but=loaded)
+                        merged = {
+                            name: value
+                            for name, value in pending_exchange.outcome.buffers.items()
+                            if name not in loaded
+                        }
+                        self.buffers.put(merged, pending_exchange.snapshot, change=pending_exchange.payload.change)
+                if self._schedule.since or self._pending_exchanges:
+                    is_new = loaded >= {entry.home for entry in entries}  # without samples, as in finish()
+                    self._average_now(parameters=True, samples=0.0 if is_new else self.samples)
+                else:
+                    self._average_rest()
+            with self._loaded_weights.ignored():
+                yield
+        finally:
+            self.buffers.agreed, self._may_differ = agreed, may_differ
+            with torch.no_grad():
+                for tensor, value in zip(tensors, saved_values, strict=True):
+                    tensor.copy_(value)
+
+    def _average_rest(self) -> None:
+        """Averages what may differ although no step was made since the last exchange: buffers changed by a forward
+        without a step, and parameters into which a change was merged, which leaves nodes different in the last bits.
+
+        There are no samples since then, so all replicas have equal weight.
+        """
+        changed = self.buffers.changes(self.buffers.snapshot()).bits()
+        vote = replace(self._make_vote("evaluation", samples=0.0), changed=changed)
+        fingerprint = self._payload_builder.fingerprint()
+        quorum = self.run_collective(partial(self._vote, vote, fingerprint, since=0, everywhere=True))
+        if quorum.may_differ or any(quorum.changed):
+            self._average_now(parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples))
+
+    def _average_now(self, *, parameters: bool, samples: float) -> None:
+        """Puts the average over all nodes into the module, without codec or outer optimizer."""
+        payload = self._payload_builder.load_all() if parameters else self._payload_builder.load(())
+        snapshot = self.buffers.snapshot()
+        description = self._payload_builder.describe(range(self._settings.fragments) if parameters else (), snapshot)
+        vote = self._make_vote(f"an average\n{description}", samples=samples)
+        fingerprint, since = self._payload_builder.fingerprint(), self._schedule.since
+        agree = partial(self._agree, payload, vote, snapshot, fingerprint=fingerprint, since=since, exact=True)
+        outcome = self.run_collective(agree)
+        if outcome is None:  # no parameters differ
+            return
+        with torch.no_grad():
+            self._payload_builder.unload(payload)
+            self.buffers.put(outcome.buffers, snapshot, change=False)
+        self._may_differ = False
+
+    def take_loaded(self, *, everything: bool = False) -> None:
+        """Takes the values loaded by `load_state_dict` since the last step as if nodes had agreed on them.
+
+        Pending exchanges no longer change them. With `everything` the whole network counts as loaded.
+        """
+        if not self._loaded_weights.any and not everything:
+            return
+        with self._reporting():
+            names, is_optimizer_loaded = self._loaded_weights.take()
+            trained = {entry.home for entry in trained_entries(self._module)}
+            names |= {*trained, *self.buffers.policies} if everything else set()
+            for pending_exchange in self._pending_exchanges:
+                pending_exchange.loaded |= names
+                pending_exchange.is_state_loaded |= is_optimizer_loaded
+            if names & trained:
+                self._may_differ = True
+                self._restart(names & trained, trained)
+
+    def _restart(self, loaded: set[str], trained: set[str]) -> None:
+        """Resets samples and anchors after weights were `loaded`."""
+        if loaded == trained:
+            self._forget_samples(range(self._settings.fragments))
+        if not self._averages or not self._anchors.are_kept:
+            return
+        if loaded != trained:
+            raise SpecError(
+                f"load_state_dict has replaced {sorted(loaded)[0]!r}, but not {sorted(trained - loaded)[0]!r}, between "
+                "two exchanges with an outer optimizer or a codec, which start from the last agreed weights. Load all "
+                "weights that train at once, or load before synchronize."
+            )
+        self._drain()  # pending exchanges still use the anchors
+        self._anchors.begin(self._payload_builder.load(range(self._settings.fragments)).parts, verified=False)
+        self._restarts += 1
+
+    def _bound_settings(self) -> dict[str, object]:
         fields = self._settings.model_dump(mode="json")
         return {name: fields[name] for name in SETTINGS}
 
@@ -300,29 +411,30 @@ class Exchanger(Averager):
         stateful = tuple(f for f in fragments if self._counts[f] % self._settings.state_every == 0)
         payload = self._payload_builder.load(fragments, stateful=stateful, change=overlap > 0)
         snapshot = self.buffers.snapshot() if self._settings.fragments - 1 in fragments else {}
-        layout = f"{self._restarts} restarts\n{self._payload_builder.describe(fragments, snapshot, stateful=stateful)}"
+        tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful)
+        description = f"{self._restarts} restarts\n{tensors}"
         samples = max(self._samples[fragment] for fragment in fragments)
-        vote = self._make_vote(layout, samples=samples)
+        vote = self._make_vote(description, samples=samples)
         fingerprint = self._payload_builder.fingerprint(fragments)
         step, number = self._schedule.step, self._schedule.exchanges + 1
-        steps, place = self._schedule.since_of(fragments), self._next_place()
+        steps, label = self._schedule.since_of(fragments), self._next_label()
         pending_exchange = PendingExchange(
-            number, step, step + overlap, fragments, stateful, steps, place, payload, snapshot
+            number, step, step + overlap, fragments, stateful, steps, label, payload, snapshot
         )
         return pending_exchange, vote, fingerprint
 
-    def _make_vote(self, layout: str, *, samples: float) -> Vote:
-        code = int.from_bytes(hashlib.sha256(layout.encode()).digest()[:6])  # exact in a float64
+    def _make_vote(self, description: str, *, samples: float) -> Vote:
+        payload_hash = int.from_bytes(hashlib.sha256(description.encode()).digest()[:6])  # exact in a float64
         at, costs = self._schedule, replace(self._costs, step_s=self._step_pace.median_s)
         return Vote(
             step=at.step,
             exchange=at.exchanges,
             samples=samples,
-            layout=code,
-            backwards=self._monitor.begun,
+            payload_hash=payload_hash,
+            backwards=self._monitor.backwards,
             measured=costs.row,
-            doubtful=self.doubtful,
-            differs=self._differs or at.since > 0,
+            may_have_skipped_step=self.may_have_skipped_step,
+            may_differ=self._may_differ or at.since > 0,
         )
 
     def _agree(
@@ -345,13 +457,13 @@ class Exchanger(Averager):
         began = time.monotonic()
         buffer_changes = self.buffers.changes(snapshot)
         quorum = self._vote(replace(vote, changed=buffer_changes.bits()), fingerprint, waiter, since=since)
-        self._is_assembled = quorum.ends
-        if quorum.ends and not quorum.differs and isinstance(self._schedule.period, EverySeconds):
+        self._is_assembled = quorum.is_assembled
+        if quorum.is_assembled and not quorum.may_differ and isinstance(self._schedule.period, EverySeconds):
             return None
         joined = time.monotonic()  # all ranks have joined
         counters, added = buffer_changes.split(quorum.changed)
         self._replica_exchange.agree_on_largest(counters, waiter)
-        exact = exact and quorum.ends
+        exact = exact and quorum.is_assembled
         stats = self._replica_exchange.average(payload, added, quorum, waiter, anchors=self._anchors, exact=exact)
         if len(quorum.weights) > 1 and self._averages:
             stats = of_node(stats, self._groups.node_votes, waiter)
@@ -365,7 +477,7 @@ class Exchanger(Averager):
         rate = learning_rate(self._optimizer)
         vote = replace(vote, fingerprint=fingerprint.read(), holders=self._replica_exchange.holders, learning_rate=rate)
         quorum = self._membership.hold_vote(vote, waiter)
-        everywhere = everywhere and not quorum.differs
+        everywhere = everywhere and not quorum.may_differ
         if not self._averages or self._settings.overlap:
             since = vote.step  # no exchange made the ranks of a node bit-identical since the start
         self._divergence.require_same(quorum, fingerprint, waiter, step=vote.step, since=since, everywhere=everywhere)
@@ -385,7 +497,7 @@ class Exchanger(Averager):
         with torch.no_grad():
             self._payload_builder.unload(pending_exchange.payload)
             self.buffers.put(outcome.buffers, pending_exchange.snapshot, change=pending_exchange.payload.change)
-        self._differs = pending_exchange.payload.change
+        self._may_differ = pending_exchange.payload.change
         if self._stream is not None:
             for buffer in outcome.buffers.values():  # allocated on the other stream, read on this one
                 buffer.record_stream(torch.cuda.current_stream(self._device))
@@ -416,24 +528,24 @@ class Exchanger(Averager):
 
     def _await(self, pending_exchange: PendingExchange) -> None:
         if pending_exchange.background is not None:
-            pending_exchange.outcome = pending_exchange.background.wait(self._waiter(pending_exchange.place))
-            self._monitor.passed(pending_exchange.place)
+            pending_exchange.outcome = pending_exchange.background.wait(self._waiter(pending_exchange.label))
+            self._monitor.record_passed(pending_exchange.label)
         for name, agreed in pending_exchange.drop_loaded().items():
             self.buffers.agreed[name] = agreed.clone()
 
-    def _waiter(self, place: str, *, reports: bool = True) -> CollectiveWaiter:
+    def _waiter(self, label: str, *, reports: bool = True) -> CollectiveWaiter:
         at, limit_s = self._schedule.step, self._settings.timeout_s
-        return CollectiveWaiter(self._monitor, place=place, step=at, timeout_s=limit_s, reports=reports)
+        return CollectiveWaiter(self._monitor, label=label, step=at, timeout_s=limit_s, reports=reports)
 
-    def _next_place(self) -> str:
+    def _next_label(self) -> str:
         self._collectives += 1
         return f"exchange {self._schedule.exchanges + 1} (collective {self._collectives})"
 
     def _forget_samples(self, fragments: Sequence[int]) -> None:
-        self.doubtful = False
+        self.may_have_skipped_step = False
         for fragment in fragments:
             self._samples[fragment] = 0.0
 
-    def _restored(self, saved: dict[str, Any]) -> PendingExchange:
+    def _restored(self, saved: PendingState) -> PendingExchange:
         payload = self._payload_builder.load(saved["fragments"], stateful=saved["stateful"], change=True)
-        return restored(saved, payload, self._next_place(), self._device)
+        return restored(saved, payload, self._next_label(), self._device)

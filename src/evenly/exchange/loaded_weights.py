@@ -1,9 +1,8 @@
 """Detects that `load_state_dict` replaced values of a network or its optimizer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 from weakref import ref
 
 import torch
@@ -124,13 +123,13 @@ class _ModuleHook:
         self._prefix = prefix
         add_load_hook(part, self)
 
-    def __call__(self, state: Any, prefix: Any, *rest: Any) -> None:
+    def __call__(self, state: object, prefix: object, *rest: object) -> None:
         owner, part = self._owner(), self._part()
         if owner is None or part is None:
             return
         if not rest:
             owner.note_end(self._prefix, part)
-        else:
+        elif isinstance(state, Mapping) and isinstance(prefix, str):
             keys = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
             owner.note(self._prefix, part, keys)
 
@@ -140,7 +139,7 @@ class _ModuleHook:
         if part is not None:
             remove_load_hook(part, self)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return getattr, (nullcontext(), "__exit__")
 
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +12,6 @@ from evenly.errors import LockstepError
 from evenly.exchange.tensors.fingerprint import NO_FINGERPRINT, UNLIKE, FingerprintValues
 
 NOTHING = (0.0,) * 5
-FINGERPRINT = slice(8 + len(NOTHING), 8 + len(NOTHING) + len(NO_FINGERPRINT.row))  # its columns in a row of votes
 OTHER_TENSORS = (
     "are about to send other tensors: one calls agreed() where another one calls finish(), or averaged state of the "
     "optimizer is missing on some because they have not used a parameter yet, or only some have loaded weights"
@@ -25,12 +25,12 @@ class Vote:
     step: int
     exchange: int
     samples: float
-    layout: int  # hash of the description of what it is about to send
-    backwards: int = 0
+    payload_hash: int  # of the description of what it is about to send
+    backwards: int = 0  # whose gradients it has started to average
     measured: tuple[float, ...] = NOTHING  # a `ExchangeCosts` as numbers
-    ends: bool = False  # this rank makes no step until all ranks are at the same point
-    differs: bool = True  # its parameters may differ from those of other nodes
-    doubtful: bool = False  # a backward was not finite and no step followed: a GradScaler may have skipped one
+    waits_for_all: bool = False  # this rank makes no step until all ranks are at the same point
+    may_differ: bool = True  # its parameters, from those of other nodes
+    may_have_skipped_step: bool = False  # by a GradScaler: a backward was not finite and no step followed
     changed: tuple[bool, ...] = ()  # for each buffer, whether it differs from the last agreed value
     fingerprint: FingerprintValues = NO_FINGERPRINT  # of the parameters
     learning_rate: float = 0.0
@@ -45,12 +45,45 @@ class Quorum:
     node: int
     shares: tuple[float, ...]
     measured: tuple[float, ...] = NOTHING  # the largest of all ranks
-    ends: bool = False  # all ranks are at the same point
-    differs: bool = True  # the parameters of some nodes may differ
+    is_assembled: bool = False  # all ranks are at the same point
+    may_differ: bool = True  # the parameters of some nodes
     changed: tuple[bool, ...] = ()  # for each buffer, whether any rank has changed it
     fingerprints: tuple[FingerprintValues, ...] = (NO_FINGERPRINT,)  # by replica of the node
     node_fingerprints: tuple[FingerprintValues, ...] = (NO_FINGERPRINT,)
     learning_rates: tuple[float, ...] = ()  # by node
+
+
+class _VoteColumns(NamedTuple):
+    """The votes of several ranks or nodes, one in a row; each field is a view of its columns."""
+
+    step: torch.Tensor
+    exchange: torch.Tensor
+    payload_hash: torch.Tensor
+    backwards: torch.Tensor
+    samples: torch.Tensor
+    may_have_skipped_step: torch.Tensor
+    makes_steps: torch.Tensor  # does not wait for all
+    may_differ: torch.Tensor
+    learning_rate: torch.Tensor
+    measured: torch.Tensor  # [rows, 5]
+    fingerprint: torch.Tensor  # [rows, 7]
+    changed: torch.Tensor  # [rows, buffers]
+
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> "_VoteColumns":
+        """Returns the columns of `rows`, in which `_row` wrote votes."""
+        sizes = [9, len(NOTHING), len(NO_FINGERPRINT.row)]
+        numbers, measured, fingerprint, changed = torch.split(rows, [*sizes, rows.shape[1] - sum(sizes)], dim=1)
+        columns = dict(zip(cls._fields, numbers.unbind(1), strict=False))  # the first nine fields have one column
+        return cls(**columns, measured=measured, fingerprint=fingerprint, changed=changed)
+
+
+def _row(vote: Vote) -> torch.Tensor:
+    """Returns a vote as numbers, in the order of `_VoteColumns`."""
+    position = [vote.step, vote.exchange, vote.payload_hash, vote.backwards]
+    flags = [vote.may_have_skipped_step, not vote.waits_for_all, vote.may_differ]
+    numbers = [*position, vote.samples, *flags, vote.learning_rate]
+    return torch.tensor([*numbers, *vote.measured, *vote.fingerprint.row, *vote.changed], dtype=torch.float64)
 
 
 class Membership(ABC):
@@ -70,57 +103,67 @@ class StaticMembership(Membership):
     def hold_vote(self, vote: Vote, waiter: CollectiveWaiter) -> Quorum:
         """Returns all nodes, each weighted by its samples since the last exchange."""
         groups = self._groups
-        position = [vote.step, vote.exchange, vote.layout, vote.backwards]
-        flags = [vote.doubtful, not vote.ends, vote.differs]
-        values = [vote.samples, *flags, *vote.measured, *vote.fingerprint.row, vote.learning_rate, *vote.changed]
-        row = torch.tensor([*position, *values], dtype=torch.float64)
-        siblings, work = all_gather(row, groups.node_votes)  # [ranks of the node, 21 + buffers]
+        sibling_rows, work = all_gather(_row(vote), groups.node_votes)  # [ranks of the node, 21 + buffers]
         waiter.wait([work], waits_for_ranks=True)
+        siblings = _VoteColumns.of(sibling_rows)
         self._require_lockstep(siblings, groups.ranks, "rank")
-        node = siblings.amax(0)
-        node[4] = siblings[:, 4].sum()
-        fingerprints = [siblings[list(places), FINGERPRINT].sum(0) for places in vote.holders]  # of each replica: [7]
-        node[FINGERPRINT] = fingerprints[0]
-        if bool((siblings[:, FINGERPRINT.stop - 1] != siblings[0, FINGERPRINT.stop - 1]).any()):
-            node[FINGERPRINT.stop - 1] = UNLIKE
-        votes = [all_gather(node, peers.votes) for peers in groups.peers]  # each [nodes, 21 + buffers]
+        fingerprints = [siblings.fingerprint[list(holders)].sum(0) for holders in vote.holders]  # of each replica: [7]
+        node_row = _node_row(sibling_rows, fingerprints[0])
+        votes = [all_gather(node_row, peers.votes) for peers in groups.peers]  # each [nodes, 21 + buffers]
         waiter.wait([work for _, work in votes], waits_for_ranks=True)
         for rows, _ in votes:
-            self._require_lockstep(rows, range(len(groups.nodes)), "node")
-        rows = votes[0][0]
+            self._require_lockstep(_VoteColumns.of(rows), range(len(groups.nodes)), "node")
+        nodes = _VoteColumns.of(votes[0][0])
         return Quorum(
-            weights=fractions(rows[:, 4].tolist()),
+            weights=fractions(nodes.samples.tolist()),
             node=groups.index,
-            shares=fractions([float(siblings[places[0], 4]) for places in vote.holders]),
-            measured=tuple(rows[:, 8 : 8 + len(NOTHING)].amax(0).tolist()),
-            ends=not bool(rows[:, 6].any()),
-            differs=bool(rows[:, 7].any()),
-            changed=tuple(bool(value) for value in rows[:, FINGERPRINT.stop + 1 :].amax(0)),
+            shares=fractions([float(siblings.samples[holders[0]]) for holders in vote.holders]),
+            measured=tuple(nodes.measured.amax(0).tolist()),
+            is_assembled=not bool(nodes.makes_steps.any()),
+            may_differ=bool(nodes.may_differ.any()),
+            changed=tuple(bool(value) for value in nodes.changed.amax(0)),
             fingerprints=tuple(FingerprintValues.from_row(row.tolist()) for row in fingerprints),
-            node_fingerprints=tuple(FingerprintValues.from_row(row) for row in rows[:, FINGERPRINT].tolist()),
-            learning_rates=tuple(rows[:, FINGERPRINT.stop].tolist()),
+            node_fingerprints=tuple(FingerprintValues.from_row(row) for row in nodes.fingerprint.tolist()),
+            learning_rates=tuple(nodes.learning_rate.tolist()),
         )
 
-    def _require_lockstep(self, rows: torch.Tensor, names: "tuple[int, ...] | range", kind: str) -> None:
-        first = 1 if kind == "node" and not self._in_step else 0
-        compared = 4 if bool(rows[:, 5].any()) else 3  # closures may run different numbers of backwards
-        compared = 3 if first else compared
-        same = (rows[:, first:compared] == rows[0, first:compared]).all(0)
-        if bool(same.all()):
+    def _require_lockstep(self, votes: _VoteColumns, names: Sequence[int], kind: str) -> None:
+        is_skip_possible = bool(votes.may_have_skipped_step.any())
+        compared = [votes.exchange, votes.payload_hash]
+        if kind == "rank" or self._in_step:
+            compared = [votes.step, *compared]
+            if is_skip_possible:  # otherwise not: closures may run different numbers of backwards
+                compared.append(votes.backwards)
+        if all(map(_are_equal, compared)):
             return
         positions = ", ".join(
-            f"{kind} {name}: step {int(row[0])}, exchange {int(row[1])}, {int(row[3])} backwards"
-            for name, row in zip(names, rows, strict=True)
+            f"{kind} {name}: step {int(step)}, exchange {int(exchange)}, {int(backwards)} backwards"
+            for name, step, exchange, backwards in zip(names, votes.step, votes.exchange, votes.backwards, strict=True)
         )
-        if bool(rows[:, 5].any()):
+        if is_skip_possible:
             cause = "do not agree which steps a GradScaler skipped: pass it as scaler="
         else:
-            is_same_step = bool(same[: 2 - first].all())
+            is_same_step = all(map(_are_equal, compared[:-1]))
             cause = OTHER_TENSORS if is_same_step else "have made unequal numbers of steps"
         raise LockstepError(
             f"{kind}s met for an exchange but {cause} ({positions}). "
             "Give every rank the same number of batches and the same calls of step, end_epoch, agreed and finish."
         )
+
+
+def _node_row(siblings: torch.Tensor, fingerprint: torch.Tensor) -> torch.Tensor:
+    """Returns the vote of a node from the votes of its ranks, and the fingerprint of its first replica."""
+    row = siblings.amax(0)
+    node, platforms = _VoteColumns.of(row[None]), _VoteColumns.of(siblings).fingerprint[:, -1]
+    node.samples.copy_(_VoteColumns.of(siblings).samples.sum())
+    node.fingerprint.copy_(fingerprint)
+    if not _are_equal(platforms):
+        node.fingerprint[:, -1] = UNLIKE
+    return row
+
+
+def _are_equal(column: torch.Tensor) -> bool:
+    return bool((column == column[0]).all())
 
 
 def fractions(amounts: Sequence[float]) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import TypedDict, final
 
 import torch
 
@@ -11,18 +11,28 @@ from evenly.comm.blocks.reducer import PackedSlice
 from evenly.comm.blocks.replicas import FLAT
 from evenly.comm.blocks.slice import Slice
 from evenly.errors import CheckpointError
+from evenly.exchange.tensors.averaged_tensors import AveragedTensor
 from evenly.exchange.tensors.flat import Flat, real
-from evenly.exchange.tensors.optimizer_state import StateEntry
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf")
 MOMENTA = ("momentum_buffer", "exp_avg", "grad_avg", "ax", "prev")
+
+
+class AgreedState(TypedDict):
+    """An `Agreed` in a checkpoint."""
+
+    home: str
+    label: str
+    slot: str
+    rows: list[int] | None  # the first row, and the row after the last
+    value: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Agreed:
     """An entry, its tensor as it is sent (complex numbers as pairs), and its agreed value."""
 
-    entry: StateEntry
+    entry: AveragedTensor
     tensor: torch.Tensor
     value: torch.Tensor
 
@@ -33,7 +43,7 @@ class Agreed:
             return self
         return replace(self, tensor=real(tensor if rows is None else tensor[rows.start : rows.stop]))
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> AgreedState:
         """Returns the state for a checkpoint."""
         entry, value = self.entry, self.value
         rows = None if entry.rows is None else [entry.rows.start, entry.rows.stop]
@@ -48,7 +58,7 @@ class Packed:
 
     def __init__(
         self,
-        entries: Sequence[StateEntry],
+        entries: Sequence[AveragedTensor],
         dtype: torch.dtype,
         *,
         name: str = FLAT,
@@ -93,11 +103,11 @@ class Payload:
         """Returns the agreed values of the parameters and the optimizer's state."""
         return [piece for packed in self.packed for piece in packed.agreed()]
 
-    def saved(self) -> list[dict[str, Any]]:
+    def saved(self) -> list[AgreedState]:
         """Returns the agreed values for a checkpoint."""
         return [piece.saved() for piece in self.agreed()]
 
-    def put(self, saved: Sequence[dict[str, Any]]) -> None:
+    def put(self, saved: Sequence[AgreedState]) -> None:
         """Restores the agreed values from a checkpoint."""
         pieces = self.agreed()
         if [piece.entry.label for piece in pieces] != [row["label"] for row in saved]:

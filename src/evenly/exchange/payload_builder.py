@@ -9,10 +9,10 @@ import torch
 from evenly.errors import SpecError
 from evenly.exchange.payload import Payload
 from evenly.exchange.replica_exchange import ReplicaExchange
+from evenly.exchange.tensors.averaged_tensors import AveragedTensor, current_tensors, reset_state, trained_entries
 from evenly.exchange.tensors.fingerprint import Fingerprint
 from evenly.exchange.tensors.fragments import Piece, split, within
 from evenly.exchange.tensors.memory import DistinctTensors
-from evenly.exchange.tensors.optimizer_state import StateEntry, current_tensors, reset_state, trained_entries
 from evenly.spec import Exchange
 
 logger = logging.getLogger(__name__)
@@ -97,14 +97,14 @@ class PayloadBuilder:
     def _is_reset(self, slot: str) -> bool:
         return self._settings.policy_of(slot) == "reset"
 
-    def _entries(self, fragments: Sequence[int]) -> dict[str, list[StateEntry]]:
+    def _entries(self, fragments: Sequence[int]) -> dict[str, list[AveragedTensor]]:
         """Returns the parameters of each fragment, by the key of its anchors."""
         if not self._is_sent:
             return {}
         entries, pieces = trained_entries(self._module, self._distinct), self._pieces()
         return {f"{fragment}": within(entries, pieces[fragment]) for fragment in fragments}
 
-    def _state(self, fragments: Sequence[int]) -> list[StateEntry]:
+    def _state(self, fragments: Sequence[int]) -> list[AveragedTensor]:
         """Returns the optimizer's state that is sent with these fragments."""
         if not fragments or not self._is_sent or not self._settings.treats_state("average"):
             return []

@@ -1,14 +1,14 @@
 """One pending exchange, from the snapshot to the merge."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 
 from evenly.errors import CheckpointError
 from evenly.exchange.anchors import TransferStats
 from evenly.exchange.background import BackgroundExchange
-from evenly.exchange.payload import Payload
+from evenly.exchange.payload import AgreedState, Payload
 
 Tensors = dict[str, torch.Tensor]
 
@@ -34,6 +34,25 @@ class ExchangeSummary:
     drift: float = 0.0
 
 
+class PendingState(TypedDict):
+    """A completed `PendingExchange` in a checkpoint."""
+
+    number: int
+    begun: int
+    due: int
+    steps: int
+    snapshot: Tensors
+    is_state_loaded: NotRequired[bool]
+    fragments: list[int]
+    stateful: list[int]
+    pieces: NotRequired[list[AgreedState]]  # in files they belong to the state of the node
+    weights: list[float]
+    carried: list[float]  # the fields of `TransferStats`
+    times: list[float]  # seconds, met_s
+    measured: list[float]
+    buffers: Tensors
+
+
 @dataclass
 class PendingExchange:
     """One exchange from its snapshot to its merge."""
@@ -44,7 +63,7 @@ class PendingExchange:
     fragments: tuple[int, ...]
     stateful: tuple[int, ...]  # fragments whose optimizer state is included
     steps: int  # since the previous exchange of these fragments
-    place: str
+    label: str  # of its waits, in errors
     payload: Payload
     snapshot: Tensors  # of buffers
     background: "BackgroundExchange[ExchangeOutcome | None] | None" = None
@@ -64,21 +83,24 @@ class PendingExchange:
         agreed = {} if self.outcome is None else self.outcome.buffers
         return {name: agreed.pop(name) for name in self.loaded & agreed.keys()}
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> PendingState:
         """Returns the state of a completed exchange for a checkpoint."""
         outcome = self.outcome
         if outcome is None:
             raise CheckpointError("an exchange that has not completed cannot be saved. Wait until it has.")
         stats = outcome.carried
         return {
-            **{
-                name: getattr(self, name) for name in ("number", "begun", "due", "steps", "snapshot", "is_state_loaded")
-            },
+            "number": self.number,
+            "begun": self.begun,
+            "due": self.due,
+            "steps": self.steps,
+            "snapshot": self.snapshot,
+            "is_state_loaded": self.is_state_loaded,
             "fragments": list(self.fragments),
             "stateful": list(self.stateful),
             "pieces": self.payload.saved(),
             "weights": list(outcome.weights),
-            "carried": [stats.sent_bytes, stats.distance, stats.length],
+            "carried": [stats.sent_bytes, stats.squared_distance, stats.squared_norm],
             "times": [outcome.seconds, outcome.met_s],
             "measured": list(outcome.measured),
             "buffers": outcome.buffers,
@@ -97,14 +119,14 @@ class ExchangeOutcome:
     buffers: Tensors = field(default_factory=dict)  # agreed values of the changed ones
 
 
-def restored(saved: dict[str, Any], payload: Payload, place: str, device: torch.device) -> PendingExchange:
+def restored(saved: PendingState, payload: Payload, label: str, device: torch.device) -> PendingExchange:
     """Returns the saved exchange, with its agreed values in `payload`."""
     payload.put(saved["pieces"])
     (seconds, met_s), measured = saved["times"], tuple(saved["measured"])
+    sent_bytes, squared_distance, squared_norm = saved["carried"]
+    stats = TransferStats(int(sent_bytes), squared_distance, squared_norm)
     agreed = _to_device(saved["buffers"], device)
-    outcome = ExchangeOutcome(
-        tuple(saved["weights"]), TransferStats(*saved["carried"]), seconds, met_s, measured, agreed
-    )
+    outcome = ExchangeOutcome(tuple(saved["weights"]), stats, seconds, met_s, measured, agreed)
     return PendingExchange(
         number=saved["number"],
         begun=saved["begun"],
@@ -112,7 +134,7 @@ def restored(saved: dict[str, Any], payload: Payload, place: str, device: torch.
         fragments=tuple(saved["fragments"]),
         stateful=tuple(saved["stateful"]),
         steps=saved["steps"],
-        place=place,
+        label=label,
         payload=payload,
         snapshot=_to_device(saved["snapshot"], device),
         outcome=outcome,

@@ -13,13 +13,10 @@ from evenly.comm.blocks.replicas import ReplicaRanks, find_replicas, full_shapes
 from evenly.exchange.anchors import Anchors, TransferStats
 from evenly.exchange.membership import Quorum
 from evenly.exchange.payload import Packed, Payload
+from evenly.exchange.tensors.averaged_tensors import AveragedTensor, StatePlacement, by_slot, state_entries
 from evenly.exchange.tensors.buffer_policies import policies_of
 from evenly.exchange.tensors.fingerprint import Fingerprint, fingerprint, placed_fingerprint
 from evenly.exchange.tensors.flat import TYPES, Flat, travelling_dtype
-from evenly.exchange.tensors.optimizer_state import StateEntry, StatePlacement, by_slot, state_entries
-from evenly.gradients.base import Gradients
-from evenly.gradients.node import NodeGradients
-from evenly.gradients.replica import ReplicaGradients
 from evenly.spec import Exchange
 
 
@@ -37,7 +34,7 @@ class ReplicaExchange:
         *,
         is_cut: bool,
         shard_group: ShardGroup | None,
-        joint: bool,
+        global_gradients: bool,
         open_group: Open,
         settings: Exchange,
         state_placement: StatePlacement | None,
@@ -47,12 +44,13 @@ class ReplicaExchange:
         self._monitor = monitor
         self._is_cut = is_cut
         self._shard_group = shard_group
-        self._joint = joint
+        self._global_gradients = global_gradients
         self._open = open_group
         self._settings = settings
         self._state_placement = state_placement
+        self.gradient_reducer: BlockReducer | None = None  # of the gradients of a cut network
+        self.gradient_replicas: Sequence[ReplicaRanks] = ()  # those that average gradients with this one
         self._reducers: list[BlockReducer] = []
-        self._replica_gradients: ReplicaGradients | None = None
         self._generation = 0
         if shard_group is not None:
             shard_group.monitor.follow(monitor)  # ranks that wait in a layer also see failures of other nodes
@@ -70,8 +68,8 @@ class ReplicaExchange:
     @property
     def holders(self) -> tuple[Ranks, ...]:
         """The local ranks of each replica of the node."""
-        place = self._groups.ranks.index
-        return tuple(tuple(place(rank) for rank in replica.ranks) for replica in self._node_replicas)
+        local_rank_of = self._groups.ranks.index
+        return tuple(tuple(local_rank_of(rank) for rank in replica.ranks) for replica in self._node_replicas)
 
     def broadcast_state(self, module: torch.nn.Module, waiter: CollectiveWaiter) -> None:
         """Gives every rank the state of rank 0's replica; all ranks call it together, once, before anything else."""
@@ -92,27 +90,8 @@ class ReplicaExchange:
             reducer.close()
         self._reducers = []
         self._build_reducers(module, waiter)
-        if self._replica_gradients is not None:
-            self._replica_gradients.follow(self._gradients)
 
-    def gradients(self, module: torch.nn.Module, *, find_unused_parameters: bool) -> Gradients:
-        """Returns the averaging of gradients over the replicas of the node; whole replicas use torch's DDP."""
-        if not self._is_cut:
-            return NodeGradients(
-                module, self._groups.gradients, monitor=self._monitor, find_unused_parameters=find_unused_parameters
-            )
-        self._replica_gradients = ReplicaGradients(
-            module,
-            self._gradients,
-            self._groups.gradients,
-            ranks=tuple(range(self._groups.rank_group.size)) if self._joint else self._groups.ranks,
-            replicas=self._gradient_replicas,
-            monitor=self._monitor,
-            timeout_s=self._settings.timeout_s,
-        )
-        return self._replica_gradients
-
-    def state(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[StateEntry]:
+    def state(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[AveragedTensor]:
         """Returns the optimizer's state that can be averaged: tensors laid out like their parameter."""
         return state_entries(module, optimizer, self._state_placement)
 
@@ -120,7 +99,7 @@ class ReplicaExchange:
         """Returns the elements of each full tensor; the names are those of parameters or buffers laid out alike."""
         return [prod(self._shapes[name]) if self._is_cut else tensor.numel() for name, tensor in named]
 
-    def fingerprint(self, entries: Sequence[StateEntry]) -> Fingerprint:
+    def fingerprint(self, entries: Sequence[AveragedTensor]) -> Fingerprint:
         """Returns the fingerprint of this rank's part of the parameters; those of a replica's ranks are summed."""
         if not self._is_cut:
             return fingerprint({entry.label: entry.tensor for entry in entries})
@@ -128,7 +107,11 @@ class ReplicaExchange:
         return placed_fingerprint(placed, counts_all=self.counts_samples)
 
     def load(
-        self, entries: Mapping[str, Sequence[StateEntry]], state: Sequence[StateEntry] = (), *, change: bool = False
+        self,
+        entries: Mapping[str, Sequence[AveragedTensor]],
+        state: Sequence[AveragedTensor] = (),
+        *,
+        change: bool = False,
     ) -> Payload:
         """Returns a snapshot of parameters, by the key of their anchor, and of state."""
         keyed = [*entries.items(), *(("", slot) for slot in by_slot(state))]
@@ -191,7 +174,7 @@ class ReplicaExchange:
         self._node_replicas = nodes[groups.index]
         self._replica = next(replica for replica in self._node_replicas if groups.rank_group.rank in replica.all_ranks)
         self._is_single = len(nodes) == 1 and (not self._is_cut or len(self._node_replicas) == 1)
-        self._gradient_replicas = tuple(all_replicas) if self._joint else self._node_replicas
+        self.gradient_replicas = tuple(all_replicas) if self._global_gradients else self._node_replicas
         self._shapes = full_shapes(module) if self._is_cut else {}
         policies = policies_of(module, self._settings) if self._is_cut else {}
         counters = [name for name in self._shapes if policies.get(name, "keep") not in ("average", "keep")]
@@ -199,18 +182,18 @@ class ReplicaExchange:
         labels = {} if self._is_cut else {peers.owners: f"{number}" for number, peers in enumerate(groups.peers)}
         if self._is_cut:  # own groups: exchanges may run during training
             trained = [name for name, _ in module.named_parameters()]
-            self._gradients = self._open_reducer(
-                "gradients", _each(self._gradient_replicas), trained, broadcasts=len(self._gradient_replicas) > 1
+            self.gradient_reducer = self._open_reducer(
+                "gradients", _each(self.gradient_replicas), trained, broadcasts=len(self.gradient_replicas) > 1
             )
-        node_sides = _each(self._node_replicas)
-        self._inside = self._open_reducer("inside", node_sides, self._shapes, groups=existing, broadcasts=False)
+        node_participants = _each(self._node_replicas)
+        self._inside = self._open_reducer("inside", node_participants, self._shapes, groups=existing, broadcasts=False)
         self._across = self._open_reducer("across", nodes, self._shapes, groups=self._inside.groups, labels=labels)
         self._everywhere = self._open_reducer("everywhere", _each(all_replicas), counters, groups=self._across.groups)
 
     def _open_reducer(
         self,
         name: str,
-        sides: Sequence[Sequence[ReplicaRanks]],
+        participants: Sequence[Sequence[ReplicaRanks]],
         tensors: Iterable[str],
         *,
         groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
@@ -219,7 +202,7 @@ class ReplicaExchange:
     ) -> BlockReducer:
         reducer = BlockReducer(
             f"{name}{self._generation}",
-            sides,
+            participants,
             {tensor: self._shapes[tensor] for tensor in tensors},
             rank=self._groups.rank_group.rank,
             open_group=self._open,
@@ -231,7 +214,7 @@ class ReplicaExchange:
         return reducer
 
     def _pack(
-        self, entries: Sequence[StateEntry], *, dtype: torch.dtype | None = None, is_all: bool = True
+        self, entries: Sequence[AveragedTensor], *, dtype: torch.dtype | None = None, is_all: bool = True
     ) -> list[Packed]:
         """Returns copies of entries as they are sent: one by one for a cut network, else a flat vector for each dtype.
 
@@ -266,9 +249,9 @@ def _by_ranks(groups: Groups) -> dict[Ranks, dist.ProcessGroup]:
 
 
 def _each(replicas: Sequence[ReplicaRanks]) -> list[list[ReplicaRanks]]:
-    """Returns each replica as a side of its own."""
+    """Returns each replica as a participant of its own."""
     return [[replica] for replica in replicas]
 
 
-def _named(tensors: Mapping[str, torch.Tensor]) -> list[StateEntry]:
-    return [StateEntry(name, name, tensor) for name, tensor in tensors.items()]
+def _named(tensors: Mapping[str, torch.Tensor]) -> list[AveragedTensor]:
+    return [AveragedTensor(name, name, tensor) for name, tensor in tensors.items()]

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -56,13 +56,13 @@ class Gradients(ABC):
         self._names, self._trained = list(trained), list(trained.values())
 
     @abstractmethod
-    def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, samples: float, *args: object, **kwargs: object) -> object:
         """Runs the module on a batch of `samples` samples."""
 
     @abstractmethod
-    def last(self, *, now: bool) -> Verdict | None:
-        """Returns the last backward's verdict, once. If reading it would stall a device and not `now`, returns that of
-        the backward before."""
+    def take_verdict(self, *, may_stall: bool) -> Verdict | None:
+        """Returns the last backward's verdict, once. If reading it would stall a device, and it may not, returns that
+        of the backward before."""
 
     @abstractmethod
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Gradients(ABC):
     def _samples_to_average(self, forwards: Sequence[Forward]) -> float:
         return self._accumulated + sum(forward.samples for forward in forwards)
 
-    def mean_loss(self, loss: Any, waiter: CollectiveWaiter) -> Any:
+    def mean_loss(self, loss: object, waiter: CollectiveWaiter) -> object:
         """Returns the mean of a loss over the ranks that share gradients, weighted as the last backward's gradients.
 
         All of these ranks call it together. A loss that is not one number is returned unchanged.

@@ -4,7 +4,6 @@ import cmath
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ class BucketAveraging:
         self._queued: list[_Bucket] = []  # until the weight is known
         self._sent: list[_Bucket] = []
         self._checks: list[torch.Tensor] = []
-        self._sums: list[torch.futures.Future[Any]] = []
+        self._sums: list[torch.futures.Future[object]] = []
         self._lock = threading.Lock()
         self._awaited = 1  # the all-reduce of the tally
         self._tally = _NOTHING  # sums: [members] gradients not finite, samples, [parameters] with a gradient
@@ -55,7 +54,7 @@ class BucketAveraging:
         self._queued.append(_Bucket(future, buffer))
         self.nbytes += buffer.nbytes
         if self._group.size() > 1:
-            self._monitor.hold(future, buffer)
+            self._monitor.watch_future(future, buffer)
         if self.has_started:
             self._send()
         return future
@@ -64,7 +63,7 @@ class BucketAveraging:
         """Returns the buckets unchanged if the backward is not averaged after all."""
         buckets, self._queued = self._queued, []
         for bucket in buckets:
-            self._monitor.release(bucket.future, bucket.buffer)
+            self._monitor.complete_future(bucket.future, bucket.buffer)
 
     def start(self, samples: float) -> None:
         """Sends the buckets added so far, and later ones at once; only the first call counts."""
@@ -156,7 +155,7 @@ class BucketAveraging:
         self._sums.append(reduced)
         reduced.add_done_callback(self._arrived)
 
-    def _arrived(self, reduced: torch.futures.Future[Any]) -> None:
+    def _arrived(self, reduced: torch.futures.Future[object]) -> None:
         with self._lock:
             self._awaited -= 1
             complete = self._awaited == 0
@@ -179,10 +178,10 @@ class BucketAveraging:
                 average = torch.where(is_empty, bucket.previous, average)
             if average is not bucket.buffer:
                 bucket.buffer.copy_(average)
-            self._monitor.release(bucket.future, bucket.buffer)
+            self._monitor.complete_future(bucket.future, bucket.buffer)
 
     def _fail(self, error: RuntimeError) -> None:
-        self._monitor.settle_cause()
+        self._monitor.wait_for_cause()
         self._monitor.fail(
             PeerError(
                 f"rank {self._monitor.rank_group.rank} lost the connection to another rank while gradients were "

@@ -6,7 +6,7 @@ backward, several backwards a forward, and forwards whose outputs are not used c
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -66,7 +66,7 @@ class ForwardLog:
             forward.number = next_operation()
         return forward
 
-    def watch(self, forward: Forward, output: Any, *, inputs: Sequence[Any] = ()) -> None:
+    def watch(self, forward: Forward, output: object, *, inputs: Sequence[object] = ()) -> None:
         """Hooks `forward` to its outputs; tensors that are also `inputs` belong to other forwards."""
         outputs = Outputs(output)
         if forward.number is None:

@@ -5,7 +5,7 @@ model. The forwards that a backward passes through decide whether it is averaged
 """
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 from weakref import ref
 
 import torch
@@ -62,7 +62,7 @@ class NodeGradients(Gradients):
         self._missing_samples = 0.0  # the samples of that backward
         self._prepare()
 
-    def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, samples: float, *args: object, **kwargs: object) -> object:
         """Runs the module on a batch of `samples` samples."""
         if not in_backward():  # inside, an activation checkpoint recomputes it
             self._require_complete()
@@ -106,13 +106,13 @@ class NodeGradients(Gradients):
         for parameter in self._wrapped.parameters():
             parameter.grad = None
 
-    def last(self, *, now: bool) -> BucketAveraging | None:
+    def take_verdict(self, *, may_stall: bool) -> BucketAveraging | None:
         """Returns the averaging of the last backward, once, to check whether all gradients were finite.
 
-        If reading it would stall a device and not `now`, returns that of the backward before.
+        If reading it would stall a device, and it may not, returns that of the backward before.
         """
         latest, self._latest = self._latest, None
-        if latest is None or now or latest.immediate:
+        if latest is None or may_stall or latest.immediate:
             earlier, self._earlier = self._earlier, None
             return latest or earlier
         latest.fetch()
@@ -150,7 +150,7 @@ class NodeGradients(Gradients):
 
     def _start(self, averaging: BucketAveraging, forwards: Sequence[Forward]) -> None:
         if not averaging.has_started:
-            self._monitor.begin()
+            self._monitor.count_backward()
             averaging.start(self._samples_to_average(forwards))
 
     def _end_backward(self, device: torch.device) -> None:
@@ -307,5 +307,5 @@ class _DdpModule(torch.nn.Module):
         self.module = module
         self.is_dry_run = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return _touch(self.module) if self.is_dry_run else self.module(*args, **kwargs)

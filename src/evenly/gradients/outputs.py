@@ -6,7 +6,6 @@ import enum
 import types
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ NO_ATTRIBUTES = (list, tuple, set, frozenset, collections.deque, dict, collectio
 class Outputs:
     """The `tensors` in an output, and the type of the first object that cannot be searched (`unseen`)."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: object) -> None:
         self.tensors: list[torch.Tensor] = []
         self.unseen = ""
         if isinstance(output, torch.Tensor):  # the usual case
@@ -34,8 +33,9 @@ class Outputs:
         else:
             self._search_output(output)
 
-    def _search_output(self, output: Any) -> None:
-        waiting, visited = [output], {id(output): output}  # holds references, so that ids stay unique
+    def _search_output(self, output: object) -> None:
+        waiting = [output]
+        visited = {id(output): output}  # holds references, so that ids stay unique
         while waiting:
             value = waiting.pop()
             if isinstance(value, torch.Tensor):
@@ -54,13 +54,13 @@ class Outputs:
                 return
 
 
-def _contents(value: Any) -> Iterable[Any] | None:
+def _contents(value: object) -> Iterable[object] | None:
     """Returns the values inside an object; None if they cannot be accessed."""
     if isinstance(value, PLAIN):
         return ()
     if isinstance(value, CLOSED):
         return None
-    items: list[Any] | None = None
+    items: list[object] | None = None
     if isinstance(value, Mapping):
         items = list(value.values())
     elif isinstance(value, CONTAINERS):
@@ -69,7 +69,7 @@ def _contents(value: Any) -> Iterable[Any] | None:
     return None if items is None and attributes is None else [*(items or ()), *(attributes or ())]
 
 
-def _attributes(value: Any) -> list[Any] | None:
+def _attributes(value: object) -> list[object] | None:
     """Returns the attributes of an object without calling its code; None if it cannot have any."""
     names = [slot for base in type(value).__mro__ for slot in _slots(base)]
     if dataclasses.is_dataclass(value):
@@ -101,13 +101,13 @@ class KeptTensors:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._places: dict[tuple[int, str], tuple[weakref.ref[torch.nn.Module], str]] = {}
+        self._kept_in: dict[tuple[int, str], tuple[weakref.ref[torch.nn.Module], str]] = {}  # modules, attributes
         self._forwards = 0
 
     @property
     def is_due(self) -> bool:
         """Whether the next forward may keep something, or modules are searched after it."""
-        return bool(self._places) or self._forwards & (self._forwards + 1) == 0  # the forwards 1, 2, 4, 8 and so on
+        return bool(self._kept_in) or self._forwards & (self._forwards + 1) == 0  # the forwards 1, 2, 4, 8 and so on
 
     def since(self, number: int) -> list[torch.Tensor]:
         """Returns those computed since autograd's sequence number `number`; counts a forward."""
@@ -115,7 +115,9 @@ class KeptTensors:
         module = self._module()
         if module is not None and self._forwards & (self._forwards - 1) == 0:
             self._search(module)
-        attributes = [vars(owner).get(name) for place, name in self._places.values() if (owner := place()) is not None]
+        attributes = [
+            vars(owner).get(name) for reference, name in self._kept_in.values() if (owner := reference()) is not None
+        ]
         tensors = Outputs(attributes).tensors
         return [tensor for tensor in tensors if _has_graph(tensor) and operation_of(tensor) >= number]
 
@@ -127,7 +129,7 @@ class KeptTensors:
         for part in module.modules():
             for name, value in vars(part).items():
                 if name not in OF_MODULES and any(map(_has_graph, Outputs(value).tensors)):
-                    self._places[id(part), name] = (weakref.ref(part), name)
+                    self._kept_in[id(part), name] = (weakref.ref(part), name)
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:

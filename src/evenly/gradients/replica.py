@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -61,14 +61,14 @@ class ReplicaGradients(Gradients):
         self._latest: Tally | None = None
         self._hooks = [_on_gradient(p, self._arrived) for p in module.parameters() if p.requires_grad]
 
-    def forward(self, samples: float, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, samples: float, *args: object, **kwargs: object) -> object:
         """Runs the module on a batch of `samples` samples; all ranks of the replica call it together."""
         if not in_backward():  # inside, an activation checkpoint recomputes it
             self._forget_abandoned()
             self._filled, self._is_queued = set(), False  # left by a backward that failed
         if not self._begun:
             self._begun = True
-            self._monitor.begin()
+            self._monitor.count_backward()
         forward = self._log.begin(samples, is_averaged=not self._is_paused)
         try:
             output = self._module(*args, **kwargs)
@@ -83,7 +83,7 @@ class ReplicaGradients(Gradients):
         samples = super().take_samples()
         return samples if self._counts_batch else 0.0
 
-    def last(self, *, now: bool) -> Tally | None:
+    def take_verdict(self, *, may_stall: bool) -> Tally | None:
         """Returns the verdict of the last backward, once."""
         latest, self._latest = self._latest, None
         return latest
@@ -131,7 +131,7 @@ class ReplicaGradients(Gradients):
         weight = self._samples_to_average(forwards)
         self._was_averaged(weight, uncounted(forwards))
         waiter = CollectiveWaiter(
-            self._monitor, place=f"the gradients of step {self.step}", step=self.step - 1, timeout_s=self._timeout_s
+            self._monitor, label=f"the gradients of step {self.step}", step=self.step - 1, timeout_s=self._timeout_s
         )
         try:
             self._average(weight, waiter)
@@ -150,10 +150,10 @@ class ReplicaGradients(Gradients):
         self._latest = Tally(self.step, tuple(nonfinite))
         if nonfinite:
             _mark_nonfinite(gradients_by_name.values())
-        elif self._reducer.sides > 1:
+        elif self._reducer.num_participants > 1:
             gradients = {name: _gradient(p) for name, p in trained.items() if name in used}
             summed = [(name, g.float() if g.dtype.itemsize < 4 else g) for name, g in gradients.items()]
-            share = weight / samples if samples else 1 / self._reducer.sides  # no samples: equal shares
+            share = weight / samples if samples else 1 / self._reducer.num_participants  # no samples: equal shares
             self.sent_bytes += self._reducer.reduce(summed, waiter, weight=share)
             self._reducer.broadcast(summed, waiter)
             for (_, value), gradient in zip(summed, gradients.values(), strict=True):
@@ -167,13 +167,13 @@ class ReplicaGradients(Gradients):
         size = len(self._ranks)
         device = next(self._module.parameters()).device
         tally = torch.zeros(2 * size + len(names), dtype=torch.float64, device=device)
-        place = self._ranks.index(self._monitor.rank_group.rank)
-        tally[size + place] = weight
+        member = self._ranks.index(self._monitor.rank_group.rank)
+        tally[size + member] = weight
         if not self._is_idle:
             tally[2 * size :] = torch.tensor([name in gradients for name in names], dtype=torch.float64)
         if gradients and weight:
             sums = [torch.sum(g, dtype=torch.float32 if g.dtype.itemsize < 4 else None) for g in gradients.values()]
-            tally[place] = (~torch.isfinite(torch.stack([s.double().real for s in sums]).sum())).double()
+            tally[member] = (~torch.isfinite(torch.stack([s.double().real for s in sums]).sum())).double()
         if size > 1:
             waiter.wait([all_reduce(tally, self._group)])
         summed = tally.tolist()

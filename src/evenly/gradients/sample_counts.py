@@ -1,8 +1,7 @@
 """Counts the samples of a batch from the arguments of `forward`."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -11,7 +10,7 @@ from evenly.errors import SpecError
 LEAST, MOST = 1e-6, 1e12  # samples of a batch, so that products with gradients stay precise
 
 
-def counted_samples(count: Callable[..., Any], args: Any, kwargs: Any) -> float:
+def counted_samples(count: Callable[..., float], args: Sequence[object], kwargs: Mapping[str, object]) -> float:
     """Returns the samples of a batch by `count`; raises `SpecError` if it returns no valid number."""
     counted = count(*args, **kwargs)
     try:
@@ -26,7 +25,7 @@ def counted_samples(count: Callable[..., Any], args: Any, kwargs: Any) -> float:
     return samples
 
 
-def leading_dim(*args: Any, **kwargs: Any) -> float:
+def leading_dim(*args: object, **kwargs: object) -> float:
     """Returns the leading dim of the first tensor among the arguments: the samples of a batch."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.ndim:

@@ -83,7 +83,7 @@ def require_trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer)
     if not any(parameter.requires_grad for parameter in parameters):
         raise SpecError("synchronize was asked for a model without a trainable parameter. Give it one that trains.")
     parameter_ids = {id(parameter) for parameter in parameters}
-    for place, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         foreign = [list(p.shape) for p in group["params"] if id(p) not in parameter_ids]
         if foreign:
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
@@ -94,7 +94,7 @@ def require_trainable(module: torch.nn.Module, optimizer: torch.optim.Optimizer)
                 else "Put them into the module, or build the optimizer after moving it."
             )
             raise SpecError(
-                f"the optimizer's group {place} trains tensors of shapes {', '.join(map(str, foreign[:3]))}{more} "
+                f"the optimizer's group {index} trains tensors of shapes {', '.join(map(str, foreign[:3]))}{more} "
                 f"that are not parameters of the model, so no rank would share them. {advice}"
             )
     optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}

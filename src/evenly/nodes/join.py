@@ -21,8 +21,8 @@ from evenly.errors import SpecError
 from evenly.exchange.codecs import find_codec
 from evenly.exchange.membership import StaticMembership
 from evenly.exchange.replica_exchange import ReplicaExchange
+from evenly.exchange.tensors.averaged_tensors import StatePlacement, require_resettable
 from evenly.exchange.tensors.buffer_policies import policies_of
-from evenly.exchange.tensors.optimizer_state import StatePlacement, require_resettable
 from evenly.nodes.checks import require_plain
 from evenly.nodes.synchronized import Count, Synchronized
 from evenly.schedule.period_timer import PeriodTimer
@@ -51,11 +51,11 @@ def join_nodes(
     require_plain(module)
     exchange = exchange or Exchange()
     _require_fit(module, optimizer, period, exchange, ranks=rank_group.size)
-    joint = isinstance(period, EveryGradient)
+    global_gradients = isinstance(period, EveryGradient)
     scoped = rank_group.scoped("synchronize")
     node_ranks = cluster.nodes[cluster.node_of(rank_group.rank)].ranks
     shard_group = _shard_group(module, rank_group)
-    gradient_ranks = tuple(range(rank_group.size)) if joint else node_ranks
+    gradient_ranks = tuple(range(rank_group.size)) if global_gradients else node_ranks
     monitor = FailureMonitor(scoped, averages_with=gradient_ranks, parent=parent)
     with report_on_error(monitor, closes=True):
         is_cut = _is_any_cut(scoped, monitor, is_cut=shard_group is not None, timeout_s=exchange.timeout_s)
@@ -65,7 +65,7 @@ def join_nodes(
             cluster.rank_lists(),
             devices,
             timeout_s=exchange.timeout_s,
-            joint_gradients=joint,
+            global_gradients=global_gradients,
             beside=exchange.overlap > 0,
         )
         period_timer = _period_timer(period, scoped, node_ranks, timeout_s=exchange.timeout_s)
@@ -74,7 +74,7 @@ def join_nodes(
         monitor,
         is_cut=is_cut,
         shard_group=shard_group if is_cut else None,
-        joint=joint,
+        global_gradients=global_gradients,
         open_group=partial(_open, scoped, cluster, exchange),
         settings=exchange,
         state_placement=state_placement,
@@ -131,7 +131,7 @@ def _shard_group(module: torch.nn.Module, rank_group: RankGroup) -> ShardGroup |
 def _is_any_cut(rank_group: RankGroup, monitor: FailureMonitor, *, is_cut: bool, timeout_s: float) -> bool:
     """Waits for all ranks; returns whether any of them has a network that is cut."""
     rank_group.store.add("cut", int(is_cut))
-    CollectiveWaiter(monitor, place="synchronize", timeout_s=timeout_s).barrier()
+    CollectiveWaiter(monitor, label="synchronize", timeout_s=timeout_s).barrier()
     return rank_group.size > 1 and rank_group.store.add("cut", 0) > 0
 
 

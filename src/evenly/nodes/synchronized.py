@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,14 +16,14 @@ from evenly._torch.scaler import watch_scaler
 from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, require_same
 from evenly.comm.blocks.replicas import shard_group_of
 from evenly.errors import NonFiniteError, SpecError
+from evenly.exchange.exchange_state import ExchangeState, Progress
 from evenly.exchange.exchanger import Exchanger
 from evenly.exchange.membership import Membership
 from evenly.exchange.pending import ExchangeSummary
 from evenly.exchange.replica_exchange import ReplicaExchange
-from evenly.gradients.base import Verdict
-from evenly.gradients.sample_counts import counted_samples, leading_dim
+from evenly.gradients import Gradients, NodeGradients, ReplicaGradients, Verdict, counted_samples, leading_dim
 from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
-from evenly.nodes.closures import has_closure, with_mean_loss
+from evenly.nodes.closures import Arguments, has_closure, with_mean_loss
 from evenly.nodes.signature import describe
 from evenly.schedule.period_timer import PeriodTimer
 from evenly.schedule.step_clock import StepClock
@@ -59,7 +59,7 @@ class Synchronized(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.schedule = Schedule(period, exchange.fragments, least=exchange.calm_steps)
+        self.schedule = Schedule(period, exchange.fragments, least=exchange.least_adaptive_steps)
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
         self._optimizer = optimizer
         self._settings = exchange
@@ -67,15 +67,15 @@ class Synchronized(torch.nn.Module):
         self._replica_exchange = replica_exchange
         self._count = count or leading_dim
         self._closed = self._was_resharded = self._is_in_agreed = False
-        self._joint = isinstance(period, EveryGradient)
-        self._gradient_ranks = tuple(range(groups.rank_group.size)) if self._joint else groups.ranks
+        self._global_gradients = isinstance(period, EveryGradient)
+        self._gradient_ranks = tuple(range(groups.rank_group.size)) if self._global_gradients else groups.ranks
         self._scaler = scaler
         self._monitor = monitor
         self._period_timer = period_timer
         try:
             self._check_and_broadcast(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
             self._optimized = OptimizedParameters(module, optimizer)
-            self._gradients = replica_exchange.gradients(module, find_unused_parameters=find_unused_parameters)
+            self._gradients = self._make_gradients(find_unused_parameters=find_unused_parameters)
             self.clock = StepClock(next(module.parameters(), torch.empty(0)).device)
             self._gradients.on_backward_done = self.clock.end
             self._shard_group = shard_group_of(module)
@@ -90,8 +90,8 @@ class Synchronized(torch.nn.Module):
                 replica_exchange=replica_exchange,
                 settings=exchange,
                 monitor=monitor,
-                joint=self._joint,
-                before=self._take_finite_check,
+                global_gradients=self._global_gradients,
+                take_finite_check=self._take_finite_check,
             )
             self._exchanger.begin()
         except BaseException as error:
@@ -106,7 +106,7 @@ class Synchronized(torch.nn.Module):
             watch_scaler(scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._on_scaler_skip),
         ]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
         self._monitor.check()
         self._exchanger.check()
@@ -124,7 +124,7 @@ class Synchronized(torch.nn.Module):
             raise
         return self._gradients.forward(samples, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuses to be copied or pickled."""
         raise SpecError(
             "a synchronized model was to be copied or pickled, but it holds connections to other ranks. Copy or save "
@@ -206,9 +206,32 @@ class Synchronized(torch.nn.Module):
         `agreed` are this rank's parts of the buffers after the last exchange, cut like the buffers now.
         """
         self._was_resharded, self._optimized = True, OptimizedParameters(self.module, self._optimizer)
-        self._exchanger.run_collective(lambda waiter: self._replica_exchange.after_resharding(self.module, waiter))
+        self._exchanger.run_collective(self._rebuild_groups)
         self._exchanger.buffers.learn(agreed)
         self._exchanger.begin()
+
+    def _rebuild_groups(self, waiter: CollectiveWaiter) -> None:
+        self._replica_exchange.after_resharding(self.module, waiter)
+        reducer = self._replica_exchange.gradient_reducer
+        if isinstance(self._gradients, ReplicaGradients) and reducer is not None:
+            self._gradients.follow(reducer)
+
+    def _make_gradients(self, *, find_unused_parameters: bool) -> Gradients:
+        """Returns the averaging of gradients over replicas; replicas that are whole on one rank use torch's DDP."""
+        group, reducer = self._groups.gradients, self._replica_exchange.gradient_reducer
+        if reducer is None:
+            return NodeGradients(
+                self.module, group, monitor=self._monitor, find_unused_parameters=find_unused_parameters
+            )
+        return ReplicaGradients(
+            self.module,
+            reducer,
+            group,
+            ranks=self._gradient_ranks,
+            replicas=self._replica_exchange.gradient_replicas,
+            monitor=self._monitor,
+            timeout_s=self._settings.timeout_s,
+        )
 
     def require_finite(self) -> None:
         """Raises `NonFiniteError` if the gradients of the last step were not finite and were not checked yet."""
@@ -230,7 +253,7 @@ class Synchronized(torch.nn.Module):
         """Returns a check of the last step's gradients; it may stall a device, and may run in another thread."""
         self._optimized.require_unchanged(thoroughly=True)
         reads_verdict = self._settings.nonfinite == "stop" and not self._gradients.pending
-        return partial(self._require_finite, self._gradients.last(now=True) if reads_verdict else None)
+        return partial(self._require_finite, self._gradients.take_verdict(may_stall=True) if reads_verdict else None)
 
     def wait_for_all_nodes(self) -> None:
         """Waits until all nodes call it, if periods are in seconds; all ranks call it before a common collective."""
@@ -242,19 +265,19 @@ class Synchronized(torch.nn.Module):
         """Reports to all other ranks that this one failed."""
         self._monitor.report(error)
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> Progress:
         """Returns the counters that a checkpoint inside a period needs."""
         return {**self.schedule.progress(), **self._exchanger.progress()}
 
-    def exchange_state(self) -> dict[str, Any]:
+    def exchange_state(self) -> ExchangeState:
         """Returns the anchors and the pending exchanges for a checkpoint; all ranks call it together."""
         return self._exchanger.state()
 
     def resume(
         self,
-        progress: dict[str, Any],
+        progress: Progress,
         agreed: dict[str, torch.Tensor] | None = None,
-        exchange_state: dict[str, Any] | None = None,
+        exchange_state: ExchangeState | None = None,
     ) -> None:
         """Restores a checkpoint; `agreed` are the buffers after the last exchange."""
         self.schedule.resume(progress)
@@ -266,9 +289,9 @@ class Synchronized(torch.nn.Module):
         return self._exchanger.samples
 
     @property
-    def is_joint(self) -> bool:
+    def has_global_gradients(self) -> bool:
         """Whether all ranks average gradients, not only those of a node."""
-        return self._joint
+        return self._global_gradients
 
     @property
     def gradient_bytes(self) -> int:
@@ -295,7 +318,9 @@ class Synchronized(torch.nn.Module):
         """The policy of each buffer at an exchange; empty for a single rank."""
         return dict(self._exchanger.buffers.policies)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Arguments | None:
         self._require_outside_agreed("optimizer.step()")
         self._monitor.check()
         self._exchanger.take_loaded()
@@ -306,16 +331,16 @@ class Synchronized(torch.nn.Module):
             return with_mean_loss(args, kwargs, self._mean_loss)
         self._require_averaged()
         scaled = hasattr(optimizer, "found_inf")  # a GradScaler lets this optimizer skip the step
-        verdict = self._gradients.last(now=scaled or self._settings.nonfinite == "skip")
+        verdict = self._gradients.take_verdict(may_stall=scaled or self._settings.nonfinite == "skip")
         if not scaled:
             self._require_finite(verdict)
         return None
 
-    def _mean_loss(self, loss: Any) -> Any:
+    def _mean_loss(self, loss: object) -> object:
         """Returns the mean of a closure's loss over the ranks that share gradients."""
-        place = f"the loss of step {self.schedule.step + 1}"
+        label = f"the loss of step {self.schedule.step + 1}"
         waiter = CollectiveWaiter(
-            self._monitor, place=place, step=self.schedule.step, timeout_s=self._settings.timeout_s
+            self._monitor, label=label, step=self.schedule.step, timeout_s=self._settings.timeout_s
         )
         with torch.no_grad():
             return self._gradients.mean_loss(loss, waiter)
@@ -335,10 +360,12 @@ class Synchronized(torch.nn.Module):
         if verdict is not None and (members := verdict.nonfinite_members()):
             self._handle_nonfinite([self._gradient_ranks[member] for member in members], verdict.step)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         if has_closure(args, kwargs):
             self._require_averaged()
-            self._require_finite(self._gradients.last(now=True))
+            self._require_finite(self._gradients.take_verdict(may_stall=True))
         samples = self._gradients.take_samples()
         self._exchanger.count(samples)
         self._advance(samples)
@@ -364,10 +391,10 @@ class Synchronized(torch.nn.Module):
         were reset. If they still exist the next batch may belong to the same step; the next exchange decides."""
         if self._scaler is not None or not self._gradients.pending:
             return
-        verdict = self._gradients.last(now=True)
+        verdict = self._gradients.take_verdict(may_stall=True)
         self._gradients.pending = False
         if verdict is not None and verdict.nonfinite_members():
-            self._exchanger.doubtful = True
+            self._exchanger.may_have_skipped_step = True
             gradients = [p.grad for p in self.module.parameters() if p.requires_grad]
             if all(gradient is None or not bool(gradient.any()) for gradient in gradients):
                 self._skip()
@@ -378,7 +405,7 @@ class Synchronized(torch.nn.Module):
 
     def _on_scaler_skip(self) -> None:
         if not self._closed:
-            self._gradients.last(now=True)
+            self._gradients.take_verdict(may_stall=True)
             self._skip()
 
     def _advance(self, samples: float) -> None:
@@ -394,7 +421,7 @@ class Synchronized(torch.nn.Module):
         if self._period_timer is None:
             return False
         return self._period_timer.has_expired(
-            CollectiveWaiter(self._monitor, place="a period's end", timeout_s=self._settings.timeout_s)
+            CollectiveWaiter(self._monitor, label="a period's end", timeout_s=self._settings.timeout_s)
         )
 
     def _check_and_broadcast(self, settings: str) -> None:
@@ -404,8 +431,8 @@ class Synchronized(torch.nn.Module):
         if self._groups.rank_group.size == 1:
             return
         require_dense(self.module)
-        waiter = CollectiveWaiter(self._monitor, place="the start of synchronize", timeout_s=self._settings.timeout_s)
+        waiter = CollectiveWaiter(self._monitor, label="the start of synchronize", timeout_s=self._settings.timeout_s)
         require_same(describe(self.module, self._optimizer, settings), self._groups.world, waiter)
         with torch.no_grad():
             self._replica_exchange.broadcast_state(self.module, waiter)
-        self._monitor.passed(waiter.place)
+        self._monitor.record_passed(waiter.label)

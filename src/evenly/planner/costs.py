@@ -63,7 +63,7 @@ class GraphCosts:
 
     def exchanged_bytes(self, exchange: Exchange) -> int:
         """Returns the bytes of all parameters as an exchange sends them, coded or not."""
-        return int(exchange.coded_part * self.travelling_bytes)
+        return int(exchange.coded_fraction * self.travelling_bytes)
 
     @cached_property
     def preferred_units(self) -> PreferredUnits:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from evenly.reports.fresh_start import since_fresh_start
 from evenly.reports.plan_table import by_reason, named
-from evenly.reports.story import story
 from evenly.spec import ExchangeDone, Phases, Rebalanced, Run, RunFinished, RunStarted
 from evenly.spec.plan import travel_words
 
@@ -13,14 +13,14 @@ LATE_S = 1e-3  # waiting less than this is no delay
 
 def phase_rows(run: Run) -> list[tuple[str, ...]]:
     """Returns a row of texts for each rank, under `PHASE_HEADERS`; a resumed run is the sum of its parts that ended."""
-    parts = [done.phases for done in story(run).of(RunFinished) if done.steps and done.phases]
+    parts = [done.phases for done in since_fresh_start(run).of(RunFinished) if done.steps and done.phases]
     same = [part for part in parts if len(part) == len(parts[-1])]  # it may have resumed with other ranks
     return [_row(_sum(rank)) for rank in zip(*same, strict=True)]
 
 
 def remarks(run: Run) -> list[str]:
     """Returns lines on the active ranks, on rebalancing, and on the cost of exchanges."""
-    events, lines = story(run), []
+    events, lines = since_fresh_start(run), []
     if (started := events.of(RunStarted)) and (ranks := started[-1].ranks):
         new_ranks = _series(range(len(ranks)))
         lines.append(f"of all that were started {named(ranks)} took part, counted here as {new_ranks}")
@@ -37,7 +37,8 @@ def remarks(run: Run) -> list[str]:
 
 def _exchange_words(run: Run) -> list[str]:
     """Returns the cost of a run's exchanges and the drift of nodes between them, in one line."""
-    exchanges = list({done.number: done for done in story(run).of(ExchangeDone)}.values())  # a resumed run repeats some
+    events = since_fresh_start(run).of(ExchangeDone)
+    exchanges = list({done.number: done for done in events}.values())  # a resumed run repeats some
     if not exchanges:
         return []
     waited_s, seconds = sum(done.waited_s for done in exchanges), sum(done.seconds for done in exchanges)

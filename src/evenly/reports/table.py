@@ -6,8 +6,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
+from evenly.reports.fresh_start import since_fresh_start
 from evenly.reports.phases import PHASE_HEADERS, phase_rows, remarks
-from evenly.reports.story import story
 from evenly.spec import (
     Adaptive,
     Event,
@@ -40,7 +40,7 @@ class TableRow:
 
 def row_of(run: Run, *, name: str = "") -> TableRow:
     """Returns the row of one run."""
-    whole = story(run)
+    whole = since_fresh_start(run)
     started, parts = run.last(RunStarted), whole.of(RunFinished)
     seconds = sum(part.seconds for part in parts)
     state, note = _state(whole)

@@ -51,9 +51,9 @@ def choose(period: Adaptive, exchange: Exchange, now: int, costs: ExchangeCosts)
             f"a node went {100 * costs.drift:.2g} % of the length of the parameters away from the average in "
             f"{costs.steps:.0f} steps, and may go {100 * period.drift:.3g} %"
         )
-        if steps < exchange.calm_steps:
+        if steps < exchange.least_adaptive_steps:
             why = f"{why}, but no period is shorter than twice the overlap"
-    return min(max(exchange.calm_steps, steps), period.most), why
+    return min(max(exchange.least_adaptive_steps, steps), period.most), why
 
 
 def _affordable(exchange: Exchange, budget: float, costs: ExchangeCosts) -> tuple[int, str]:

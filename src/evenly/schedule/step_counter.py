@@ -1,9 +1,18 @@
 """The step counter that all ranks agree on, and the exchanges that are due."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 from evenly.spec import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySteps
+
+
+class ScheduleProgress(TypedDict):
+    """The counters of a `Schedule` in a checkpoint."""
+
+    step: int
+    since: list[int]  # steps since the last exchange of each fragment
+    exchanges: int
+    period: list[int]  # the step at which it began, its length, and that of the next one
 
 
 class Schedule:
@@ -44,10 +53,10 @@ class Schedule:
             return list(range(self.fragments))
         if not self._length:
             return []
-        place, length = self.step - self._begun, self._length
-        if place == length:
+        steps, length = self.step - self._begun, self._length
+        if steps == length:
             self._begun = self.step
-        return [f for f in range(self.fragments) if place == -(-length * (f + 1) // self.fragments)]
+        return [f for f in range(self.fragments) if steps == -(-length * (f + 1) // self.fragments)]
 
     def due_at_epoch_end(self) -> bool:
         """Returns whether the end of an epoch calls for an exchange."""
@@ -59,12 +68,12 @@ class Schedule:
         for fragment in fragments:
             self._since[fragment] = 0
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> ScheduleProgress:
         """Returns the counters for a checkpoint."""
         lengths = [self._begun, self._length, self.next_length]
         return {"step": self.step, "since": list(self._since), "exchanges": self.exchanges, "period": lengths}
 
-    def resume(self, progress: dict[str, Any]) -> None:
+    def resume(self, progress: ScheduleProgress) -> None:
         """Restores the counters; a period other than the saved one starts anew."""
         self.step, self.exchanges = progress["step"], progress["exchanges"]
         saved = list(progress["since"])

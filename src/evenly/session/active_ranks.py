@@ -61,7 +61,7 @@ class ActiveRanks:
         self, opened: ExitStack, folder: Path | None, resume: bool, timeout_s: float, holding: ExitStack | None
     ) -> None:
         rank_group, scoped = self.rank_group, self.rank_group.scoped("active")
-        CollectiveWaiter(self.monitor, place=f"the session of {rank_group.size} ranks", timeout_s=timeout_s).barrier()
+        CollectiveWaiter(self.monitor, label=f"the session of {rank_group.size} ranks", timeout_s=timeout_s).barrier()
         group = open_group(scoped, "world", range(rank_group.size), backend="gloo", timeout_s=timeout_s)
         self.gatherer = ObjectGatherer(self.monitor, group, timeout_s=timeout_s)
         opened.callback(lambda: close_groups([group], failed=self.monitor.has_failed))

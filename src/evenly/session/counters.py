@@ -96,21 +96,23 @@ class Counters:
             exchange_seconds=self.exchange_seconds,
             sent_bytes=int(sum(row["sent_bytes"] for row in rows)),
             interface_bytes=tuple(int(rows[ranks[0]]["interface_bytes"]) for ranks in nodes),
-            phases=phases_of(rows, nodes, seconds, joint=any(model.is_joint for model in self._models)),
+            phases=phases_of(
+                rows, nodes, seconds, global_gradients=any(model.has_global_gradients for model in self._models)
+            ),
         )
 
 
 def phases_of(
-    rows: list[dict[str, float]], nodes: list[list[int]], seconds: float, *, joint: bool = False
+    rows: list[dict[str, float]], nodes: list[list[int]], seconds: float, *, global_gradients: bool = False
 ) -> tuple[Phases, ...]:
-    """Returns where the seconds of each rank went; with `joint` gradients all ranks count as one node.
+    """Returns where the seconds of each rank went; with `global_gradients` all ranks count as one node.
 
     All ranks of a node finish averaging gradients together. The last one to start did not wait: its time is the cost
     of averaging, and what the others spent beyond it is their waiting time.
     """
     phases_of_ranks = []
     for index, ranks in enumerate(nodes):
-        averaging_s = min(rows[rank]["gradients_s"] for rank in (range(len(rows)) if joint else ranks))
+        averaging_s = min(rows[rank]["gradients_s"] for rank in (range(len(rows)) if global_gradients else ranks))
         for rank in ranks:
             row = rows[rank]
             waiting_s = row["waiting_s"] + row["gradients_s"] - averaging_s

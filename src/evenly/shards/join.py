@@ -77,7 +77,7 @@ def _join(
     devices: Sequence[Device] | None,
     timeout_s: float,
 ) -> Sharded:
-    waiter = CollectiveWaiter(monitor, place="the start of a network cut over ranks", timeout_s=timeout_s)
+    waiter = CollectiveWaiter(monitor, label="the start of a network cut over ranks", timeout_s=timeout_s)
     waiter.barrier()
     everybody = open_group(scoped_group, "everybody", range(scoped_group.size), backend="gloo", timeout_s=timeout_s)
     require_same(_settings(traced, layout), everybody, waiter)

@@ -104,12 +104,12 @@ class Exchange(Value):
         return max(1, self.overlap, self.fragments)
 
     @property
-    def coded_part(self) -> float:
+    def coded_fraction(self) -> float:
         """The sent bytes over those of the parameters; 1 for a codec of the user's."""
         return CODED.get(self.codec, 1.0)
 
     @property
-    def calm_steps(self) -> int:
+    def least_adaptive_steps(self) -> int:
         """The shortest period worth choosing: at least twice the overlap, so that merges fall into its first half."""
         return max(self.least_steps, 2 * self.overlap)
 
@@ -130,7 +130,7 @@ class Exchange(Value):
         waiting_s = max(0.0, transfer_s - self.overlap * step_s)
         steps = ceil(self.fragments * max(waiting_s, slowed_s) * (1 - budget) / (step_s * budget))
         busy = ceil(self.fragments * transfer_s / step_s) if self.overlap else 0
-        return max(self.calm_steps, steps, busy)
+        return max(self.least_adaptive_steps, steps, busy)
 
     def begun(self, period: Adaptive, *, step_s: float, exchange_s: float) -> Adaptive:
         """Returns the period, starting with the steps that keep its budget; `exchange_s` is the total of a period."""

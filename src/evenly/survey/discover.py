@@ -23,7 +23,7 @@ def survey_cluster(
     Ranks are on one node if hostname, boot id, network namespace and the launcher's node id are all the same.
     """
     with open_context(
-        rank_group, "survey", place="the survey of the cluster", timeout_s=timeout_s, parent=parent
+        rank_group, "survey", label="the survey of the cluster", timeout_s=timeout_s, parent=parent
     ) as context:
         rows = context.gather({"identity": identity.model_dump(), "device": describe_device(device).model_dump()})
     return _build([(Identity(**row["identity"]), Device(**row["device"])) for row in rows])

@@ -36,7 +36,7 @@ def measure_cluster(
     """Returns the profile of a cluster for one network and batch; all ranks call it together."""
     budget_s = QUICK_S if quick else THOROUGH_S
     with open_context(
-        rank_group, "measure", place="the measurement of devices", timeout_s=timeout_s, parent=parent
+        rank_group, "measure", label="the measurement of devices", timeout_s=timeout_s, parent=parent
     ) as context:
         node = cluster.nodes[cluster.node_of(rank_group.rank)]
         require_training(traced)

@@ -2,7 +2,7 @@
 
 Tensors have their full shape here; a network that is not cut is a set of flat vectors that every rank holds whole.
 Every replica has one owner for each element: the rank that holds it or, where all ranks do, the one it is assigned to.
-The borders of all replicas cut the tensor into index blocks, each with one owner on every side of a reduction.
+The borders of all replicas cut the tensor into index blocks, each with one owner in every participant of a reduction.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ class IndexRange:
 
     start: int
     stop: int
-    place: int
+    position: int
     offset: int = 0
 
 
@@ -39,7 +39,7 @@ class Holding:
 
     def owner(self, block: IndexBlock) -> int:
         """Returns the rank that owns a block."""
-        return self.ranks[self._range_of(block).place]
+        return self.ranks[self._range_of(block).position]
 
     def holders(self, block: IndexBlock) -> tuple[int, ...]:
         """Returns the ranks that hold a block."""
@@ -58,8 +58,8 @@ class Holding:
         return self.ranges[bisect_right(self._starts, block[self.dim][0]) - 1]
 
 
-class Side:
-    """One tensor on one side of a reduction: in one replica, or in all replicas of a node.
+class ParticipantTensor:
+    """One tensor in one participant of a reduction: in one replica, or in all replicas of a node.
 
     Every replica of a node owns a portion of each part, in proportion to its number of ranks.
     """
@@ -79,12 +79,12 @@ class Side:
         yield from ((self._dim, edge) for edge in _edges(self._portions))
 
     def owner(self, block: IndexBlock) -> int:
-        """Returns the rank that owns a block on this side."""
+        """Returns the rank that owns a block in this participant."""
         portion = self._portions[bisect_right(self._starts, block[self._dim][0]) - 1]
-        return self.holdings[portion.place].owner(block)
+        return self.holdings[portion.position].owner(block)
 
     def holders(self, block: IndexBlock) -> tuple[int, ...]:
-        """Returns all ranks of this side that hold a block, in the order of its replicas."""
+        """Returns all ranks of this participant that hold a block, in the order of its replicas."""
         return tuple(rank for holding in self.holdings for rank in holding.holders(block))
 
     def where(self, block: IndexBlock, rank: int) -> Where:
@@ -92,11 +92,11 @@ class Side:
         return next(holding for holding in self.holdings if rank in holding.ranks).where(block)
 
 
-def index_blocks(shape: Shape, sides: Sequence[Side]) -> list[IndexBlock]:
+def index_blocks(shape: Shape, participants: Sequence[ParticipantTensor]) -> list[IndexBlock]:
     """Returns the parts of the common refinement; none of them is empty."""
     edges = [{0, size} for size in shape]
-    for side in sides:
-        for dim, edge in side.borders():
+    for participant in participants:
+        for dim, edge in participant.borders():
             edges[dim].add(edge)
     return list(product(*(list(pairwise(sorted(dim_edges))) for dim_edges in edges)))
 
@@ -107,11 +107,11 @@ def longest(shape: Shape) -> int:
 
 
 def _index_ranges(segments: Sequence[Sequence[tuple[int, int]]]) -> Iterator[IndexRange]:
-    for place, ranges in enumerate(segments):
+    for position, ranges in enumerate(segments):
         offset = 0
         for start, stop in ranges:
             if start < stop:
-                yield IndexRange(start, stop, place, offset)
+                yield IndexRange(start, stop, position, offset)
             offset += stop - start
 
 
@@ -121,14 +121,14 @@ def _edges(ranges: Sequence[IndexRange]) -> Iterator[int]:
 
 
 def _slices(size: int, count: int) -> list[list[tuple[int, int]]]:
-    return [[(size * place // count, size * (place + 1) // count)] for place in range(count)]
+    return [[(size * position // count, size * (position + 1) // count)] for position in range(count)]
 
 
 def _divide(start: int, stop: int, sizes: Sequence[int]) -> Iterator[IndexRange]:
     """Yields [start, stop) divided in proportion to `sizes`."""
     total, below = sum(sizes), 0
-    for place, size in enumerate(sizes):
+    for position, size in enumerate(sizes):
         low, high = (start + (stop - start) * part // total for part in (below, below + size))
         below += size
         if low < high:
-            yield IndexRange(low, high, place)
+            yield IndexRange(low, high, position)

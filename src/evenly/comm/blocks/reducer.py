@@ -1,4 +1,4 @@
-"""Reductions between sides (replicas or nodes) that hold the same tensors in different cuts.
+"""Reductions between participants (replicas or nodes) that hold the same tensors in different cuts.
 
 The simple case is a network that every rank holds whole: it is sent as one flat vector for each dtype, each rank is a
 replica, and the blocks of a vector are the slices that the ranks of a node own.
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from evenly.comm import CollectiveWaiter, all_reduce, broadcast, close_groups, to_host
-from evenly.comm.blocks.index_blocks import Side, Where, index_blocks
+from evenly.comm.blocks.index_blocks import ParticipantTensor, Where, index_blocks
 from evenly.comm.blocks.replicas import FLAT, ReplicaRanks, Shape
 from evenly.comm.blocks.slice import Slice
 
@@ -39,22 +39,22 @@ class PackedSlice:
 class Route:
     """Which blocks of one tensor go to which ranks, in the local coordinates of this rank."""
 
-    sums: Blocks[Ranks] = field(default_factory=dict)  # by owners, one for each side
+    sums: Blocks[Ranks] = field(default_factory=dict)  # by owners, one for each participant
     broadcasts: Blocks[tuple[Ranks, int]] = field(default_factory=dict)  # by the ranks that hold it, and the owner
 
 
 class BlockReducer:
-    """Reduces tensors between sides in global coordinates, as seen by one rank.
+    """Reduces tensors between participants in global coordinates, as seen by one rank.
 
-    A side is one replica, or all replicas of a node. Blocks with the same owners on all sides are sent at once, but
-    every flat vector by itself. `groups` are process groups that exist already, by their ranks; `labels` name the
-    anchors of some owners, otherwise their ranks do.
+    A participant is one replica, or all replicas of a node. Blocks with the same owners in all participants are sent at
+    once, but every flat vector by itself. `groups` are process groups that exist already, by their ranks; `labels` name
+    the anchors of some owners, otherwise their ranks do.
     """
 
     def __init__(
         self,
         name: str,
-        sides: Sequence[Sequence[ReplicaRanks]],
+        participants: Sequence[Sequence[ReplicaRanks]],
         shapes: Mapping[str, Shape],
         *,
         rank: int,
@@ -63,12 +63,16 @@ class BlockReducer:
         groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
         labels: Mapping[Ranks, str] | None = None,
     ) -> None:
-        self.sides = len(sides)
-        self._sides = sides
+        self.num_participants = len(participants)
+        self._participants = participants
         self._rank = rank
         self._has_broadcasts = broadcasts
         self._labels = labels or {}
-        self._own_side = next(place for place, side in enumerate(sides) if any(rank in r.all_ranks for r in side))
+        self._own_index = next(
+            index
+            for index, replicas in enumerate(participants)
+            if any(rank in replica.all_ranks for replica in replicas)
+        )
         self._routes = {tensor: self._route(tensor, shape or (1,)) for tensor, shape in shapes.items()}
         self._scalars = {tensor for tensor, shape in shapes.items() if not shape}
         self._vectors: dict[int, Route] = {}  # flat ones, by their length
@@ -86,9 +90,9 @@ class BlockReducer:
         weight: float = 1.0,
         kind: Literal["sum", "max", "copy"] = "sum",
     ) -> int:
-        """Computes sums over sides of weight x tensor (or maxima) in the blocks that this rank owns.
+        """Computes sums over participants of weight x tensor (or maxima) in the blocks that this rank owns.
 
-        "copy" takes, bit for bit, the tensors of the one side that has weight 1; all others have 0.
+        "copy" takes, bit for bit, the tensors of the one participant that has weight 1; all others have 0.
         Returns the bytes this rank sends for it.
         """
         pending = []
@@ -100,7 +104,7 @@ class BlockReducer:
             sent = buffer.view(torch.uint8) if kind == "copy" else buffer
             host_buffer = to_host(sent, group)
             pending.append((all_reduce(host_buffer, group, largest=kind == "max"), host_buffer, buffer, views))
-            sent_bytes += 2 * (self.sides - 1) * sent.nbytes // self.sides
+            sent_bytes += 2 * (self.num_participants - 1) * sent.nbytes // self.num_participants
         _finish(pending, waiter)
         return sent_bytes
 
@@ -115,7 +119,7 @@ class BlockReducer:
         return packed
 
     def broadcast(self, items: Items, waiter: CollectiveWaiter) -> None:
-        """Sends the blocks from their owners to all ranks of the side that hold them."""
+        """Sends the blocks from their owners to all ranks of the participant that hold them."""
         pending = []
         for (holders, owner), views in self._broadcasts(items):
             buffer, group = _joined(views), self.groups[holders]
@@ -155,15 +159,15 @@ class BlockReducer:
         route = Route()
         if 0 in shape:
             return route
-        side_tensors = [Side(shape, tensor, replicas) for replicas in self._sides]
-        own_side = side_tensors[self._own_side]
-        for block in index_blocks(shape, side_tensors):
-            owners = tuple(side.owner(block) for side in side_tensors)
-            holders = own_side.holders(block)
+        participants = [ParticipantTensor(shape, tensor, replicas) for replicas in self._participants]
+        own = participants[self._own_index]
+        for block in index_blocks(shape, participants):
+            owners = tuple(participant.owner(block) for participant in participants)
+            holders = own.holders(block)
             if self._rank in owners and len(owners) > 1:
-                _add(route.sums, owners, own_side.where(block, self._rank))
+                _add(route.sums, owners, own.where(block, self._rank))
             if self._has_broadcasts and self._rank in holders and len(holders) > 1:
-                _add(route.broadcasts, (holders, owners[self._own_side]), own_side.where(block, self._rank))
+                _add(route.broadcasts, (holders, owners[self._own_index]), own.where(block, self._rank))
         return route
 
 
@@ -193,8 +197,8 @@ def _by_members(
     """
     views: dict[Members, list[torch.Tensor]] = {}
     for tensor, blocks in routed:
-        for members, places in blocks.items():
-            views.setdefault(members, []).extend(tensor[where] for where in places)
+        for members, wheres in blocks.items():
+            views.setdefault(members, []).extend(tensor[where] for where in wheres)
     yield from views.items()
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -47,6 +47,13 @@ class ReplicaRanks:
         return self.ranks + self.idle_ranks
 
 
+class _RankCuts(TypedDict):
+    """How one rank holds its network, as it tells the others."""
+
+    forms: dict[str, tuple[int | None, Sequence[Segments]]]  # dim and segments of each tensor
+    seat: int | None  # the index of the rank in the cuts; None without a share
+
+
 def shard_group_of(module: torch.nn.Module) -> ShardGroup | None:
     """Returns the group of ranks over which a network is cut; None for a whole one."""
     shard_groups = {
@@ -83,7 +90,7 @@ def find_replicas(
     """Returns the replicas of each node; all ranks of the group call it together."""
     shard_group = shard_group_of(module)
     scope = _announce(shard_group, groups.rank_group.rank)
-    row = {"forms": _forms(module, shard_group), "seat": _cut_index(module, shard_group)}
+    row: _RankCuts = {"forms": _forms(module, shard_group), "seat": _cut_index(module, shard_group)}
     rows = gather_json(row, groups.world, waiter)
     members = _members(shard_group, scope, groups.rank_group.rank)
     replica_ranks = gather_json(members, groups.world, waiter)
@@ -105,7 +112,7 @@ def _members(shard_group: ShardGroup | None, scope: RankGroup | None, rank: int)
     """Returns the ranks of this rank's replica; they have all announced themselves."""
     if shard_group is None or scope is None:
         return [rank]
-    keys = [f"rank/{place}" for place in range(scope.size)]
+    keys = [f"rank/{index}" for index in range(scope.size)]
     if not scope.store.check(keys):
         raise SpecError(
             f"the network is cut over {scope.size} ranks, but not all of them were given to synchronize. "
@@ -114,8 +121,8 @@ def _members(shard_group: ShardGroup | None, scope: RankGroup | None, rank: int)
     return [int(scope.store.get(key)) for key in keys]
 
 
-def _forms(module: torch.nn.Module, shard_group: ShardGroup | None) -> dict[str, Any]:
-    forms: dict[str, Any] = {}
+def _forms(module: torch.nn.Module, shard_group: ShardGroup | None) -> dict[str, tuple[int | None, Sequence[Segments]]]:
+    forms: dict[str, tuple[int | None, Sequence[Segments]]] = {}
     for name, tensor in named_tensors(module).items():
         placement = local_shard_of(tensor)
         if shard_group is not None and placement is None:
@@ -123,7 +130,7 @@ def _forms(module: torch.nn.Module, shard_group: ShardGroup | None) -> dict[str,
                 f"{name!r} of a network cut over ranks has no recorded placement: it was put there after the network "
                 "was sharded (module.to() makes new buffers). Move and change the network first, then shard it."
             )
-        forms[name] = [None, []] if placement is None else [placement.dim, placement.segments]
+        forms[name] = (None, []) if placement is None else (placement.dim, placement.segments)
     return forms
 
 
@@ -139,9 +146,9 @@ def _holds_nothing(placement: LocalShard) -> bool:
     return placement.dim is not None and placement.shape[placement.dim] > 0 and not any(placement.segments)
 
 
-def _replica(members: Sequence[int], rows: Sequence[dict[str, Any]]) -> ReplicaRanks:
-    ranks_by_index = {rows[rank]["seat"]: rank for rank in members if rows[rank]["seat"] is not None}
-    ranks = tuple(ranks_by_index[place] for place in sorted(ranks_by_index))
+def _replica(members: Sequence[int], rows: Sequence[_RankCuts]) -> ReplicaRanks:
+    ranks_by_index = {index: rank for rank in members if (index := rows[rank]["seat"]) is not None}
+    ranks = tuple(ranks_by_index[index] for index in sorted(ranks_by_index))
     cuts = {json.dumps(rows[rank]["forms"], sort_keys=True): rank for rank in ranks}
     if len(cuts) > 1:
         first, second = list(cuts.values())[:2]

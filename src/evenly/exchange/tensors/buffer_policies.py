@@ -7,7 +7,7 @@ import torch
 
 from evenly._torch.modules import SPECTRAL_NORM, UNIT_VECTORS, forward_pre_hooks
 from evenly.errors import SpecError
-from evenly.exchange.tensors.optimizer_state import averages, persistent_buffers
+from evenly.exchange.tensors.averaged_tensors import averages, persistent_buffers
 from evenly.spec import BufferPolicy, Exchange
 
 _OBSERVERS = "torch.ao.quantization.observer"

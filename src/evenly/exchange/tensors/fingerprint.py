@@ -84,8 +84,8 @@ class Fingerprint:
         """Returns the fingerprint in numbers."""
         numbers = self._totals.tolist()
         values, units = list(NO_FINGERPRINT.values), list(NO_FINGERPRINT.units)
-        for place, precision in enumerate(self._precisions):
-            values[precision], units[precision] = numbers[2 * place], numbers[2 * place + 1]
+        for index, precision in enumerate(self._precisions):
+            values[precision], units[precision] = numbers[2 * index], numbers[2 * index + 1]
         return FingerprintValues(tuple(values), tuple(units), self._platform)
 
     def by_tensor(self) -> list[tuple[str, float, float, int]]:

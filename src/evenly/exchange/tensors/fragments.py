@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from evenly.exchange.tensors.optimizer_state import Rows, StateEntry
+from evenly.exchange.tensors.averaged_tensors import AveragedTensor, Rows
 
 Piece = dict[str, Rows | None]  # parameters by name; of some only rows
 
 
-def split(entries: Sequence[StateEntry], sizes: Sequence[int], count: int, *, rows: bool) -> list[Piece]:
+def split(entries: Sequence[AveragedTensor], sizes: Sequence[int], count: int, *, rows: bool) -> list[Piece]:
     """Returns for each of `count` fragments the parameters in it, by name; of some only rows, where `rows` are allowed.
 
     `sizes` are the elements of the parameters on one device, so that all ranks split alike.
@@ -26,7 +26,7 @@ def split(entries: Sequence[StateEntry], sizes: Sequence[int], count: int, *, ro
     return fragments
 
 
-def within(entries: Sequence[StateEntry], fragment: Piece) -> list[StateEntry]:
+def within(entries: Sequence[AveragedTensor], fragment: Piece) -> list[AveragedTensor]:
     """Returns the entries of a fragment: those whose parameter is in it, or some of their rows."""
     chosen = []
     for entry in entries:
@@ -44,13 +44,13 @@ def _cut(home: str, height: int, offset: int, size: int, total: int, fragments: 
     """Gives every fragment the rows whose middle lies in it."""
     width, count = size // height, len(fragments)
     middle = offset + width // 2  # of the first row
-    borders = [-(-(-(-total * place // count) - middle) // width) for place in range(count)]
+    borders = [-(-(-(-total * index // count) - middle) // width) for index in range(count)]
     starts = [min(max(border, 0), height) for border in borders] + [height]
-    for place in range(count):
-        if starts[place] < starts[place + 1]:
-            fragments[place][home] = Rows(starts[place], starts[place + 1])
+    for index in range(count):
+        if starts[index] < starts[index + 1]:
+            fragments[index][home] = Rows(starts[index], starts[index + 1])
 
 
-def _narrowed(entry: StateEntry, rows: Rows) -> StateEntry:
+def _narrowed(entry: AveragedTensor, rows: Rows) -> AveragedTensor:
     tensor = entry.tensor.detach().narrow(0, rows.start, rows.stop - rows.start)
     return replace(entry, label=f"{entry.label}[{rows.start}:{rows.stop}]", tensor=tensor, rows=rows)

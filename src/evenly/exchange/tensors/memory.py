@@ -82,11 +82,11 @@ def _extent(tensor: torch.Tensor) -> int:
 def _clusters(spans: list[_Span]) -> Iterator[list[_Span]]:
     """Yields spans, sorted by their start, that overlap with others."""
     first, stop = 0, 0
-    for place, span in enumerate(spans):
+    for index, span in enumerate(spans):
         if span.start >= stop or span.device != spans[first].device:
-            if place - first > 1:
-                yield spans[first:place]
-            first, stop = place, 0
+            if index - first > 1:
+                yield spans[first:index]
+            first, stop = index, 0
         stop = max(stop, span.stop)
     if len(spans) - first > 1:
         yield spans[first:]

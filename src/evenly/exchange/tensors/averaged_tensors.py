@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from evenly.spec import Exchange
 BEGIN_ELSEWHERE = {"Rprop": ("step_size",), "ASGD": ("eta", "mu"), "NAdam": ("mu_product",)}  # slots, not at zero
 
 Choose = Callable[..., dict[str, torch.Tensor]]  # `distinct`, or a `DistinctTensors`
-StatePlacement = Callable[[torch.optim.Optimizer, torch.Tensor, str, Any], LocalShard | None]
+StatePlacement = Callable[[torch.optim.Optimizer, torch.Tensor, str, torch.Tensor], LocalShard | None]
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class StateEntry:
+class AveragedTensor:
     """A tensor that is averaged: a parameter, or optimizer state laid out like its parameter."""
 
     home: str  # the parameter's name
-    label: str
+    label: str  # what it is called on all ranks: the parameter's name or, for state, index.slot; with rows [a:b]
     tensor: torch.Tensor
     slot: str = ""  # of the optimizer's state
     rows: Rows | None = None  # of the parameter, if only some of them
@@ -50,12 +49,12 @@ def averages(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def trained_entries(model: torch.nn.Module, choose: Choose = distinct) -> list[StateEntry]:
+def trained_entries(model: torch.nn.Module, choose: Choose = distinct) -> list[AveragedTensor]:
     """Returns the parameters that training changes, each once, in the model's order.
 
     Those that share the memory of another one (`b.data = a.data`) are left out: a change would be added twice.
     """
-    return [StateEntry(name, name, parameter) for name, parameter in choose(_trained(model)).items()]
+    return [AveragedTensor(name, name, parameter) for name, parameter in choose(_trained(model)).items()]
 
 
 def current_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], torch.Tensor]:
@@ -71,21 +70,21 @@ def current_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 def state_entries(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, place_state: StatePlacement | None = None
-) -> list[StateEntry]:
+) -> list[AveragedTensor]:
     """Returns the optimizer's tensors that have the shape of their parameter (momenta), named alike on all ranks.
 
     For a parameter that is cut over ranks, `place_state` gives the placement of its state.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     entries = []
-    for place, parameter in enumerate(_parameters(optimizer)):
+    for index, parameter in enumerate(_parameters(optimizer)):
         for slot, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
             if _is_laid_out_like(optimizer, parameter, str(slot), value, place_state):
-                entries.append(StateEntry(names[id(parameter)], f"{place}.{slot}", value, str(slot)))
+                entries.append(AveragedTensor(names[id(parameter)], f"{index}.{slot}", value, str(slot)))
     return entries
 
 
-def by_slot(entries: Sequence[StateEntry]) -> list[list[StateEntry]]:
+def by_slot(entries: Sequence[AveragedTensor]) -> list[list[AveragedTensor]]:
     """Returns the entries of each slot of the optimizer's state."""
     return [[entry for entry in entries if entry.slot == slot] for slot in sorted({entry.slot for entry in entries})]
 
@@ -128,7 +127,11 @@ def reset_state(
 
 
 def _is_laid_out_like(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, slot: str, value: Any, place_state: StatePlacement | None
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    slot: str,
+    value: object,
+    place_state: StatePlacement | None,
 ) -> bool:
     if not isinstance(value, torch.Tensor) or not averages(value) or value.shape != parameter.shape:
         return False
