@@ -11,21 +11,20 @@ from typing import TypeVar, final
 
 import torch
 
-from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, learning_rate
+from evenly.comm import CollectiveWaiter, FailureMonitor, Groups
 from evenly.errors import CheckpointError, SpecError
-from evenly.exchange.anchors import Anchors, of_node
+from evenly.exchange.agreement import Agreement, FiniteCheck
+from evenly.exchange.anchors import Anchors
 from evenly.exchange.background import BackgroundExchange
 from evenly.exchange.buffers import Buffers
-from evenly.exchange.divergence import DivergenceCheck
 from evenly.exchange.exchange_state import ExchangeProgress, ExchangeState
 from evenly.exchange.loaded_weights import LoadedWeights
-from evenly.exchange.membership import Membership, Quorum, Vote
-from evenly.exchange.payload import Payload
+from evenly.exchange.membership import Membership, Vote
 from evenly.exchange.payload_builder import PayloadBuilder
 from evenly.exchange.pending import ExchangeOutcome, ExchangeSummary, PendingExchange, PendingState, Tensors, restored
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.averaged_tensors import trained_entries
-from evenly.exchange.tensors.fingerprint import Fingerprint
+from evenly.exchange.tensors.fingerprint import Fingerprint, no_fingerprint
 from evenly.schedule.adaptive import ExchangeCosts, StepPace, choose
 from evenly.schedule.step_counter import Schedule
 from evenly.spec import Adaptive, EverySeconds, Exchange
@@ -36,7 +35,6 @@ CLOSING_S = 2.0  # how long close() waits for background exchanges
 SETTINGS = ("fragments", "codec", "outer", "optimizer_state", "state_every")  # must be equal to resume inside a period
 
 T = TypeVar("T")
-FiniteCheck = Callable[[], None]  # raises if the gradients of the last step were not finite
 
 
 @final
@@ -65,10 +63,9 @@ class Exchanger:
         self.may_have_skipped_step = False  # by a scaler we were not given, since the last exchange
         self.buffers = Buffers(module, settings, replica_exchange, alone=groups.rank_group.size == 1)
         self._module = module
-        self._optimizer = optimizer
+        self._device = next(module.parameters(), torch.empty(0)).device
         self._schedule = schedule
         self._groups = groups
-        self._membership = membership
         self._replica_exchange = replica_exchange
         self._settings = settings
         self._monitor = monitor
@@ -82,12 +79,22 @@ class Exchanger:
         self._step_pace = StepPace()
         self._costs = ExchangeCosts()  # that this rank measured in its last exchange
         self._payload_builder = PayloadBuilder(module, optimizer, replica_exchange, settings, is_sent=self._averages)
-        self._divergence = DivergenceCheck(optimizer, groups, replica_exchange, global_gradients=global_gradients)
+        self._agreement = Agreement(
+            optimizer,
+            schedule,
+            groups=groups,
+            membership=membership,
+            replica_exchange=replica_exchange,
+            settings=settings,
+            anchors=self._anchors,
+            buffers=self.buffers,
+            averages=self._averages,
+            global_gradients=global_gradients,
+            device=self._device,
+        )
         self._loaded_weights = LoadedWeights(module, optimizer)
         self._restarts = 0  # how often anchors were reset to loaded weights
-        self._is_assembled = True  # all ranks took part in the last exchange from the same call
         self._may_differ = False  # merged changes leave nodes different in the last bits
-        self._device = next(module.parameters(), torch.empty(0)).device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has no annotation here
 
     def begin(self, *, verified: bool = True) -> None:
@@ -145,7 +152,7 @@ class Exchanger:
             self._forget_samples(fragments)
             vote = replace(vote, waits_for_all=exact)
             agree = partial(
-                self._agree,
+                self._agreement.reach,
                 pending_exchange.payload,
                 vote,
                 pending_exchange.snapshot,
@@ -191,8 +198,8 @@ class Exchanger:
 
     def wait_for_all_nodes(self) -> None:
         """Exchanges until all nodes call this: some may have other exchanges to make before."""
-        self._is_assembled = False
-        while not self._is_assembled:
+        self._agreement.is_assembled = False
+        while not self._agreement.is_assembled:
             self.exchange(range(self._settings.fragments), waits=True, exact=True)
 
     def merge_all(self) -> None:
@@ -347,7 +354,7 @@ class Exchanger:
         changed = self.buffers.changes(self.buffers.snapshot()).bits()
         vote = replace(self._make_vote("evaluation", samples=0.0), changed=changed)
         fingerprint = self._payload_builder.fingerprint()
-        quorum = self.run_collective(partial(self._vote, vote, fingerprint, since=0, everywhere=True))
+        quorum = self.run_collective(partial(self._agreement.vote, vote, fingerprint, since=0, everywhere=True))
         if quorum.may_differ or any(quorum.changed):
             self._average_now(parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples))
 
@@ -358,7 +365,9 @@ class Exchanger:
         description = self._payload_builder.describe(range(self._settings.fragments) if parameters else (), snapshot)
         vote = self._make_vote(f"an average\n{description}", samples=samples)
         fingerprint, since = self._payload_builder.fingerprint(), self._schedule.since
-        agree = partial(self._agree, payload, vote, snapshot, fingerprint=fingerprint, since=since, exact=True)
+        agree = partial(
+            self._agreement.reach, payload, vote, snapshot, fingerprint=fingerprint, since=since, exact=True
+        )
         outcome = self.run_collective(agree)
         if outcome is None:  # no parameters differ
             return
@@ -415,7 +424,8 @@ class Exchanger:
         description = f"{self._restarts} restarts\n{tensors}"
         samples = max(self._samples[fragment] for fragment in fragments)
         vote = self._make_vote(description, samples=samples)
-        fingerprint = self._payload_builder.fingerprint(fragments)
+        needs_fingerprint = self._agreement.compares_replicas
+        fingerprint = self._payload_builder.fingerprint(fragments) if needs_fingerprint else no_fingerprint()
         step, number = self._schedule.step, self._schedule.exchanges + 1
         steps, label = self._schedule.since_of(fragments), self._next_label()
         pending_exchange = PendingExchange(
@@ -436,52 +446,6 @@ class Exchanger:
             may_have_skipped_step=self.may_have_skipped_step,
             may_differ=self._may_differ or at.since > 0,
         )
-
-    def _agree(
-        self,
-        payload: Payload,
-        vote: Vote,
-        snapshot: Tensors,
-        waiter: CollectiveWaiter,
-        *,
-        fingerprint: Fingerprint,
-        since: int,
-        exact: bool = False,
-        check_finite: FiniteCheck | None = None,
-    ) -> ExchangeOutcome | None:
-        """Returns the agreed outcome; None if ranks only assembled and no parameters differ."""
-        if check_finite is not None:
-            check_finite()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).synchronize()  # excludes steps queued before from the measured time
-        began = time.monotonic()
-        buffer_changes = self.buffers.changes(snapshot)
-        quorum = self._vote(replace(vote, changed=buffer_changes.bits()), fingerprint, waiter, since=since)
-        self._is_assembled = quorum.is_assembled
-        if quorum.is_assembled and not quorum.may_differ and isinstance(self._schedule.period, EverySeconds):
-            return None
-        joined = time.monotonic()  # all ranks have joined
-        counters, added = buffer_changes.split(quorum.changed)
-        self._replica_exchange.agree_on_largest(counters, waiter)
-        exact = exact and quorum.is_assembled
-        stats = self._replica_exchange.average(payload, added, quorum, waiter, anchors=self._anchors, exact=exact)
-        if len(quorum.weights) > 1 and self._averages:
-            stats = of_node(stats, self._groups.node_votes, waiter)
-        agreed, seconds = buffer_changes.agreed(counters, added), time.monotonic() - joined
-        return ExchangeOutcome(quorum.weights, stats, seconds, joined - began, quorum.measured, agreed)
-
-    def _vote(
-        self, vote: Vote, fingerprint: Fingerprint, waiter: CollectiveWaiter, *, since: int, everywhere: bool = False
-    ) -> Quorum:
-        """Returns the quorum after checking that ranks which must hold equal parameters do."""
-        rate = learning_rate(self._optimizer)
-        vote = replace(vote, fingerprint=fingerprint.read(), holders=self._replica_exchange.holders, learning_rate=rate)
-        quorum = self._membership.hold_vote(vote, waiter)
-        everywhere = everywhere and not quorum.may_differ
-        if not self._averages or self._settings.overlap:
-            since = vote.step  # no exchange made the ranks of a node bit-identical since the start
-        self._divergence.require_same(quorum, fingerprint, waiter, step=vote.step, since=since, everywhere=everywhere)
-        return quorum
 
     def _merge(self, pending_exchange: PendingExchange) -> None:
         began = time.monotonic()

@@ -97,6 +97,11 @@ class Fingerprint:
         ]
 
 
+def no_fingerprint() -> Fingerprint:
+    """Returns the fingerprint of no tensors, for a rank that no other one is compared with."""
+    return Fingerprint([], torch.zeros(0, dtype=torch.float64), UNLIKE)
+
+
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> Fingerprint:
     """Returns the fingerprint of tensors with the same layout on all ranks."""
