@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import Any
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -103,12 +102,15 @@ def widen_clipping() -> Callable[[], None]:
     return widen_clipping_of_torch(total_norm=_widened_norm, clip=_widened_clip)
 
 
-def _widened_norm(norm: Callable[..., Any]) -> Callable[..., Any]:
+def _widened_norm(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Returns torch's `get_total_norm`, extended to the norm of full gradients if it is called with parts."""
 
     def get_total_norm(
-        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> Any:
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
         grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         guarded = [tensor for tensor in grads if is_part(tensor)]
         if not guarded or any(part_of(tensor) is None for tensor in guarded):  # these raise an error
@@ -124,11 +126,14 @@ def _widened_norm(norm: Callable[..., Any]) -> Callable[..., Any]:
     return get_total_norm
 
 
-def _widened_clip(clip: Callable[..., Any]) -> Callable[..., Any]:
+def _widened_clip(clip: Callable[..., None]) -> Callable[..., None]:
     """Returns torch's `clip_grads_with_norm_`, extended to parts if the norm is that of full gradients."""
 
     def clip_grads_with_norm_(
-        parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        total_norm: torch.Tensor,
+        foreach: bool | None = None,
     ) -> None:
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         cut = [

@@ -8,16 +8,18 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from evenly._torch.optimizers import STEP_HOOKS, only_counts
+from evenly.shards.optim.optimizers import ParamGroup
 from evenly.shards.parts.local_shards import local_shard_of
 
-Indices = torch.Tensor | None
+T = TypeVar("T")
+
 ATOMS: tuple[type, ...] = (
     bool,
     int,
@@ -58,18 +60,18 @@ def kind_of(parameter: torch.Tensor) -> Kind:
     return Kind(parameter.ndim, dim, parameter.is_complex(), device)
 
 
-def is_ours(hook: Any) -> bool:
+def is_ours(hook: object) -> bool:
     """Returns whether a hook belongs to this library; such hooks do not change how an optimizer steps."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == "evenly"
 
 
-def step_of(optimizer: Optimizer) -> Any:
+def step_of(optimizer: Optimizer) -> object:
     """Returns the `step` that was set on the instance, or None; a scheduler's counting wrapper is ignored."""
-    step: Any = vars(optimizer).get("step")
+    step: object = vars(optimizer).get("step")
     return None if only_counts(step, optimizer) else step
 
 
-def hooks_of(optimizer: Optimizer) -> list[Any]:
+def hooks_of(optimizer: Optimizer) -> list[Callable[..., object]]:
     """Returns the step hooks that do not belong to this library."""
     return [hook for name in STEP_HOOKS for hook in vars(optimizer).get(name, {}).values() if not is_ours(hook)]
 
@@ -98,8 +100,8 @@ class OptimizerCopy:
         self._part_indices = part_indices
         self._representatives = representatives
         self._root = optimizer
-        self._memo: dict[int, Any] = {}
-        self._originals: list[Any] = []  # keeps the ids in the memo valid
+        self._memo: dict[int, Any] = {}  # id of an original -> its copy, of the same type
+        self._originals: list[object] = []  # keeps the ids in the memo valid
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for number, parameter in enumerate(self._parameters):
             start = draw(kind_of(parameter), sizes, seed=number)
@@ -118,22 +120,25 @@ class OptimizerCopy:
             return full.clone()
         return full.index_select(kind.dim, self._part_indices(full.shape[kind.dim]).to(full.device))
 
-    def _remember(self, value: Any, copied: Any) -> Any:
+    def _remember(self, value: object, copied: T) -> T:
         self._originals.append(value)
         self._memo[id(value)] = copied
         return copied
 
-    def _copy(self, value: Any) -> Any:
+    def _copy(self, value: T) -> T:
+        copied: T
         if id(value) in self._memo:
-            return self._memo[id(value)]
+            copied = self._memo[id(value)]
+            return copied
         if isinstance(value, ATOMS) and not isinstance(value, torch.Tensor):
             return value  # a module keeps its real parameters, which raise an error when touched
         for kind, copier in self._copiers():
             if isinstance(value, kind):
-                return copier(value)
+                copied = copier(value)
+                return copied
         return self._object(value)
 
-    def _copiers(self) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+    def _copiers(self) -> Iterator[tuple[type | tuple[type, ...], Callable[[Any], Any]]]:
         yield torch.Tensor, self._tensor
         yield Optimizer, self._optimizer
         yield dict, self._dict
@@ -162,7 +167,7 @@ class OptimizerCopy:
             copied.defaults["differentiable"] = False  # no autograd in the step
         return copied
 
-    def _groups(self, groups: list[Any], representatives: Sequence[Sequence[int]] | None) -> list[Any]:
+    def _groups(self, groups: list[ParamGroup], representatives: Sequence[Sequence[int]] | None) -> list[ParamGroup]:
         copied_groups = []
         for number, group in enumerate(groups):
             if id(group) in self._memo:  # shared by a wrapper and the optimizer inside it
@@ -182,11 +187,11 @@ class OptimizerCopy:
             copied_groups.append(self._remember(group, group_copy))
         return copied_groups
 
-    def _state(self, state: dict[Any, Any]) -> dict[Any, Any]:
+    def _state(self, state: dict[object, object]) -> dict[object, object]:
         if id(state) in self._memo:  # shared by a wrapper and the optimizer inside it
-            existing: dict[Any, Any] = self._memo[id(state)]
+            existing: dict[object, object] = self._memo[id(state)]
             return existing
-        copied: dict[Any, Any] = self._remember(state, copy.copy(state))
+        copied = self._remember(state, copy.copy(state))
         copied.clear()
         for owner, entries in state.items():
             if isinstance(owner, torch.Tensor):
@@ -196,7 +201,7 @@ class OptimizerCopy:
             copied[self._copy(owner)] = self._copy(entries)
         return copied
 
-    def _tensor(self, value: torch.Tensor) -> Any:
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         kinds = {kind_of(owner) for owner in self._parameters if owner.shape == value.shape}
         if value.ndim == 0 or not kinds:
             copied = value.detach().clone()
@@ -217,32 +222,35 @@ class OptimizerCopy:
         times = -(-full.numel() // numbers.numel())
         return self.part(numbers.repeat(times)[: full.numel()].view(full.shape), kind)
 
-    def _dict(self, value: dict[Any, Any]) -> Any:
+    def _dict(self, value: dict[object, object]) -> dict[object, object]:
         copied = self._remember(value, copy.copy(value))
         copied.clear()
         for key, item in value.items():
             copied[self._copy(key)] = self._copy(item)
         return copied
 
-    def _collection(self, value: Any) -> Any:
+    def _collection(
+        self, value: list[object] | set[object] | deque[object]
+    ) -> list[object] | set[object] | deque[object]:
         copied = self._remember(value, copy.copy(value))
         copied.clear()
         for item in value:
             copied.append(self._copy(item)) if hasattr(copied, "append") else copied.add(self._copy(item))
         return copied
 
-    def _tuple(self, value: Any) -> Any:
+    def _tuple(self, value: tuple[object, ...] | frozenset[object]) -> object:
         items = [self._copy(item) for item in value]
-        return self._remember(value, type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
+        rebuild: Callable[..., object] = type(value)
+        return self._remember(value, rebuild(*items) if hasattr(value, "_fields") else rebuild(items))
 
-    def _partial(self, value: "functools.partial[Any]") -> Any:
+    def _partial(self, value: "functools.partial[object]") -> "functools.partial[object]":
         return functools.partial(self._copy(value.func), *self._copy(value.args), **self._copy(value.keywords))
 
-    def _reference(self, value: "weakref.ref[Any]") -> Any:
+    def _reference(self, value: "weakref.ref[object]") -> "weakref.ref[object]":
         target = value()
         return value if target is None else weakref.ref(self._copy(target))
 
-    def _function(self, value: types.FunctionType) -> Any:
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
         """Returns the function with copies of its closure, defaults and the module globals that it reads."""
         is_library = str(value.__globals__.get("__name__", "")).partition(".")[0] in ("torch", "evenly")
         if is_library and value.__closure__ is None:
@@ -265,7 +273,7 @@ class OptimizerCopy:
         copied.__dict__.update({key: self._copy(attribute) for key, attribute in vars(value).items()})
         return copied
 
-    def _object(self, value: Any) -> Any:
+    def _object(self, value: T) -> T:
         needs_deepcopy = hasattr(type(value), "__deepcopy__") or not hasattr(value, "__dict__")
         try:
             if needs_deepcopy or isinstance(value, random.Random):
@@ -288,7 +296,7 @@ def draw(kind: Kind, sizes: Sequence[int], *, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).to(kind.device)
 
 
-def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+def tensors_within(value: object) -> Iterator[torch.Tensor]:
     """Yields the tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value

@@ -12,6 +12,7 @@ from evenly.errors import SpecError
 from evenly.shards.optim.clipping import RankSums, squared_norm
 from evenly.shards.parts.local_shards import LocalShard, local_shard_of
 
+ParamGroup = dict[str, Any]  # an entry of torch's `param_groups`: "params", and options that each class names
 State = dict[str, torch.Tensor]
 
 
@@ -52,7 +53,7 @@ class Adafactor(torch.optim.Adafactor):
             _advance(batch)
         return loss
 
-    def _parameter_steps(self, group: dict[str, Any]) -> "list[_Turn]":
+    def _parameter_steps(self, group: ParamGroup) -> "list[_Turn]":
         with_gradient = _with_gradient(group, "Adafactor")
         eps1 = group["eps"][0]
         if eps1 is None and with_gradient:
@@ -64,7 +65,7 @@ class _Turn:
     """One parameter in one step of Adafactor: the computations before, between and after the all-reduces."""
 
     def __init__(
-        self, parameter: torch.Tensor, grad: torch.Tensor, state: State, group: dict[str, Any], eps1: float
+        self, parameter: torch.Tensor, grad: torch.Tensor, state: State, group: ParamGroup, eps1: float
     ) -> None:
         local_shard = local_shard_of(parameter)
         self.parameter = parameter
@@ -203,7 +204,7 @@ class Lamb(torch.optim.Optimizer):
             self._advance(batch)
         return loss
 
-    def _advance(self, parameter_steps: Sequence[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]) -> None:
+    def _advance(self, parameter_steps: Sequence[tuple[torch.Tensor, torch.Tensor, ParamGroup]]) -> None:
         sums = RankSums("lamb")
         updates: list[torch.Tensor] = []
         for x, g, group in parameter_steps:
@@ -216,7 +217,7 @@ class Lamb(torch.optim.Optimizer):
             ratio = torch.where((of_x > 0) & (of_u > 0), of_x / of_u, 1.0)
             x.sub_(u.mul_((float(group["lr"]) * ratio).to(u.device)))
 
-    def _update(self, x: torch.Tensor, g: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def _update(self, x: torch.Tensor, g: torch.Tensor, group: ParamGroup) -> torch.Tensor:
         state: State = self.state[x]
         beta1, beta2 = group["betas"]
         if not state:
@@ -232,7 +233,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 def state_placement(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: object
 ) -> LocalShard | None:
     """Returns how one entry of a parameter's optimizer state is cut; None if it has no local shard.
 
@@ -271,7 +272,7 @@ def _shard_group(local_shard: LocalShard | None) -> ShardGroup | None:
     return local_shard.shard_group if local_shard is not None and local_shard.is_cut else None
 
 
-def _with_gradient(group: dict[str, Any], name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _with_gradient(group: ParamGroup, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = [(p, p.grad) for p in group["params"] if p.grad is not None]
     for parameter, grad in pairs:
         if parameter.is_complex() or grad.is_sparse:

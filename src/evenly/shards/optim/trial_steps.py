@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -25,8 +24,8 @@ def compare(
     sizes: Sequence[int],
     steps: int,
     representatives: list[list[int]] | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> str | None:
     """Returns a description of what differs between a copy on whole tensors and one on parts, or None."""
     whole = TrialRun(optimizer, sizes, None, representatives, args, kwargs)
@@ -84,8 +83,8 @@ class TrialRun:
         sizes: Sequence[int],
         part_indices: Callable[[int], torch.Tensor] | None,
         representatives: list[list[int]] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> None:
         self._args, self._kwargs = args, kwargs
         self.optimizer_copy = OptimizerCopy(optimizer, sizes, part_indices, representatives)
@@ -107,7 +106,7 @@ class TrialRun:
         args = [closure if callable(value) else value for value in self._args]
         kwargs = {key: closure if callable(value) else value for key, value in self._kwargs.items()}
         with trial.on():
-            step: Callable[..., Any] = self.optimizer_copy.optimizer.step
+            step: Callable[..., object] = self.optimizer_copy.optimizer.step
             step(*args, **kwargs)
 
     def _set_grads(self, grads: dict[int, torch.Tensor], scale: float) -> None:
@@ -124,7 +123,7 @@ class TrialRun:
                 self.optimizer_copy.stand_in(parameter),
                 whole.optimizer_copy.stand_in(parameter),
             )
-            pairs: dict[str, tuple[Any, Any]] = {"parameter": (part_tensor, whole_tensor)}
+            pairs: dict[str, tuple[object, object]] = {"parameter": (part_tensor, whole_tensor)}
             if is_last:
                 part_state, whole_state = self._state(part_tensor), whole._state(whole_tensor)
                 pairs |= {
@@ -152,7 +151,7 @@ class TrialRun:
         is_same = all(torch.equal(one, start) for one, start in zip(now, self._starts, strict=True))
         return not is_same and all(bool(one.isfinite().all()) for one in now)
 
-    def _state(self, stand_in: torch.Tensor) -> dict[str, Any]:
+    def _state(self, stand_in: torch.Tensor) -> dict[str, object]:
         return _leaves("", self.optimizer_copy.optimizer.state.get(stand_in, {}))
 
 
@@ -166,7 +165,7 @@ def _carry_hooks(exact: Optimizer) -> Optimizer:
     return carrier
 
 
-def _leaves(name: str, value: Any) -> dict[str, Any]:
+def _leaves(name: str, value: object) -> dict[str, object]:
     if isinstance(value, dict):
         return {k: v for key, item in value.items() for k, v in _leaves(f"{name} {key}", item).items()}
     if isinstance(value, list | tuple | deque):
@@ -176,7 +175,7 @@ def _leaves(name: str, value: Any) -> dict[str, Any]:
     raise TypeError(f"its state{name} is a {type(value).__name__}, and it is unknown whether that depends on the cut")
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: object, other: object) -> bool:
     if not (isinstance(one, Real | torch.Tensor) and isinstance(other, Real | torch.Tensor)):
         return bool(one == other)
     a, b = torch.as_tensor(one).detach(), torch.as_tensor(other).detach()

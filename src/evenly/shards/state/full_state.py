@@ -18,7 +18,8 @@ from evenly.shards.optim.optimizers import state_placement
 from evenly.shards.parts.local_shards import LocalShard, local_shard_of
 from evenly.shards.run.sharded import Sharded, sharded_of
 
-State = dict[str, Any]
+StateDict = dict[str, Any]  # nested, as torch's `state_dict()` returns it
+SavedState = Mapping[str, Any]  # the same from a file; each entry is checked before it is used
 OF_SCHEDULES = {
     "initial_lr",
     "max_lr",
@@ -34,7 +35,7 @@ def full_state_dict(
     *,
     everywhere: bool = True,
     device: torch.device | str | None = None,
-) -> State:
+) -> StateDict:
     """Returns the state of the whole network as on one device; it does not depend on the split.
 
     `"model"` is the `state_dict()` of the uncut network, `"optimizer"` that of an optimizer over its parameters,
@@ -50,7 +51,7 @@ def full_state_dict(
     model = sharded_of(model)
     if model._program is None:
         return {}
-    parts: State = {"model": _weights(model)}
+    parts: StateDict = {"model": _weights(model)}
     if optimizer is not None:
         parts |= {"optimizer": _slots(optimizer), "optimizer_class": type(optimizer).__name__}
     _require_agreement(model, parts)
@@ -58,12 +59,12 @@ def full_state_dict(
     is_receiver = everywhere or model.shard_group.rank == 0
     full_tensors: dict[int, torch.Tensor] = {}
 
-    def full_leaf(leaf: Any) -> Any:
+    def full_leaf(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().to(device, copy=True)
         return leaf.full(full_tensors, is_receiver=is_receiver, device=device) if isinstance(leaf, _Part) else leaf
 
-    state: State = pytree.tree_map(full_leaf, parts)
+    state: StateDict = pytree.tree_map(full_leaf, parts)
     if not is_receiver:
         return {}
     copy_versions(state["model"], model._network[0].state_dict(), if_missing=True)
@@ -71,7 +72,7 @@ def full_state_dict(
 
 
 def load_full_state_dict(
-    model: Sharded, state: Mapping[str, Any], optimizer: Optimizer | None = None, *, strict: bool = True
+    model: Sharded, state: SavedState, optimizer: Optimizer | None = None, *, strict: bool = True
 ) -> None:
     """Loads this rank's parts of a full state into the network and its optimizer, in place.
 
@@ -120,7 +121,7 @@ class _Part:
 
     def full(
         self, full_tensors: dict[int, torch.Tensor], *, is_receiver: bool, device: torch.device | str | None
-    ) -> Any:
+    ) -> torch.Tensor | None:
         """Returns the full tensor, the same for all names of a tied one; None unless `is_receiver`."""
         if id(self.tensor) in full_tensors:
             return full_tensors[id(self.tensor)] if is_receiver else None
@@ -133,8 +134,8 @@ class _Part:
         return full_tensors[id(self.tensor)] if is_receiver else None
 
 
-def _weights(model: Sharded) -> "OrderedDict[str, Any]":
-    parts: OrderedDict[str, Any] = OrderedDict()
+def _weights(model: Sharded) -> OrderedDict[str, object]:
+    parts: OrderedDict[str, object] = OrderedDict()
     for name, value in model._network[0].state_dict(keep_vars=True).items():
         parts[name] = value
         if isinstance(value, torch.Tensor) and not is_extra_state(name):
@@ -144,7 +145,7 @@ def _weights(model: Sharded) -> "OrderedDict[str, Any]":
     return parts
 
 
-def _slots(optimizer: Optimizer) -> State:
+def _slots(optimizer: Optimizer) -> StateDict:
     packed = optimizer.state_dict()
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
@@ -158,7 +159,7 @@ def _slots(optimizer: Optimizer) -> State:
     return {**packed, "state": state}
 
 
-def _slot(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: Any) -> Any:
+def _slot(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: object) -> object:
     """Returns one entry of an optimizer's state, with its local shard if it is a tensor."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -172,7 +173,7 @@ def _slot(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: Any) -
     return _Part(label, value, local_shard, problem)
 
 
-def _require_agreement(model: Sharded, parts: State) -> None:
+def _require_agreement(model: Sharded, parts: StateDict) -> None:
     """Raises an error on every rank unless all ranks hold parts of the same tensors, in the same order."""
     leaves = [leaf for leaf in pytree.tree_leaves(parts) if isinstance(leaf, _Part)]
     text = "\n".join(part.line() for part in leaves)
@@ -193,14 +194,14 @@ def _require_agreement(model: Sharded, parts: State) -> None:
             )
 
 
-def _cut_weights(model: Sharded, weights: Mapping[str, Any], *, strict: bool) -> State:
+def _cut_weights(model: Sharded, weights: Mapping[str, object], *, strict: bool) -> StateDict:
     local_state = model._network[0].state_dict(keep_vars=True)
     missing = [name for name in local_state if name not in weights]
     unexpected = [name for name in weights if name not in local_state]
     if strict and (missing or unexpected):
         lacks = f"the state lacks {_listed(missing)}" if missing else f"the state has {_listed(unexpected)} in addition"
         raise _misfit(model, lacks, "or give strict=False to load what is in both")
-    parts: OrderedDict[str, Any] = OrderedDict()
+    parts: OrderedDict[str, object] = OrderedDict()
     copy_versions(parts, weights)
     for name, tensor in local_state.items():
         if name not in weights:
@@ -217,7 +218,7 @@ def _cut_weights(model: Sharded, weights: Mapping[str, Any], *, strict: bool) ->
     return parts
 
 
-def _cut_slots(model: Sharded, optimizer: Optimizer, state: Mapping[str, Any]) -> State:
+def _cut_slots(model: Sharded, optimizer: Optimizer, state: SavedState) -> StateDict:
     saved = state.get("optimizer")
     if not isinstance(saved, Mapping) or "param_groups" not in saved:
         raise _misfit(model, "it has no state of an optimizer", "or load without the optimizer")
@@ -227,7 +228,7 @@ def _cut_slots(model: Sharded, optimizer: Optimizer, state: Mapping[str, Any]) -
     slots = _by_index(model, optimizer, saved)
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def cut(parameter: torch.Tensor, key: str, value: Any) -> Any:
+    def cut(parameter: torch.Tensor, key: str, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         local_shard = state_placement(optimizer, parameter, key, parameter)
@@ -249,7 +250,7 @@ def _cut_slots(model: Sharded, optimizer: Optimizer, state: Mapping[str, Any]) -
     return slots
 
 
-def _by_index(model: Sharded, optimizer: Optimizer, saved: Mapping[str, Any]) -> State:
+def _by_index(model: Sharded, optimizer: Optimizer, saved: SavedState) -> StateDict:
     """Returns a saved state, keyed by name or by index, in the order of the optimizer's parameters."""
     groups, own_groups = saved["param_groups"], optimizer.param_groups
     counts, expected = ([len(group["params"]) for group in some] for some in (groups, own_groups))
@@ -257,8 +258,8 @@ def _by_index(model: Sharded, optimizer: Optimizer, saved: Mapping[str, Any]) ->
         raise _misfit(model, f"its optimizer has groups of {counts} parameters, and the one here of {expected}")
     names = parameter_names(model, optimizer)
     state = {str(key): entries for key, entries in saved.get("state", {}).items()}
-    ordered: list[State] = []
-    state_by_index: dict[int, Any] = {}
+    ordered: list[StateDict] = []
+    state_by_index: dict[int, object] = {}
     start = 0
     for theirs, ours in zip(groups, own_groups, strict=True):
         _require_same_options(model, optimizer, theirs, ours)
@@ -277,7 +278,7 @@ def _by_index(model: Sharded, optimizer: Optimizer, saved: Mapping[str, Any]) ->
 
 
 def _require_same_options(
-    model: Sharded, optimizer: Optimizer, theirs: Mapping[str, Any], ours: Mapping[str, Any]
+    model: Sharded, optimizer: Optimizer, theirs: Mapping[str, object], ours: Mapping[str, object]
 ) -> None:
     """Raises `CheckpointError` if a group's options belong to another class, not only to another version."""
     unexpected = [name for name in theirs if name not in ours and name not in OF_SCHEDULES]

@@ -1,8 +1,7 @@
 """Moves units between ranks while a network trains: parameters, gradients, buffers and optimizer state."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -97,7 +96,7 @@ class _Move:
             new_shard = local_shard_for(name, old)  # of several names of one tensor, any may be the cut one
             if new_shard.is_cut or id(tensor) not in self._after:
                 self._after[id(tensor)] = new_shard
-        self._tables_of: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        self._tables_of: dict[int, list[tuple[dict[str, torch.Tensor], str]]] = {}
         for module in model.modules():
             for table in tensor_tables(module):
                 for name, tensor in table.items():
@@ -151,10 +150,12 @@ class _Move:
                 entries[key] = pytree.tree_map(partial(self._moved_slot, key, new), entries[key])
             self._optimizer.state[new] = entries
 
-    def _moved_slot(self, key: str, new: torch.Tensor, value: Any) -> Any:
+    def _moved_slot(self, key: str, new: torch.Tensor, value: object) -> object:
         before = self._slots_before.get(id(value))
         after = state_placement(self._optimizer, new, key, new)
-        return value if before is None or after is None else moved(value, before, after)
+        if before is None or after is None or not isinstance(value, torch.Tensor):
+            return value
+        return moved(value, before, after)
 
 
 def moved(part: torch.Tensor, before: LocalShard, after: LocalShard) -> torch.Tensor:
@@ -170,8 +171,7 @@ def moved(part: torch.Tensor, before: LocalShard, after: LocalShard) -> torch.Te
 
 def _slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
     """Yields the tensors of an optimizer's state, with their parameter and name."""
-    state: Mapping[Any, Any] = optimizer.state
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for key, value in state.get(parameter, {}).items():
+            for key, value in optimizer.state.get(parameter, {}).items():
                 yield from ((parameter, key, leaf) for leaf in pytree.tree_leaves(value) if torch.is_tensor(leaf))

@@ -25,7 +25,7 @@ RTOL = {8: 1e-9, 4: 1e-4}  # by bytes of a number; 2e-2 for smaller ones
 LR = 1e-2
 SWITCHES = ("training", "p", "dropout")  # attributes of modules that are changed
 
-Loss = Callable[[Any], torch.Tensor | None]
+Loss = Callable[[Any], torch.Tensor | None]  # of the network's outputs, in the form that its forward gives them
 Build = Callable[[list[nn.Parameter]], Optimizer]
 DifferencesByKind = dict[str, dict[str, float]]  # kind -> name -> difference
 StepTensors = dict[str, dict[str, torch.Tensor]]  # kind -> name -> tensor
@@ -188,7 +188,7 @@ class _Comparison:
             self._is_below_float64 = False
             return None
 
-    def _run_step(self, network: nn.Module, arguments: Mapping[str, Any]) -> StepTensors:
+    def _run_step(self, network: nn.Module, arguments: Mapping[str, object]) -> StepTensors:
         """Returns the outputs, the gradients, the buffers and the parameters after a step."""
         torch.manual_seed(0)  # for random numbers that are still drawn
         arguments = pytree.tree_map_only(
@@ -238,7 +238,7 @@ class _Comparison:
         ]
         return layer or next((name.rpartition(".")[0] or name for name in names), None)
 
-    def _record(self, uncut: nn.Module, arguments: Mapping[str, Any]) -> LayerRecorder:
+    def _record(self, uncut: nn.Module, arguments: Mapping[str, object]) -> LayerRecorder:
         """Returns all tensors of the uncut network, with their gradients."""
         recorder = LayerRecorder(uncut, self._traced)
         backward(self._loss(recorder.run(*[arguments.get(name) for name in recorder.inputs])))
@@ -291,7 +291,7 @@ def _row(kind: str, differences: Mapping[str, float]) -> ReportRow:
     return ReportRow(kind, len(differences), worst, where if worst else "")
 
 
-def _weighted_sum(outputs: Any) -> torch.Tensor | None:
+def _weighted_sum(outputs: object) -> torch.Tensor | None:
     """Returns the sum of all outputs, each element with its own weight; None if no output requires a gradient."""
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     total: torch.Tensor | None = None
@@ -369,7 +369,7 @@ def _sgd(parameters: list[nn.Parameter]) -> Optimizer:
     return SGD(parameters, lr=LR)
 
 
-def _arguments_in_float64(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_in_float64(arguments: Mapping[str, object]) -> dict[str, object]:
     """Returns the arguments in float64."""
     return {k: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for k, x in arguments.items()}
 
@@ -378,13 +378,13 @@ def _named_tensors(network: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
-def _bound(sharded: Sharded, example: Example) -> dict[str, Any]:
+def _bound(sharded: Sharded, example: Example) -> dict[str, object]:
     if isinstance(example, Mapping):
         return dict(sharded._signature.bind(**example).arguments)
     return dict(sharded._signature.bind(*(example if isinstance(example, tuple | list) else (example,))).arguments)
 
 
-def _on_device(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def _on_device(arguments: Mapping[str, object], device: torch.device) -> dict[str, object]:
     return {key: x.detach().to(device) if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
 
 

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.optim import Optimizer
@@ -66,7 +66,7 @@ class DriftMonitor:
         """Counts every step of an optimizer of the network until the handle is removed. `mend` includes its state."""
         self._optimizers.append(optimizer)
 
-        def after(_: Optimizer, __: Any, ___: Any) -> None:
+        def after(_: Optimizer, __: object, ___: object) -> None:
             self.step()
 
         return optimizer.register_step_post_hook(after)
