@@ -113,7 +113,7 @@ def test_our_own_pass(shard_group: ShardGroup, build: Callable[..., Optimizer]) 
 
 def test_a_plain_lamb_would_not_pass(shard_group: ShardGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (probe, trial_steps):
-        monkeypatch.setattr(module, "EXACT", ())
+        monkeypatch.setattr(module, "RANK_SUMMING", ())
     for build in (Adafactor, Lamb):
         with pytest.raises(SpecError, match="not elementwise"):
             check_elementwise(build(cuts(shard_group)))

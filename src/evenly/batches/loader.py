@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from evenly.batches.device import to_device
-from evenly.batches.loading import FeedWishes, Loading
+from evenly.batches.loading import FeedOptions, LoaderOptions
 from evenly.batches.parts import Epoch, Rules, check_samples
 from evenly.batches.sources import open_source
 from evenly.comm import rank_group_of
@@ -35,7 +35,7 @@ class Feed:
         sampler: Iterable[object] | None = None,
         drop_last: bool = False,
         device: torch.device | None = None,
-        **loading: Unpack[Loading],
+        **loading: Unpack[LoaderOptions],
     ) -> None:
         self.epoch = 0
         self.offset = 0  # samples of this epoch that all ranks together have taken
@@ -160,7 +160,7 @@ def feed(
     *,
     rank: int | None = None,
     device: torch.device | None = None,
-    **loading: Unpack[FeedWishes],
+    **loading: Unpack[FeedOptions],
 ) -> Feed:
     """Returns this rank's batches of `dataset`: unequal sizes as the plan says, equal numbers of steps everywhere.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Protocol
 
-from evenly.batches.loading import Loading
+from evenly.batches.loading import LoaderOptions
 from evenly.errors import SpecError
 from evenly.spec import deal
 
@@ -20,7 +20,7 @@ class Rules:
     ranks: int
     seed: int
     drop_last: bool
-    loading: Loading  # what is passed on to torch's DataLoader
+    loading: LoaderOptions  # what is passed on to torch's DataLoader
 
     @property
     def workers_last(self) -> bool:

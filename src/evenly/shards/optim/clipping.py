@@ -9,7 +9,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from evenly._torch.clipping import widen_clipping as widen_clipping_of_torch
 from evenly.comm import PendingTensor, ShardGroup
 from evenly.errors import NonFiniteError, SpecError
-from evenly.shards.parts.guard import cut_tensors_of, guard, trial, unguard
+from evenly.shards.parts.guard import cut_tensors_of, guard, trial_mode, unguard
 from evenly.shards.parts.local_shards import LocalShard, is_retired, local_shard_of
 from evenly.shards.parts.part_tensors import is_part, part_of
 
@@ -35,14 +35,14 @@ class RankSums:
         totals = list(self._summands)
         sent: list[tuple[list[int], PendingTensor]] = []
         for shard_group in dict.fromkeys(shard_group for shard_group in self._shard_groups if shard_group is not None):
-            numbers = [number for number, other in enumerate(self._shard_groups) if other is shard_group]
-            device = totals[numbers[0]].device
-            flat = torch.cat([totals[number].reshape(-1).to(device) for number in numbers])
-            sent.append((numbers, shard_group.sum(flat, name=self._name)))
-        for numbers, pending in sent:
-            pieces = torch.split(pending.wait(), [totals[number].numel() for number in numbers])
-            for number, piece in zip(numbers, pieces, strict=True):
-                totals[number] = piece.view(totals[number].shape).to(totals[number])
+            indices = [index for index, other in enumerate(self._shard_groups) if other is shard_group]
+            device = totals[indices[0]].device
+            flat = torch.cat([totals[index].reshape(-1).to(device) for index in indices])
+            sent.append((indices, shard_group.sum(flat, name=self._name)))
+        for indices, pending in sent:
+            pieces = torch.split(pending.wait(), [totals[index].numel() for index in indices])
+            for index, piece in zip(indices, pieces, strict=True):
+                totals[index] = piece.view(totals[index].shape).to(totals[index])
         return totals
 
 
@@ -78,7 +78,7 @@ def clip_grad_norm_(
             "gradients were to be clipped of parameters that were replaced when the network was cut anew. Ask for them "
             "anew at every step: clip_grad_norm_(model.parameters(), ...)."
         )
-    if trial.is_on:  # exact on parts, so there is nothing to try
+    if trial_mode.is_on:  # exact on parts, so there is nothing to try
         return torch.ones(())
     grads = [(parameter.grad, local_shard_of(parameter)) for parameter in tensors if parameter.grad is not None]
     total = _total_norm(grads, norm_type)
@@ -173,9 +173,7 @@ def _norm_over_ranks(grads: list[tuple[torch.Tensor, LocalShard | None]], p: flo
     for grad, local_shard in grads:
         if local_shard is None or local_shard.shard_group not in cut:
             grads_by_group[None].append(grad)
-        elif (
-            local_shard.is_cut or local_shard.shard_group.rank == 0
-        ):  # one rank counts what all hold: one norm to the last bit
+        elif local_shard.is_cut or local_shard.shard_group.rank == 0:  # one rank counts what all of them hold
             grads_by_group[local_shard.shard_group].append(grad)
     dtype = reduce(torch.promote_types, (grad.dtype for grad, _ in grads)).to_real()
     powers = {

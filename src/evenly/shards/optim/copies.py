@@ -20,7 +20,7 @@ from evenly.shards.parts.local_shards import local_shard_of
 
 T = TypeVar("T")
 
-ATOMS: tuple[type, ...] = (
+SHARED_TYPES: tuple[type, ...] = (
     bool,
     int,
     float,
@@ -32,18 +32,21 @@ ATOMS: tuple[type, ...] = (
     torch.device,
     torch.layout,
     types.ModuleType,
-)
-ATOMS += (types.NoneType, types.BuiltinFunctionType, types.EllipsisType, nn.Module)
+    types.NoneType,
+    types.BuiltinFunctionType,
+    types.EllipsisType,
+    nn.Module,
+)  # a copy refers to the same object
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")  # set by a GradScaler for one step
 MIN_CUT_SIZE = 3  # indices of a cut dim, at least
 LR = 0.1  # large enough to change parameters: a warmup begins with 0
 
 
-class UncopiedError(Exception):
+class UncopyableError(Exception):
     """An optimizer holds an object that cannot be copied, or that refers to the network."""
 
 
-class Kind(NamedTuple):
+class ParameterKind(NamedTuple):
     """A parameter of `num_dims` dims, cut along `dim`, or whole with None."""
 
     num_dims: int
@@ -52,12 +55,12 @@ class Kind(NamedTuple):
     device: str
 
 
-def kind_of(parameter: torch.Tensor) -> Kind:
+def kind_of(parameter: torch.Tensor) -> ParameterKind:
     """Returns the properties of a parameter that an optimizer may depend on, without its size."""
     local_shard = local_shard_of(parameter)
     device = parameter.device.type if parameter.device.type in ("cpu", "cuda") else "cpu"  # with float64
     dim = None if local_shard is None else local_shard.dim
-    return Kind(parameter.ndim, dim, parameter.is_complex(), device)
+    return ParameterKind(parameter.ndim, dim, parameter.is_complex(), device)
 
 
 def is_ours(hook: object) -> bool:
@@ -114,7 +117,7 @@ class OptimizerCopy:
         stand_in: torch.Tensor = self._memo[id(parameter)]
         return stand_in
 
-    def part(self, full: torch.Tensor, kind: Kind) -> torch.Tensor:
+    def part(self, full: torch.Tensor, kind: ParameterKind) -> torch.Tensor:
         """Returns this copy's part of a full stand-in."""
         if self._part_indices is None or kind.dim is None:
             return full.clone()
@@ -130,7 +133,7 @@ class OptimizerCopy:
         if id(value) in self._memo:
             copied = self._memo[id(value)]
             return copied
-        if isinstance(value, ATOMS) and not isinstance(value, torch.Tensor):
+        if isinstance(value, SHARED_TYPES) and not isinstance(value, torch.Tensor):
             return value  # a module keeps its real parameters, which raise an error when touched
         for kind, copier in self._copiers():
             if isinstance(value, kind):
@@ -207,12 +210,12 @@ class OptimizerCopy:
             copied = value.detach().clone()
             return self._remember(value, copied)
         if len(kinds) > 1:
-            raise UncopiedError(
+            raise UncopyableError(
                 f"it holds a tensor of {list(value.shape)} that may belong to parameters that are cut differently"
             )
         return self._remember(value, self._like(value, kinds.pop()))
 
-    def _like(self, value: torch.Tensor, kind: Kind) -> torch.Tensor:
+    def _like(self, value: torch.Tensor, kind: ParameterKind) -> torch.Tensor:
         """Returns a tensor in the shape of a stand-in, filled with the repeated numbers of `value`."""
         full = draw(kind, self._sizes, seed=0)
         numbers = value.detach().flatten()[: full.numel()].to(full.device)
@@ -279,15 +282,15 @@ class OptimizerCopy:
             if needs_deepcopy or isinstance(value, random.Random):
                 return self._remember(value, copy.deepcopy(value))
             copied = self._remember(value, object.__new__(type(value)))
-        except UncopiedError:
+        except UncopyableError:
             raise
         except Exception as error:
-            raise UncopiedError(f"it holds a {type(value).__name__}, which cannot be copied") from error
+            raise UncopyableError(f"it holds a {type(value).__name__}, which cannot be copied") from error
         vars(copied).update({name: self._copy(attribute) for name, attribute in vars(value).items()})
         return copied
 
 
-def draw(kind: Kind, sizes: Sequence[int], *, seed: int) -> torch.Tensor:
+def draw(kind: ParameterKind, sizes: Sequence[int], *, seed: int) -> torch.Tensor:
     """Returns a tensor of random numbers for a parameter of this kind."""
     shape = [*sizes, *[1] * kind.num_dims][: kind.num_dims]
     if kind.dim is not None:

@@ -19,22 +19,22 @@ from evenly.errors import SpecError
 from evenly.shards.optim.clipping import widen_clipping
 from evenly.shards.optim.copies import (
     SCALER_ATTRIBUTES,
-    UncopiedError,
+    UncopyableError,
     hooks_of,
     kind_of,
     step_of,
     tensors_within,
 )
-from evenly.shards.optim.trial_steps import EXACT, RAMP, SCALES, compare
-from evenly.shards.parts.guard import CutTensors, cut_tensors_of, guard, trial, unguard
+from evenly.shards.optim.trial_steps import RAMP, RANK_SUMMING, SCALES, describe_difference
+from evenly.shards.parts.guard import CutTensors, cut_tensors_of, guard, trial_mode, unguard
 from evenly.shards.parts.local_shards import local_shard_of, local_shards_of
 from evenly.shards.parts.part_tensors import PartParameter, called_by_us
 from evenly.shards.run.rank_check import StepTally, tally_of, tally_of_uncut
 
 SIZES = ((6, 4, 3, 3, 2), (136, 130))  # of the dims: some optimizers treat large tensors differently
 STEPS = (30, len(RAMP) + len(SCALES))  # for each size; some optimizers act only every few steps
-SWITCHES = {bool, str, type(None)}
-PLAIN = (bool, int, float, str, type(None))
+SWITCH_TYPES = {bool, str, type(None)}
+PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 def check_elementwise(
@@ -52,7 +52,7 @@ def check_elementwise(
         args: positional arguments of `step`; a callable is taken for the closure.
         kwargs: keyword arguments of `step`.
     """
-    if not any(_cut(group["params"]) for group in optimizer.param_groups):
+    if not any(_cut_parameters(group["params"]) for group in optimizer.param_groups):
         return
     reason = _reason(optimizer, tuple(args), dict(kwargs or {}))
     if reason is not None:
@@ -112,7 +112,7 @@ _checked: "weakref.WeakKeyDictionary[Optimizer, _Checked]" = weakref.WeakKeyDict
 def _before_step(
     optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    if trial.is_on:
+    if trial_mode.is_on:
         return None
     checked = _checked.get(optimizer)
     if checked is None or not _is_valid(checked, optimizer):
@@ -153,7 +153,7 @@ def _before_step(
 
 
 def _after_step(optimizer: Optimizer, _: object, __: object) -> None:
-    checked = None if trial.is_on else _checked.get(optimizer)
+    checked = None if trial_mode.is_on else _checked.get(optimizer)
     if checked is not None and checked.shard_groups:
         guard(checked.cut)
         for shard_group in checked.shard_groups:
@@ -210,17 +210,18 @@ def _change_key(optimizer: Optimizer) -> tuple[object, ...]:
 
 
 def _signs(values: dict[str, Any]) -> list[object]:
+    """Returns the signs of the numbers, and the values of the switches, of a group or of an optimizer."""
     signs: list[object] = []
     for name, value in values.items():
         kind = type(value)
         if kind is float or kind is int:
             signs.append((value > 0) - (value < 0) if name != "lr" else 0)
-        elif kind in SWITCHES and name not in SCHEDULER_NOTES:
+        elif kind in SWITCH_TYPES and name not in SCHEDULER_NOTES:
             signs.append((name, value))
     return signs
 
 
-def _cut(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _cut_parameters(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [p for p in parameters if (local_shard := local_shard_of(p)) is not None and local_shard.is_cut]
 
 
@@ -235,23 +236,23 @@ def _reason(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, ob
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it is not elementwise: its direction comes from dot products of all elements"
     is_changed = step_of(optimizer) is not None or bool(_foreign_hooks(optimizer))
-    if type(optimizer) in EXACT:
+    if type(optimizer) in RANK_SUMMING:
         if not is_changed:
             return None
         if step_of(optimizer) is not None:
             return "its step was replaced by another function, which cannot be tried without the sums over ranks"
-    key = None if is_changed or any(map(callable, (*args, *kwargs.values()))) else _key(optimizer)
+    key = None if is_changed or any(map(callable, (*args, *kwargs.values()))) else _cache_key(optimizer)
     if key is None:
         with _lock, _parameters_out_of_reach(optimizer):
-            return _try(optimizer, args, kwargs)
+            return _trial_reason(optimizer, args, kwargs)
     if key not in _reasons:
         is_torchs = type(optimizer).__module__.startswith("torch.optim")
         with _lock if is_torchs else _parameters_out_of_reach(optimizer):
-            _reasons[key] = _try(optimizer, args, kwargs)
+            _reasons[key] = _trial_reason(optimizer, args, kwargs)
     return _reasons[key]
 
 
-def _key(optimizer: Optimizer) -> tuple[object, ...] | None:
+def _cache_key(optimizer: Optimizer) -> tuple[object, ...] | None:
     """Returns the cache key of an optimizer without hooks; None if it holds more than plain values."""
     parts: list[object] = [type(optimizer), type(optimizer).step]
     tables = [(vars(optimizer), ("param_groups", "state", "defaults", "step", *OWN_NOTES))]
@@ -260,7 +261,7 @@ def _key(optimizer: Optimizer) -> tuple[object, ...] | None:
     ]
     for values, ignored in tables:
         relevant = {k: v for k, v in values.items() if k not in ignored and not k.endswith("_hooks")}
-        if not all(isinstance(leaf, PLAIN) for value in relevant.values() for leaf in _flat(value)):
+        if not all(isinstance(leaf, PLAIN_TYPES) for value in relevant.values() for leaf in _flattened(value)):
             return None
         parts.append(repr(sorted(relevant.items())))
         if "params" in values:
@@ -269,10 +270,10 @@ def _key(optimizer: Optimizer) -> tuple[object, ...] | None:
     return (*parts, is_fresh) if is_fresh or type(optimizer).__module__.startswith("torch.optim") else None
 
 
-def _flat(value: object) -> Iterator[object]:
+def _flattened(value: object) -> Iterator[object]:
     if isinstance(value, tuple | list):
         for item in value:
-            yield from _flat(item)
+            yield from _flattened(item)
     else:
         yield value
 
@@ -288,8 +289,8 @@ class _OutOfReachParameter(torch.nn.Parameter):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        if not called_by_us(directly=trial.is_on):
-            raise UncopiedError(
+        if not called_by_us(directly=trial_mode.is_on):
+            raise UncopyableError(
                 "a hook or the step reaches for the network's own parameters instead of those of the optimizer that it "
                 "is called with, so that it could not be tried"
             )
@@ -316,12 +317,12 @@ def _parameters_out_of_reach(optimizer: Optimizer) -> Iterator[None]:
             random.setstate(random_state)
 
 
-def _try(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> str | None:
+def _trial_reason(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> str | None:
     representatives = _representatives(optimizer)
     for sizes, steps in zip(SIZES, STEPS, strict=True):
         try:
-            difference = compare(optimizer, sizes, steps, representatives, args, kwargs)
-        except UncopiedError as error:
+            difference = describe_difference(optimizer, sizes, steps, representatives, args, kwargs)
+        except UncopyableError as error:
             return str(error)
         except Exception as error:
             case = f"{type(error).__name__}: {first_line(error)}"

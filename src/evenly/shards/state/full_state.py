@@ -20,7 +20,7 @@ from evenly.shards.run.sharded import Sharded, sharded_of
 
 StateDict = dict[str, Any]  # nested, as torch's `state_dict()` returns it
 SavedState = Mapping[str, Any]  # the same from a file; each entry is checked before it is used
-OF_SCHEDULES = {
+SCHEDULER_OPTIONS = {
     "initial_lr",
     "max_lr",
     "min_lr",
@@ -51,9 +51,9 @@ def full_state_dict(
     model = sharded_of(model)
     if model._program is None:
         return {}
-    parts: StateDict = {"model": _weights(model)}
+    parts: StateDict = {"model": _model_parts(model)}
     if optimizer is not None:
-        parts |= {"optimizer": _slots(optimizer), "optimizer_class": type(optimizer).__name__}
+        parts |= {"optimizer": _optimizer_parts(optimizer), "optimizer_class": type(optimizer).__name__}
     _require_agreement(model, parts)
     model._rank_check.require_same("when their state was collected")
     is_receiver = everywhere or model.shard_group.rank == 0
@@ -86,12 +86,12 @@ def load_full_state_dict(
     """
     model = sharded_of(model)
     nested = isinstance(state.get("model"), Mapping)
-    local = _cut_weights(model, state["model"] if nested else state, strict=strict)
-    slots = _cut_slots(model, optimizer, state if nested else {}) if optimizer is not None else None
+    model_state = _cut_model_state(model, state["model"] if nested else state, strict=strict)
+    optimizer_state = _cut_optimizer_state(model, optimizer, state if nested else {}) if optimizer is not None else None
     try:
-        model._network[0].load_state_dict(local, strict=strict)
-        if optimizer is not None and slots is not None:
-            optimizer.load_state_dict(slots)
+        model._network[0].load_state_dict(model_state, strict=strict)
+        if optimizer is not None and optimizer_state is not None:
+            optimizer.load_state_dict(optimizer_state)
     except (RuntimeError, SpecError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"a state was to be loaded into a network cut over {model.shard_group.size} ranks, but torch could not: "
@@ -134,7 +134,7 @@ class _Part:
         return full_tensors[id(self.tensor)] if is_receiver else None
 
 
-def _weights(model: Sharded) -> OrderedDict[str, object]:
+def _model_parts(model: Sharded) -> OrderedDict[str, object]:
     parts: OrderedDict[str, object] = OrderedDict()
     for name, value in model._network[0].state_dict(keep_vars=True).items():
         parts[name] = value
@@ -145,12 +145,13 @@ def _weights(model: Sharded) -> OrderedDict[str, object]:
     return parts
 
 
-def _slots(optimizer: Optimizer) -> StateDict:
+def _optimizer_parts(optimizer: Optimizer) -> StateDict:
     packed = optimizer.state_dict()
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         index: {
-            key: pytree.tree_map(partial(_slot, optimizer, order[index], key), value) for key, value in entries.items()
+            key: pytree.tree_map(partial(_slot_part, optimizer, order[index], key), value)
+            for key, value in entries.items()
         }
         if isinstance(index, int)
         else entries
@@ -159,7 +160,7 @@ def _slots(optimizer: Optimizer) -> StateDict:
     return {**packed, "state": state}
 
 
-def _slot(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: object) -> object:
+def _slot_part(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: object) -> object:
     """Returns one entry of an optimizer's state, with its local shard if it is a tensor."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -194,13 +195,13 @@ def _require_agreement(model: Sharded, parts: StateDict) -> None:
             )
 
 
-def _cut_weights(model: Sharded, weights: Mapping[str, object], *, strict: bool) -> StateDict:
+def _cut_model_state(model: Sharded, weights: Mapping[str, object], *, strict: bool) -> StateDict:
     local_state = model._network[0].state_dict(keep_vars=True)
     missing = [name for name in local_state if name not in weights]
     unexpected = [name for name in weights if name not in local_state]
     if strict and (missing or unexpected):
         lacks = f"the state lacks {_listed(missing)}" if missing else f"the state has {_listed(unexpected)} in addition"
-        raise _misfit(model, lacks, "or give strict=False to load what is in both")
+        raise _load_error(model, lacks, "or give strict=False to load what is in both")
     parts: OrderedDict[str, object] = OrderedDict()
     copy_versions(parts, weights)
     for name, tensor in local_state.items():
@@ -213,19 +214,19 @@ def _cut_weights(model: Sharded, weights: Mapping[str, object], *, strict: bool)
         shape = tensor.shape if local_shard is None else local_shard.shape
         if not isinstance(full, torch.Tensor) or full.shape != shape:
             there = list(full.shape) if isinstance(full, torch.Tensor) else type(full).__name__
-            raise _misfit(model, f"{name!r} is {there} there and {list(shape)} here")
+            raise _load_error(model, f"{name!r} is {there} there and {list(shape)} here")
         parts[name] = full if local_shard is None else local_shard.part(full)
     return parts
 
 
-def _cut_slots(model: Sharded, optimizer: Optimizer, state: SavedState) -> StateDict:
+def _cut_optimizer_state(model: Sharded, optimizer: Optimizer, state: SavedState) -> StateDict:
     saved = state.get("optimizer")
     if not isinstance(saved, Mapping) or "param_groups" not in saved:
-        raise _misfit(model, "it has no state of an optimizer", "or load without the optimizer")
+        raise _load_error(model, "it has no state of an optimizer", "or load without the optimizer")
     class_name = type(optimizer).__name__
     if state.get("optimizer_class", class_name) != class_name:
-        raise _misfit(model, f"it has the state of {state['optimizer_class']}, and the optimizer is {class_name}")
-    slots = _by_index(model, optimizer, saved)
+        raise _load_error(model, f"it has the state of {state['optimizer_class']}, and the optimizer is {class_name}")
+    optimizer_state = _by_index(model, optimizer, saved)
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def cut(parameter: torch.Tensor, key: str, value: object) -> object:
@@ -239,15 +240,15 @@ def _cut_slots(model: Sharded, optimizer: Optimizer, state: SavedState) -> State
         if value.numel() == 1 or not local_shard.is_cut:
             return value.clone()
         where = f"{class_name}'s {key!r} of {local_shard.name!r}"
-        raise _misfit(model, f"{where} is {list(value.shape)} there and {list(local_shard.shape)} here")
+        raise _load_error(model, f"{where} is {list(value.shape)} there and {list(local_shard.shape)} here")
 
-    slots["state"] = {
+    optimizer_state["state"] = {
         index: {key: pytree.tree_map(partial(cut, order[index], key), value) for key, value in entries.items()}
         if isinstance(index, int)
         else entries
-        for index, entries in slots["state"].items()
+        for index, entries in optimizer_state["state"].items()
     }
-    return slots
+    return optimizer_state
 
 
 def _by_index(model: Sharded, optimizer: Optimizer, saved: SavedState) -> StateDict:
@@ -255,7 +256,7 @@ def _by_index(model: Sharded, optimizer: Optimizer, saved: SavedState) -> StateD
     groups, own_groups = saved["param_groups"], optimizer.param_groups
     counts, expected = ([len(group["params"]) for group in some] for some in (groups, own_groups))
     if counts != expected:
-        raise _misfit(model, f"its optimizer has groups of {counts} parameters, and the one here of {expected}")
+        raise _load_error(model, f"its optimizer has groups of {counts} parameters, and the one here of {expected}")
     names = parameter_names(model, optimizer)
     state = {str(key): entries for key, entries in saved.get("state", {}).items()}
     ordered: list[StateDict] = []
@@ -267,7 +268,7 @@ def _by_index(model: Sharded, optimizer: Optimizer, saved: SavedState) -> StateD
         if any(isinstance(name, str) for name in ids):
             unmatched = sorted(set(ids).symmetric_difference(names[start:stop]))
             if unmatched:
-                raise _misfit(
+                raise _load_error(
                     model, f"one of the two optimizers has {_listed(unmatched)} in a group, the other has not"
                 )
             ids = names[start:stop]
@@ -281,10 +282,10 @@ def _require_same_options(
     model: Sharded, optimizer: Optimizer, theirs: Mapping[str, object], ours: Mapping[str, object]
 ) -> None:
     """Raises `CheckpointError` if a group's options belong to another class, not only to another version."""
-    unexpected = [name for name in theirs if name not in ours and name not in OF_SCHEDULES]
+    unexpected = [name for name in theirs if name not in ours and name not in SCHEDULER_OPTIONS]
     missing = [name for name in optimizer.defaults if name not in theirs]
     if unexpected and missing:
-        raise _misfit(
+        raise _load_error(
             model,
             f"it has the state of another optimizer than {type(optimizer).__name__}: one with {_listed(unexpected)} "
             f"and without {_listed(missing)}",
@@ -297,7 +298,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _misfit(model: Sharded, case: str, alternative: str = "") -> CheckpointError:
+def _load_error(model: Sharded, case: str, alternative: str = "") -> CheckpointError:
     advice = ", ".join(part for part in ("Load a state of the same network and optimizer", alternative) if part)
     return CheckpointError(
         f"a state was to be loaded into a network cut over {model.shard_group.size} ranks, but {case}. {advice}."

@@ -18,7 +18,7 @@ from evenly.shards.run.program import Program
 from evenly.shards.run.sharded import Sharded
 from evenly.spec.layout import REPLICATED, Layout
 
-OURS = 1  # hooks of this library on a parameter; the new parameter gets them too
+OWN_HOOKS = 1  # hooks of this library on a parameter; the new parameter gets them too
 NewLocalShard = Callable[[str, LocalShard], LocalShard]  # (name, old local shard) -> new local shard
 
 
@@ -28,7 +28,7 @@ def immovable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         if local_shard_of(tensor) is None:
             return "a tensor replaced another after sharding"
     for name, hooked in model.named_parameters():
-        if has_hooks(hooked, besides=OURS):
+        if has_hooks(hooked, besides=OWN_HOOKS):
             return f"a hook on {name!r} would be lost"
     for parameter, key, value in _slots(optimizer):
         local_shard = local_shard_of(parameter)

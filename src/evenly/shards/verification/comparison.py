@@ -18,15 +18,15 @@ from evenly.graph import Example
 from evenly.shards.parts.local_shards import local_shard_of
 from evenly.shards.run.program import Program
 from evenly.shards.run.sharded import Sharded, sharded_of
-from evenly.shards.verification.layer_trace import LayerRecorder, Trace, backward, chances
+from evenly.shards.verification.layer_trace import LayerComparison, LayerRecorder, backward, dropout_modes
 from evenly.shards.verification.tolerance import Differences, noise_of
 
 RTOL = {8: 1e-9, 4: 1e-4}  # by bytes of a number; 2e-2 for smaller ones
 LR = 1e-2
-SWITCHES = ("training", "p", "dropout")  # attributes of modules that are changed
+RESTORED_ATTRIBUTES = ("training", "p", "dropout")  # of modules: a verification changes them
 
 Loss = Callable[[Any], torch.Tensor | None]  # of the network's outputs, in the form that its forward gives them
-Build = Callable[[list[nn.Parameter]], Optimizer]
+BuildOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 DifferencesByKind = dict[str, dict[str, float]]  # kind -> name -> difference
 StepTensors = dict[str, dict[str, torch.Tensor]]  # kind -> name -> tensor
 
@@ -71,7 +71,7 @@ def verify(
     example: Example,
     *,
     loss: Loss | None = None,
-    optimizer: Build | None = None,
+    optimizer: BuildOptimizer | None = None,
     rtol: float | None = None,
 ) -> Report:
     """Compares a cut network with the uncut one: outputs, every gradient and buffer, parameters after a step.
@@ -90,10 +90,10 @@ def verify(
     """
     report, sharded = None, sharded_of(sharded)
     with sharded.shard_group.telling():
-        program = sharded._program_for_both_modes(_bound(sharded, example))
+        program = sharded._program_for_both_modes(_bind(sharded, example))
         if program is not None:
-            trial = _Comparison(model, sharded, program, example, loss or _weighted_sum, optimizer, rtol)
-            report = trial.report()
+            comparison = _Comparison(model, sharded, program, example, loss or _weighted_sum, optimizer, rtol)
+            report = comparison.report()
     if report is not None and not sharded._has_idle_ranks:
         return report
     received = sharded._stage.tell(None if report is None else asdict(report), sharded._source)
@@ -112,7 +112,7 @@ class _Comparison:
         program: Program,
         example: Example,
         loss: Loss,
-        optimizer: Build | None,
+        optimizer: BuildOptimizer | None,
         rtol: float | None,
     ) -> None:
         _require_same_form(model, sharded)
@@ -121,7 +121,7 @@ class _Comparison:
         self._program = program
         self._loss, self._optimizer = loss, optimizer
         self._device = _device(sharded)
-        bound = _bound(sharded, example)
+        bound = _bind(sharded, example)
         self._arguments = _on_device(bound, _device(model)), _on_device(bound, self._device)
         floats = [x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
         self._eps = max((torch.finfo(x.dtype).eps for x in floats), default=2.0**-52)
@@ -129,7 +129,7 @@ class _Comparison:
         self._is_below_float64 = shortest < 8
         self._rtol = RTOL.get(shortest, 2e-2) if rtol is None else rtol
         self._traced = program.traced
-        self._dropout_owners, always = chances(self._traced)
+        self._dropout_owners, always = dropout_modes(self._traced)
         if always:
             raise SpecError(
                 f"a network was to be verified whose dropout at {always[0]!r} is on in every mode, so that two runs "
@@ -152,7 +152,7 @@ class _Comparison:
             differences.add(name, _full(local_tensors[name], local_tensors[name]), tensor)
         differences_by_kind = {"state": self._reduced(differences)}
         uncut_results, exact = self._run_step(uncut, self._arguments[0]), self._run_step_in_float64()
-        _switch(self._sharded, self._dropout_owners)
+        _train_without_dropout(self._sharded, self._dropout_owners)
         cut_results = self._run_step(self._sharded, self._arguments[1])
         noise = noise_of(list(uncut_results["gradients"].values()), self._eps)
         for kind, tensors in uncut_results.items():
@@ -175,7 +175,7 @@ class _Comparison:
         """Returns a copy of the uncut network, ready to run."""
         uncut = copy.deepcopy(self._model)
         uncut.zero_grad()
-        _switch(uncut, self._dropout_owners)
+        _train_without_dropout(uncut, self._dropout_owners)
         return uncut
 
     def _run_step_in_float64(self) -> StepTensors | None:
@@ -219,16 +219,16 @@ class _Comparison:
         layer = None
         if not differing("state"):
             with self._state_restored():
-                _switch(self._sharded, self._dropout_owners)
+                _train_without_dropout(self._sharded, self._dropout_owners)
                 truth = self._record(self._uncut_copy(), self._arguments[0])
                 exact = (
                     self._record(self._uncut_copy().double(), _arguments_in_float64(self._arguments[0]))
                     if self._is_below_float64
                     else None
                 )
-                trace = Trace(self._sharded, self._program, truth, exact)
-                backward(self._loss(trace.run(self._arguments[1], forward := self._new_differences())))
-                layer = trace.first([forward, trace.gradients(self._new_differences())], self._reduced, self._rtol)
+                layers = LayerComparison(self._sharded, self._program, truth, exact)
+                backward(self._loss(layers.run(self._arguments[1], forward := self._new_differences())))
+                layer = layers.first([forward, layers.gradients(self._new_differences())], self._reduced, self._rtol)
         # backward runs from the last layer to the first
         names = [
             *differing("state"),
@@ -252,7 +252,10 @@ class _Comparison:
         grads = [(parameter, parameter.grad) for parameter in sharded.parameters()]
         for parameter in sharded.parameters():
             parameter.grad = None
-        settings = [(module, {k: v for k, v in vars(module).items() if k in SWITCHES}) for module in sharded.modules()]
+        settings = [
+            (module, {k: v for k, v in vars(module).items() if k in RESTORED_ATTRIBUTES})
+            for module in sharded.modules()
+        ]
         passes = sharded._dropout_stream.passes
         devices = {device for device in (self._device, _device(self._model)) if device.type == "cuda"}
         try:
@@ -304,7 +307,7 @@ def _weighted_sum(outputs: object) -> torch.Tensor | None:
     return total
 
 
-def _switch(network: nn.Module, owners: set[str]) -> None:
+def _train_without_dropout(network: nn.Module, owners: set[str]) -> None:
     """Puts a network into training mode, without dropout."""
     network.train()
     for module in network.modules():
@@ -378,7 +381,7 @@ def _named_tensors(network: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
-def _bound(sharded: Sharded, example: Example) -> dict[str, object]:
+def _bind(sharded: Sharded, example: Example) -> dict[str, object]:
     if isinstance(example, Mapping):
         return dict(sharded._signature.bind(**example).arguments)
     return dict(sharded._signature.bind(*(example if isinstance(example, tuple | list) else (example,))).arguments)

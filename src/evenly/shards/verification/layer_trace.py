@@ -16,7 +16,7 @@ from evenly.shards.verification.tolerance import Differences
 from evenly.spec.layout import TensorPlacement
 
 
-def chances(traced: Traced) -> tuple[set[str], list[str]]:
+def dropout_modes(traced: Traced) -> tuple[set[str], list[str]]:
     """Returns the modules whose mode switches a dropout function off, and the functions that nothing switches off."""
     owners: set[str] = set()
     always: list[str] = []
@@ -90,7 +90,7 @@ class LayerRecorder(fx.Interpreter):
         return switch(args, kwargs, switches, self.module.get_submodule(path) if path else self.module)
 
 
-class Trace:
+class LayerComparison:
     """Runs a cut network and compares every tensor that it computes; all ranks call each method together.
 
     Args:
@@ -147,13 +147,13 @@ class Trace:
         return differences
 
     def first(
-        self, compared: list[Differences], settled: Callable[[Differences], dict[str, float]], rtol: float
+        self, compared: list[Differences], reduce: Callable[[Differences], dict[str, float]], rtol: float
     ) -> str | None:
         """Returns the layer whose output, or then whose output's gradient, is the first to differ."""
         layers = self._program.traced.graph.layers
         where = {tensor.name: layer.where or layer.name for layer in layers for tensor in layer.outputs}
         for differences in compared:
-            for name, difference in settled(differences).items():
+            for name, difference in reduce(differences).items():
                 if not difference <= rtol:
                     return where[name]
         return None
