@@ -27,8 +27,8 @@ def _refuse_loader(dataset: object) -> None:
     """Raises `DataError` for a DataLoader: batches are made here, as large as the plan says."""
     if isinstance(dataset, DataLoader):
         raise DataError(
-            "a DataLoader was given where a dataset is expected, and batches of batches would come of it. Give "
-            "loader.dataset, and shuffle=, num_workers= and collate_fn= beside it."
+            "a DataLoader was given, but feed takes a dataset and makes batches itself. Give loader.dataset, and "
+            "shuffle=, num_workers= and collate_fn= beside it."
         )
 
 

@@ -75,8 +75,8 @@ def clip_grad_norm_(
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(is_retired(parameter) for parameter in tensors):
         raise SpecError(
-            "gradients were to be clipped of parameters that were replaced when the network was cut anew. Ask for them "
-            "anew at every step: clip_grad_norm_(model.parameters(), ...)."
+            "clip_grad_norm_ was given parameters that resharding has replaced. Get the parameters from the network at "
+            "every step: clip_grad_norm_(model.parameters(), ...)."
         )
     if trial_mode.is_on:  # exact on parts, so there is nothing to try
         return torch.ones(())
@@ -84,8 +84,8 @@ def clip_grad_norm_(
     total = _total_norm(grads, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise NonFiniteError(
-            f"gradients were to be clipped to a norm of {max_norm}, but their norm of order {norm_type} is "
-            f"{total.item()}. Look for what made it so, or give error_if_nonfinite=False to scale by it anyway."
+            f"clip_grad_norm_ was called with max_norm={max_norm}, but the gradients' norm of order {norm_type} is "
+            f"{total.item()}. Find the cause, or pass error_if_nonfinite=False to scale by it anyway."
         )
     guarded = [parameter for parameter in tensors if is_part(parameter)]
     unguard(tensors)
@@ -118,8 +118,8 @@ def _widened_norm(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         total = _total_norm([(tensor, part_of(tensor)) for tensor in grads], norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise NonFiniteError(
-                f"the norm of order {norm_type} of all gradients was asked for, and is {total.item()}. Look for what "
-                "made it so, or give error_if_nonfinite=False to go on with it."
+                f"torch's clipping by norm was called, but the gradients' norm of order {norm_type} is {total.item()}. "
+                "Find the cause, or pass error_if_nonfinite=False to scale by it anyway."
             )
         return total
 
@@ -141,9 +141,9 @@ def _widened_clip(clip: Callable[..., None]) -> Callable[..., None]:
         ]
         if any(not is_part(parameter) for parameter, _ in cut) and not hasattr(total_norm, _FULL):
             raise SpecError(
-                "torch's clipping by norm was called for parameters that are cut over ranks, with gradients that no "
-                "backward of the network left there, so that the norm would be that of one rank's parts. Use "
-                "evenly.shards.clip_grad_norm_, before optimizer.step()."
+                "torch's clipping by norm was called for parameters that are cut over ranks, but backward of the "
+                "network did not set their gradients, so the norm would cover one rank's parts only. Call "
+                "evenly.shards.clip_grad_norm_ instead, before optimizer.step()."
             )
         unguard(tensors)
         clip(tensors, max_norm, total_norm, foreach)
@@ -163,8 +163,8 @@ def _total_norm(grads: list[tuple[torch.Tensor, LocalShard | None]], norm_type: 
 def _norm_over_ranks(grads: list[tuple[torch.Tensor, LocalShard | None]], p: float) -> torch.Tensor:
     if not p > 0:
         raise SpecError(
-            f"norm_type={p} was asked for, but parameters are cut over ranks and only norms of an order above 0 can "
-            "be put together from parts. Give a positive number or math.inf."
+            f"norm_type={p} was given, but parameters are cut over ranks, and only norms of an order above 0 can be "
+            "computed from parts. Give a positive number or math.inf."
         )
     cut = dict.fromkeys(
         local_shard.shard_group for _, local_shard in grads if local_shard is not None and local_shard.is_cut

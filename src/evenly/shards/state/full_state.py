@@ -140,7 +140,7 @@ def _model_parts(model: Sharded) -> OrderedDict[str, object]:
         parts[name] = value
         if isinstance(value, torch.Tensor) and not is_extra_state(name):
             local_shard = local_shard_of(value)
-            problem = "it is not known how it is cut: the tensor replaced another after sharding"
+            problem = "its cut is unknown: the tensor replaced another after sharding"
             parts[name] = _Part(name, value, local_shard, "" if local_shard is not None else problem)
     return parts
 
@@ -170,7 +170,7 @@ def _slot_part(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: o
     label = f"{type(optimizer).__name__}'s {key!r} of {owner!r}"
     problem = ""
     if local_shard is None and parameter_shard is not None and parameter_shard.is_cut and value.numel() != 1:
-        problem = f"it is {list(value.shape)} for a part of {list(parameter.shape)}, which has no rule"
+        problem = f"it is {list(value.shape)} for a part of {list(parameter.shape)}, and no rule says how it is cut"
     return _Part(label, value, local_shard, problem)
 
 
@@ -183,15 +183,15 @@ def _require_agreement(model: Sharded, parts: StateDict) -> None:
     top, low = model.shard_group.sum(pair, name="state", largest=True).wait().tolist()
     if top != ~low:
         raise MismatchError(
-            f"a state of {len(leaves)} tensors was to be put together from {model.shard_group.size} ranks, but they do "
-            "not hold the same tensors: their optimizers have stepped on different parameters, or are different. Use "
-            "the same optimizer on all ranks, and let gradients be None on all of them or on none."
+            f"the full state of {len(leaves)} tensors was requested from {model.shard_group.size} ranks, but they hold "
+            "different tensors: their optimizers differ, or have stepped on different parameters. Use the same "
+            "optimizer on all ranks, with gradients that are None on all of them or on none."
         )
     for part in leaves:
         if part.problem:
             raise CheckpointError(
-                f"the full tensor of {part.label} was asked for, but {part.problem}. Move networks before they are "
-                "sharded, and use optimizers that treat each element alone, or those of evenly.shards."
+                f"the full tensor of {part.label} was requested, but {part.problem}. Move a network to its device "
+                "before sharding it, and use elementwise optimizers, or those of evenly.shards."
             )
 
 

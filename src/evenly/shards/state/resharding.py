@@ -52,8 +52,8 @@ def reshard(model: Sharded, optimizer: torch.optim.Optimizer, layout: Layout) ->
     """
     if layout.graph != model.layout.graph or layout.members != model.layout.members:
         raise SpecError(
-            f"a network cut over the ranks {list(model.layout.members)} was to be cut anew by a layout for "
-            f"{list(layout.members)}, or for another network. Make a layout for the same network and ranks."
+            f"reshard was given a layout for ranks {list(layout.members)}, but the network is cut over ranks "
+            f"{list(model.layout.members)}, or is another one. Make a layout for the same network and ranks."
         )
     model._require_open()
     unguard([*model.parameters(), *model.buffers()])
@@ -91,7 +91,10 @@ class _Move:
         for name, tensor in named:
             old = local_shard_of(tensor)
             if old is None:
-                raise SpecError(f"{name!r} of a network cut over ranks has no local shard. Shard it anew.")
+                raise SpecError(
+                    f"reshard needs the local shard of {name!r}, but it has none: it replaced another tensor. "
+                    "Shard the network anew."
+                )
             self._before[id(tensor)] = old
             new_shard = local_shard_for(name, old)  # of several names of one tensor, any may be the cut one
             if new_shard.is_cut or id(tensor) not in self._after:

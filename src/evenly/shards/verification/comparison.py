@@ -132,8 +132,8 @@ class _Comparison:
         self._dropout_owners, always = dropout_modes(self._traced)
         if always:
             raise SpecError(
-                f"a network was to be verified whose dropout at {always[0]!r} is on in every mode, so that two runs "
-                "never agree. Let it follow the module's mode (training=self.training), or build it with p=0."
+                f"verify was called, but the network's dropout at {always[0]!r} is on in every mode, so two runs never "
+                "agree. Let it follow the module's mode (training=self.training), or build it with p=0."
             )
 
     def report(self) -> Report:
@@ -283,9 +283,9 @@ class _Comparison:
             names = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
             yield f"dropout functions were switched off by the evaluation mode of {names}"
         if self._eps > torch.finfo(torch.float64).eps and not self._is_below_float64:
-            yield "what rounding does alone is not known: the uncut network does not run in float64"
+            yield "the rounding error of the uncut network is not known: it does not run in float64"
         elif not ok and self._is_below_float64:
-            yield "where a network has bends, short numbers may be the cause: be sure with copies in float64"
+            yield "rounding may be the cause at kinks such as that of ReLU: verify copies in float64 to be sure"
 
 
 def _row(kind: str, differences: Mapping[str, float]) -> ReportRow:
@@ -352,8 +352,8 @@ def _require_same_form(model: nn.Module, sharded: Sharded) -> None:
     for name in (*uncut_shapes, *cut_shapes):
         if cut_shapes.get(name) != uncut_shapes.get(name):
             raise MismatchError(
-                f"a cut network was to be compared with an uncut one, but {name!r} is {cut_shapes.get(name, 'absent')} "
-                f"in the cut one and {uncut_shapes.get(name, 'absent')} in the other. Give the network that was cut."
+                f"verify was called, but {name!r} is {cut_shapes.get(name, 'absent')} in the cut network and "
+                f"{uncut_shapes.get(name, 'absent')} in the uncut one. Give the network that was cut."
             )
 
 
