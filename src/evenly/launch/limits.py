@@ -112,7 +112,7 @@ class _Connection:
         while isinstance(root, PrefixStore):
             root = root.underlying_store
         self.is_remote = root is not None and not isinstance(root, _IN_PROCESS)
-        self.address = (
+        self.address = (  # some kinds of store have none
             f"{root.host}:{root.port}" if hasattr(root, "host") and hasattr(root, "port") else type(root).__name__
         )
         self.of_agent = environment("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -103,7 +103,7 @@ class OptimizerCopy:
         self._part_indices = part_indices
         self._representatives = representatives
         self._root = optimizer
-        self._memo: dict[int, Any] = {}  # id of an original -> its copy, of the same type
+        self._memo: dict[int, Any] = {}  # id of an original -> the copy that takes its place
         self._originals: list[object] = []  # keeps the ids in the memo valid
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for number, parameter in enumerate(self._parameters):

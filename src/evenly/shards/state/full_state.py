@@ -19,7 +19,7 @@ from evenly.shards.parts.local_shards import LocalShard, local_shard_of
 from evenly.shards.run.sharded import Sharded, sharded_of
 
 StateDict = dict[str, Any]  # nested, as torch's `state_dict()` returns it
-SavedState = Mapping[str, Any]  # the same from a file; each entry is checked before it is used
+SavedState = Mapping[str, Any]  # such a state to be loaded: of another split, or of the uncut network
 SCHEDULER_OPTIONS = {
     "initial_lr",
     "max_lr",
