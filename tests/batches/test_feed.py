@@ -224,7 +224,7 @@ def test_what_is_told_between_steps_and_at_the_end():
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"epoch": 0, "offset": 11}, "but has 10"),
+        ({"epoch": 0, "offset": 11}, "but an epoch has 10"),
         ({"epoch": 0, "offset": -3}, "whole numbers"),
         ({"epoch": 0.5, "offset": 1}, "whole numbers"),
         ({}, "whole numbers"),

@@ -99,7 +99,9 @@ def test_a_generator_goes_on_with_new_shares():
 @pytest.mark.parametrize("samples", [[1], [1, 2, 3], [1, 0], [1, -1], [1.5, 1], "12", []])
 def test_shares_that_are_refused(samples):
     loader = feeds(8, [1, 1])[0]
-    with pytest.raises(SpecError, match=r"samples=.* 1 or more for each of the 2 that take a batch. Give a list"):
+    with pytest.raises(
+        SpecError, match=r"samples=.* each of the 2 ranks that take a batch needs .* at least 1. Give a list"
+    ):
         loader.reshare(samples)
     assert loader.global_batch == 2
 

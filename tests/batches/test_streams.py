@@ -122,7 +122,7 @@ def test_a_generator_is_read_once():
 
 def test_an_empty_stream_is_an_error_not_an_epoch():
     (loader,) = feeds(0, [2], kind=Stream)
-    with pytest.raises(DataError, match=r"epoch 0 of Stream was asked for, but there is not one sample"):
+    with pytest.raises(DataError, match=r"epoch 0 of Stream was requested, but it has no samples"):
         epoch_of(loader)
 
 

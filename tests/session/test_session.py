@@ -244,7 +244,7 @@ def test_a_loader_of_ones_own_is_refused_where_the_session_has_made_one():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with evenly.Session(device="cpu") as session:
         synchronized, optimizer, loader = session.prepare(model, optimizer, dataset(), plan=session.plan(batch_size=8))
-        with pytest.raises(SpecError, match=r"did not come from the loader .* leave the dataset out"):
+        with pytest.raises(SpecError, match=r"is not from the loader .* leave the dataset out"):
             synchronized(x)
         batches = list(loader)  # the samples of the last one would count for all
         with pytest.raises(SpecError, match="train each batch before the next"):

@@ -150,7 +150,7 @@ def stale(rank_group: RankGroup) -> None:
         optimizer = AdamW(model.parameters())
         kept = list(model.parameters())
         reshard(model, optimizer, lay_out(followed("small")[0].graph, [80, 20]))
-        with pytest.raises(SpecError, match="Ask for them anew"):
+        with pytest.raises(SpecError, match="Get the parameters from the network"):
             clip_grad_norm_(kept, 1.0)
         clip_grad_norm_(model.parameters(), 1.0)
 

@@ -113,7 +113,7 @@ def test_our_own_pass(shard_group: ShardGroup, build: Callable[..., Optimizer]) 
 
 def test_a_plain_lamb_would_not_pass(shard_group: ShardGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (probe, trial_steps):
-        monkeypatch.setattr(module, "EXACT", ())
+        monkeypatch.setattr(module, "RANK_SUMMING", ())
     for build in (Adafactor, Lamb):
         with pytest.raises(SpecError, match="not elementwise"):
             check_elementwise(build(cuts(shard_group)))
@@ -229,9 +229,9 @@ def test_an_optimizer_that_remembers_what_it_does_not_show_is_refused(shard_grou
 
 def test_a_class_is_tried_once_for_its_options(shard_group: ShardGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
-    original = probe._try
+    original = probe._trial_reason
     monkeypatch.setattr(probe, "_reasons", {})
-    monkeypatch.setattr(probe, "_try", lambda *given: (tried.append(given), original(*given))[1])
+    monkeypatch.setattr(probe, "_trial_reason", lambda *given: (tried.append(given), original(*given))[1])
     for _ in range(3):
         check_elementwise(torch.optim.SGD(cuts(shard_group, KINDS[:2]), lr=0.1))
     assert len(tried) == 1

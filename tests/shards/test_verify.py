@@ -142,7 +142,7 @@ def test_shorter_numbers_have_wider_limits(name: str, rtol: float) -> None:
 def test_a_network_that_cannot_have_longer_numbers_is_compared_without() -> None:
     report = agreed(run_ranks(2, check, None, "single"))
     assert report.ok, str(report)
-    assert report.notes == ("what rounding does alone is not known: the uncut network does not run in float64",)
+    assert report.notes == ("the rounding error of the uncut network is not known: it does not run in float64",)
 
 
 def test_a_batch_that_is_cut_is_the_same() -> None:
@@ -310,10 +310,10 @@ def test_another_network_is_refused() -> None:
         with opened(rank_group) as (_, sharded, example), LOCK:
             other = Small().double()
             other.head = nn.Linear(8, 7).double()
-            with pytest.raises(MismatchError, match=r"'head.weight' is \(6, 8\) in the cut one and \(7, 8\)"):
+            with pytest.raises(MismatchError, match=r"'head.weight' is \(6, 8\) in the cut network and \(7, 8\)"):
                 verify(other, sharded, example)
             other.head = nn.Sequential(nn.Linear(8, 6))
-            with pytest.raises(MismatchError, match=r"'head.0.weight' is absent in the cut one and \(6, 8\)"):
+            with pytest.raises(MismatchError, match=r"'head.0.weight' is absent in the cut network and \(6, 8\)"):
                 verify(other, sharded, example)
 
     run_ranks(1, act)

@@ -1,7 +1,7 @@
 """Dataset + Plan -> loader of unequal batches."""
 
 from evenly.batches.loader import Feed, feed
-from evenly.batches.loading import FeedWishes
+from evenly.batches.loading import FeedOptions
 from evenly.errors import DataError
 
-__all__ = ["DataError", "Feed", "FeedWishes", "feed"]
+__all__ = ["DataError", "Feed", "FeedOptions", "feed"]

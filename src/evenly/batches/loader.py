@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from evenly.batches.device import to_device
-from evenly.batches.loading import FeedWishes, Loading
+from evenly.batches.loading import FeedOptions, LoaderOptions
 from evenly.batches.parts import Epoch, Rules, check_samples
 from evenly.batches.sources import open_source
 from evenly.comm import rank_group_of
@@ -35,7 +35,7 @@ class Feed:
         sampler: Iterable[object] | None = None,
         drop_last: bool = False,
         device: torch.device | None = None,
-        **loading: Unpack[Loading],
+        **loading: Unpack[LoaderOptions],
     ) -> None:
         self.epoch = 0
         self.offset = 0  # samples of this epoch that all ranks together have taken
@@ -86,8 +86,8 @@ class Feed:
         self._is_under_way = False
         if self.offset == 0:
             raise DataError(
-                f"epoch {self.epoch} of {self._name} was asked for, but there is not one sample in "
-                "it. Give data that begin anew each epoch."
+                f"epoch {self.epoch} of {self._name} was requested, but it has no samples. Give an iterable whose "
+                "__iter__ starts anew."
             )
         self.offset = 0
         self.epoch += 1
@@ -105,9 +105,9 @@ class Feed:
             return float(next((len(tensor) for tensor in tensors), 1))
         if not self._is_under_way:
             raise SpecError(
-                "a batch was given to the model for training that did not come from the loader which prepare() made, "
-                "so its samples are not known. Iterate over that loader and train each batch before the next; or leave "
-                "the dataset out of prepare(), or give count=, to train with a loader of your own."
+                "the model was called for training with a batch that is not from the loader of prepare(), so its "
+                "number of samples is unknown. Iterate over that loader, and train each batch before the next. To "
+                "train with a loader of your own, leave the dataset out of prepare(), or give count=."
             )
         return float(self.samples)
 
@@ -120,8 +120,8 @@ class Feed:
         numbers = [state.get(name) for name in ("epoch", "offset")] if isinstance(state, dict) else []
         if not numbers or not all(isinstance(number, int) and number >= 0 for number in numbers):
             raise SpecError(
-                f"{self._name} was to go on from {state}. Give what state() has returned: an epoch and an offset, both "
-                "whole numbers of at least 0."
+                f"the feed of {self._name} was given the position {state}. Give what state() has returned: an epoch "
+                "and an offset, both whole numbers of at least 0."
             )
         epoch, offset = state["epoch"], state["offset"]
         try:
@@ -130,8 +130,8 @@ class Feed:
             size = offset
         if offset > size:
             raise DataError(
-                f"{self._name} was to go on after {offset} samples of an epoch, but has {size}. Give the data that the "
-                "position was saved with."
+                f"the feed of {self._name} was given a position after {offset} samples of an epoch, but an epoch has "
+                f"{size}. Give the data that the position was saved with."
             )
         self.epoch, self.offset = epoch, offset
 
@@ -160,7 +160,7 @@ def feed(
     *,
     rank: int | None = None,
     device: torch.device | None = None,
-    **loading: Unpack[FeedWishes],
+    **loading: Unpack[FeedOptions],
 ) -> Feed:
     """Returns this rank's batches of `dataset`: unequal sizes as the plan says, equal numbers of steps everywhere.
 

@@ -11,7 +11,7 @@ from evenly.errors import SpecError
 Collate = Callable[[Any], object]  # samples, as the dataset has them -> a batch
 
 
-class Loading(TypedDict, total=False):
+class LoaderOptions(TypedDict, total=False):
     """Options of torch's DataLoader."""
 
     num_workers: int
@@ -24,7 +24,7 @@ class Loading(TypedDict, total=False):
     multiprocessing_context: BaseContext | str | None
 
 
-class FeedWishes(Loading, total=False):
+class FeedOptions(LoaderOptions, total=False):
     """How `feed` orders and loads samples."""
 
     seed: int
@@ -50,7 +50,7 @@ INSTEAD = {
 }
 
 
-def check_loading(loading: Loading) -> None:
+def check_loading(loading: LoaderOptions) -> None:
     """Raises `SpecError` for an option that is not passed on, or that a DataLoader does not take."""
     for name in loading:
         if name not in PASSED_ON:

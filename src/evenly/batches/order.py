@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from evenly.batches.chance import Chance, seed_of
+from evenly.batches.rng import RngState, seed_of
 from evenly.errors import DataError, SpecError
 
 Order = torch.Tensor | Sequence[object]
@@ -49,7 +49,7 @@ def drawn(sampler: Iterable[object], *, seed: int, epoch: int) -> list[object]:
     """Returns what a sampler draws in an epoch: it depends only on the seed and the epoch."""
     set_epoch(sampler, epoch)
     number = seed_of(seed, epoch)
-    with Chance(number).applied(), _seeded(getattr(sampler, "generator", None), number):
+    with RngState(number).applied(), _seeded(getattr(sampler, "generator", None), number):
         samples = list(sampler)
     if samples and isinstance(samples[0], list):
         raise SpecError(f"{type(sampler).__name__} draws whole batches: {samples[0]}, ... {_SINGLE}")

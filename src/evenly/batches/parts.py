@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Protocol
 
-from evenly.batches.loading import Loading
+from evenly.batches.loading import LoaderOptions
 from evenly.errors import SpecError
 from evenly.spec import deal
 
@@ -20,7 +20,7 @@ class Rules:
     ranks: int
     seed: int
     drop_last: bool
-    loading: Loading  # what is passed on to torch's DataLoader
+    loading: LoaderOptions  # what is passed on to torch's DataLoader
 
     @property
     def workers_last(self) -> bool:
@@ -60,9 +60,9 @@ def check_samples(samples: Sequence[int], *, ranks: int | None = None) -> tuple[
     except TypeError:
         numbers = ()
     if not numbers or min(numbers) < 1 or ranks not in (None, len(numbers)):
-        takers = "rank" if ranks is None else f"of the {ranks} that take a batch"
+        takers = "rank" if ranks is None else f"of the {ranks} ranks that take a batch"
         raise SpecError(
-            f"samples={samples!r} were given, but needed is a whole number of 1 or more for each {takers}. "
+            f"samples={samples!r} was given, but each {takers} needs a whole number of at least 1. "
             "Give a list of such numbers."
         )
     return numbers

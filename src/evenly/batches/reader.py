@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from itertools import islice
 
 from evenly._torch.dataloader import outside_of_workers
-from evenly.batches.chance import Chance, seed_of
 from evenly.batches.order import set_epoch
+from evenly.batches.rng import RngState, seed_of
 from evenly.errors import DataError
 
 AT_ONCE = 256  # samples that are read and skipped at a time
@@ -21,14 +21,14 @@ class Reader:
         self.last: list[object] = []  # the last two, for ranks that get none
         self._name = type(dataset).__name__
         self._ahead: deque[object] = deque()
-        self._chance = Chance(seed_of(seed, epoch))
-        with self._chance.applied(), outside_of_workers():
+        self._rng_state = RngState(seed_of(seed, epoch))
+        with self._rng_state.applied(), outside_of_workers():
             self._samples = iter(dataset)
 
     def fill(self, count: int) -> int:
         """Reads ahead and returns how many samples there are, at most `count`."""
         if len(self._ahead) < count:
-            with self._chance.applied(), outside_of_workers():
+            with self._rng_state.applied(), outside_of_workers():
                 self._ahead.extend(islice(self._samples, count - len(self._ahead)))
         return min(count, len(self._ahead))
 

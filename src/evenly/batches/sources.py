@@ -5,10 +5,10 @@ from typing import TypeGuard
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from evenly.batches.indexed import IndexedSource
 from evenly.batches.loading import check_loading
 from evenly.batches.order import Ordering
 from evenly.batches.parts import Rules, Source
-from evenly.batches.picks import Picks
 from evenly.batches.streams import Stream
 from evenly.errors import DataError, SpecError
 
@@ -19,7 +19,7 @@ def open_source(dataset: object, rules: Rules, *, shuffle: bool | None, sampler:
     _refuse_loader(dataset)
     if _has_indices(dataset, sampler):
         ordering = Ordering(dataset, ranks=rules.ranks, seed=rules.seed, shuffle=shuffle, sampler=sampler)
-        return Picks(dataset, ordering, rules)
+        return IndexedSource(dataset, ordering, rules)
     return Stream(_checked_stream(dataset, shuffle=shuffle, sampler=sampler), rules)
 
 
@@ -27,8 +27,8 @@ def _refuse_loader(dataset: object) -> None:
     """Raises `DataError` for a DataLoader: batches are made here, as large as the plan says."""
     if isinstance(dataset, DataLoader):
         raise DataError(
-            "a DataLoader was given where a dataset is expected, and batches of batches would come of it. Give "
-            "loader.dataset, and shuffle=, num_workers= and collate_fn= beside it."
+            "a DataLoader was given, but feed takes a dataset and makes batches itself. Give loader.dataset, and "
+            "shuffle=, num_workers= and collate_fn= beside it."
         )
 
 

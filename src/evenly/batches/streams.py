@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from evenly.batches.chance import generator_of
-from evenly.batches.loading import Collate, Loading
+from evenly.batches.loading import Collate, LoaderOptions
 from evenly.batches.parts import Rules, Step, is_step, part_of
 from evenly.batches.reader import Reader
+from evenly.batches.rng import generator_of
 from evenly.errors import SpecError
 
 
@@ -27,7 +27,7 @@ class Stream:
             )
         self.rules, self._dataset = rules, dataset
         collated = _Collated(loading.get("collate_fn") or default_collate)
-        self._loading: Loading = {**loading, "collate_fn": collated}
+        self._loading: LoaderOptions = {**loading, "collate_fn": collated}
         self._reader: Reader | None = None
         self._persistent: tuple[torch.Tensor, DataLoader[Step]] | None = None  # kept if workers outlive an epoch
 

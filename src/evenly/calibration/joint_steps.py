@@ -28,7 +28,7 @@ from evenly.planner import cut_to_try, group_to_try
 from evenly.planner.replica_options import eased
 from evenly.shards import join_shards
 from evenly.spec import Cluster, CutStep, Profile
-from evenly.survey import LONG_S, fastest_groups, usual
+from evenly.survey import LONG_S, fastest_groups, interquartile_mean
 
 QUICK_S, THOROUGH_S = 0.6, 20.0  # for the steps of a kind
 ROUND_S = 1.5  # least time of a round of joint and single steps
@@ -185,8 +185,11 @@ class _CalibrationRun:
                     times = steps_to_make(own_s, round_s / self._turns)
                     alone.append(ensemble.alone(rank_samples, times, warm=0 if is_long else rank_samples))
         self.context.meet()
-        usual_large = Joint(usual([step.seconds for step in large]), usual([step.computing_s for step in large]))
-        alone_s = usual(alone)
+        usual_large = Joint(
+            interquartile_mean([step.seconds for step in large]),
+            interquartile_mean([step.computing_s for step in large]),
+        )
+        alone_s = interquartile_mean(alone)
         factor = large_factor(
             usual_large, small, own_s=own_s, own_small_s=own_small_s, alone_s=alone_s, ranks=len(ranks)
         )
@@ -195,7 +198,7 @@ class _CalibrationRun:
             factor=factor,
             alone=alone_factor(alone_s, factor=factor, own_s=own_s, ranks_of_node=len(expected.node)),
             large=LargeStep(tuple(ranks), rank_samples, usual_large.seconds, usual_large.computing_s),
-            lean_s=usual(lean) if rank == leader else None,
+            lean_s=interquartile_mean(lean) if rank == leader else None,
         )
 
     def choose_cut(self) -> CutTrial | None:

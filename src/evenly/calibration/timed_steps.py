@@ -11,7 +11,7 @@ from evenly.comm import FailureMonitor, RankGroup
 from evenly.graph import Traced
 from evenly.nodes.composition import compose_synchronized
 from evenly.spec import Cluster, EverySteps, Exchange
-from evenly.survey import finish, inputs_of, train_step, usual
+from evenly.survey import inputs_of, interquartile_mean, synchronize_device, train_step
 
 
 class TimedStep:
@@ -34,12 +34,12 @@ class TimedStep:
         inputs_by_size = {size: inputs_of(self._traced.graph, size, self._device) for size in {warm, samples} if size}
         if warm:
             self._step(inputs_by_size[warm])
-        return usual([self._step(inputs_by_size[samples]) for _ in range(times)])
+        return interquartile_mean([self._step(inputs_by_size[samples]) for _ in range(times)])
 
     def _step(self, inputs: dict[str, torch.Tensor]) -> float:
         began = time.perf_counter()
         train_step(self._model, self._optimizer, inputs)
-        finish(self._device)
+        synchronize_device(self._device)
         return time.perf_counter() - began
 
 
@@ -80,7 +80,7 @@ class Ensemble:
     def together(self, samples: int, times: int, *, warm: int) -> Joint:
         """Returns a joint step in which this rank has `samples`, after one with `warm`; all ranks make `times`."""
         seconds = self._trial.step_s(samples, times, warm=warm)
-        return Joint(seconds, usual([spent.computing_s for spent in self._joined.clock.take()[-times:]]))
+        return Joint(seconds, interquartile_mean([spent.computing_s for spent in self._joined.clock.take()[-times:]]))
 
     def alone(self, samples: int, times: int, *, warm: int) -> float:
         """Returns the seconds of a solo step, after one with `warm` samples, if not 0."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from evenly.comm import first_line
 from evenly.errors import CheckpointError
 from evenly.shards.run.sharded import Sharded
-from evenly.shards.state.full_state import State, full_state_dict, load_full_state_dict, parameter_names
+from evenly.shards.state.full_state import StateDict, full_state_dict, load_full_state_dict, parameter_names
 
 SECTIONS = ("model", "optimizer", "optimizer_class", "dropout")
 
@@ -71,7 +71,7 @@ def load_dcp(
     load_full_state_dict(model, _read(Path(folder), sections), optimizer, strict=strict)
 
 
-def _by_name(slots: State, names: Sequence[str]) -> State:
+def _by_name(slots: StateDict, names: Sequence[str]) -> StateDict:
     if "" in names:
         raise CheckpointError(
             "the optimizer's state was to be saved by parameter names, but it holds parameters that are not the "
@@ -82,7 +82,7 @@ def _by_name(slots: State, names: Sequence[str]) -> State:
     return {**slots, "state": state, "param_groups": groups}
 
 
-def _write(folder: Path, state: State) -> None:
+def _write(folder: Path, state: StateDict) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     if (folder / ".metadata").exists():
@@ -93,7 +93,7 @@ def _write(folder: Path, state: State) -> None:
         save(state, checkpoint_id=folder, no_dist=True)
 
 
-def _read(folder: Path, sections: Sequence[str]) -> State:
+def _read(folder: Path, sections: Sequence[str]) -> StateDict:
     """Returns the sections of a checkpoint, or all of it if it has no section `model`."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -106,14 +106,14 @@ def _read(folder: Path, sections: Sequence[str]) -> State:
         paths = {key: tuple(key_paths.get(key, (key,))) for key in metadata.state_dict_metadata}
         if any(path[0] == "model" and len(path) > 1 for path in paths.values()):
             paths = {key: path for key, path in paths.items() if path[0] in sections}
-        flat: State = {
+        flat: StateDict = {
             key: torch.empty(entry.size, dtype=entry.properties.dtype)
             if isinstance(entry := metadata.state_dict_metadata[key], TensorStorageMetadata)
             else None
             for key in paths
         }
         load(flat, storage_reader=reader, no_dist=True)
-    return cast("State", _nest({paths[key]: value for key, value in flat.items()}))  # paths begin with a name
+    return cast("StateDict", _nest({paths[key]: value for key, value in flat.items()}))  # paths begin with a name
 
 
 def _nest(flat: Mapping[Keys, object]) -> object:

@@ -1,6 +1,6 @@
 """Launchers, the place of this process, and the opening of the world. Only this package reads the environment."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from evenly.errors import LaunchError
 from evenly.launch.find import find_place
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Returns the names that need torch, which is imported only when one of them is asked for."""
     if name == "pick_device":
         from evenly.launch.device import pick_device

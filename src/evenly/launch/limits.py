@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from evenly._torch.process_groups import FileStore, HashStore, PrefixStore, Store
 from evenly.errors import PeerError
@@ -108,11 +108,13 @@ class _Connection:
     """State shared by all parts of one store: its host, pending calls, and its failure."""
 
     def __init__(self, store: Store) -> None:
-        root: Any = store  # some kinds have no address
+        root = store
         while isinstance(root, PrefixStore):
             root = root.underlying_store
         self.is_remote = root is not None and not isinstance(root, _IN_PROCESS)
-        self.address = f"{root.host}:{root.port}" if hasattr(root, "host") else type(root).__name__
+        self.address = (  # some kinds of store have none
+            f"{root.host}:{root.port}" if hasattr(root, "host") and hasattr(root, "port") else type(root).__name__
+        )
         self.of_agent = environment("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.host = "torchrun's agent on the first node" if self.of_agent else "rank 0"
         self.calls: set[_PendingCall] = set()

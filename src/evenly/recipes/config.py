@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from evenly.errors import SpecError
 from evenly.spec._text import load_toml
@@ -38,7 +38,7 @@ class RecipeConfig(Value):
         return cls(**values)
 
 
-def read_toml(file: Path) -> dict[str, Any]:
+def read_toml(file: Path) -> dict[str, object]:
     """Returns the settings of a TOML file."""
     return load_toml(file)
 

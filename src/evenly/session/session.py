@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, Unpack
 import torch
 from torch.utils.data import Dataset
 
-from evenly.batches import FeedWishes, feed
+from evenly.batches import FeedOptions, feed
 from evenly.checkpoints.full_state import TrainedModel
 from evenly.checkpoints.saving import apply, restore_random_state
 from evenly.checkpoints.states import Stateful
@@ -198,7 +198,7 @@ class Session:
         scaler: torch.amp.GradScaler | None = None,
         find_unused_parameters: bool = False,
         verify: bool = True,
-        **loading: Unpack[FeedWishes],
+        **loading: Unpack[FeedOptions],
     ) -> tuple[Synchronized, torch.optim.Optimizer, Any]:
         """Returns the module to call, the optimizer and this rank's batches, resumed from the newest checkpoint if any.
 
@@ -223,8 +223,8 @@ class Session:
         part = shard_for(model, optimizer, plan, self._stage, timeout_s=self._timeout_s, verify=verify)
         batches = None
         if dataset is not None:
-            wishes: FeedWishes = {"seed": self._seed, **loading}
-            batches = feed(dataset, plan, rank=self.rank, device=self.device, **wishes)
+            options: FeedOptions = {"seed": self._seed, **loading}
+            batches = feed(dataset, plan, rank=self.rank, device=self.device, **options)
             batches.between.append(self._between_steps)
         synchronized = compose_synchronized(
             part,

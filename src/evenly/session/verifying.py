@@ -14,7 +14,7 @@ from evenly.comm import first_line
 from evenly.errors import MismatchError
 from evenly.shards import Report, Sharded, verify
 from evenly.shards.verification.comparison import in_float64, take_weights
-from evenly.shards.verification.layer_trace import chances
+from evenly.shards.verification.layer_trace import dropout_modes
 from evenly.spec import Role
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def _obstacle(model: nn.Module, sharded: Sharded, role: Role | None, arguments: 
     """Returns why this rank cannot compare the networks; an empty text if it can."""
     if sharded._program is None:
         return ""
-    _, always = chances(sharded._program.traced)
+    _, always = dropout_modes(sharded._program.traced)
     if always:
         return f"the dropout at {always[0]!r} is on in every mode"
     needed, free = needed_bytes(model, sharded, arguments), free_bytes(sharded, role)

@@ -8,7 +8,6 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from evenly.errors import SpecError
 
@@ -36,7 +35,7 @@ def long_number(text: str | bytes) -> str | None:
     return f"{long_numbers[0][:20]}... ({len(long_numbers[0])} digits)" if long_numbers else None
 
 
-def load_json(text: str | bytes) -> Any:
+def load_json(text: str | bytes) -> object:
     """Returns the value of JSON `text`; None if it cannot be read."""
     try:
         return json.loads(text)
@@ -44,7 +43,7 @@ def load_json(text: str | bytes) -> Any:
         return None
 
 
-def load_toml(file: str | Path, text: str | None = None) -> dict[str, Any]:
+def load_toml(file: str | Path, text: str | None = None) -> dict[str, object]:
     """Returns the values of a TOML file, or of `text` in its place; raises `SpecError` if they are not valid."""
     try:
         values = tomllib.loads(Path(file).read_text(encoding="utf-8") if text is None else text)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -17,7 +17,7 @@ class _SpecErrorMeta(ModelMetaclass):
 
     if not TYPE_CHECKING:  # a type checker sees the fields
 
-        def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805  # a metaclass's self is a class
+        def __call__(cls, *args: object, **fields: object) -> object:  # noqa: N805  # a metaclass's self is a class
             names = cls._positional
             if len(args) > len(names):
                 raise TypeError(f"{cls.__name__} takes {len(names)} positional arguments, {len(args)} were given")

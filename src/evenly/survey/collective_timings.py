@@ -8,7 +8,7 @@ import torch
 
 from evenly.comm import GroupContext, ShardGroup, open_temporarily
 from evenly.spec import CollectiveTimings, Curve
-from evenly.survey.stopwatch import finish
+from evenly.survey.stopwatch import synchronize_device
 
 SIZES = (1 << 12, 1 << 18, 1 << 21)  # bytes: 4 KiB, 256 KiB, 2 MiB
 
@@ -74,14 +74,14 @@ class _CollectiveTimer:
         )
         return lambda: self._shard_group.gather(local_rows, 0, segments).wait()
 
-    def _time(self, act: Callable[[], object]) -> float:
+    def _time(self, work: Callable[[], object]) -> float:
         """Returns the mean seconds of a collective in a row of them; the longest of all ranks."""
         repeats, seconds = 1, 0.0
         for _ in range(3):  # the first warms up, the second finds the row length, the third counts
             began = time.perf_counter()
             for _ in range(repeats):
-                act()
-            finish(self._device)
+                work()
+            synchronize_device(self._device)
             local_seconds = torch.tensor([(time.perf_counter() - began) / repeats], device=self._device)
             seconds = float(self._shard_group.sum(local_seconds, largest=True).wait()[0])
             repeats = max(1, min(100, ceil(self._row_s / max(1e-6, seconds))))

@@ -17,7 +17,7 @@ from evenly.errors import SpecError
 from evenly.graph import Traced
 from evenly.spec import Curve, Graph, Layer, LayerCurves, Tensor
 from evenly.spec.plan import counted
-from evenly.survey.stopwatch import ROW_S, Stopwatch, apart, usual
+from evenly.survey.stopwatch import ROW_S, Stopwatch, interquartile_mean, relative_spread
 
 PARTS = (1.0, 0.25, 0.5, 0.75, 0.125)  # fractions of a layer, the most informative first
 BATCHES = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)  # fractions of the batch, for a whole step
@@ -54,7 +54,7 @@ class DeviceSurvey:
 
         self._began = began = time.perf_counter()
         first_readings = timed(few)
-        ladder = self._affordable_batches(usual(first_readings) / few)
+        ladder = self._affordable_batches(interquartile_mean(first_readings) / few)
         sizes, timings = sorted({few, *ladder, self._batch}), {few: first_readings}
         while True:  # in rounds, so that a short disturbance does not hit one size alone
             for size in [size for size in sizes if size not in timings] or sizes:
@@ -113,8 +113,8 @@ class DeviceSurvey:
 
     def _curve(self, readings_by_size: dict[int, list[float]]) -> Curve:
         repeated = [readings for readings in readings_by_size.values() if len(readings) > 1]
-        self.spread = apart(repeated[-1]) if repeated else None  # of the largest repeated batch
-        seconds = rising([max(1e-9, usual(readings)) for readings in readings_by_size.values()])
+        self.spread = relative_spread(repeated[-1]) if repeated else None  # of the largest repeated batch
+        seconds = non_decreasing([max(1e-9, interquartile_mean(readings)) for readings in readings_by_size.values()])
         return Curve(sizes=tuple(readings_by_size), seconds=tuple(seconds))
 
     def layers(self, step: Curve) -> dict[str, LayerCurves]:
@@ -136,8 +136,8 @@ class DeviceSurvey:
                 if time.perf_counter() > deadline:
                     continue
                 self._tell(f"{part:.0%} of {form}")
-                for mode, size, act in probe.acts(part):
-                    seconds_by_form[form].setdefault(mode, {})[size] = watch.read(act) * scale
+                for mode, size, work in probe.timed_calls(part):
+                    seconds_by_form[form].setdefault(mode, {})[size] = watch.read(work) * scale
         return {
             form: _curves(seconds_by_form[form], probe.sizes) for form, probe in probes.items() if seconds_by_form[form]
         }
@@ -248,37 +248,37 @@ class Probe:
         self._out, self._in = (1, 0) if transposed else (0, 1)
         self._channel = 1 if layer.op == "conv" else len(input_tensor.shape) - 1
 
-    def acts(self, part: float) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    def timed_calls(self, part: float) -> Iterator[tuple[str, int, Callable[[], None]]]:
         """Yields what to time for this fraction of the layer: of its outputs, its inputs or the samples."""
         if part == 1.0:
-            yield "whole", 0, self._act(self._input, self._weight)
+            yield "whole", 0, self._forward_backward(self._input, self._weight)
             return
         outputs, inputs = (max(1, round(self._weight[dim] * part)) for dim in (self._out, self._in))
         if self._layer.options.get("groups", 1) == 1:
-            yield "outputs", outputs, self._act(self._input, _with(self._weight, self._out, outputs))
+            yield "outputs", outputs, self._forward_backward(self._input, _with(self._weight, self._out, outputs))
             narrow = _with(self._input, self._channel, inputs)
-            yield "inputs", inputs, self._act(narrow, _with(self._weight, self._in, inputs))
+            yield "inputs", inputs, self._forward_backward(narrow, _with(self._weight, self._in, inputs))
         samples = max(1, round(self._input[0] * part))
         full_samples = max(1, round(self._batch * samples / self._input[0]))
-        yield "samples", full_samples, self._act((samples, *self._input[1:]), self._weight)
+        yield "samples", full_samples, self._forward_backward((samples, *self._input[1:]), self._weight)
 
     @property
     def sizes(self) -> dict[str, int]:
         """The outputs, inputs and samples of the whole layer."""
         return {"outputs": self._weight[self._out], "inputs": self._weight[self._in], "samples": self._batch}
 
-    def _act(self, input_shape: tuple[int, ...], weight_shape: tuple[int, ...]) -> Callable[[], None]:
+    def _forward_backward(self, input_shape: tuple[int, ...], weight_shape: tuple[int, ...]) -> Callable[[], None]:
         x = _filled(input_shape, self._dtype).to(self._device).requires_grad_(self._has_grad)
         weight = _filled(weight_shape, self._dtype).to(self._device).requires_grad_()
         target: Any = self._node.target
         settings, keywords = self._node.args[2:], self._node.kwargs
         differentiated = [x, weight] if self._has_grad else [weight]
 
-        def act() -> None:
+        def work() -> None:
             y = target(x, weight, *settings, **keywords)
             torch.autograd.grad(y, differentiated, y.detach())
 
-        return act
+        return work
 
 
 def require_training(traced: Traced) -> None:
@@ -345,10 +345,10 @@ def _results(graph: Graph) -> list[Tensor]:
     return [tensors[name] for name in names if name in tensors]
 
 
-def rising(values: Sequence[float]) -> list[float]:
+def non_decreasing(values: Sequence[float]) -> list[float]:
     """Returns the nearest non-decreasing values: more samples take less time only by chance.
 
-    >>> rising([1.0, 3.0, 2.0, 4.0])
+    >>> non_decreasing([1.0, 3.0, 2.0, 4.0])
     [1.0, 2.5, 2.5, 4.0]
     """
     groups: list[list[float]] = []

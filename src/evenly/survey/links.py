@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from evenly.comm import CollectiveWaiter, GroupContext, all_to_all, open_temporarily
 from evenly.spec import Link, Rate
-from evenly.survey.stopwatch import finish
+from evenly.survey.stopwatch import synchronize_device
 
 LEAST_ROW_S, MOST_ROW_S = 0.01, 0.06  # messages are sent in rows of about such a length: see Stopwatch
 SMALL = 1  # float32 numbers in a ping
@@ -80,7 +80,7 @@ class _Direction:
             for _ in range(repeats):
                 self._send(message, forward=True)
                 self._send(reply, forward=False)
-            finish(self._device)
+            synchronize_device(self._device)
             seconds = (time.perf_counter() - began) / repeats
             repeats = max(1, min(100, ceil(self._row_s / max(1e-6, self._agreed(seconds)))))
         return self._agreed(seconds)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import Any
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -10,7 +9,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from evenly._torch.clipping import widen_clipping as widen_clipping_of_torch
 from evenly.comm import PendingTensor, ShardGroup
 from evenly.errors import NonFiniteError, SpecError
-from evenly.shards.parts.guard import cut_tensors_of, guard, trial, unguard
+from evenly.shards.parts.guard import cut_tensors_of, guard, trial_mode, unguard
 from evenly.shards.parts.local_shards import LocalShard, is_retired, local_shard_of
 from evenly.shards.parts.part_tensors import is_part, part_of
 
@@ -36,14 +35,14 @@ class RankSums:
         totals = list(self._summands)
         sent: list[tuple[list[int], PendingTensor]] = []
         for shard_group in dict.fromkeys(shard_group for shard_group in self._shard_groups if shard_group is not None):
-            numbers = [number for number, other in enumerate(self._shard_groups) if other is shard_group]
-            device = totals[numbers[0]].device
-            flat = torch.cat([totals[number].reshape(-1).to(device) for number in numbers])
-            sent.append((numbers, shard_group.sum(flat, name=self._name)))
-        for numbers, pending in sent:
-            pieces = torch.split(pending.wait(), [totals[number].numel() for number in numbers])
-            for number, piece in zip(numbers, pieces, strict=True):
-                totals[number] = piece.view(totals[number].shape).to(totals[number])
+            indices = [index for index, other in enumerate(self._shard_groups) if other is shard_group]
+            device = totals[indices[0]].device
+            flat = torch.cat([totals[index].reshape(-1).to(device) for index in indices])
+            sent.append((indices, shard_group.sum(flat, name=self._name)))
+        for indices, pending in sent:
+            pieces = torch.split(pending.wait(), [totals[index].numel() for index in indices])
+            for index, piece in zip(indices, pieces, strict=True):
+                totals[index] = piece.view(totals[index].shape).to(totals[index])
         return totals
 
 
@@ -76,17 +75,17 @@ def clip_grad_norm_(
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(is_retired(parameter) for parameter in tensors):
         raise SpecError(
-            "gradients were to be clipped of parameters that were replaced when the network was cut anew. Ask for them "
-            "anew at every step: clip_grad_norm_(model.parameters(), ...)."
+            "clip_grad_norm_ was given parameters that resharding has replaced. Get the parameters from the network at "
+            "every step: clip_grad_norm_(model.parameters(), ...)."
         )
-    if trial.is_on:  # exact on parts, so there is nothing to try
+    if trial_mode.is_on:  # exact on parts, so there is nothing to try
         return torch.ones(())
     grads = [(parameter.grad, local_shard_of(parameter)) for parameter in tensors if parameter.grad is not None]
     total = _total_norm(grads, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise NonFiniteError(
-            f"gradients were to be clipped to a norm of {max_norm}, but their norm of order {norm_type} is "
-            f"{total.item()}. Look for what made it so, or give error_if_nonfinite=False to scale by it anyway."
+            f"clip_grad_norm_ was called with max_norm={max_norm}, but the gradients' norm of order {norm_type} is "
+            f"{total.item()}. Find the cause, or pass error_if_nonfinite=False to scale by it anyway."
         )
     guarded = [parameter for parameter in tensors if is_part(parameter)]
     unguard(tensors)
@@ -103,12 +102,15 @@ def widen_clipping() -> Callable[[], None]:
     return widen_clipping_of_torch(total_norm=_widened_norm, clip=_widened_clip)
 
 
-def _widened_norm(norm: Callable[..., Any]) -> Callable[..., Any]:
+def _widened_norm(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Returns torch's `get_total_norm`, extended to the norm of full gradients if it is called with parts."""
 
     def get_total_norm(
-        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> Any:
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
         grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         guarded = [tensor for tensor in grads if is_part(tensor)]
         if not guarded or any(part_of(tensor) is None for tensor in guarded):  # these raise an error
@@ -116,19 +118,22 @@ def _widened_norm(norm: Callable[..., Any]) -> Callable[..., Any]:
         total = _total_norm([(tensor, part_of(tensor)) for tensor in grads], norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
             raise NonFiniteError(
-                f"the norm of order {norm_type} of all gradients was asked for, and is {total.item()}. Look for what "
-                "made it so, or give error_if_nonfinite=False to go on with it."
+                f"torch's clipping by norm was called, but the gradients' norm of order {norm_type} is {total.item()}. "
+                "Find the cause, or pass error_if_nonfinite=False to scale by it anyway."
             )
         return total
 
     return get_total_norm
 
 
-def _widened_clip(clip: Callable[..., Any]) -> Callable[..., Any]:
+def _widened_clip(clip: Callable[..., None]) -> Callable[..., None]:
     """Returns torch's `clip_grads_with_norm_`, extended to parts if the norm is that of full gradients."""
 
     def clip_grads_with_norm_(
-        parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        total_norm: torch.Tensor,
+        foreach: bool | None = None,
     ) -> None:
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         cut = [
@@ -136,9 +141,9 @@ def _widened_clip(clip: Callable[..., Any]) -> Callable[..., Any]:
         ]
         if any(not is_part(parameter) for parameter, _ in cut) and not hasattr(total_norm, _FULL):
             raise SpecError(
-                "torch's clipping by norm was called for parameters that are cut over ranks, with gradients that no "
-                "backward of the network left there, so that the norm would be that of one rank's parts. Use "
-                "evenly.shards.clip_grad_norm_, before optimizer.step()."
+                "torch's clipping by norm was called for parameters that are cut over ranks, but backward of the "
+                "network did not set their gradients, so the norm would cover one rank's parts only. Call "
+                "evenly.shards.clip_grad_norm_ instead, before optimizer.step()."
             )
         unguard(tensors)
         clip(tensors, max_norm, total_norm, foreach)
@@ -158,8 +163,8 @@ def _total_norm(grads: list[tuple[torch.Tensor, LocalShard | None]], norm_type: 
 def _norm_over_ranks(grads: list[tuple[torch.Tensor, LocalShard | None]], p: float) -> torch.Tensor:
     if not p > 0:
         raise SpecError(
-            f"norm_type={p} was asked for, but parameters are cut over ranks and only norms of an order above 0 can "
-            "be put together from parts. Give a positive number or math.inf."
+            f"norm_type={p} was given, but parameters are cut over ranks, and only norms of an order above 0 can be "
+            "computed from parts. Give a positive number or math.inf."
         )
     cut = dict.fromkeys(
         local_shard.shard_group for _, local_shard in grads if local_shard is not None and local_shard.is_cut
@@ -168,9 +173,7 @@ def _norm_over_ranks(grads: list[tuple[torch.Tensor, LocalShard | None]], p: flo
     for grad, local_shard in grads:
         if local_shard is None or local_shard.shard_group not in cut:
             grads_by_group[None].append(grad)
-        elif (
-            local_shard.is_cut or local_shard.shard_group.rank == 0
-        ):  # one rank counts what all hold: one norm to the last bit
+        elif local_shard.is_cut or local_shard.shard_group.rank == 0:  # one rank counts what all of them hold
             grads_by_group[local_shard.shard_group].append(grad)
     dtype = reduce(torch.promote_types, (grad.dtype for grad, _ in grads)).to_real()
     powers = {

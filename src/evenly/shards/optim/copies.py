@@ -8,17 +8,19 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from evenly._torch.optimizers import STEP_HOOKS, only_counts
+from evenly.shards.optim.optimizers import ParamGroup
 from evenly.shards.parts.local_shards import local_shard_of
 
-Indices = torch.Tensor | None
-ATOMS: tuple[type, ...] = (
+T = TypeVar("T")
+
+SHARED_TYPES: tuple[type, ...] = (
     bool,
     int,
     float,
@@ -30,18 +32,21 @@ ATOMS: tuple[type, ...] = (
     torch.device,
     torch.layout,
     types.ModuleType,
-)
-ATOMS += (types.NoneType, types.BuiltinFunctionType, types.EllipsisType, nn.Module)
+    types.NoneType,
+    types.BuiltinFunctionType,
+    types.EllipsisType,
+    nn.Module,
+)  # a copy refers to the same object
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")  # set by a GradScaler for one step
 MIN_CUT_SIZE = 3  # indices of a cut dim, at least
 LR = 0.1  # large enough to change parameters: a warmup begins with 0
 
 
-class UncopiedError(Exception):
+class UncopyableError(Exception):
     """An optimizer holds an object that cannot be copied, or that refers to the network."""
 
 
-class Kind(NamedTuple):
+class ParameterKind(NamedTuple):
     """A parameter of `num_dims` dims, cut along `dim`, or whole with None."""
 
     num_dims: int
@@ -50,26 +55,26 @@ class Kind(NamedTuple):
     device: str
 
 
-def kind_of(parameter: torch.Tensor) -> Kind:
+def kind_of(parameter: torch.Tensor) -> ParameterKind:
     """Returns the properties of a parameter that an optimizer may depend on, without its size."""
     local_shard = local_shard_of(parameter)
     device = parameter.device.type if parameter.device.type in ("cpu", "cuda") else "cpu"  # with float64
     dim = None if local_shard is None else local_shard.dim
-    return Kind(parameter.ndim, dim, parameter.is_complex(), device)
+    return ParameterKind(parameter.ndim, dim, parameter.is_complex(), device)
 
 
-def is_ours(hook: Any) -> bool:
+def is_ours(hook: object) -> bool:
     """Returns whether a hook belongs to this library; such hooks do not change how an optimizer steps."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == "evenly"
 
 
-def step_of(optimizer: Optimizer) -> Any:
+def step_of(optimizer: Optimizer) -> object:
     """Returns the `step` that was set on the instance, or None; a scheduler's counting wrapper is ignored."""
-    step: Any = vars(optimizer).get("step")
+    step: object = vars(optimizer).get("step")
     return None if only_counts(step, optimizer) else step
 
 
-def hooks_of(optimizer: Optimizer) -> list[Any]:
+def hooks_of(optimizer: Optimizer) -> list[Callable[..., object]]:
     """Returns the step hooks that do not belong to this library."""
     return [hook for name in STEP_HOOKS for hook in vars(optimizer).get(name, {}).values() if not is_ours(hook)]
 
@@ -98,8 +103,8 @@ class OptimizerCopy:
         self._part_indices = part_indices
         self._representatives = representatives
         self._root = optimizer
-        self._memo: dict[int, Any] = {}
-        self._originals: list[Any] = []  # keeps the ids in the memo valid
+        self._memo: dict[int, Any] = {}  # id of an original -> the copy that takes its place
+        self._originals: list[object] = []  # keeps the ids in the memo valid
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for number, parameter in enumerate(self._parameters):
             start = draw(kind_of(parameter), sizes, seed=number)
@@ -112,28 +117,31 @@ class OptimizerCopy:
         stand_in: torch.Tensor = self._memo[id(parameter)]
         return stand_in
 
-    def part(self, full: torch.Tensor, kind: Kind) -> torch.Tensor:
+    def part(self, full: torch.Tensor, kind: ParameterKind) -> torch.Tensor:
         """Returns this copy's part of a full stand-in."""
         if self._part_indices is None or kind.dim is None:
             return full.clone()
         return full.index_select(kind.dim, self._part_indices(full.shape[kind.dim]).to(full.device))
 
-    def _remember(self, value: Any, copied: Any) -> Any:
+    def _remember(self, value: object, copied: T) -> T:
         self._originals.append(value)
         self._memo[id(value)] = copied
         return copied
 
-    def _copy(self, value: Any) -> Any:
+    def _copy(self, value: T) -> T:
+        copied: T
         if id(value) in self._memo:
-            return self._memo[id(value)]
-        if isinstance(value, ATOMS) and not isinstance(value, torch.Tensor):
+            copied = self._memo[id(value)]
+            return copied
+        if isinstance(value, SHARED_TYPES) and not isinstance(value, torch.Tensor):
             return value  # a module keeps its real parameters, which raise an error when touched
         for kind, copier in self._copiers():
             if isinstance(value, kind):
-                return copier(value)
+                copied = copier(value)
+                return copied
         return self._object(value)
 
-    def _copiers(self) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+    def _copiers(self) -> Iterator[tuple[type | tuple[type, ...], Callable[[Any], Any]]]:
         yield torch.Tensor, self._tensor
         yield Optimizer, self._optimizer
         yield dict, self._dict
@@ -162,7 +170,7 @@ class OptimizerCopy:
             copied.defaults["differentiable"] = False  # no autograd in the step
         return copied
 
-    def _groups(self, groups: list[Any], representatives: Sequence[Sequence[int]] | None) -> list[Any]:
+    def _groups(self, groups: list[ParamGroup], representatives: Sequence[Sequence[int]] | None) -> list[ParamGroup]:
         copied_groups = []
         for number, group in enumerate(groups):
             if id(group) in self._memo:  # shared by a wrapper and the optimizer inside it
@@ -182,11 +190,11 @@ class OptimizerCopy:
             copied_groups.append(self._remember(group, group_copy))
         return copied_groups
 
-    def _state(self, state: dict[Any, Any]) -> dict[Any, Any]:
+    def _state(self, state: dict[object, object]) -> dict[object, object]:
         if id(state) in self._memo:  # shared by a wrapper and the optimizer inside it
-            existing: dict[Any, Any] = self._memo[id(state)]
+            existing: dict[object, object] = self._memo[id(state)]
             return existing
-        copied: dict[Any, Any] = self._remember(state, copy.copy(state))
+        copied = self._remember(state, copy.copy(state))
         copied.clear()
         for owner, entries in state.items():
             if isinstance(owner, torch.Tensor):
@@ -196,18 +204,18 @@ class OptimizerCopy:
             copied[self._copy(owner)] = self._copy(entries)
         return copied
 
-    def _tensor(self, value: torch.Tensor) -> Any:
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         kinds = {kind_of(owner) for owner in self._parameters if owner.shape == value.shape}
         if value.ndim == 0 or not kinds:
             copied = value.detach().clone()
             return self._remember(value, copied)
         if len(kinds) > 1:
-            raise UncopiedError(
+            raise UncopyableError(
                 f"it holds a tensor of {list(value.shape)} that may belong to parameters that are cut differently"
             )
         return self._remember(value, self._like(value, kinds.pop()))
 
-    def _like(self, value: torch.Tensor, kind: Kind) -> torch.Tensor:
+    def _like(self, value: torch.Tensor, kind: ParameterKind) -> torch.Tensor:
         """Returns a tensor in the shape of a stand-in, filled with the repeated numbers of `value`."""
         full = draw(kind, self._sizes, seed=0)
         numbers = value.detach().flatten()[: full.numel()].to(full.device)
@@ -217,32 +225,35 @@ class OptimizerCopy:
         times = -(-full.numel() // numbers.numel())
         return self.part(numbers.repeat(times)[: full.numel()].view(full.shape), kind)
 
-    def _dict(self, value: dict[Any, Any]) -> Any:
+    def _dict(self, value: dict[object, object]) -> dict[object, object]:
         copied = self._remember(value, copy.copy(value))
         copied.clear()
         for key, item in value.items():
             copied[self._copy(key)] = self._copy(item)
         return copied
 
-    def _collection(self, value: Any) -> Any:
+    def _collection(
+        self, value: list[object] | set[object] | deque[object]
+    ) -> list[object] | set[object] | deque[object]:
         copied = self._remember(value, copy.copy(value))
         copied.clear()
         for item in value:
             copied.append(self._copy(item)) if hasattr(copied, "append") else copied.add(self._copy(item))
         return copied
 
-    def _tuple(self, value: Any) -> Any:
+    def _tuple(self, value: tuple[object, ...] | frozenset[object]) -> object:
         items = [self._copy(item) for item in value]
-        return self._remember(value, type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
+        rebuild: Callable[..., object] = type(value)
+        return self._remember(value, rebuild(*items) if hasattr(value, "_fields") else rebuild(items))
 
-    def _partial(self, value: "functools.partial[Any]") -> Any:
+    def _partial(self, value: "functools.partial[object]") -> "functools.partial[object]":
         return functools.partial(self._copy(value.func), *self._copy(value.args), **self._copy(value.keywords))
 
-    def _reference(self, value: "weakref.ref[Any]") -> Any:
+    def _reference(self, value: "weakref.ref[object]") -> "weakref.ref[object]":
         target = value()
         return value if target is None else weakref.ref(self._copy(target))
 
-    def _function(self, value: types.FunctionType) -> Any:
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
         """Returns the function with copies of its closure, defaults and the module globals that it reads."""
         is_library = str(value.__globals__.get("__name__", "")).partition(".")[0] in ("torch", "evenly")
         if is_library and value.__closure__ is None:
@@ -265,21 +276,21 @@ class OptimizerCopy:
         copied.__dict__.update({key: self._copy(attribute) for key, attribute in vars(value).items()})
         return copied
 
-    def _object(self, value: Any) -> Any:
+    def _object(self, value: T) -> T:
         needs_deepcopy = hasattr(type(value), "__deepcopy__") or not hasattr(value, "__dict__")
         try:
             if needs_deepcopy or isinstance(value, random.Random):
                 return self._remember(value, copy.deepcopy(value))
             copied = self._remember(value, object.__new__(type(value)))
-        except UncopiedError:
+        except UncopyableError:
             raise
         except Exception as error:
-            raise UncopiedError(f"it holds a {type(value).__name__}, which cannot be copied") from error
+            raise UncopyableError(f"it holds a {type(value).__name__}, which cannot be copied") from error
         vars(copied).update({name: self._copy(attribute) for name, attribute in vars(value).items()})
         return copied
 
 
-def draw(kind: Kind, sizes: Sequence[int], *, seed: int) -> torch.Tensor:
+def draw(kind: ParameterKind, sizes: Sequence[int], *, seed: int) -> torch.Tensor:
     """Returns a tensor of random numbers for a parameter of this kind."""
     shape = [*sizes, *[1] * kind.num_dims][: kind.num_dims]
     if kind.dim is not None:
@@ -288,7 +299,7 @@ def draw(kind: Kind, sizes: Sequence[int], *, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).to(kind.device)
 
 
-def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+def tensors_within(value: object) -> Iterator[torch.Tensor]:
     """Yields the tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value

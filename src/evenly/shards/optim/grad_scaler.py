@@ -1,7 +1,5 @@
 """A GradScaler for cut networks: one rank's infinite gradient makes all ranks skip the step."""
 
-from typing import Any
-
 import torch
 
 from evenly._torch.scaler import AgreeingScaler
@@ -12,7 +10,9 @@ from evenly.shards.parts.local_shards import local_shards_of
 class GradScaler(AgreeingScaler):
     """torch's GradScaler, with the flag for infinite gradients shared over the ranks that hold the parameters."""
 
-    def agreed(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Any]) -> dict[torch.device, Any]:
+    def agreed(
+        self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, torch.Tensor]
+    ) -> dict[torch.device, torch.Tensor]:
         """Returns the flags, true where a gradient is not finite on any rank."""
         local_shards = local_shards_of(p for group in optimizer.param_groups for p in group["params"])
         shard_groups: dict[int, ShardGroup] = {

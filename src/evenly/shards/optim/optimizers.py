@@ -12,6 +12,7 @@ from evenly.errors import SpecError
 from evenly.shards.optim.clipping import RankSums, squared_norm
 from evenly.shards.parts.local_shards import LocalShard, local_shard_of
 
+ParamGroup = dict[str, Any]  # an entry of torch's `param_groups`: "params", and options that each class names
 State = dict[str, torch.Tensor]
 
 
@@ -52,19 +53,21 @@ class Adafactor(torch.optim.Adafactor):
             _advance(batch)
         return loss
 
-    def _parameter_steps(self, group: dict[str, Any]) -> "list[_Turn]":
+    def _parameter_steps(self, group: ParamGroup) -> "list[_ParameterStep]":
         with_gradient = _with_gradient(group, "Adafactor")
         eps1 = group["eps"][0]
         if eps1 is None and with_gradient:
             eps1 = torch.finfo(with_gradient[0][0].dtype).eps  # of the first parameter, for all, as in torch
-        return [_Turn(parameter, grad, self.state[parameter], group, eps1) for parameter, grad in with_gradient]
+        return [
+            _ParameterStep(parameter, grad, self.state[parameter], group, eps1) for parameter, grad in with_gradient
+        ]
 
 
-class _Turn:
+class _ParameterStep:
     """One parameter in one step of Adafactor: the computations before, between and after the all-reduces."""
 
     def __init__(
-        self, parameter: torch.Tensor, grad: torch.Tensor, state: State, group: dict[str, Any], eps1: float
+        self, parameter: torch.Tensor, grad: torch.Tensor, state: State, group: ParamGroup, eps1: float
     ) -> None:
         local_shard = local_shard_of(parameter)
         self.parameter = parameter
@@ -75,11 +78,11 @@ class _Turn:
         self.shape = parameter.shape if local_shard is None else local_shard.shape
         self.shard_group = _shard_group(local_shard)
         self.dim = None if local_shard is None or local_shard.dim is None else local_shard.dim - len(self.shape)
-        self.numbers: dict[str, int] = {}
+        self.sum_indices: dict[str, int] = {}  # in RankSums
         if not state:
-            self._prepare()
+            self._init_state()
 
-    def _prepare(self) -> None:
+    def _init_state(self) -> None:
         shape = list(self.grad.shape)
         self.state["step"] = torch.tensor(0.0, dtype=_step_dtype())
         if len(shape) > 1:
@@ -94,31 +97,33 @@ class _Turn:
         t = self.state["step"].item()
         self.rate = t ** self.group["beta2_decay"]  # 1 - beta2
         self.rho = min(float(self.group["lr"]), 1 / t**0.5)
-        self.numbers["parameter"] = sums.add(squared_norm(self.parameter), self.shard_group)
+        self.sum_indices["parameter"] = sums.add(squared_norm(self.parameter), self.shard_group)
         if len(self.shape) > 1:
             rows = squared_norm(self.grad, dim=-1)  # [..., m, 1]
             columns = squared_norm(self.grad, dim=-2)  # [..., 1, n]
-            self.numbers["columns"] = sums.add(columns, self.shard_group if self.dim == -2 else None)
+            self.sum_indices["columns"] = sums.add(columns, self.shard_group if self.dim == -2 else None)
             if self.dim == -1:
-                self.numbers["rows"] = sums.add(rows, self.shard_group)
+                self.sum_indices["rows"] = sums.add(rows, self.shard_group)
             else:
-                self.numbers["total"] = sums.add(self._blend_rows(rows), self.shard_group if self.dim == -2 else None)
+                self.sum_indices["total"] = sums.add(
+                    self._blend_rows(rows), self.shard_group if self.dim == -2 else None
+                )
 
     def estimate(self, totals: Sequence[torch.Tensor], sums: RankSums) -> None:
         """Computes the update and adds its sum of squares."""
         theta, root_n = self.parameter, self.shape.numel() ** 0.5
-        rms = totals[self.numbers["parameter"]].sqrt().item() / root_n
+        rms = totals[self.sum_indices["parameter"]].sqrt().item() / root_n
         self.alpha = max(self.group["eps"][1], rms) * self.rho
         if self.group["weight_decay"] != 0:
             theta.mul_(1 - float(self.group["lr"]) * self.group["weight_decay"])
-        variance = self._factored(totals) if len(self.shape) > 1 else self._plain()
+        variance = self._factored(totals) if len(self.shape) > 1 else self._unfactored()
         self.update = variance.clamp_(min=self.eps1 * self.eps1).rsqrt_().mul_(self.grad)
-        self.numbers = {"update": sums.add(squared_norm(self.update), self.shard_group)}
+        self.sum_indices = {"update": sums.add(squared_norm(self.update), self.shard_group)}
 
     def finish(self, totals: Sequence[torch.Tensor]) -> None:
         """Subtracts the update, clipped by its root mean square."""
         root_n = self.shape.numel() ** 0.5
-        norm = totals[self.numbers["update"]].sqrt().item()
+        norm = totals[self.sum_indices["update"]].sqrt().item()
         denominator = max(1.0, norm / (root_n * self.group["d"]))
         self.parameter.add_(self.update, alpha=-self.alpha / denominator)
 
@@ -129,18 +134,20 @@ class _Turn:
 
     def _factored(self, totals: Sequence[torch.Tensor]) -> torch.Tensor:
         row_var, col_var = self.state["row_var"], self.state["col_var"]
-        total = self._blend_rows(totals[self.numbers["rows"]]) if self.dim == -1 else totals[self.numbers["total"]]
-        columns = totals[self.numbers["columns"]].div_(self.shape[-2])
+        total = (
+            self._blend_rows(totals[self.sum_indices["rows"]]) if self.dim == -1 else totals[self.sum_indices["total"]]
+        )
+        columns = totals[self.sum_indices["columns"]].div_(self.shape[-2])
         col_var.lerp_(columns.to(col_var.dtype), self.rate)
         mean = total.div_(self.shape[-2]).clamp_(min=self.eps1)
         return (row_var @ col_var).div_(mean.to(row_var.dtype))
 
-    def _plain(self) -> torch.Tensor:
+    def _unfactored(self) -> torch.Tensor:
         variance = self.state["variance"]
         return variance.lerp_(self.grad * self.grad, self.rate).clone()
 
 
-def _advance(parameter_steps: Sequence[_Turn]) -> None:
+def _advance(parameter_steps: Sequence[_ParameterStep]) -> None:
     moments, updates = RankSums("adafactor"), RankSums("adafactor")
     for parameter_step in parameter_steps:
         parameter_step.begin(moments)
@@ -203,7 +210,7 @@ class Lamb(torch.optim.Optimizer):
             self._advance(batch)
         return loss
 
-    def _advance(self, parameter_steps: Sequence[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]) -> None:
+    def _advance(self, parameter_steps: Sequence[tuple[torch.Tensor, torch.Tensor, ParamGroup]]) -> None:
         sums = RankSums("lamb")
         updates: list[torch.Tensor] = []
         for x, g, group in parameter_steps:
@@ -216,7 +223,7 @@ class Lamb(torch.optim.Optimizer):
             ratio = torch.where((of_x > 0) & (of_u > 0), of_x / of_u, 1.0)
             x.sub_(u.mul_((float(group["lr"]) * ratio).to(u.device)))
 
-    def _update(self, x: torch.Tensor, g: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def _update(self, x: torch.Tensor, g: torch.Tensor, group: ParamGroup) -> torch.Tensor:
         state: State = self.state[x]
         beta1, beta2 = group["betas"]
         if not state:
@@ -232,7 +239,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 def state_placement(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: object
 ) -> LocalShard | None:
     """Returns how one entry of a parameter's optimizer state is cut; None if it has no local shard.
 
@@ -271,7 +278,7 @@ def _shard_group(local_shard: LocalShard | None) -> ShardGroup | None:
     return local_shard.shard_group if local_shard is not None and local_shard.is_cut else None
 
 
-def _with_gradient(group: dict[str, Any], name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _with_gradient(group: ParamGroup, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = [(p, p.grad) for p in group["params"] if p.grad is not None]
     for parameter, grad in pairs:
         if parameter.is_complex() or grad.is_sparse:

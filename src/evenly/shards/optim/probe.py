@@ -3,7 +3,7 @@
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,25 +19,27 @@ from evenly.errors import SpecError
 from evenly.shards.optim.clipping import widen_clipping
 from evenly.shards.optim.copies import (
     SCALER_ATTRIBUTES,
-    UncopiedError,
+    UncopyableError,
     hooks_of,
     kind_of,
     step_of,
     tensors_within,
 )
-from evenly.shards.optim.trial_steps import EXACT, RAMP, SCALES, compare
-from evenly.shards.parts.guard import CutTensors, cut_tensors_of, guard, trial, unguard
+from evenly.shards.optim.trial_steps import RAMP, RANK_SUMMING, SCALES, describe_difference
+from evenly.shards.parts.guard import CutTensors, cut_tensors_of, guard, trial_mode, unguard
 from evenly.shards.parts.local_shards import local_shard_of, local_shards_of
 from evenly.shards.parts.part_tensors import PartParameter, called_by_us
 from evenly.shards.run.rank_check import StepTally, tally_of, tally_of_uncut
 
 SIZES = ((6, 4, 3, 3, 2), (136, 130))  # of the dims: some optimizers treat large tensors differently
 STEPS = (30, len(RAMP) + len(SCALES))  # for each size; some optimizers act only every few steps
-SWITCHES = {bool, str, type(None)}
-PLAIN = (bool, int, float, str, type(None))
+SWITCH_TYPES = {bool, str, type(None)}
+PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
-def check_elementwise(optimizer: Optimizer, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> None:
+def check_elementwise(
+    optimizer: Optimizer, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+) -> None:
     """Raises `SpecError` if the optimizer holds cut parameters and would not step as on the full ones.
 
     Copies of the optimizer, with its options, attributes and hooks, step on small whole tensors and on parts of them,
@@ -50,7 +52,7 @@ def check_elementwise(optimizer: Optimizer, args: Sequence[Any] = (), kwargs: di
         args: positional arguments of `step`; a callable is taken for the closure.
         kwargs: keyword arguments of `step`.
     """
-    if not any(_cut(group["params"]) for group in optimizer.param_groups):
+    if not any(_cut_parameters(group["params"]) for group in optimizer.param_groups):
         return
     reason = _reason(optimizer, tuple(args), dict(kwargs or {}))
     if reason is not None:
@@ -89,14 +91,14 @@ def _begin_watching() -> Callable[[], None]:
 
 _watching = SharedPatch(_begin_watching)
 _lock = threading.RLock()
-_reasons: dict[tuple[Any, ...], str | None] = {}
+_reasons: dict[tuple[object, ...], str | None] = {}
 
 
 class _Checked(NamedTuple):
     """The result of an optimizer's last check."""
 
-    parameter_key: tuple[Any, ...]
-    change_key: tuple[Any, ...] | None  # None where no parameter belongs to a cut network or to its original
+    parameter_key: tuple[object, ...]
+    change_key: tuple[object, ...] | None  # None where no parameter belongs to a cut network or to its original
     cut: CutTensors
     parameters: list[torch.Tensor]  # all, if some are cut; otherwise none
     shard_groups: list[ShardGroup]  # over which its parameters are cut
@@ -107,8 +109,10 @@ class _Checked(NamedTuple):
 _checked: "weakref.WeakKeyDictionary[Optimizer, _Checked]" = weakref.WeakKeyDictionary()
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if trial.is_on:
+def _before_step(
+    optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
+    if trial_mode.is_on:
         return None
     checked = _checked.get(optimizer)
     if checked is None or not _is_valid(checked, optimizer):
@@ -142,14 +146,14 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not closures:
         return None
 
-    def guarded(value: Any) -> Any:
+    def guarded(value: object) -> object:
         return _guarded_closure(value, checked) if callable(value) else value
 
     return (optimizer, *map(guarded, args[1:])), {key: guarded(value) for key, value in kwargs.items()}
 
 
-def _after_step(optimizer: Optimizer, _: Any, __: Any) -> None:
-    checked = None if trial.is_on else _checked.get(optimizer)
+def _after_step(optimizer: Optimizer, _: object, __: object) -> None:
+    checked = None if trial_mode.is_on else _checked.get(optimizer)
     if checked is not None and checked.shard_groups:
         guard(checked.cut)
         for shard_group in checked.shard_groups:
@@ -173,10 +177,10 @@ def _refuse_idle_step(optimizer: Optimizer, checked: _Checked) -> None:
     raise error
 
 
-def _guarded_closure(closure: Callable[..., Any], checked: _Checked) -> Callable[..., Any]:
+def _guarded_closure(closure: Callable[..., object], checked: _Checked) -> Callable[..., object]:
     """Returns the closure, with parameters that are guarded while it runs and plain after it."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         guard(checked.cut)
         loss = closure(*args, **kwargs)
         unguard(checked.parameters)
@@ -191,12 +195,12 @@ def _is_valid(checked: _Checked, optimizer: Optimizer) -> bool:
     return checked.change_key is None or checked.change_key == _change_key(optimizer)
 
 
-def _parameter_key(optimizer: Optimizer) -> tuple[Any, ...]:
+def _parameter_key(optimizer: Optimizer) -> tuple[object, ...]:
     """Returns a value that differs if an optimizer got other parameters, or if some parameter was cut meanwhile."""
     return last_mark(), [tuple(map(id, group["params"])) for group in optimizer.param_groups]
 
 
-def _change_key(optimizer: Optimizer) -> tuple[Any, ...]:
+def _change_key(optimizer: Optimizer) -> tuple[object, ...]:
     """Returns a value that differs if an optimizer has changed since it was tried; only the signs of numbers count."""
     attributes = vars(optimizer)
     hooks = [tuple(attributes.get(name, {})) for name in STEP_HOOKS]  # their keys: a hook may refer to the optimizer
@@ -205,58 +209,59 @@ def _change_key(optimizer: Optimizer) -> tuple[Any, ...]:
     return type(optimizer).step, id(attributes.get("step")), hooks, global_hooks, groups, _signs(attributes)
 
 
-def _signs(values: dict[str, Any]) -> list[Any]:
-    signs: list[Any] = []
+def _signs(values: dict[str, Any]) -> list[object]:
+    """Returns the signs of the numbers, and the values of the switches, of a group or of an optimizer."""
+    signs: list[object] = []
     for name, value in values.items():
         kind = type(value)
         if kind is float or kind is int:
             signs.append((value > 0) - (value < 0) if name != "lr" else 0)
-        elif kind in SWITCHES and name not in SCHEDULER_NOTES:
+        elif kind in SWITCH_TYPES and name not in SCHEDULER_NOTES:
             signs.append((name, value))
     return signs
 
 
-def _cut(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _cut_parameters(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [p for p in parameters if (local_shard := local_shard_of(p)) is not None and local_shard.is_cut]
 
 
-def _foreign_hooks(optimizer: Optimizer) -> list[Any]:
+def _foreign_hooks(optimizer: Optimizer) -> list[Callable[..., object]]:
     """Returns the step hooks of this optimizer, and the global ones, that do not belong to this library."""
     everywhere = [hook for hooks in step_hooks_of_all() for hook in hooks.values()]
     return hooks_of(optimizer) + [hook for hook in everywhere if getattr(hook, "__module__", "") != __name__]
 
 
-def _reason(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _reason(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> str | None:
     """Returns why the optimizer cannot step on the cut parameters it holds, or None."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return "it is not elementwise: its direction comes from dot products of all elements"
     is_changed = step_of(optimizer) is not None or bool(_foreign_hooks(optimizer))
-    if type(optimizer) in EXACT:
+    if type(optimizer) in RANK_SUMMING:
         if not is_changed:
             return None
         if step_of(optimizer) is not None:
             return "its step was replaced by another function, which cannot be tried without the sums over ranks"
-    key = None if is_changed or any(map(callable, (*args, *kwargs.values()))) else _key(optimizer)
+    key = None if is_changed or any(map(callable, (*args, *kwargs.values()))) else _cache_key(optimizer)
     if key is None:
         with _lock, _parameters_out_of_reach(optimizer):
-            return _try(optimizer, args, kwargs)
+            return _trial_reason(optimizer, args, kwargs)
     if key not in _reasons:
         is_torchs = type(optimizer).__module__.startswith("torch.optim")
         with _lock if is_torchs else _parameters_out_of_reach(optimizer):
-            _reasons[key] = _try(optimizer, args, kwargs)
+            _reasons[key] = _trial_reason(optimizer, args, kwargs)
     return _reasons[key]
 
 
-def _key(optimizer: Optimizer) -> tuple[Any, ...] | None:
+def _cache_key(optimizer: Optimizer) -> tuple[object, ...] | None:
     """Returns the cache key of an optimizer without hooks; None if it holds more than plain values."""
-    parts: list[Any] = [type(optimizer), type(optimizer).step]
+    parts: list[object] = [type(optimizer), type(optimizer).step]
     tables = [(vars(optimizer), ("param_groups", "state", "defaults", "step", *OWN_NOTES))]
     tables += [
         (group, ("params", "param_names", "lr", "initial_lr", "differentiable")) for group in optimizer.param_groups
     ]
     for values, ignored in tables:
         relevant = {k: v for k, v in values.items() if k not in ignored and not k.endswith("_hooks")}
-        if not all(isinstance(leaf, PLAIN) for value in relevant.values() for leaf in _flat(value)):
+        if not all(isinstance(leaf, PLAIN_TYPES) for value in relevant.values() for leaf in _flattened(value)):
             return None
         parts.append(repr(sorted(relevant.items())))
         if "params" in values:
@@ -265,10 +270,10 @@ def _key(optimizer: Optimizer) -> tuple[Any, ...] | None:
     return (*parts, is_fresh) if is_fresh or type(optimizer).__module__.startswith("torch.optim") else None
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def _flattened(value: object) -> Iterator[object]:
     if isinstance(value, tuple | list):
         for item in value:
-            yield from _flat(item)
+            yield from _flattened(item)
     else:
         yield value
 
@@ -277,9 +282,15 @@ class _OutOfReachParameter(torch.nn.Parameter):
     """A parameter of the network while a copy of its optimizer is tried: only this library may use it."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not called_by_us(directly=trial.is_on):
-            raise UncopiedError(
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        if not called_by_us(directly=trial_mode.is_on):
+            raise UncopyableError(
                 "a hook or the step reaches for the network's own parameters instead of those of the optimizer that it "
                 "is called with, so that it could not be tried"
             )
@@ -306,12 +317,12 @@ def _parameters_out_of_reach(optimizer: Optimizer) -> Iterator[None]:
             random.setstate(random_state)
 
 
-def _try(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _trial_reason(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> str | None:
     representatives = _representatives(optimizer)
     for sizes, steps in zip(SIZES, STEPS, strict=True):
         try:
-            difference = compare(optimizer, sizes, steps, representatives, args, kwargs)
-        except UncopiedError as error:
+            difference = describe_difference(optimizer, sizes, steps, representatives, args, kwargs)
+        except UncopyableError as error:
             return str(error)
         except Exception as error:
             case = f"{type(error).__name__}: {first_line(error)}"

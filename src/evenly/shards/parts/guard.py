@@ -12,14 +12,14 @@ from evenly.shards.parts.part_tensors import BUFFER, PARAMETER, as_part, as_plai
 CutTensors = list[tuple[torch.Tensor, LocalShard]]
 
 
-class TrialFlag(threading.local):
-    """Whether this thread tries a copy of an optimizer: functions that sum over ranks then do nothing."""
+class TrialMode(threading.local):
+    """Whether this thread makes trial steps with a copy of an optimizer. Sums over ranks are then left out."""
 
     is_on = False
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Sets the flag inside the block."""
+        """Turns the mode on inside the block."""
         self.is_on = True
         try:
             yield
@@ -27,7 +27,7 @@ class TrialFlag(threading.local):
             self.is_on = False
 
 
-trial = TrialFlag()
+trial_mode = TrialMode()
 
 
 def cut_tensors_of(tensors: Iterable[torch.Tensor]) -> CutTensors:

@@ -18,8 +18,9 @@ from evenly.shards.optim.optimizers import state_placement
 from evenly.shards.parts.local_shards import LocalShard, local_shard_of
 from evenly.shards.run.sharded import Sharded, sharded_of
 
-State = dict[str, Any]
-OF_SCHEDULES = {
+StateDict = dict[str, Any]  # nested, as torch's `state_dict()` returns it
+SavedState = Mapping[str, Any]  # such a state to be loaded: of another split, or of the uncut network
+SCHEDULER_OPTIONS = {
     "initial_lr",
     "max_lr",
     "min_lr",
@@ -34,7 +35,7 @@ def full_state_dict(
     *,
     everywhere: bool = True,
     device: torch.device | str | None = None,
-) -> State:
+) -> StateDict:
     """Returns the state of the whole network as on one device; it does not depend on the split.
 
     `"model"` is the `state_dict()` of the uncut network, `"optimizer"` that of an optimizer over its parameters,
@@ -50,20 +51,20 @@ def full_state_dict(
     model = sharded_of(model)
     if model._program is None:
         return {}
-    parts: State = {"model": _weights(model)}
+    parts: StateDict = {"model": _model_parts(model)}
     if optimizer is not None:
-        parts |= {"optimizer": _slots(optimizer), "optimizer_class": type(optimizer).__name__}
+        parts |= {"optimizer": _optimizer_parts(optimizer), "optimizer_class": type(optimizer).__name__}
     _require_agreement(model, parts)
     model._rank_check.require_same("when their state was collected")
     is_receiver = everywhere or model.shard_group.rank == 0
     full_tensors: dict[int, torch.Tensor] = {}
 
-    def full_leaf(leaf: Any) -> Any:
+    def full_leaf(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().to(device, copy=True)
         return leaf.full(full_tensors, is_receiver=is_receiver, device=device) if isinstance(leaf, _Part) else leaf
 
-    state: State = pytree.tree_map(full_leaf, parts)
+    state: StateDict = pytree.tree_map(full_leaf, parts)
     if not is_receiver:
         return {}
     copy_versions(state["model"], model._network[0].state_dict(), if_missing=True)
@@ -71,7 +72,7 @@ def full_state_dict(
 
 
 def load_full_state_dict(
-    model: Sharded, state: Mapping[str, Any], optimizer: Optimizer | None = None, *, strict: bool = True
+    model: Sharded, state: SavedState, optimizer: Optimizer | None = None, *, strict: bool = True
 ) -> None:
     """Loads this rank's parts of a full state into the network and its optimizer, in place.
 
@@ -85,12 +86,12 @@ def load_full_state_dict(
     """
     model = sharded_of(model)
     nested = isinstance(state.get("model"), Mapping)
-    local = _cut_weights(model, state["model"] if nested else state, strict=strict)
-    slots = _cut_slots(model, optimizer, state if nested else {}) if optimizer is not None else None
+    model_state = _cut_model_state(model, state["model"] if nested else state, strict=strict)
+    optimizer_state = _cut_optimizer_state(model, optimizer, state if nested else {}) if optimizer is not None else None
     try:
-        model._network[0].load_state_dict(local, strict=strict)
-        if optimizer is not None and slots is not None:
-            optimizer.load_state_dict(slots)
+        model._network[0].load_state_dict(model_state, strict=strict)
+        if optimizer is not None and optimizer_state is not None:
+            optimizer.load_state_dict(optimizer_state)
     except (RuntimeError, SpecError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"a state was to be loaded into a network cut over {model.shard_group.size} ranks, but torch could not: "
@@ -120,7 +121,7 @@ class _Part:
 
     def full(
         self, full_tensors: dict[int, torch.Tensor], *, is_receiver: bool, device: torch.device | str | None
-    ) -> Any:
+    ) -> torch.Tensor | None:
         """Returns the full tensor, the same for all names of a tied one; None unless `is_receiver`."""
         if id(self.tensor) in full_tensors:
             return full_tensors[id(self.tensor)] if is_receiver else None
@@ -133,23 +134,24 @@ class _Part:
         return full_tensors[id(self.tensor)] if is_receiver else None
 
 
-def _weights(model: Sharded) -> "OrderedDict[str, Any]":
-    parts: OrderedDict[str, Any] = OrderedDict()
+def _model_parts(model: Sharded) -> OrderedDict[str, object]:
+    parts: OrderedDict[str, object] = OrderedDict()
     for name, value in model._network[0].state_dict(keep_vars=True).items():
         parts[name] = value
         if isinstance(value, torch.Tensor) and not is_extra_state(name):
             local_shard = local_shard_of(value)
-            problem = "it is not known how it is cut: the tensor replaced another after sharding"
+            problem = "its cut is unknown: the tensor replaced another after sharding"
             parts[name] = _Part(name, value, local_shard, "" if local_shard is not None else problem)
     return parts
 
 
-def _slots(optimizer: Optimizer) -> State:
+def _optimizer_parts(optimizer: Optimizer) -> StateDict:
     packed = optimizer.state_dict()
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         index: {
-            key: pytree.tree_map(partial(_slot, optimizer, order[index], key), value) for key, value in entries.items()
+            key: pytree.tree_map(partial(_slot_part, optimizer, order[index], key), value)
+            for key, value in entries.items()
         }
         if isinstance(index, int)
         else entries
@@ -158,7 +160,7 @@ def _slots(optimizer: Optimizer) -> State:
     return {**packed, "state": state}
 
 
-def _slot(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: Any) -> Any:
+def _slot_part(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: object) -> object:
     """Returns one entry of an optimizer's state, with its local shard if it is a tensor."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -168,11 +170,11 @@ def _slot(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: Any) -
     label = f"{type(optimizer).__name__}'s {key!r} of {owner!r}"
     problem = ""
     if local_shard is None and parameter_shard is not None and parameter_shard.is_cut and value.numel() != 1:
-        problem = f"it is {list(value.shape)} for a part of {list(parameter.shape)}, which has no rule"
+        problem = f"it is {list(value.shape)} for a part of {list(parameter.shape)}, and no rule says how it is cut"
     return _Part(label, value, local_shard, problem)
 
 
-def _require_agreement(model: Sharded, parts: State) -> None:
+def _require_agreement(model: Sharded, parts: StateDict) -> None:
     """Raises an error on every rank unless all ranks hold parts of the same tensors, in the same order."""
     leaves = [leaf for leaf in pytree.tree_leaves(parts) if isinstance(leaf, _Part)]
     text = "\n".join(part.line() for part in leaves)
@@ -181,26 +183,26 @@ def _require_agreement(model: Sharded, parts: State) -> None:
     top, low = model.shard_group.sum(pair, name="state", largest=True).wait().tolist()
     if top != ~low:
         raise MismatchError(
-            f"a state of {len(leaves)} tensors was to be put together from {model.shard_group.size} ranks, but they do "
-            "not hold the same tensors: their optimizers have stepped on different parameters, or are different. Use "
-            "the same optimizer on all ranks, and let gradients be None on all of them or on none."
+            f"the full state of {len(leaves)} tensors was requested from {model.shard_group.size} ranks, but they hold "
+            "different tensors: their optimizers differ, or have stepped on different parameters. Use the same "
+            "optimizer on all ranks, with gradients that are None on all of them or on none."
         )
     for part in leaves:
         if part.problem:
             raise CheckpointError(
-                f"the full tensor of {part.label} was asked for, but {part.problem}. Move networks before they are "
-                "sharded, and use optimizers that treat each element alone, or those of evenly.shards."
+                f"the full tensor of {part.label} was requested, but {part.problem}. Move a network to its device "
+                "before sharding it, and use elementwise optimizers, or those of evenly.shards."
             )
 
 
-def _cut_weights(model: Sharded, weights: Mapping[str, Any], *, strict: bool) -> State:
+def _cut_model_state(model: Sharded, weights: Mapping[str, object], *, strict: bool) -> StateDict:
     local_state = model._network[0].state_dict(keep_vars=True)
     missing = [name for name in local_state if name not in weights]
     unexpected = [name for name in weights if name not in local_state]
     if strict and (missing or unexpected):
         lacks = f"the state lacks {_listed(missing)}" if missing else f"the state has {_listed(unexpected)} in addition"
-        raise _misfit(model, lacks, "or give strict=False to load what is in both")
-    parts: OrderedDict[str, Any] = OrderedDict()
+        raise _load_error(model, lacks, "or give strict=False to load what is in both")
+    parts: OrderedDict[str, object] = OrderedDict()
     copy_versions(parts, weights)
     for name, tensor in local_state.items():
         if name not in weights:
@@ -212,22 +214,22 @@ def _cut_weights(model: Sharded, weights: Mapping[str, Any], *, strict: bool) ->
         shape = tensor.shape if local_shard is None else local_shard.shape
         if not isinstance(full, torch.Tensor) or full.shape != shape:
             there = list(full.shape) if isinstance(full, torch.Tensor) else type(full).__name__
-            raise _misfit(model, f"{name!r} is {there} there and {list(shape)} here")
+            raise _load_error(model, f"{name!r} is {there} there and {list(shape)} here")
         parts[name] = full if local_shard is None else local_shard.part(full)
     return parts
 
 
-def _cut_slots(model: Sharded, optimizer: Optimizer, state: Mapping[str, Any]) -> State:
+def _cut_optimizer_state(model: Sharded, optimizer: Optimizer, state: SavedState) -> StateDict:
     saved = state.get("optimizer")
     if not isinstance(saved, Mapping) or "param_groups" not in saved:
-        raise _misfit(model, "it has no state of an optimizer", "or load without the optimizer")
+        raise _load_error(model, "it has no state of an optimizer", "or load without the optimizer")
     class_name = type(optimizer).__name__
     if state.get("optimizer_class", class_name) != class_name:
-        raise _misfit(model, f"it has the state of {state['optimizer_class']}, and the optimizer is {class_name}")
-    slots = _by_index(model, optimizer, saved)
+        raise _load_error(model, f"it has the state of {state['optimizer_class']}, and the optimizer is {class_name}")
+    optimizer_state = _by_index(model, optimizer, saved)
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def cut(parameter: torch.Tensor, key: str, value: Any) -> Any:
+    def cut(parameter: torch.Tensor, key: str, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         local_shard = state_placement(optimizer, parameter, key, parameter)
@@ -238,27 +240,27 @@ def _cut_slots(model: Sharded, optimizer: Optimizer, state: Mapping[str, Any]) -
         if value.numel() == 1 or not local_shard.is_cut:
             return value.clone()
         where = f"{class_name}'s {key!r} of {local_shard.name!r}"
-        raise _misfit(model, f"{where} is {list(value.shape)} there and {list(local_shard.shape)} here")
+        raise _load_error(model, f"{where} is {list(value.shape)} there and {list(local_shard.shape)} here")
 
-    slots["state"] = {
+    optimizer_state["state"] = {
         index: {key: pytree.tree_map(partial(cut, order[index], key), value) for key, value in entries.items()}
         if isinstance(index, int)
         else entries
-        for index, entries in slots["state"].items()
+        for index, entries in optimizer_state["state"].items()
     }
-    return slots
+    return optimizer_state
 
 
-def _by_index(model: Sharded, optimizer: Optimizer, saved: Mapping[str, Any]) -> State:
+def _by_index(model: Sharded, optimizer: Optimizer, saved: SavedState) -> StateDict:
     """Returns a saved state, keyed by name or by index, in the order of the optimizer's parameters."""
     groups, own_groups = saved["param_groups"], optimizer.param_groups
     counts, expected = ([len(group["params"]) for group in some] for some in (groups, own_groups))
     if counts != expected:
-        raise _misfit(model, f"its optimizer has groups of {counts} parameters, and the one here of {expected}")
+        raise _load_error(model, f"its optimizer has groups of {counts} parameters, and the one here of {expected}")
     names = parameter_names(model, optimizer)
     state = {str(key): entries for key, entries in saved.get("state", {}).items()}
-    ordered: list[State] = []
-    state_by_index: dict[int, Any] = {}
+    ordered: list[StateDict] = []
+    state_by_index: dict[int, object] = {}
     start = 0
     for theirs, ours in zip(groups, own_groups, strict=True):
         _require_same_options(model, optimizer, theirs, ours)
@@ -266,7 +268,7 @@ def _by_index(model: Sharded, optimizer: Optimizer, saved: Mapping[str, Any]) ->
         if any(isinstance(name, str) for name in ids):
             unmatched = sorted(set(ids).symmetric_difference(names[start:stop]))
             if unmatched:
-                raise _misfit(
+                raise _load_error(
                     model, f"one of the two optimizers has {_listed(unmatched)} in a group, the other has not"
                 )
             ids = names[start:stop]
@@ -277,13 +279,13 @@ def _by_index(model: Sharded, optimizer: Optimizer, saved: Mapping[str, Any]) ->
 
 
 def _require_same_options(
-    model: Sharded, optimizer: Optimizer, theirs: Mapping[str, Any], ours: Mapping[str, Any]
+    model: Sharded, optimizer: Optimizer, theirs: Mapping[str, object], ours: Mapping[str, object]
 ) -> None:
     """Raises `CheckpointError` if a group's options belong to another class, not only to another version."""
-    unexpected = [name for name in theirs if name not in ours and name not in OF_SCHEDULES]
+    unexpected = [name for name in theirs if name not in ours and name not in SCHEDULER_OPTIONS]
     missing = [name for name in optimizer.defaults if name not in theirs]
     if unexpected and missing:
-        raise _misfit(
+        raise _load_error(
             model,
             f"it has the state of another optimizer than {type(optimizer).__name__}: one with {_listed(unexpected)} "
             f"and without {_listed(missing)}",
@@ -296,7 +298,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _misfit(model: Sharded, case: str, alternative: str = "") -> CheckpointError:
+def _load_error(model: Sharded, case: str, alternative: str = "") -> CheckpointError:
     advice = ", ".join(part for part in ("Load a state of the same network and optimizer", alternative) if part)
     return CheckpointError(
         f"a state was to be loaded into a network cut over {model.shard_group.size} ranks, but {case}. {advice}."

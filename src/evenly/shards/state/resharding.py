@@ -1,8 +1,7 @@
 """Moves units between ranks while a network trains: parameters, gradients, buffers and optimizer state."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from evenly.shards.run.program import Program
 from evenly.shards.run.sharded import Sharded
 from evenly.spec.layout import REPLICATED, Layout
 
-OURS = 1  # hooks of this library on a parameter; the new parameter gets them too
+OWN_HOOKS = 1  # hooks of this library on a parameter; the new parameter gets them too
 NewLocalShard = Callable[[str, LocalShard], LocalShard]  # (name, old local shard) -> new local shard
 
 
@@ -29,7 +28,7 @@ def immovable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         if local_shard_of(tensor) is None:
             return "a tensor replaced another after sharding"
     for name, hooked in model.named_parameters():
-        if has_hooks(hooked, besides=OURS):
+        if has_hooks(hooked, besides=OWN_HOOKS):
             return f"a hook on {name!r} would be lost"
     for parameter, key, value in _slots(optimizer):
         local_shard = local_shard_of(parameter)
@@ -53,8 +52,8 @@ def reshard(model: Sharded, optimizer: torch.optim.Optimizer, layout: Layout) ->
     """
     if layout.graph != model.layout.graph or layout.members != model.layout.members:
         raise SpecError(
-            f"a network cut over the ranks {list(model.layout.members)} was to be cut anew by a layout for "
-            f"{list(layout.members)}, or for another network. Make a layout for the same network and ranks."
+            f"reshard was given a layout for ranks {list(layout.members)}, but the network is cut over ranks "
+            f"{list(model.layout.members)}, or is another one. Make a layout for the same network and ranks."
         )
     model._require_open()
     unguard([*model.parameters(), *model.buffers()])
@@ -92,12 +91,15 @@ class _Move:
         for name, tensor in named:
             old = local_shard_of(tensor)
             if old is None:
-                raise SpecError(f"{name!r} of a network cut over ranks has no local shard. Shard it anew.")
+                raise SpecError(
+                    f"reshard needs the local shard of {name!r}, but it has none: it replaced another tensor. "
+                    "Shard the network anew."
+                )
             self._before[id(tensor)] = old
             new_shard = local_shard_for(name, old)  # of several names of one tensor, any may be the cut one
             if new_shard.is_cut or id(tensor) not in self._after:
                 self._after[id(tensor)] = new_shard
-        self._tables_of: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        self._tables_of: dict[int, list[tuple[dict[str, torch.Tensor], str]]] = {}
         for module in model.modules():
             for table in tensor_tables(module):
                 for name, tensor in table.items():
@@ -151,10 +153,12 @@ class _Move:
                 entries[key] = pytree.tree_map(partial(self._moved_slot, key, new), entries[key])
             self._optimizer.state[new] = entries
 
-    def _moved_slot(self, key: str, new: torch.Tensor, value: Any) -> Any:
+    def _moved_slot(self, key: str, new: torch.Tensor, value: object) -> object:
         before = self._slots_before.get(id(value))
         after = state_placement(self._optimizer, new, key, new)
-        return value if before is None or after is None else moved(value, before, after)
+        if before is None or after is None or not isinstance(value, torch.Tensor):
+            return value
+        return moved(value, before, after)
 
 
 def moved(part: torch.Tensor, before: LocalShard, after: LocalShard) -> torch.Tensor:
@@ -170,8 +174,7 @@ def moved(part: torch.Tensor, before: LocalShard, after: LocalShard) -> torch.Te
 
 def _slots(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
     """Yields the tensors of an optimizer's state, with their parameter and name."""
-    state: Mapping[Any, Any] = optimizer.state
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            for key, value in state.get(parameter, {}).items():
+            for key, value in optimizer.state.get(parameter, {}).items():
                 yield from ((parameter, key, leaf) for leaf in pytree.tree_leaves(value) if torch.is_tensor(leaf))

@@ -18,15 +18,15 @@ from evenly.graph import Example
 from evenly.shards.parts.local_shards import local_shard_of
 from evenly.shards.run.program import Program
 from evenly.shards.run.sharded import Sharded, sharded_of
-from evenly.shards.verification.layer_trace import LayerRecorder, Trace, backward, chances
+from evenly.shards.verification.layer_trace import LayerComparison, LayerRecorder, backward, dropout_modes
 from evenly.shards.verification.tolerance import Differences, noise_of
 
 RTOL = {8: 1e-9, 4: 1e-4}  # by bytes of a number; 2e-2 for smaller ones
 LR = 1e-2
-SWITCHES = ("training", "p", "dropout")  # attributes of modules that are changed
+RESTORED_ATTRIBUTES = ("training", "p", "dropout")  # of modules: a verification changes them
 
-Loss = Callable[[Any], torch.Tensor | None]
-Build = Callable[[list[nn.Parameter]], Optimizer]
+Loss = Callable[[Any], torch.Tensor | None]  # of the network's outputs, in the form that its forward gives them
+BuildOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 DifferencesByKind = dict[str, dict[str, float]]  # kind -> name -> difference
 StepTensors = dict[str, dict[str, torch.Tensor]]  # kind -> name -> tensor
 
@@ -71,7 +71,7 @@ def verify(
     example: Example,
     *,
     loss: Loss | None = None,
-    optimizer: Build | None = None,
+    optimizer: BuildOptimizer | None = None,
     rtol: float | None = None,
 ) -> Report:
     """Compares a cut network with the uncut one: outputs, every gradient and buffer, parameters after a step.
@@ -90,10 +90,10 @@ def verify(
     """
     report, sharded = None, sharded_of(sharded)
     with sharded.shard_group.telling():
-        program = sharded._program_for_both_modes(_bound(sharded, example))
+        program = sharded._program_for_both_modes(_bind(sharded, example))
         if program is not None:
-            trial = _Comparison(model, sharded, program, example, loss or _weighted_sum, optimizer, rtol)
-            report = trial.report()
+            comparison = _Comparison(model, sharded, program, example, loss or _weighted_sum, optimizer, rtol)
+            report = comparison.report()
     if report is not None and not sharded._has_idle_ranks:
         return report
     received = sharded._stage.tell(None if report is None else asdict(report), sharded._source)
@@ -112,7 +112,7 @@ class _Comparison:
         program: Program,
         example: Example,
         loss: Loss,
-        optimizer: Build | None,
+        optimizer: BuildOptimizer | None,
         rtol: float | None,
     ) -> None:
         _require_same_form(model, sharded)
@@ -121,7 +121,7 @@ class _Comparison:
         self._program = program
         self._loss, self._optimizer = loss, optimizer
         self._device = _device(sharded)
-        bound = _bound(sharded, example)
+        bound = _bind(sharded, example)
         self._arguments = _on_device(bound, _device(model)), _on_device(bound, self._device)
         floats = [x for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()]
         self._eps = max((torch.finfo(x.dtype).eps for x in floats), default=2.0**-52)
@@ -129,11 +129,11 @@ class _Comparison:
         self._is_below_float64 = shortest < 8
         self._rtol = RTOL.get(shortest, 2e-2) if rtol is None else rtol
         self._traced = program.traced
-        self._dropout_owners, always = chances(self._traced)
+        self._dropout_owners, always = dropout_modes(self._traced)
         if always:
             raise SpecError(
-                f"a network was to be verified whose dropout at {always[0]!r} is on in every mode, so that two runs "
-                "never agree. Let it follow the module's mode (training=self.training), or build it with p=0."
+                f"verify was called, but the network's dropout at {always[0]!r} is on in every mode, so two runs never "
+                "agree. Let it follow the module's mode (training=self.training), or build it with p=0."
             )
 
     def report(self) -> Report:
@@ -152,7 +152,7 @@ class _Comparison:
             differences.add(name, _full(local_tensors[name], local_tensors[name]), tensor)
         differences_by_kind = {"state": self._reduced(differences)}
         uncut_results, exact = self._run_step(uncut, self._arguments[0]), self._run_step_in_float64()
-        _switch(self._sharded, self._dropout_owners)
+        _train_without_dropout(self._sharded, self._dropout_owners)
         cut_results = self._run_step(self._sharded, self._arguments[1])
         noise = noise_of(list(uncut_results["gradients"].values()), self._eps)
         for kind, tensors in uncut_results.items():
@@ -175,7 +175,7 @@ class _Comparison:
         """Returns a copy of the uncut network, ready to run."""
         uncut = copy.deepcopy(self._model)
         uncut.zero_grad()
-        _switch(uncut, self._dropout_owners)
+        _train_without_dropout(uncut, self._dropout_owners)
         return uncut
 
     def _run_step_in_float64(self) -> StepTensors | None:
@@ -188,7 +188,7 @@ class _Comparison:
             self._is_below_float64 = False
             return None
 
-    def _run_step(self, network: nn.Module, arguments: Mapping[str, Any]) -> StepTensors:
+    def _run_step(self, network: nn.Module, arguments: Mapping[str, object]) -> StepTensors:
         """Returns the outputs, the gradients, the buffers and the parameters after a step."""
         torch.manual_seed(0)  # for random numbers that are still drawn
         arguments = pytree.tree_map_only(
@@ -219,16 +219,16 @@ class _Comparison:
         layer = None
         if not differing("state"):
             with self._state_restored():
-                _switch(self._sharded, self._dropout_owners)
+                _train_without_dropout(self._sharded, self._dropout_owners)
                 truth = self._record(self._uncut_copy(), self._arguments[0])
                 exact = (
                     self._record(self._uncut_copy().double(), _arguments_in_float64(self._arguments[0]))
                     if self._is_below_float64
                     else None
                 )
-                trace = Trace(self._sharded, self._program, truth, exact)
-                backward(self._loss(trace.run(self._arguments[1], forward := self._new_differences())))
-                layer = trace.first([forward, trace.gradients(self._new_differences())], self._reduced, self._rtol)
+                layers = LayerComparison(self._sharded, self._program, truth, exact)
+                backward(self._loss(layers.run(self._arguments[1], forward := self._new_differences())))
+                layer = layers.first([forward, layers.gradients(self._new_differences())], self._reduced, self._rtol)
         # backward runs from the last layer to the first
         names = [
             *differing("state"),
@@ -238,7 +238,7 @@ class _Comparison:
         ]
         return layer or next((name.rpartition(".")[0] or name for name in names), None)
 
-    def _record(self, uncut: nn.Module, arguments: Mapping[str, Any]) -> LayerRecorder:
+    def _record(self, uncut: nn.Module, arguments: Mapping[str, object]) -> LayerRecorder:
         """Returns all tensors of the uncut network, with their gradients."""
         recorder = LayerRecorder(uncut, self._traced)
         backward(self._loss(recorder.run(*[arguments.get(name) for name in recorder.inputs])))
@@ -252,7 +252,10 @@ class _Comparison:
         grads = [(parameter, parameter.grad) for parameter in sharded.parameters()]
         for parameter in sharded.parameters():
             parameter.grad = None
-        settings = [(module, {k: v for k, v in vars(module).items() if k in SWITCHES}) for module in sharded.modules()]
+        settings = [
+            (module, {k: v for k, v in vars(module).items() if k in RESTORED_ATTRIBUTES})
+            for module in sharded.modules()
+        ]
         passes = sharded._dropout_stream.passes
         devices = {device for device in (self._device, _device(self._model)) if device.type == "cuda"}
         try:
@@ -280,9 +283,9 @@ class _Comparison:
             names = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
             yield f"dropout functions were switched off by the evaluation mode of {names}"
         if self._eps > torch.finfo(torch.float64).eps and not self._is_below_float64:
-            yield "what rounding does alone is not known: the uncut network does not run in float64"
+            yield "the rounding error of the uncut network is not known: it does not run in float64"
         elif not ok and self._is_below_float64:
-            yield "where a network has bends, short numbers may be the cause: be sure with copies in float64"
+            yield "rounding may be the cause at kinks such as that of ReLU: verify copies in float64 to be sure"
 
 
 def _row(kind: str, differences: Mapping[str, float]) -> ReportRow:
@@ -291,7 +294,7 @@ def _row(kind: str, differences: Mapping[str, float]) -> ReportRow:
     return ReportRow(kind, len(differences), worst, where if worst else "")
 
 
-def _weighted_sum(outputs: Any) -> torch.Tensor | None:
+def _weighted_sum(outputs: object) -> torch.Tensor | None:
     """Returns the sum of all outputs, each element with its own weight; None if no output requires a gradient."""
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     total: torch.Tensor | None = None
@@ -304,7 +307,7 @@ def _weighted_sum(outputs: Any) -> torch.Tensor | None:
     return total
 
 
-def _switch(network: nn.Module, owners: set[str]) -> None:
+def _train_without_dropout(network: nn.Module, owners: set[str]) -> None:
     """Puts a network into training mode, without dropout."""
     network.train()
     for module in network.modules():
@@ -349,8 +352,8 @@ def _require_same_form(model: nn.Module, sharded: Sharded) -> None:
     for name in (*uncut_shapes, *cut_shapes):
         if cut_shapes.get(name) != uncut_shapes.get(name):
             raise MismatchError(
-                f"a cut network was to be compared with an uncut one, but {name!r} is {cut_shapes.get(name, 'absent')} "
-                f"in the cut one and {uncut_shapes.get(name, 'absent')} in the other. Give the network that was cut."
+                f"verify was called, but {name!r} is {cut_shapes.get(name, 'absent')} in the cut network and "
+                f"{uncut_shapes.get(name, 'absent')} in the uncut one. Give the network that was cut."
             )
 
 
@@ -369,7 +372,7 @@ def _sgd(parameters: list[nn.Parameter]) -> Optimizer:
     return SGD(parameters, lr=LR)
 
 
-def _arguments_in_float64(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_in_float64(arguments: Mapping[str, object]) -> dict[str, object]:
     """Returns the arguments in float64."""
     return {k: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for k, x in arguments.items()}
 
@@ -378,13 +381,13 @@ def _named_tensors(network: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
-def _bound(sharded: Sharded, example: Example) -> dict[str, Any]:
+def _bind(sharded: Sharded, example: Example) -> dict[str, object]:
     if isinstance(example, Mapping):
         return dict(sharded._signature.bind(**example).arguments)
     return dict(sharded._signature.bind(*(example if isinstance(example, tuple | list) else (example,))).arguments)
 
 
-def _on_device(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def _on_device(arguments: Mapping[str, object], device: torch.device) -> dict[str, object]:
     return {key: x.detach().to(device) if isinstance(x, torch.Tensor) else x for key, x in arguments.items()}
 
 

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.optim import Optimizer
@@ -66,7 +66,7 @@ class DriftMonitor:
         """Counts every step of an optimizer of the network until the handle is removed. `mend` includes its state."""
         self._optimizers.append(optimizer)
 
-        def after(_: Optimizer, __: Any, ___: Any) -> None:
+        def after(_: Optimizer, __: object, ___: object) -> None:
             self.step()
 
         return optimizer.register_step_post_hook(after)
@@ -82,9 +82,9 @@ class DriftMonitor:
         tensors, shard_group = self._tensors(), self._sharded.shard_group
         if shard_group.size == 1 or not tensors or self._sharded._program is None:
             return []
-        prints = torch.stack([_fingerprint(tensor) for tensor in tensors.values()])[None]  # [1, tensors]
+        fingerprints = torch.stack([_fingerprint(tensor) for tensor in tensors.values()])[None]  # [1, tensors]
         rows = tuple(((rank, rank + 1),) for rank in range(shard_group.size))
-        table = shard_group.gather(prints, 0, rows, name="drift").wait().T.tolist()  # [tensors][ranks]
+        table = shard_group.gather(fingerprints, 0, rows, name="drift").wait().T.tolist()  # [tensors][ranks]
         differing = {name: row for name, row in zip(tensors, table, strict=True) if len(set(row)) > 1}
         if not differing:
             return []
@@ -127,8 +127,8 @@ class DriftMonitor:
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in (*self._sharded.named_parameters(), *self._sharded.named_buffers()):
             local_shard = local_shard_of(tensor)
-            whole = local_shard is not None and not local_shard.is_cut and tensor.numel() > 0
-            if whole and (tensor.is_floating_point() or not floats_only):
+            is_replicated = local_shard is not None and not local_shard.is_cut and tensor.numel() > 0
+            if is_replicated and (tensor.is_floating_point() or not floats_only):
                 tensors[name] = tensor.detach()
         return tensors
 

@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -17,7 +16,7 @@ from evenly.shards.verification.tolerance import Differences
 from evenly.spec.layout import TensorPlacement
 
 
-def chances(traced: Traced) -> tuple[set[str], list[str]]:
+def dropout_modes(traced: Traced) -> tuple[set[str], list[str]]:
     """Returns the modules whose mode switches a dropout function off, and the functions that nothing switches off."""
     owners: set[str] = set()
     always: list[str] = []
@@ -37,10 +36,10 @@ def owner_of(node: fx.Node) -> str:
     return next(iter(reversed(list(node.meta.get("nn_module_stack") or {}))), "")
 
 
-def _probability(node: fx.Node, name: str) -> Any:
+def _probability(node: fx.Node, name: str) -> object:
     """Returns the dropout probability of a function, as written in the graph."""
 
-    def argument(index: int, key: str, default: Any) -> Any:
+    def argument(index: int, key: str, default: object) -> object:
         return node.args[index] if len(node.args) > index else node.kwargs.get(key, default)
 
     if name == "scaled_dot_product_attention":
@@ -61,7 +60,7 @@ class LayerRecorder(fx.Interpreter):
         self.values: dict[str, torch.Tensor] = {}
         self.gradients: dict[str, torch.Tensor] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         """Runs one node and records its value."""
         value = super().run_node(n)
         if n.op.startswith("call"):
@@ -74,14 +73,14 @@ class LayerRecorder(fx.Interpreter):
                     _record_gradient(tensor, name, self.gradients)
         return value
 
-    def fetch_attr(self, target: str) -> Any:
+    def fetch_attr(self, target: str) -> object:
         """Returns a parameter, buffer or module; constants that tracing made are the traced network's."""
         try:
             return operator.attrgetter(target)(self.module)
         except AttributeError:
             return operator.attrgetter(target)(self._traced.program)
 
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[object, ...], dict[str, object]]:
         """Returns a node's arguments for the mode of its module."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         switches = self._traced.switches.get(n.name)
@@ -91,7 +90,7 @@ class LayerRecorder(fx.Interpreter):
         return switch(args, kwargs, switches, self.module.get_submodule(path) if path else self.module)
 
 
-class Trace:
+class LayerComparison:
     """Runs a cut network and compares every tensor that it computes; all ranks call each method together.
 
     Args:
@@ -109,14 +108,14 @@ class Trace:
         self._tensors: dict[str, tuple[TensorPlacement, torch.Tensor]] = {}  # in forward order; detached
         self._grads: dict[str, torch.Tensor] = {}
 
-    def run(self, arguments: Mapping[str, Any], differences: Differences) -> Any:
+    def run(self, arguments: Mapping[str, object], differences: Differences) -> object:
         """Returns the outputs, and adds all tensors to `differences`."""
         self._context = ForwardContext(
             self._sharded.shard_group, self._sharded._dropout_stream, self._sharded.layout, arguments
         )
         true_values, exact_values = self._truth.values, self._exact.values if self._exact is not None else {}
 
-        def record_tensor(name: str, placement: TensorPlacement, value: Any) -> None:
+        def record_tensor(name: str, placement: TensorPlacement, value: object) -> None:
             if name in true_values and isinstance(value, torch.Tensor):
                 self._tensors[name] = placement, value.detach()
                 _record_gradient(value, name, self._grads)
@@ -148,13 +147,13 @@ class Trace:
         return differences
 
     def first(
-        self, compared: list[Differences], settled: Callable[[Differences], dict[str, float]], rtol: float
+        self, compared: list[Differences], reduce: Callable[[Differences], dict[str, float]], rtol: float
     ) -> str | None:
         """Returns the layer whose output, or then whose output's gradient, is the first to differ."""
         layers = self._program.traced.graph.layers
         where = {tensor.name: layer.where or layer.name for layer in layers for tensor in layer.outputs}
         for differences in compared:
-            for name, difference in settled(differences).items():
+            for name, difference in reduce(differences).items():
                 if not difference <= rtol:
                     return where[name]
         return None

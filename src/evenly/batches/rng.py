@@ -27,7 +27,7 @@ def generator_of(seed: int, epoch: int, *, offset: int, rank: int) -> torch.Gene
     return torch.Generator().manual_seed(number % 2**63)
 
 
-class Chance:
+class RngState:
     """The state of torch's, Python's and numpy's global generators, starting from a seed."""
 
     def __init__(self, seed: int) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from torch.utils.data import DataLoader, Dataset
 
-from evenly.batches.chance import generator_of
 from evenly.batches.order import Order, Ordering, taken_from
 from evenly.batches.parts import Rules, Step, is_step, part_of
+from evenly.batches.rng import generator_of
 
 
-class Picks:
+class IndexedSource:
     """A map-style dataset whose samples are picked in one order an epoch."""
 
     def __init__(self, dataset: Dataset[object], ordering: Ordering, rules: Rules) -> None:
@@ -18,9 +18,9 @@ class Picks:
         self._current = _Current()
         self._persistent_loader: DataLoader[object] | None = None  # kept if workers outlive an epoch
 
-    def begin(self, epoch: int) -> "PickedEpoch":
+    def begin(self, epoch: int) -> "IndexedEpoch":
         """Returns an epoch, to be loaded from any offset."""
-        return PickedEpoch(self, epoch, self._ordering.of(epoch))
+        return IndexedEpoch(self, epoch, self._ordering.of(epoch))
 
     def batches(self, indices: Iterator[list[object]], *, epoch: int, offset: int) -> Iterator[object]:
         """Returns the batches of these indices; the workers' random numbers depend on epoch, offset and rank."""
@@ -36,11 +36,11 @@ class Picks:
         return iter(self._persistent_loader)
 
 
-class PickedEpoch:
+class IndexedEpoch:
     """The steps of one rank in one order of samples."""
 
-    def __init__(self, picks: Picks, epoch: int, order: Order) -> None:
-        self._picks = picks
+    def __init__(self, source: IndexedSource, epoch: int, order: Order) -> None:
+        self._source = source
         self._epoch = epoch
         self._order = order
         self.shares: tuple[int, ...] | None = None
@@ -61,14 +61,14 @@ class PickedEpoch:
         stop, begin, end = self._next or next(self._spans)
         if self._batches is None:
             indices = (taken_from(self._order, *span) for _, *span in self._steps())
-            self._batches = self._picks.batches(indices, epoch=self._epoch, offset=self._offset)
+            self._batches = self._source.batches(indices, epoch=self._epoch, offset=self._offset)
         batch = next(self._batches)
         self._next = next(self._spans, None)
         return stop, end - begin, batch
 
     def _steps(self) -> Iterator[tuple[int, int, int]]:
         """Yields the end of each step in the order, and the begin and end of this rank's part."""
-        start, shares, rules = self._offset, self.shares or (), self._picks.rules
+        start, shares, rules = self._offset, self.shares or (), self._source.rules
         batch_size, size = sum(shares), len(self._order)
         while is_step(count := min(batch_size, size - start), batch_size, start=start, drop_last=rules.drop_last):
             begin, end = part_of(count, shares, rules.rank)
