@@ -1,7 +1,6 @@
 """Copies a tree of modules with only this rank's parts of parameters and buffers; the original is unchanged."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -112,18 +111,20 @@ def meta_tree(model: nn.Module, local_shards_of: Mapping[str, LocalShard | None]
 
 def _copied(model: nn.Module, replace_tensor: Callable[[str, torch.Tensor], torch.Tensor]) -> nn.Module:
     """Returns a copy of a tree of modules with every tensor replaced; references into the tree lead to the copy."""
-    copies: dict[int, Any] = {}
+    tensors: dict[int, torch.Tensor] = {}  # the copy of each, by the identity of the original
+    modules: dict[int, nn.Module] = {}
 
-    def replaced(name: str, tensor: torch.Tensor | None) -> Any:
-        if tensor is not None and id(tensor) not in copies:
-            copies[id(tensor)] = replace_tensor(name, tensor)
-        return None if tensor is None else copies[id(tensor)]
+    def replaced(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in tensors:
+            tensors[id(tensor)] = replace_tensor(name, tensor)
+        return tensors[id(tensor)]
 
     def copied(module: nn.Module, prefix: str) -> nn.Module:
-        if id(module) in copies:
-            existing: nn.Module = copies[id(module)]
-            return existing
-        copy = copies[id(module)] = object.__new__(type(module))
+        if id(module) in modules:
+            return modules[id(module)]
+        copy = modules[id(module)] = object.__new__(type(module))
         copy.__dict__ = dict(module.__dict__)
         replace_tables(
             copy,
@@ -135,6 +136,7 @@ def _copied(model: nn.Module, replace_tensor: Callable[[str, torch.Tensor], torc
         return copy
 
     root = copied(model, "")
+    copies: dict[int, nn.Module | torch.Tensor] = {**tensors, **modules}
     for module in root.modules():
         for name, value in list(vars(module).items()):
             if name not in OF_TORCH:

@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx, nn
 
@@ -17,7 +16,7 @@ from evenly.shards.run.cutting import parameter_placements
 from evenly.shards.run.dropout import DropoutStream
 from evenly.shards.run.fusion import biases, input_moves
 from evenly.shards.run.local_ops import local_layer_of, local_op_of
-from evenly.shards.run.op_instance import ForwardContext, OpInstance
+from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance
 from evenly.shards.run.overlapped_layers import to_autocast_dtype
 from evenly.spec.graph import Layer
 from evenly.spec.layout import REPLICATED, Choice, Layout, Move, TensorPlacement
@@ -60,7 +59,7 @@ class Program:
         self._has_dropout = any(choice.op in ("dropout", "attention") for choice in layout.choices)
         self._parameter_placements = dict(parameter_placements(traced, layout))
         self._available: set[Key] = set()
-        self.listener: Callable[[str, TensorPlacement, Any], None] | None = None
+        self.listener: Callable[[str, TensorPlacement, NodeValue], None] | None = None
         self.steps: list[ProgramStep] = []
         for number, node in enumerate(traced.program.graph.nodes):
             if node.name in self._layers:
@@ -69,7 +68,7 @@ class Program:
         for key, step in last.items():
             step.drops.append(key)
 
-    def run(self, arguments: Mapping[str, Any]) -> Any:
+    def run(self, arguments: Mapping[str, object]) -> NodeValue:
         """Runs this rank's steps and returns the output of the network's forward."""
         if self._has_dropout and self._model.training and in_backward():
             raise SpecError(
@@ -85,7 +84,7 @@ class Program:
             self._dropout_stream.passes += 1
         return self._restore_structure(context.values["output", None])
 
-    def _restore_structure(self, result: Any) -> Any:
+    def _restore_structure(self, result: NodeValue) -> NodeValue:
         """Returns the outputs in the tuples, lists and dicts of the network's forward."""
         structure = self.traced.form
         leaves = pytree.tree_leaves(result)
@@ -133,6 +132,7 @@ class Program:
         local_op = local_op_of(op_instance)
 
         def run(context: ForwardContext) -> None:
+            result: NodeValue
             if op_instance.is_idle(context):
                 result = op_instance.idle(context)
             else:
@@ -148,7 +148,7 @@ class Program:
 
         self._step(node.name, self._reads(node, op_instance.needs), [single] if single else list(outputs), run)
 
-    def _used_outputs(self, node: fx.Node, outputs: Sequence[Key], results: Sequence[Any]) -> dict[Key, Any]:
+    def _used_outputs(self, node: fx.Node, outputs: Sequence[Key], results: Sequence[object]) -> dict[Key, object]:
         """Returns the used tensors of a tuple whose length differs from the one for the example."""
         used = [index for index, key in enumerate(outputs) if any(key in step.reads for step in self.steps)]
         if node.meta.get("has_fixed_length") or any(index >= len(results) for index in used):

@@ -7,8 +7,7 @@ leave parts of different networks. The ranks compare a row of numbers every few 
 import struct
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -83,7 +82,7 @@ class RankCheck:
         if _is_due(number):
             self.require_same(f"before pass {number}")
 
-    def watch_outputs(self, result: Any, number: int) -> None:
+    def watch_outputs(self, result: object, number: int) -> None:
         """Records the gradients of the outputs in `result` if a comparison is due before the next pass."""
         if not _is_due(number + 1):
             return
@@ -151,7 +150,7 @@ def _is_due(number: int) -> bool:
     return number in EARLY_PASSES or number % EVERY == 0
 
 
-def _numbers(group: dict[str, Any]) -> Iterable[float]:
+def _numbers(group: Mapping[str, object]) -> Iterable[float]:
     """Yields the numeric settings of a parameter group, without switches that may differ between devices."""
     for name in sorted(group):
         value = group[name]

@@ -91,7 +91,9 @@ class Sharded(WatchedModule):
         self._passes = 0
         self._agreed_batch = (0, False, 0)  # samples, mode and trace that the ranks agreed on last
         self._is_closed = False
-        self.on_first_batch: Callable[[Mapping[str, Any]], None] | None = None  # called with the arguments of forward
+        self.on_first_batch: Callable[[Mapping[str, object]], None] | None = (
+            None  # called with the arguments of forward
+        )
         self.on_close: list[Callable[[], None]] = []
         self._network = [local]  # in a list, so that it is no child; it holds the network's attributes
 
@@ -135,7 +137,7 @@ class Sharded(WatchedModule):
         return self.shard_group.traffic
 
     @disable_compile
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Returns the network's outputs on every rank; torch.compile does not trace into it."""
         for plain in self._plain:  # one rank holds the whole network
             plain.training = self.training
@@ -143,7 +145,7 @@ class Sharded(WatchedModule):
         self._require_open()
         with self.shard_group.telling(), unguarded(self._traced_program.cut):
             bound = self._bind(args, kwargs)
-            self._check(bound)
+            inputs = self._check(bound)
             needs_input_gradient = any(
                 isinstance(value, torch.Tensor) and value.requires_grad for value in bound.values()
             )
@@ -153,28 +155,28 @@ class Sharded(WatchedModule):
                     "Give the rank a share, or leave it out of the group."
                 )
             if self._program is not None:
-                self._update_program(bound)
-            self._agree_on_batch(bound)
+                self._update_program(inputs)
+            self._agree_on_batch(inputs)
             self._run_first_batch_callback(bound)
             result = self._run(bound) if self._program is not None else None
             return self._broadcast_outputs(result) if self._has_idle_ranks else result
 
-    def _run(self, arguments: Mapping[str, Any]) -> Any:
+    def _run(self, arguments: Mapping[str, object]) -> object:
         self._rank_check.before_pass(self._passes)
         result = self._program.run(arguments) if self._program is not None else None
         self._rank_check.watch_outputs(result, self._passes)
         return result
 
-    def _run_first_batch_callback(self, arguments: Mapping[str, Any]) -> None:
+    def _run_first_batch_callback(self, arguments: Mapping[str, object]) -> None:
         """Calls `on_first_batch` once; all ranks do, since all get the same batches."""
         if self.on_first_batch is not None and not torch.is_inference_mode_enabled():
             callback, self.on_first_batch = self.on_first_batch, None
             callback(arguments)
 
-    def _agree_on_batch(self, arguments: Mapping[str, Any]) -> None:
+    def _agree_on_batch(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Compares the batch with the other ranks' whenever its size, the mode or the trace has changed."""
         self._passes += 1
-        tensors = [arguments[name] for name in self._shapes if self._shapes[name]]
+        tensors = [inputs[name] for name in self._shapes if self._shapes[name]]
         if self._program is None or self.shard_group.size == 1 or not tensors:
             return
         samples = tensors[0].shape[0]
@@ -185,24 +187,24 @@ class Sharded(WatchedModule):
             self.shard_group.agree_on_batch(self.layout.members)
             self._agreed_batch = batch_state
 
-    def _update_program(self, arguments: Mapping[str, Any]) -> None:
+    def _update_program(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Rebuilds the program if the network's trace has changed; raises if no trace is valid for this batch."""
-        traced = self._traced_program.update(arguments, training=self.training)
+        traced = self._traced_program.update(inputs, training=self.training)
         if self._program is not None and traced is not self._program.traced:
             self._program = Program(traced, self.layout, self, self.shard_group, self._dropout_stream)
 
-    def _program_for_both_modes(self, arguments: Mapping[str, Any]) -> Program | None:
+    def _program_for_both_modes(self, inputs: Mapping[str, torch.Tensor]) -> Program | None:
         """Returns the program for the network's current attributes, whatever the modes of its modules."""
         if self._program is None:
             return None
-        self._traced_program.update(arguments, training=self.training)
+        self._traced_program.update(inputs, training=self.training)
         traced = self._traced_program.traced
         is_current = traced is self._program.traced
         return (
             self._program if is_current else Program(traced, self.layout, self, self.shard_group, self._dropout_stream)
         )
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _bind(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
         try:
             return self._signature.bind(*args, **kwargs).arguments
         except TypeError as error:
@@ -232,7 +234,7 @@ class Sharded(WatchedModule):
             "different layers. Use evenly.synchronize to average over several such networks."
         )
 
-    def __deepcopy__(self, memo: Any) -> "Sharded":
+    def __deepcopy__(self, memo: object) -> "Sharded":
         """Raises `SpecError`: a cut network has connections and cannot be copied."""
         raise SpecError(
             "a network cut over ranks was to be copied, but it has connections to other ranks. Copy its state: "
@@ -245,10 +247,10 @@ class Sharded(WatchedModule):
             f"rank {self._stage.rank} of shares {', '.join(f'{s:g}' for s in self.layout.shares)}; full sizes are shown"
         )
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> Any:
         """Loads a `state_dict()` of this rank; the state of the whole network raises `SpecError`."""
         try:
-            return super().load_state_dict(*args, **kwargs)
+            return super().load_state_dict(state_dict, strict, assign)
         except RuntimeError as error:
             raise SpecError(
                 f"a state was to be loaded into this rank's parts of the network, but it does not fit them: "
@@ -271,13 +273,13 @@ class Sharded(WatchedModule):
         """Closes the connections; forward and full_state_dict can no longer be called."""
         self._is_closed = True
         self._rank_check.end()
-        for act in self.on_close:
-            act()
+        for callback in self.on_close:
+            callback()
         if self._stage is not self.shard_group:
             close_groups([self._stage.group], failed=self.shard_group.monitor.has_failed)
         self.shard_group.close()
 
-    def _broadcast_outputs(self, result: Any) -> Any:
+    def _broadcast_outputs(self, result: object) -> object:
         """Returns the outputs on all ranks: those without a share receive them by broadcast."""
         stage, source = self._stage, self._source
         values, structure = pytree.tree_flatten(result)
@@ -294,7 +296,7 @@ class Sharded(WatchedModule):
             return result
         parameters = [p for p in self.parameters() if p.requires_grad]
         device = parameters[0].device if parameters else torch.device("cpu")
-        outputs: list[Any] = []
+        outputs: list[object] = []
         for entry in description[0]:
             if not isinstance(entry, list):
                 outputs.append(entry)
@@ -306,9 +308,11 @@ class Sharded(WatchedModule):
             outputs.append(received + linked_zeros(shape, *parameters).to(received.dtype) if needs_graph else received)
         return pytree.tree_unflatten(outputs, pytree.treespec_loads(description[1]))
 
-    def _check(self, arguments: Mapping[str, Any]) -> None:
+    def _check(self, arguments: Mapping[str, object]) -> dict[str, torch.Tensor]:
+        """Returns the tensors among the arguments; raises `SpecError` unless they are as in the example."""
         _refuse_transforms()
         refuse_strange_tensors(arguments)
+        inputs: dict[str, torch.Tensor] = {}
         for name, shape in self._shapes.items():
             value = arguments.get(name)
             if not isinstance(value, torch.Tensor) or value.shape[1:] != shape[1:] or value.ndim != len(shape):
@@ -317,20 +321,22 @@ class Sharded(WatchedModule):
                     f"the input {name!r} is {case}, but the network was sharded with an example of shape {shape}; only "
                     "the batch may differ. Shard it with an example of this shape."
                 )
-        self._check_batches(arguments)
+            inputs[name] = value
+        self._check_batches(inputs)
         unexpected = [n for n in arguments if n not in self._shapes and arguments[n] is not None]
         if unexpected:
             raise SpecError(
                 f"the argument {unexpected[0]!r} was not in the example with which the network was sharded. "
                 "Give an example with all arguments."
             )
+        return inputs
 
-    def _check_batches(self, arguments: Mapping[str, Any]) -> None:
+    def _check_batches(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises `SpecError` if inputs that are cut along the batch have unequal numbers of samples."""
         if not any(cut.rows for cut in self.layout.cuts):
             return
         batch = next((shape[0] for shape in self._shapes.values() if shape), 0)
-        sizes = {name: arguments[name].shape[0] for name, shape in self._shapes.items() if shape[:1] == (batch,)}
+        sizes = {name: inputs[name].shape[0] for name, shape in self._shapes.items() if shape[:1] == (batch,)}
         if len(set(sizes.values())) > 1:
             raise SpecError(
                 f"the inputs have {sizes} samples, but in the example they had {batch} each, and the network is cut "
@@ -357,7 +363,7 @@ def _refuse_transforms() -> None:
 
 def _without_data(traced: Traced) -> Traced:
     """Returns the trace with meta tensors for parameters and buffers: only their shapes are needed."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for tensor in (*traced.model.parameters(), *traced.model.buffers()):
         meta_tensor = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
