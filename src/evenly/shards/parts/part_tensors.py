@@ -20,7 +20,7 @@ from evenly._torch.optimizers import ZERO_GRAD_CODE
 from evenly._torch.tensors import set_class
 from evenly.comm import first_line
 from evenly.errors import EvenlyError, SpecError
-from evenly.shards.parts.local_shards import LocalShard, local_shard_of, place
+from evenly.shards.parts.local_shards import LocalShard, local_shard_of, set_local_shard
 
 _MARK = "_evenly_part_of"
 _KIND = "_evenly_kind_of_part"
@@ -86,7 +86,7 @@ class PartParameter(nn.Parameter):
         copied = nn.Parameter(self.as_subclass(torch.Tensor).detach().clone(), requires_grad=self.requires_grad)
         local_shard = local_shard_of(self)
         if local_shard is not None:
-            place(copied, local_shard)
+            set_local_shard(copied, local_shard)
         make_part(copied, local_shard)
         memo[id(self)] = copied
         return copied

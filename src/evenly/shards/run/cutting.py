@@ -9,7 +9,7 @@ from evenly._torch.modules import replace_tables
 from evenly.comm import ShardGroup
 from evenly.errors import SpecError
 from evenly.graph import OF_TORCH, Traced
-from evenly.shards.parts.local_shards import LocalShard, place
+from evenly.shards.parts.local_shards import LocalShard, set_local_shard
 from evenly.shards.run.rebinding import reachable, rebound
 from evenly.spec.layout import COPIED, REPLICATED, Layout, TensorPlacement
 
@@ -29,9 +29,9 @@ def parameter_placements(traced: Traced, layout: Layout) -> list[tuple[str, Tens
 
 
 def cut_model(
-    traced: Traced, layout: Layout, shard_group: ShardGroup, *, share: Callable[[torch.Tensor], torch.Tensor]
+    traced: Traced, layout: Layout, shard_group: ShardGroup, *, broadcast: Callable[[torch.Tensor], torch.Tensor]
 ) -> nn.Module:
-    """Returns a copy of the network with this rank's parts; `share` broadcasts a full tensor to all ranks."""
+    """Returns a copy of the network with this rank's parts; `broadcast` makes full tensors equal on all ranks."""
     placements = parameter_placements(traced, layout)
     names = _names(traced.model)
     placement_by_tensor: dict[int, TensorPlacement] = {}
@@ -45,13 +45,13 @@ def cut_model(
 
     _refuse_cut_in_whole(traced, placement_by_tensor)
 
-    def placed(name: str, tensor: torch.Tensor) -> LocalShard:
+    def local_shard_for(name: str, tensor: torch.Tensor) -> LocalShard:
         placement = placement_by_tensor.get(id(tensor), REPLICATED)
         if placement.state != "sharded":
             return LocalShard(name, tensor.shape, shard_group)
         return LocalShard(name, tensor.shape, shard_group, placement.dim, layout.cuts[placement.cut].segments)
 
-    return copy_tree(traced, placed, share)
+    return copy_tree(traced, local_shard_for, broadcast)
 
 
 def _refuse_cut_in_whole(traced: Traced, placement_by_tensor: Mapping[int, TensorPlacement]) -> None:
@@ -72,18 +72,20 @@ def _refuse_cut_in_whole(traced: Traced, placement_by_tensor: Mapping[int, Tenso
 def copy_tree(
     traced: Traced,
     local_shard_for: Callable[[str, torch.Tensor], LocalShard],
-    share: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> nn.Module:
     """Returns a copy of a network with every tensor replaced by its part; shared modules and tensors stay shared."""
 
     def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
         local_shard = local_shard_for(name, tensor)
-        full = tensor.detach().clone(memory_format=torch.contiguous_format) if share is not None else tensor
-        piece = local_shard.part(share(full) if share is not None else full)
+        full = tensor
+        if broadcast is not None:
+            full = broadcast(tensor.detach().clone(memory_format=torch.contiguous_format))
+        piece = local_shard.part(full)
         if isinstance(tensor, nn.Parameter):
             piece = nn.Parameter(piece, requires_grad=tensor.requires_grad)
         vars(piece).update(vars(tensor))  # attributes that users set on parameters
-        place(piece, local_shard)
+        set_local_shard(piece, local_shard)
         return piece
 
     copy = _copied(traced.model, part)

@@ -120,14 +120,14 @@ def _sum(op_instance: OpInstance) -> LocalOp:
     """Computes this rank's summand of a sum or mean along the cut dim."""
     options = op_instance.layer.options
 
-    def run_local(context: ForwardContext, x: torch.Tensor, *_: object, **keywords: NodeValue) -> torch.Tensor:
+    def run_local(context: ForwardContext, x: torch.Tensor, *_: object, **kwargs: NodeValue) -> torch.Tensor:
         if options["name"] == "sum":
-            return x.sum(options["dims"], keepdim=options["keep"], dtype=keywords.get("dtype"))
+            return x.sum(options["dims"], keepdim=options["keep"], dtype=kwargs.get("dtype"))
         shape = context.full_shape(x, op_instance.choice.needs[0])
-        kind: torch.dtype = keywords.get("dtype") or x.dtype
-        wide = torch.float32 if kind.itemsize < 4 else kind  # a sum of 16-bit numbers may overflow
+        dtype: torch.dtype = kwargs.get("dtype") or x.dtype
+        wide = torch.float32 if dtype.itemsize < 4 else dtype  # a sum of 16-bit numbers may overflow
         total: torch.Tensor = x.sum(options["dims"], keepdim=options["keep"], dtype=wide)
-        mean: torch.Tensor = (total / prod(shape[dim] for dim in options["dims"])).to(kind)
+        mean: torch.Tensor = (total / prod(shape[dim] for dim in options["dims"])).to(dtype)
         return mean
 
     return run_local
@@ -215,10 +215,10 @@ def _embedding_rows(op_instance: OpInstance) -> LocalOp:
         weight: torch.Tensor,
         padding: int | None = None,
         *_: object,
-        **k: NodeValue,
+        **kwargs: NodeValue,
     ) -> torch.Tensor:
         return ops.embed_rows(
-            ids, weight, context.own_segments(need), context.size(need), k.get("padding_idx", padding)
+            ids, weight, context.own_segments(need), context.size(need), kwargs.get("padding_idx", padding)
         )
 
     return run_local

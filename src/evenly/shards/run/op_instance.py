@@ -68,12 +68,12 @@ class ForwardContext:
             shape[placement.dim] = self.size(placement)
         return tuple(shape)
 
-    def full_meta(self, x: NodeValue, placement: TensorPlacement | None) -> NodeValue:
+    def full_meta(self, x: object, placement: TensorPlacement | None) -> object:
         """Returns a meta tensor of the full shape; values that are not tensors are returned unchanged."""
         if not isinstance(x, torch.Tensor):
             return x
-        kind = torch.float32 if x.is_floating_point() else x.dtype  # types may differ under autocast
-        return torch.empty(self.full_shape(x, placement), dtype=kind, device="meta")
+        dtype = torch.float32 if x.is_floating_point() else x.dtype  # types may differ under autocast
+        return torch.empty(self.full_shape(x, placement), dtype=dtype, device="meta")
 
 
 def switch(

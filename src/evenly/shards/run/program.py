@@ -59,7 +59,7 @@ class Program:
         self._has_dropout = any(choice.op in ("dropout", "attention") for choice in layout.choices)
         self._parameter_placements = dict(parameter_placements(traced, layout))
         self._available: set[Key] = set()
-        self.listener: Callable[[str, TensorPlacement, NodeValue], None] | None = None
+        self.listener: Callable[[str, TensorPlacement, object], None] | None = None
         self.steps: list[ProgramStep] = []
         for number, node in enumerate(traced.program.graph.nodes):
             if node.name in self._layers:
@@ -68,7 +68,7 @@ class Program:
         for key, step in last.items():
             step.drops.append(key)
 
-    def run(self, arguments: Mapping[str, object]) -> NodeValue:
+    def run(self, arguments: Mapping[str, object]) -> object:
         """Runs this rank's steps and returns the output of the network's forward."""
         if self._has_dropout and self._model.training and in_backward():
             raise SpecError(
@@ -84,7 +84,7 @@ class Program:
             self._dropout_stream.passes += 1
         return self._restore_structure(context.values["output", None])
 
-    def _restore_structure(self, result: NodeValue) -> NodeValue:
+    def _restore_structure(self, result: object) -> object:
         """Returns the outputs in the tuples, lists and dicts of the network's forward."""
         structure = self.traced.form
         leaves = pytree.tree_leaves(result)

@@ -11,7 +11,7 @@ from evenly._torch.tracing import is_constant
 from evenly.errors import MismatchError, SpecError
 from evenly.graph import Change, ChangeWatch, Traced, follow, refuse_hooks_on_all
 from evenly.shards.parts.guard import CutTensors, cut_tensors_of, guard
-from evenly.shards.parts.local_shards import local_shard_of, place
+from evenly.shards.parts.local_shards import local_shard_of, set_local_shard
 from evenly.shards.run.cutting import meta_tree
 
 Modes = tuple[bool, ...]  # of all modules, in order
@@ -33,15 +33,15 @@ class TracedProgram:
         self._inputs = traced.inputs
         self._trainable = {name for name, p in original.named_parameters() if p.requires_grad}
         self._sources = _sources(original, traced)
-        self.record_placements()
+        self.record_local_shards()
         self._set_trace(traced)
 
-    def record_placements(self) -> None:
+    def record_local_shards(self) -> None:
         """Records the tensors and their local shards, and guards the cut ones."""
         named = _named(self._network)
         self.cut: CutTensors = cut_tensors_of({id(tensor): tensor for tensor in named.values()}.values())
         guard(self.cut)
-        self._placements = {name: local_shard_of(tensor) for name, tensor in named.items()}
+        self._local_shards = {name: local_shard_of(tensor) for name, tensor in named.items()}
         self._shapes = [(name, tensor, tensor.shape) for name, tensor in named.items()]
 
     def _set_trace(self, traced: Traced) -> None:
@@ -61,7 +61,7 @@ class TracedProgram:
             if tensor.shape != shape:
                 raise _misfit(name, shape, tensor.shape)
         if not self._watch.is_still():
-            self._place_replaced_tensors()
+            self._adopt_replaced_tensors()
             changes = self._watch.changes()
             if changes:
                 self._retrace(changes)
@@ -72,17 +72,17 @@ class TracedProgram:
         self._check_batch(traced, inputs)
         return traced
 
-    def _place_replaced_tensors(self) -> None:
+    def _adopt_replaced_tensors(self) -> None:
         """Gives tensors that replaced others the local shards of those, if their shapes are equal."""
         named, known_shapes = _named(self._network), {name: shape for name, _, shape in self._shapes}
         for name in {**known_shapes, **named}:
             tensor = named.get(name)
             if tensor is None or known_shapes.get(name) != tensor.shape:
                 raise _misfit(name, known_shapes.get(name), None if tensor is None else tensor.shape)
-            local_shard = self._placements[name]
+            local_shard = self._local_shards[name]
             if local_shard_of(tensor) is None and local_shard is not None:
-                place(tensor, local_shard)
-        self.record_placements()
+                set_local_shard(tensor, local_shard)
+        self.record_local_shards()
 
     def _retrace(self, changes: Sequence[Change]) -> None:
         name, before, now = changes[0]
@@ -113,7 +113,7 @@ class TracedProgram:
         return self._variants[modes]
 
     def _trace_again(self, modes: Mapping[str, bool] | None) -> Traced:
-        full = meta_tree(self._network, self._placements, self._trainable)
+        full = meta_tree(self._network, self._local_shards, self._trainable)
         with torch.inference_mode(False), torch.enable_grad():  # as when it was cut
             traced = follow(full, dict(self._inputs), modes=modes)
         for name, value in vars(traced.program).items():

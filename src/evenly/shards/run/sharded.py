@@ -18,7 +18,7 @@ from evenly.comm import ShardGroup, Traffic, close_groups, first_line
 from evenly.errors import SpecError
 from evenly.graph import Traced, refuse_strange_tensors
 from evenly.shards.parts.guard import cut_tensors_of, guard, unguarded
-from evenly.shards.parts.local_shards import local_shard_of, place
+from evenly.shards.parts.local_shards import local_shard_of, set_local_shard
 from evenly.shards.run.dropout import DropoutStream
 from evenly.shards.run.ops import linked_zeros
 from evenly.shards.run.program import Program
@@ -32,7 +32,7 @@ RESERVED_NAMES = {
     "_dropout_stream",
     "_signature",
     "_shapes",
-    "_stage",
+    "_all_ranks_group",
     "_source",
     "_has_idle_ranks",
     "_program",
@@ -51,7 +51,8 @@ RESERVED_NAMES = {
 class Sharded(WatchedModule):
     """A network whose layers are cut over the ranks of a shard group; parameters are local tensors under their names.
 
-    `stage` is the group of all ranks, including those without a share; rank `source` broadcasts the outputs to these.
+    `shard_group` holds the ranks with a share, `all_ranks_group` also those without one; rank `source` broadcasts the
+    outputs to these.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Sharded(WatchedModule):
         local: nn.Module,
         *,
         seed: int,
-        stage: ShardGroup,
+        all_ranks_group: ShardGroup,
         source: int,
     ) -> None:
         super().__init__()
@@ -77,11 +78,11 @@ class Sharded(WatchedModule):
         self._dropout_stream = DropoutStream(seed)
         self._signature = signature(traced.model.forward)
         self._shapes = traced.example
-        self._stage, self._source = stage, source
+        self._all_ranks_group, self._source = all_ranks_group, source
         self._has_idle_ranks = len(layout.members) < len(layout.shares)
         self._program: Program | None = None
         traced_without_data = _without_data(traced)
-        if stage.rank in layout.members:
+        if all_ranks_group.rank in layout.members:
             self._program = Program(traced_without_data, layout, self, shard_group, self._dropout_stream)
         self._traced_program = TracedProgram(traced_without_data, local, original=traced.model)
         has_dropout = any(choice.op in ("dropout", "attention") for choice in layout.choices)
@@ -222,7 +223,7 @@ class Sharded(WatchedModule):
         for name, tensor in named:
             local_shard = local_shards[name]
             if local_shard is not None:
-                place(tensor, local_shard)
+                set_local_shard(tensor, local_shard)
         guard(cut_tensors_of(tensor for _, tensor in named))
 
     def left_out_by_ddp(self) -> list[str]:
@@ -243,9 +244,8 @@ class Sharded(WatchedModule):
 
     def extra_repr(self) -> str:
         """Returns this rank and the shares; the sizes that torch prints are full ones."""
-        return (
-            f"rank {self._stage.rank} of shares {', '.join(f'{s:g}' for s in self.layout.shares)}; full sizes are shown"
-        )
+        shares = ", ".join(f"{share:g}" for share in self.layout.shares)
+        return f"rank {self._all_ranks_group.rank} of shares {shares}; full sizes are shown"
 
     def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> Any:
         """Loads a `state_dict()` of this rank; the state of the whole network raises `SpecError`."""
@@ -275,24 +275,26 @@ class Sharded(WatchedModule):
         self._rank_check.end()
         for callback in self.on_close:
             callback()
-        if self._stage is not self.shard_group:
-            close_groups([self._stage.group], failed=self.shard_group.monitor.has_failed)
+        if self._all_ranks_group is not self.shard_group:
+            close_groups([self._all_ranks_group.group], failed=self.shard_group.monitor.has_failed)
         self.shard_group.close()
 
     def _broadcast_outputs(self, result: object) -> object:
         """Returns the outputs on all ranks: those without a share receive them by broadcast."""
-        stage, source = self._stage, self._source
+        all_ranks_group, source = self._all_ranks_group, self._source
         values, structure = pytree.tree_flatten(result)
         leaves = [x for x in values if isinstance(x, torch.Tensor)]
         shapes = [[list(x.shape), str(x.dtype)] if isinstance(x, torch.Tensor) else x for x in values]
-        description = stage.tell([shapes, pytree.treespec_dumps(structure) if stage.rank == source else ""], source)
+        description = all_ranks_group.tell(
+            [shapes, pytree.treespec_dumps(structure) if all_ranks_group.rank == source else ""], source
+        )
         if self._program is not None:
-            if stage.rank == source:
+            if all_ranks_group.rank == source:
                 for leaf in leaves:
-                    stage.broadcast(leaf.detach().contiguous(), source)
+                    all_ranks_group.broadcast(leaf.detach().contiguous(), source)
             else:
                 for leaf in leaves:
-                    stage.broadcast(leaf.detach().clone(memory_format=torch.contiguous_format), source)
+                    all_ranks_group.broadcast(leaf.detach().clone(memory_format=torch.contiguous_format), source)
             return result
         parameters = [p for p in self.parameters() if p.requires_grad]
         device = parameters[0].device if parameters else torch.device("cpu")
@@ -303,7 +305,7 @@ class Sharded(WatchedModule):
                 continue
             shape, dtype = entry
             received = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
-            stage.broadcast(received, source)
+            all_ranks_group.broadcast(received, source)
             needs_graph = received.is_floating_point() and torch.is_grad_enabled() and bool(parameters)
             outputs.append(received + linked_zeros(shape, *parameters).to(received.dtype) if needs_graph else received)
         return pytree.tree_unflatten(outputs, pytree.treespec_loads(description[1]))
