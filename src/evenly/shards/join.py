@@ -88,7 +88,9 @@ def _join(
         alone = open_group(
             scoped_group, f"alone{scoped_group.rank}", [scoped_group.rank], backend="gloo", timeout_s=timeout_s
         )
-        return _left_out(traced, layout, ShardGroup(alone, monitor, timeout_s=timeout_s), all_ranks_group, source)
+        return _join_without_share(
+            traced, layout, ShardGroup(alone, monitor, timeout_s=timeout_s), all_ranks_group, source
+        )
     backend = backend_for([devices[rank] for rank in layout.members]) if devices else "gloo"
     group = open_group(scoped_group, "shards", layout.members, backend=backend, timeout_s=timeout_s)
     shard_group = ShardGroup(group, monitor, timeout_s=timeout_s)
@@ -107,7 +109,9 @@ def example_of(layout: Layout) -> dict[str, torch.Tensor]:
     return {t.name: tensors[t.name].requires_grad_(t.has_grad) for t in layout.inputs}
 
 
-def _left_out(traced: Traced, layout: Layout, alone: ShardGroup, all_ranks_group: ShardGroup, source: int) -> Sharded:
+def _join_without_share(
+    traced: Traced, layout: Layout, alone: ShardGroup, all_ranks_group: ShardGroup, source: int
+) -> Sharded:
     """Returns the module of a rank without a share: it has empty parts and its own group, and receives the outputs."""
 
     def empty_shard(name: str, tensor: torch.Tensor) -> LocalShard:

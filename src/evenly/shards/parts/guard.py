@@ -37,8 +37,8 @@ def cut_tensors_of(tensors: Iterable[torch.Tensor]) -> CutTensors:
     return [
         (tensor, local_shard)
         for tensor, local_shard in cut
-        if local_shard.shard_group.size > 1 or not local_shard.segments[0]
-    ]  # or one without a share
+        if local_shard.shard_group.size > 1 or not local_shard.segments[0]  # a rank without a share is alone in a group
+    ]
 
 
 def guard(tensors: CutTensors) -> None:

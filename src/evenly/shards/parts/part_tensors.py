@@ -32,7 +32,7 @@ COPIES = {  # operations without the tag pointwise that treat each element alone
     "view_as_real", "zero", "zero_", "zeros_like",
 }  # fmt: skip
 FACTORIES = {"arange", "empty", "full", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "zeros"}
-LEAVE = {"__repr__", "__format__", "__reduce_ex__", "as_subclass", "tolist", "numpy", "__array__"}
+PLAIN_RESULTS = {"__repr__", "__format__", "__reduce_ex__", "as_subclass", "tolist", "numpy", "__array__"}
 GRADIENT, PARAMETER, BUFFER = "the gradient of", "the parameter", "the buffer"
 _GRAD: GetSetDescriptorType = getattr_static(torch.Tensor, "grad")
 ACCESS = {"__get__", "__set__", "__delete__"}  # of attributes such as p.shape, p.data, p.grad
@@ -110,7 +110,7 @@ def _guarded(func: TorchFunction, args: Args, kwargs: KeywordArgs) -> object:
             return result
         if called_by_us(above=2):
             return func(*args, **kwargs)
-        if name in LEAVE:  # the result is plain, so the user sees that it is this rank's part
+        if name in PLAIN_RESULTS:  # the result is plain, so the user sees that it is this rank's part
             return func(*pytree.tree_map(_plain, args), **kwargs)
         if name in SPECIAL:
             return SPECIAL[name](func, args, kwargs)

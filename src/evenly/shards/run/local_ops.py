@@ -22,7 +22,7 @@ LocalOp = Callable[..., NodeValue]  # (context, *args, **kwargs) -> the operatio
 
 def local_op_of(op_instance: OpInstance) -> LocalOp:
     """Returns the function that runs one operation on this rank."""
-    build = LOCAL.get((op_instance.layer.op, op_instance.choice.mode)) or LOCAL.get((op_instance.layer.op, "*"))
+    build = BUILDERS.get((op_instance.layer.op, op_instance.choice.mode)) or BUILDERS.get((op_instance.layer.op, "*"))
     if build is not None:
         return build(op_instance)
     run = op_instance.run
@@ -326,7 +326,8 @@ def _batch_norm(op_instance: OpInstance) -> LocalOp:
     return run_local
 
 
-LOCAL: dict[tuple[str, str], Callable[[OpInstance], LocalOp]] = {
+# By operation and mode; * is any mode.
+BUILDERS: dict[tuple[str, str], Callable[[OpInstance], LocalOp]] = {
     ("view", "local"): _view,
     ("expand", "local"): _view,
     ("split", "local"): _split,

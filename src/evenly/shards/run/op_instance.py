@@ -17,11 +17,12 @@ from evenly.spec.layout import Choice, Layout, Segments, TensorPlacement, deal, 
 
 REFUSES_EMPTY = {"conv", "spatial", "batch_norm", "instance_norm", "group_norm", "prelu", "attention", "embedding"}
 REFUSES_EMPTY |= {"pixel_shuffle", "along", "repeat"}  # operations of torch that refuse an empty dim
-TOGETHER = {"moments", "vocabulary", "rows"}  # modes with a collective inside the operation
+RUNS_ON_EMPTY = {"moments", "vocabulary", "rows"}  # modes whose local op takes empty parts; some call a collective
 
 # The value of a node of the traced program: a tensor, a number, a size, a dtype, None, or a tuple, list or dict of
 # these. Which of them depends on the operation, so it cannot be checked statically.
 NodeValue = Any
+ValueKey = tuple[str, TensorPlacement | None]  # a tensor in one of its placements; None: not a tensor
 NodeArguments = tuple[tuple[NodeValue, ...], dict[str, NodeValue]]  # positional ones, and those by name
 
 
@@ -35,7 +36,7 @@ class ForwardContext:
         self.dropout_stream = dropout_stream
         self.layout = layout
         self.arguments = arguments
-        self.values: dict[tuple[str, TensorPlacement | None], NodeValue] = {}
+        self.values: dict[ValueKey, NodeValue] = {}
         first = next((a for a in arguments.values() if isinstance(a, torch.Tensor) and a.ndim), None)
         self.samples = first.shape[0] if first is not None else 0
 
@@ -137,7 +138,7 @@ class OpInstance:
 
     def is_idle(self, context: ForwardContext) -> bool:
         """Whether this rank holds no indices of the operation's cut tensors, and torch would refuse empty ones."""
-        if self.layer.op not in REFUSES_EMPTY or self.choice.mode in TOGETHER:
+        if self.layer.op not in REFUSES_EMPTY or self.choice.mode in RUNS_ON_EMPTY:
             return False
         cut = [placement for placement in (*self.choice.needs, *self.choice.gives) if placement.state == "sharded"]
         return any(context.count(placement) == 0 for placement in cut)

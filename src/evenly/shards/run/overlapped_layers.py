@@ -53,7 +53,7 @@ def layer_options(name: str, args: tuple[NodeValue, ...], kwargs: Mapping[str, N
 
 class _LayerContext(AutogradContext, Protocol):
     redistribute: Redistribute
-    name: str
+    layer_name: str
     options: LayerOptions
     has_bias: bool
 
@@ -76,7 +76,7 @@ class _OverlappedLayer(torch.autograd.Function):
         saved_input = moved_input if ctx.needs_input_grad[1] else moved_input.new_empty(1).expand(moved_input.shape)
         ctx.save_for_backward(saved_input, weight)
         ctx.redistribute = redistribute
-        ctx.name = name
+        ctx.layer_name = name
         ctx.options = options
         ctx.has_bias = bias is not None
         with torch.autocast(x.device.type, enabled=False):
@@ -93,7 +93,7 @@ class _OverlappedLayer(torch.autograd.Function):
     def _gradients(ctx: _LayerContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
-        gradients = _linear if ctx.name == "linear" else _conv
+        gradients = _linear if ctx.layer_name == "linear" else _conv
         local_gradient = gradients(ctx, gradient, x, weight, (True, False, False))[0] if for_input else None
         pending_input_gradient = None if local_gradient is None else ctx.redistribute.backward(local_gradient)
         _, weight_gradient, bias_gradient = gradients(ctx, gradient, x, weight, (False, for_weight, for_bias))
@@ -139,7 +139,7 @@ def _conv(
         per_dim("stride", 1),
         per_dim("padding", 0),
         per_dim("dilation", 1),
-        "transpose" in ctx.name,
+        "transpose" in ctx.layer_name,
         per_dim("output_padding", 0),
         options.get("groups", 1),
         list(output_mask),

@@ -113,7 +113,7 @@ class RankCheck:
         if any(row[1] != first[1] for row in others):
             rates = {rank: row[2] for rank, row in enumerate(rows)}
             raise MismatchError(
-                f"the ranks of a cut network have made steps with other settings of the optimizer {when}; the learning "
+                f"the ranks of a cut network have made steps with different optimizer settings {when}; the learning "
                 f"rates of the last step were {rates}. {ADVICE}"
             )
         for offset, what in ((3, "gradients of the outputs"), (6, f"values of {name!r}")):

@@ -210,7 +210,8 @@ class Sharded(WatchedModule):
             return self._signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise SpecError(
-                f"the network was called with arguments that forward{self._signature} does not take: {error}."
+                f"the network was called with arguments that forward{self._signature} does not take: {error}. Call it "
+                "as the uncut network."
             ) from None
 
     @contextmanager
@@ -350,7 +351,10 @@ def sharded_of(model: nn.Module) -> Sharded:
     """Returns the cut network, unwrapped from `evenly.synchronize`; raises `SpecError` for any other module."""
     inner = getattr(model, "module", model)
     if not isinstance(inner, Sharded):
-        raise SpecError(f"{type(model).__name__} was given, but a network cut by evenly.shard is needed.")
+        raise SpecError(
+            f"{type(model).__name__} was given, but a network cut by evenly.shard is needed. Give the network that "
+            "evenly.shard returned."
+        )
     return inner
 
 
