@@ -194,11 +194,14 @@ class Sharded(WatchedModule):
         if self._program is not None and traced is not self._program.traced:
             self._program = Program(traced, self.layout, self, self.shard_group, self._dropout_stream)
 
-    def _program_for_both_modes(self, inputs: Mapping[str, torch.Tensor]) -> Program | None:
-        """Returns the program for the network's current attributes, whatever the modes of its modules."""
+    def _program_for_both_modes(self, arguments: Mapping[str, Any]) -> Program | None:
+        """Returns the program for the network's current attributes, whatever the modes of its modules.
+
+        The arguments are those of forward, and are not checked here.
+        """
         if self._program is None:
             return None
-        self._traced_program.update(inputs, training=self.training)
+        self._traced_program.update(arguments, training=self.training)
         traced = self._traced_program.traced
         is_current = traced is self._program.traced
         return (
