@@ -101,8 +101,9 @@ def test_only_one_package_touches_private_names_of_others() -> None:
 
 PYTHONS = {"_fields", "_getframe", "_abc_impl", "_hooks"}  # of named tuples, sys and abc; how names of hooks end
 SHARED = {
-    "session": {"_program", "_shapes", "_source", "_stage"},  # of a cut network, which gives them no public names
-    "checkpoints": {"_source", "_stage"},
+    # Of a cut network, which gives them no public names:
+    "session": {"_all_ranks_group", "_program", "_shapes", "_source"},
+    "checkpoints": {"_all_ranks_group", "_source"},
     "graph": {"_softmax", "_patched"},  # an operator, which has no other name; and a name in code that is written here
     "shards": {"_foreach_", "_to_copy", "_unsafe_view"},  # operators
 }

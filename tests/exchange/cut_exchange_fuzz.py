@@ -77,7 +77,8 @@ class CutTrainer(Trainer):
         self.synchronized.close()
         if self.sharded is not None:
             self.sharded.close()
-            self.sharded.shard_group.group = self.sharded._stage.group = None  # now: a rank may wait there for another
+            # Let go of the groups now: a rank may wait there for another.
+            self.sharded.shard_group.group = self.sharded._all_ranks_group.group = None
 
     def named(self) -> dict[str, torch.Tensor]:
         """Returns this rank's tensors by the names they have in the whole network."""

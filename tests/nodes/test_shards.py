@@ -101,7 +101,7 @@ class World:
             yield sharded
         finally:
             sharded.close()
-            sharded.shard_group.group = sharded._stage.group = (
+            sharded.shard_group.group = sharded._all_ranks_group.group = (
                 None  # now, in this thread: a rank may wait there for another
             )
 

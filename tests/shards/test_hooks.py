@@ -13,7 +13,7 @@ from evenly.comm import FailureMonitor, RankGroup, ShardGroup, open_group
 from evenly.errors import SpecError
 from evenly.shards import Adafactor, Lamb, clip_grad_norm_
 from evenly.shards.optim.probe import check_elementwise, watch_optimizers
-from evenly.shards.parts.local_shards import LocalShard, place
+from evenly.shards.parts.local_shards import LocalShard, set_local_shard
 
 COUNTS = {"calls": 0}
 Hook = Callable[[Any, Any, Any], None]
@@ -29,7 +29,7 @@ def shard_group() -> Iterator[ShardGroup]:
 
 def cut(shard_group: ShardGroup, shape: tuple[int, ...] = (6, 4), dim: int = 0) -> nn.Parameter:
     parameter = nn.Parameter(torch.ones(shape))
-    place(parameter, LocalShard("w", parameter.shape, shard_group, dim, (((0, shape[dim]),),)))
+    set_local_shard(parameter, LocalShard("w", parameter.shape, shard_group, dim, (((0, shape[dim]),),)))
     parameter.grad = torch.ones(shape)
     return parameter
 

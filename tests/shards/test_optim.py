@@ -13,7 +13,7 @@ from evenly.comm import FailureMonitor, RankGroup, ShardGroup, open_group
 from evenly.errors import NonFiniteError, SpecError
 from evenly.shards.optim.clipping import clip_grad_norm_
 from evenly.shards.optim.optimizers import Adafactor, Lamb, state_placement
-from evenly.shards.parts.local_shards import LocalShard, local_shard_of, place
+from evenly.shards.parts.local_shards import LocalShard, local_shard_of, set_local_shard
 from tests.ranks import RankError, run_ranks
 
 Build = Callable[..., Optimizer]
@@ -92,7 +92,7 @@ def cut_network(*shard_groups: ShardGroup, dtype: torch.dtype = torch.float64) -
             placement = LocalShard(name, full.shape, shard_group, dim, deal(full.shape[dim], shard_group.size))
         network[name] = torch.nn.Parameter(placement.part(full))
         if dim != UNPLACED:
-            place(network[name], placement)
+            set_local_shard(network[name], placement)
     return network
 
 

@@ -15,7 +15,7 @@ from evenly.errors import SpecError
 from evenly.shards.optim import probe, trial_steps
 from evenly.shards.optim.optimizers import Adafactor, Lamb
 from evenly.shards.optim.probe import check_elementwise, watch_optimizers
-from evenly.shards.parts.local_shards import LocalShard, place
+from evenly.shards.parts.local_shards import LocalShard, set_local_shard
 
 KINDS = [((6,), 0), ((6, 4), 0), ((6, 4), 1), ((6, 4, 3, 3), 0), ((6, 4, 3, 3), 1)]
 
@@ -39,7 +39,7 @@ def watching() -> Iterator[None]:
 def cut(shard_group: ShardGroup, shape: tuple[int, ...], dim: int | None) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(torch.ones(shape))
     segments = () if dim is None else (((0, shape[dim]),),)
-    place(parameter, LocalShard("w", parameter.shape, shard_group, dim, segments))
+    set_local_shard(parameter, LocalShard("w", parameter.shape, shard_group, dim, segments))
     parameter.grad = torch.ones(shape)
     return parameter
 

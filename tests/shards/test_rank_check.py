@@ -92,7 +92,7 @@ def write_by_hand(rank: int, step: int, _: Optimizer, model: nn.Module) -> None:
     ("disturb", "words"),
     [
         (leave_out_a_step, r"unequal numbers of optimizer steps before pass 3: \{0: 2, 1: 1\}"),
-        (change_the_rate, r"other settings of the optimizer.*learning rates.*0.02"),
+        (change_the_rate, r"different optimizer settings.*learning rates.*0.02"),
         (other_labels, "gradients of the outputs"),
         (one_other_label, "gradients of the outputs"),
         (write_by_hand, "values of '|gradients of the outputs"),

@@ -15,7 +15,16 @@ from evenly.comm.context import GroupContext, open_context, open_temporarily, re
 from evenly.comm.failure_monitor import FailureMonitor
 from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups, owners_of_slices
 from evenly.comm.host_copies import to_device, to_host
-from evenly.comm.local_shard import LocalShard, full_shape, is_retired, last_mark, local_shard_of, mark, place, retire
+from evenly.comm.local_shard import (
+    LocalShard,
+    full_shape,
+    is_retired,
+    last_mark,
+    local_shard_of,
+    mark,
+    retire,
+    set_local_shard,
+)
 from evenly.comm.rank_group import RankGroup, rank_group_of
 from evenly.comm.redistribute import MOVES, Redistribute
 from evenly.comm.shard_group import PendingTensor, ShardGroup, Traffic, count_of, put, take
@@ -54,12 +63,12 @@ __all__ = [
     "open_groups",
     "open_temporarily",
     "owners_of_slices",
-    "place",
     "put",
     "rank_group_of",
     "report_on_error",
     "require_same",
     "retire",
+    "set_local_shard",
     "take",
     "to_device",
     "to_host",

@@ -55,9 +55,9 @@ def last_mark() -> int:
     return _last_mark
 
 
-def place(tensor: torch.Tensor, placement: LocalShard) -> None:
-    """Records the placement of a parameter or buffer."""
-    mark(tensor, _MARK, placement)
+def set_local_shard(tensor: torch.Tensor, local_shard: LocalShard) -> None:
+    """Records which part of a full tensor a parameter or buffer is."""
+    mark(tensor, _MARK, local_shard)
 
 
 def retire(tensor: torch.Tensor) -> None:

@@ -121,8 +121,8 @@ def free_bytes(sharded: Sharded, role: Role | None) -> int:
 
 def _is_any(sharded: Sharded, flag: bool) -> bool:
     """Returns whether the flag is set on any rank of the network; all ranks call it together."""
-    stage = sharded._stage
-    return bool(stage.sum(torch.tensor([float(flag)]), name="verify", largest=True).wait().item())
+    all_ranks_group = sharded._all_ranks_group
+    return bool(all_ranks_group.sum(torch.tensor([float(flag)]), name="verify", largest=True).wait().item())
 
 
 def _detached(model: nn.Module, arguments: Mapping[str, object]) -> dict[str, object]:

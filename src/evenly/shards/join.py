@@ -82,20 +82,22 @@ def _join(
     everybody = open_group(scoped_group, "everybody", range(scoped_group.size), backend="gloo", timeout_s=timeout_s)
     require_same(_settings(traced, layout), everybody, waiter)
     seed = gather_json(torch.initial_seed() % (1 << 40) + scoped_group.serial, everybody, waiter)[layout.members[0]]
-    stage = ShardGroup(everybody, monitor, timeout_s=timeout_s)
+    all_ranks_group = ShardGroup(everybody, monitor, timeout_s=timeout_s)
     source = layout.members[0]
     if scoped_group.rank not in layout.members:
         alone = open_group(
             scoped_group, f"alone{scoped_group.rank}", [scoped_group.rank], backend="gloo", timeout_s=timeout_s
         )
-        return _left_out(traced, layout, ShardGroup(alone, monitor, timeout_s=timeout_s), stage, source)
+        return _join_without_share(
+            traced, layout, ShardGroup(alone, monitor, timeout_s=timeout_s), all_ranks_group, source
+        )
     backend = backend_for([devices[rank] for rank in layout.members]) if devices else "gloo"
     group = open_group(scoped_group, "shards", layout.members, backend=backend, timeout_s=timeout_s)
     shard_group = ShardGroup(group, monitor, timeout_s=timeout_s)
-    local = cut_model(traced, layout, shard_group, share=lambda tensor: stage.broadcast(tensor, source))
+    local = cut_model(traced, layout, shard_group, broadcast=lambda tensor: all_ranks_group.broadcast(tensor, source))
     if shard_group.size > 1:
         mark_uncut(traced.model.parameters(), tally_of(shard_group))
-    sharded = Sharded(traced, layout, shard_group, local, seed=seed, stage=stage, source=source)
+    sharded = Sharded(traced, layout, shard_group, local, seed=seed, all_ranks_group=all_ranks_group, source=source)
     sharded.on_close.append(watch_optimizers())
     return sharded
 
@@ -107,14 +109,18 @@ def example_of(layout: Layout) -> dict[str, torch.Tensor]:
     return {t.name: tensors[t.name].requires_grad_(t.has_grad) for t in layout.inputs}
 
 
-def _left_out(traced: Traced, layout: Layout, alone: ShardGroup, stage: ShardGroup, source: int) -> Sharded:
+def _join_without_share(
+    traced: Traced, layout: Layout, alone: ShardGroup, all_ranks_group: ShardGroup, source: int
+) -> Sharded:
     """Returns the module of a rank without a share: it has empty parts and its own group, and receives the outputs."""
 
     def empty_shard(name: str, tensor: torch.Tensor) -> LocalShard:
-        stage.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), source)
+        all_ranks_group.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), source)
         return LocalShard(name, tensor.shape, alone, 0, ((),)) if tensor.ndim else LocalShard(name, tensor.shape, alone)
 
-    sharded = Sharded(traced, layout, alone, copy_tree(traced, empty_shard), seed=0, stage=stage, source=source)
+    sharded = Sharded(
+        traced, layout, alone, copy_tree(traced, empty_shard), seed=0, all_ranks_group=all_ranks_group, source=source
+    )
     sharded.on_close.append(watch_optimizers())
     return sharded
 

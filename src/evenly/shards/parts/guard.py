@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from evenly.shards.parts.local_shards import LocalShard, local_shard_of
-from evenly.shards.parts.part_tensors import BUFFER, PARAMETER, as_part, as_plain
+from evenly.shards.parts.part_tensors import BUFFER, PARAMETER, make_part, make_plain
 
 CutTensors = list[tuple[torch.Tensor, LocalShard]]
 
@@ -37,29 +37,29 @@ def cut_tensors_of(tensors: Iterable[torch.Tensor]) -> CutTensors:
     return [
         (tensor, local_shard)
         for tensor, local_shard in cut
-        if local_shard.shard_group.size > 1 or not local_shard.segments[0]
-    ]  # or one without a share
+        if local_shard.shard_group.size > 1 or not local_shard.segments[0]  # a rank without a share is alone in a group
+    ]
 
 
 def guard(tensors: CutTensors) -> None:
     """Makes these parameters and buffers, and their gradients, raise an error for operations that need full tensors."""
     for tensor, local_shard in tensors:
-        as_part(tensor, local_shard, PARAMETER if isinstance(tensor, torch.nn.Parameter) else BUFFER)
+        make_part(tensor, local_shard, PARAMETER if isinstance(tensor, torch.nn.Parameter) else BUFFER)
 
 
 def unguard(tensors: Iterable[torch.Tensor]) -> None:
     """Makes parameters, buffers and their gradients plain tensors."""
     for tensor in tensors:
-        as_plain(tensor)
+        make_plain(tensor)
         if tensor.grad is not None:
-            as_plain(tensor.grad)
+            make_plain(tensor.grad)
 
 
 @contextmanager
 def unguarded(tensors: CutTensors) -> Iterator[None]:
     """Makes tensors plain inside the block: this library's own operations need no guard."""
     for tensor, _ in tensors:
-        as_plain(tensor)
+        make_plain(tensor)
     try:
         yield
     finally:

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import torch
 
-from evenly.comm import LocalShard, is_retired, local_shard_of, place, retire
+from evenly.comm import LocalShard, is_retired, local_shard_of, retire, set_local_shard
 
-__all__ = ["LocalShard", "is_retired", "local_shard_of", "local_shards_of", "place", "retire"]
+__all__ = ["LocalShard", "is_retired", "local_shard_of", "local_shards_of", "retire", "set_local_shard"]
 
 
 def local_shards_of(tensors: Iterable[torch.Tensor]) -> list[LocalShard]:

@@ -5,9 +5,11 @@ operations work as usual; all others raise. This library itself, and an optimize
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from inspect import getattr_static
+from types import GetSetDescriptorType
+from typing import Any, SupportsIndex, TypeGuard
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from evenly._torch.optimizers import ZERO_GRAD_CODE
 from evenly._torch.tensors import set_class
 from evenly.comm import first_line
 from evenly.errors import EvenlyError, SpecError
-from evenly.shards.parts.local_shards import LocalShard, local_shard_of, place
+from evenly.shards.parts.local_shards import LocalShard, local_shard_of, set_local_shard
 
 _MARK = "_evenly_part_of"
 _KIND = "_evenly_kind_of_part"
@@ -30,17 +32,23 @@ COPIES = {  # operations without the tag pointwise that treat each element alone
     "view_as_real", "zero", "zero_", "zeros_like",
 }  # fmt: skip
 FACTORIES = {"arange", "empty", "full", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "zeros"}
-LEAVE = {"__repr__", "__format__", "__reduce_ex__", "as_subclass", "tolist", "numpy", "__array__"}
+PLAIN_RESULTS = {"__repr__", "__format__", "__reduce_ex__", "as_subclass", "tolist", "numpy", "__array__"}
 GRADIENT, PARAMETER, BUFFER = "the gradient of", "the parameter", "the buffer"
-_GRAD: Any = torch.Tensor.grad
+_GRAD: GetSetDescriptorType = getattr_static(torch.Tensor, "grad")
 ACCESS = {"__get__", "__set__", "__delete__"}  # of attributes such as p.shape, p.data, p.grad
+
+TorchFunction = Callable[..., Any]  # returns a tensor, a list of tensors, a number, a shape, ...
+Args = tuple[Any, ...]  # the arguments of a torch function: tensors, numbers, hooks, and containers of these
+KeywordArgs = dict[str, Any]  # the same by name
 
 
 class PartTensor(torch.Tensor):
     """A rank's part of a tensor; an operation on it that is not elementwise raises `SpecError`."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: TorchFunction, types: object, args: Args = (), kwargs: KeywordArgs | None = None
+    ) -> object:
         return _guarded(func, args, kwargs or {})
 
 
@@ -48,20 +56,23 @@ class PartParameter(nn.Parameter):
     """A rank's part of a parameter; an operation on it that is not elementwise raises `SpecError`."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: TorchFunction, types: object, args: Args = (), kwargs: KeywordArgs | None = None
+    ) -> object:
         return _guarded(func, args, kwargs or {})
 
     @property
-    def grad(self) -> Any:
+    def grad(self) -> torch.Tensor | None:
         """The gradient, guarded too; a property here is faster than through `__torch_function__`."""
         with without_torch_function():
-            grad = _GRAD.__get__(self)
+            grad: torch.Tensor | None = _GRAD.__get__(self)
         if type(grad) is not torch.Tensor or sys._getframe(1).f_code in ZERO_GRAD_CODE or called_by_us():
             return grad
-        return as_part(grad, local_shard_of(self), GRADIENT)
+        make_part(grad, local_shard_of(self), GRADIENT)
+        return grad
 
     @grad.setter
-    def grad(self, value: Any) -> None:
+    def grad(self, value: torch.Tensor | None) -> None:
         with without_torch_function():
             _GRAD.__set__(self, value)
 
@@ -70,21 +81,24 @@ class PartParameter(nn.Parameter):
         with without_torch_function():
             _GRAD.__delete__(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PartParameter":
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         """Returns a parameter that is the same part of the same tensor."""
-        copied = nn.Parameter(_plain(self).detach().clone(), requires_grad=self.requires_grad)
+        copied = nn.Parameter(self.as_subclass(torch.Tensor).detach().clone(), requires_grad=self.requires_grad)
         local_shard = local_shard_of(self)
         if local_shard is not None:
-            place(copied, local_shard)
-        memo[id(self)] = as_part(copied, local_shard)
-        return memo[id(self)]  # type: ignore[no-any-return]  # its class was set
+            set_local_shard(copied, local_shard)
+        make_part(copied, local_shard)
+        memo[id(self)] = copied
+        return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Saves this rank's part as a plain parameter."""
-        return nn.Parameter(_plain(self).detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch has none
+        plain = nn.Parameter(self.as_subclass(torch.Tensor).detach(), requires_grad=self.requires_grad)
+        reduced: tuple[object, ...] = plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch has none
+        return reduced
 
 
-def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
+def _guarded(func: TorchFunction, args: Args, kwargs: KeywordArgs) -> object:
     """Returns the result of a torch function of parts, as parts, or raises `SpecError`."""
     name = getattr(func, "__name__", "")
     with without_torch_function():
@@ -92,10 +106,11 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
             result = func(*args, **kwargs)
             if type(result) is not torch.Tensor or called_by_us(above=2):
                 return result
-            return as_part(result, part_of(args[0]), _kind_of(args[0]))
+            make_part(result, part_of(args[0]), _kind_of(args[0]))
+            return result
         if called_by_us(above=2):
             return func(*args, **kwargs)
-        if name in LEAVE:  # the result is plain, so the user sees that it is this rank's part
+        if name in PLAIN_RESULTS:  # the result is plain, so the user sees that it is this rank's part
             return func(*pytree.tree_map(_plain, args), **kwargs)
         if name in SPECIAL:
             return SPECIAL[name](func, args, kwargs)
@@ -112,41 +127,45 @@ def _guarded(func: Any, args: Any, kwargs: Any) -> Any:
     return _as_parts(result, args, kwargs)
 
 
-def _copied(func: Any, args: Any, kwargs: Any) -> Any:
+def _copied(func: TorchFunction, args: Args, kwargs: KeywordArgs) -> object:
     part = args[0]
-    return as_part(func(_plain(part), *args[1:], **kwargs), part_of(part), _kind_of(part))
+    copied = func(_plain(part), *args[1:], **kwargs)
+    make_part(copied, part_of(part), _kind_of(part))
+    return copied
 
 
-def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
+def _hooked(func: TorchFunction, args: Args, kwargs: KeywordArgs) -> object:
     """Registers a hook that is called with the gradient as a part."""
     part, hook, *rest = args
 
-    def run(grad: torch.Tensor) -> Any:
-        return _plain(hook(as_part(grad.detach(), part_of(part), GRADIENT)))
+    def run(grad: torch.Tensor) -> object:
+        grad_part = grad.detach()
+        make_part(grad_part, part_of(part), GRADIENT)
+        return _plain(hook(grad_part))
 
     return func(part, run, *rest, **kwargs)
 
 
-def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
+def _differentiated(func: TorchFunction, args: Args, kwargs: KeywordArgs) -> tuple[torch.Tensor | None, ...]:
     """Returns the gradients of `torch.autograd.grad`, those of parts as parts."""
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1] if len(args) > 1 else ()
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     outputs = args[0] if args else kwargs["outputs"]
     _refuse_backward([outputs] if isinstance(outputs, torch.Tensor) else list(outputs))
-    grads = func(*args, **kwargs)
+    grads: tuple[torch.Tensor | None, ...] = func(*args, **kwargs)
     for tensor, grad in zip(inputs, grads, strict=True):
         if is_part(tensor) and grad is not None:
-            as_part(grad, part_of(tensor), GRADIENT)
+            make_part(grad, part_of(tensor), GRADIENT)
     return grads
 
 
-def _refuse_backward(outputs: Iterable[Any]) -> None:
+def _refuse_backward(outputs: Iterable[torch.Tensor]) -> None:
     for output in outputs:
         if is_part(output):
             raise _refusal("backward", [output])
 
 
-def _backward(func: Any, args: Any, kwargs: Any) -> Any:
+def _backward(func: TorchFunction, args: Args, kwargs: KeywordArgs) -> object:
     _refuse_backward(args[:1])
     return func(*args, **kwargs)
 
@@ -161,17 +180,19 @@ class _OnlyElementwise(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
         self._name, self._parts = name, parts
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: KeywordArgs | None = None
+    ) -> object:
         if not _is_elementwise(func):
             raise _refusal(f"{func} (in {self._name})", self._parts)
         if _keeps_shape(func):
             self._require_shape(func, [x for x in args if isinstance(x, torch.Tensor)])
         return func(*args, **(kwargs or {}))
 
-    def _require_shape(self, func: Any, tensors: list[torch.Tensor]) -> None:
+    def _require_shape(self, func: OpOverload, tensors: list[torch.Tensor]) -> None:
         """Raises `SpecError` if a part would be broadcast to a larger shape: the full tensor may not broadcast."""
         part_shapes = [x.shape for x in tensors if any(x is part for part in self._parts)]
-        broadcast: Any = torch.broadcast_shapes
+        broadcast: Callable[..., torch.Size] = torch.broadcast_shapes
         if part_shapes and broadcast(*(x.shape for x in tensors)) not in part_shapes:
             case = " and ".join(str(list(x.shape)) for x in tensors)
             raise _refusal(f"{func} (in {self._name}) of {case}", self._parts)
@@ -235,7 +256,7 @@ def called_by_us(*, directly: bool = False, above: int = 1) -> bool:
     return False
 
 
-def is_part(value: Any) -> bool:
+def is_part(value: object) -> TypeGuard[torch.Tensor]:
     """Returns whether a value is guarded."""
     return type(value) is PartTensor or type(value) is PartParameter
 
@@ -247,8 +268,8 @@ def part_of(value: torch.Tensor) -> LocalShard | None:
     return vars(value).get(_MARK) if type(value) is PartTensor else None
 
 
-def as_part(value: Any, local_shard: LocalShard | None, kind: str = PARAMETER) -> Any:
-    """Returns the same tensor, guarded; anything but a dense plain tensor or parameter is returned unchanged."""
+def make_part(value: object, local_shard: LocalShard | None, kind: str = PARAMETER) -> None:
+    """Guards a tensor, in place; anything but a dense plain tensor or parameter stays as it is."""
     if type(value) is nn.Parameter:
         set_class(value, PartParameter)
     elif type(value) is torch.Tensor and value.ndim > 0 and value.layout is torch.strided:
@@ -258,33 +279,31 @@ def as_part(value: Any, local_shard: LocalShard | None, kind: str = PARAMETER) -
             vars(value)[_MARK] = local_shard
     elif type(value) is PartTensor and kind == GRADIENT:  # a gradient was accumulated into it
         vars(value)[_KIND] = kind
-    return value
 
 
-def as_plain(value: Any) -> Any:
-    """Returns the same tensor, no longer guarded."""
+def make_plain(value: torch.Tensor) -> None:
+    """Ends the guard of a tensor, in place."""
     if type(value) is PartParameter:
         set_class(value, nn.Parameter)
     elif type(value) is PartTensor:
         vars(value).pop(_MARK, None)  # a plain tensor can be copied, a local shard cannot
         vars(value).pop(_KIND, None)
         set_class(value, torch.Tensor)
-    return value
 
 
-def _as_parts(result: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the result of an operation on parts as parts; of a list, the elements that come from parts."""
+def _as_parts(result: object, args: Args, kwargs: KeywordArgs) -> object:
+    """Returns the result of an operation on parts, guarded; of a list, the elements that come from parts."""
     if isinstance(result, torch.Tensor):
         parts = _parts((args, kwargs))
         same_shape = [part for part in parts if part.shape == result.shape]
-        return as_part(result, part_of(same_shape[0]) if same_shape else None, _kind_of(*parts))
-    if isinstance(result, list | tuple):
+        make_part(result, part_of(same_shape[0]) if same_shape else None, _kind_of(*parts))
+    elif isinstance(result, list | tuple):
         operands = args[0] if args and isinstance(args[0], list | tuple) and len(args[0]) == len(result) else None
         for number, part in enumerate(result):
             if operands is None:
-                as_part(part, None, _kind_of(*_parts((args, kwargs))))
+                make_part(part, None, _kind_of(*_parts((args, kwargs))))
             elif is_part(operands[number]):
-                as_part(part, part_of(operands[number]), _kind_of(operands[number]))
+                make_part(part, part_of(operands[number]), _kind_of(operands[number]))
     return result
 
 
@@ -293,10 +312,10 @@ def _kind_of(*parts: torch.Tensor) -> str:
     return GRADIENT if GRADIENT in kinds else str(kinds[0])
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Returns an alias that is not guarded."""
     return value.as_subclass(torch.Tensor) if is_part(value) else value
 
 
-def _parts(values: Any) -> list[torch.Tensor]:
+def _parts(values: object) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if is_part(leaf)]

@@ -1,7 +1,6 @@
 """Copies a tree of modules with only this rank's parts of parameters and buffers; the original is unchanged."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +9,7 @@ from evenly._torch.modules import replace_tables
 from evenly.comm import ShardGroup
 from evenly.errors import SpecError
 from evenly.graph import OF_TORCH, Traced
-from evenly.shards.parts.local_shards import LocalShard, place
+from evenly.shards.parts.local_shards import LocalShard, set_local_shard
 from evenly.shards.run.rebinding import reachable, rebound
 from evenly.spec.layout import COPIED, REPLICATED, Layout, TensorPlacement
 
@@ -30,9 +29,9 @@ def parameter_placements(traced: Traced, layout: Layout) -> list[tuple[str, Tens
 
 
 def cut_model(
-    traced: Traced, layout: Layout, shard_group: ShardGroup, *, share: Callable[[torch.Tensor], torch.Tensor]
+    traced: Traced, layout: Layout, shard_group: ShardGroup, *, broadcast: Callable[[torch.Tensor], torch.Tensor]
 ) -> nn.Module:
-    """Returns a copy of the network with this rank's parts; `share` broadcasts a full tensor to all ranks."""
+    """Returns a copy of the network with this rank's parts; `broadcast` makes full tensors equal on all ranks."""
     placements = parameter_placements(traced, layout)
     names = _names(traced.model)
     placement_by_tensor: dict[int, TensorPlacement] = {}
@@ -46,13 +45,13 @@ def cut_model(
 
     _refuse_cut_in_whole(traced, placement_by_tensor)
 
-    def placed(name: str, tensor: torch.Tensor) -> LocalShard:
+    def local_shard_for(name: str, tensor: torch.Tensor) -> LocalShard:
         placement = placement_by_tensor.get(id(tensor), REPLICATED)
         if placement.state != "sharded":
             return LocalShard(name, tensor.shape, shard_group)
         return LocalShard(name, tensor.shape, shard_group, placement.dim, layout.cuts[placement.cut].segments)
 
-    return copy_tree(traced, placed, share)
+    return copy_tree(traced, local_shard_for, broadcast)
 
 
 def _refuse_cut_in_whole(traced: Traced, placement_by_tensor: Mapping[int, TensorPlacement]) -> None:
@@ -73,18 +72,20 @@ def _refuse_cut_in_whole(traced: Traced, placement_by_tensor: Mapping[int, Tenso
 def copy_tree(
     traced: Traced,
     local_shard_for: Callable[[str, torch.Tensor], LocalShard],
-    share: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    broadcast: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> nn.Module:
     """Returns a copy of a network with every tensor replaced by its part; shared modules and tensors stay shared."""
 
     def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
         local_shard = local_shard_for(name, tensor)
-        full = tensor.detach().clone(memory_format=torch.contiguous_format) if share is not None else tensor
-        piece = local_shard.part(share(full) if share is not None else full)
+        full = tensor
+        if broadcast is not None:
+            full = broadcast(tensor.detach().clone(memory_format=torch.contiguous_format))
+        piece = local_shard.part(full)
         if isinstance(tensor, nn.Parameter):
             piece = nn.Parameter(piece, requires_grad=tensor.requires_grad)
         vars(piece).update(vars(tensor))  # attributes that users set on parameters
-        place(piece, local_shard)
+        set_local_shard(piece, local_shard)
         return piece
 
     copy = _copied(traced.model, part)
@@ -112,18 +113,20 @@ def meta_tree(model: nn.Module, local_shards_of: Mapping[str, LocalShard | None]
 
 def _copied(model: nn.Module, replace_tensor: Callable[[str, torch.Tensor], torch.Tensor]) -> nn.Module:
     """Returns a copy of a tree of modules with every tensor replaced; references into the tree lead to the copy."""
-    copies: dict[int, Any] = {}
+    tensors: dict[int, torch.Tensor] = {}  # the copy of each, by the identity of the original
+    modules: dict[int, nn.Module] = {}
 
-    def replaced(name: str, tensor: torch.Tensor | None) -> Any:
-        if tensor is not None and id(tensor) not in copies:
-            copies[id(tensor)] = replace_tensor(name, tensor)
-        return None if tensor is None else copies[id(tensor)]
+    def replaced(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in tensors:
+            tensors[id(tensor)] = replace_tensor(name, tensor)
+        return tensors[id(tensor)]
 
     def copied(module: nn.Module, prefix: str) -> nn.Module:
-        if id(module) in copies:
-            existing: nn.Module = copies[id(module)]
-            return existing
-        copy = copies[id(module)] = object.__new__(type(module))
+        if id(module) in modules:
+            return modules[id(module)]
+        copy = modules[id(module)] = object.__new__(type(module))
         copy.__dict__ = dict(module.__dict__)
         replace_tables(
             copy,
@@ -135,6 +138,7 @@ def _copied(model: nn.Module, replace_tensor: Callable[[str, torch.Tensor], torc
         return copy
 
     root = copied(model, "")
+    copies: dict[int, nn.Module | torch.Tensor] = {**tensors, **modules}
     for module in root.modules():
         for name, value in list(vars(module).items()):
             if name not in OF_TORCH:

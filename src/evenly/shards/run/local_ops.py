@@ -13,16 +13,16 @@ from evenly.comm import Redistribute, ShardGroup, count_of
 from evenly.graph import name_of
 from evenly.shards.run import ops
 from evenly.shards.run.dropout import drop
-from evenly.shards.run.op_instance import ForwardContext, OpInstance
+from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance
 from evenly.shards.run.overlapped_layers import layer_options, overlapped_layer, to_autocast_dtype
 from evenly.spec.layout import Move, Segments, TensorPlacement
 
-Act = Callable[..., Any]  # (context, *args, **kwargs) -> the operation's output on this rank
+LocalOp = Callable[..., NodeValue]  # (context, *args, **kwargs) -> the operation's output on this rank
 
 
-def local_op_of(op_instance: OpInstance) -> Act:
+def local_op_of(op_instance: OpInstance) -> LocalOp:
     """Returns the function that runs one operation on this rank."""
-    build = LOCAL.get((op_instance.layer.op, op_instance.choice.mode)) or LOCAL.get((op_instance.layer.op, "*"))
+    build = BUILDERS.get((op_instance.layer.op, op_instance.choice.mode)) or BUILDERS.get((op_instance.layer.op, "*"))
     if build is not None:
         return build(op_instance)
     run = op_instance.run
@@ -31,7 +31,7 @@ def local_op_of(op_instance: OpInstance) -> Act:
 
 def local_layer_of(
     op_instance: OpInstance, input_move: Move | None, shard_group: ShardGroup
-) -> Callable[[ForwardContext, Mapping[str, TensorPlacement], Any], Any]:
+) -> Callable[[ForwardContext, Mapping[str, TensorPlacement], torch.Tensor | None], NodeValue]:
     """Returns the function that runs a convolution or linear layer, with its bias and the move of its input."""
     name = name_of(op_instance.node)
     local_op = local_op_of(op_instance)
@@ -39,7 +39,9 @@ def local_layer_of(
     if input_move is not None:
         cut = input_move.before if input_move.before.state == "sharded" else input_move.after
 
-    def run_local(context: ForwardContext, reads: Mapping[str, TensorPlacement], bias: torch.Tensor | None) -> Any:
+    def run_local(
+        context: ForwardContext, reads: Mapping[str, TensorPlacement], bias: torch.Tensor | None
+    ) -> NodeValue:
         args, kwargs = op_instance.switched(lambda n: context.values[n.name, reads.get(n.name)])
         x, weight, rest = args[0], args[1] if len(args) > 1 else kwargs["weight"], args[3:]
         if op_instance.is_idle(context):
@@ -73,13 +75,13 @@ def _segments(context: ForwardContext, placement: TensorPlacement) -> tuple[Segm
     return context.segments(placement) if placement.state == "sharded" else ()
 
 
-def _view(op_instance: OpInstance) -> Act:
+def _view(op_instance: OpInstance) -> LocalOp:
     """Replaces the full size of the cut dim by this rank's size; sizes in the network's code are full ones."""
     (output_placement,) = op_instance.choice.gives
-    shapes: dict[Any, tuple[int, ...]] = {}
+    shapes: dict[tuple[object, ...], tuple[int, ...]] = {}
     expands = op_instance.layer.op == "expand"
 
-    def run_local(context: ForwardContext, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run_local(context: ForwardContext, x: torch.Tensor, *args: NodeValue, **kwargs: NodeValue) -> torch.Tensor:
         key = (context.samples, x.shape, *(a.shape if isinstance(a, torch.Tensor) else a for a in args))
         if key not in shapes:
             shapes[key] = tuple(op_instance.full_output(context).shape)
@@ -90,7 +92,7 @@ def _view(op_instance: OpInstance) -> Act:
     return run_local
 
 
-def _split(op_instance: OpInstance) -> Act:
+def _split(op_instance: OpInstance) -> LocalOp:
     dim = op_instance.layer.options["dim"]
     if op_instance.choice.needs[0].dim != dim:
         return lambda context, *args, **kwargs: op_instance.run(*args, **kwargs)
@@ -99,13 +101,13 @@ def _split(op_instance: OpInstance) -> Act:
     )
 
 
-def _narrow(op_instance: OpInstance) -> Act:
+def _narrow(op_instance: OpInstance) -> LocalOp:
     (need,) = op_instance.choice.needs
     options = op_instance.layer.options
     if need.dim != options["dim"]:
         return lambda context, *args, **kwargs: op_instance.run(*args, **kwargs)
 
-    def run_local(context: ForwardContext, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def run_local(context: ForwardContext, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         before = count_of(
             [(a, min(b, options["start"])) for a, b in context.own_segments(need) if a < options["start"]]
         )
@@ -114,47 +116,50 @@ def _narrow(op_instance: OpInstance) -> Act:
     return run_local
 
 
-def _sum(op_instance: OpInstance) -> Act:
+def _sum(op_instance: OpInstance) -> LocalOp:
     """Computes this rank's summand of a sum or mean along the cut dim."""
     options = op_instance.layer.options
 
-    def run_local(context: ForwardContext, x: torch.Tensor, *_: Any, **keywords: Any) -> torch.Tensor:
+    def run_local(context: ForwardContext, x: torch.Tensor, *_: object, **kwargs: NodeValue) -> torch.Tensor:
         if options["name"] == "sum":
-            return x.sum(options["dims"], keepdim=options["keep"], dtype=keywords.get("dtype"))
+            return x.sum(options["dims"], keepdim=options["keep"], dtype=kwargs.get("dtype"))
         shape = context.full_shape(x, op_instance.choice.needs[0])
-        kind: torch.dtype = keywords.get("dtype") or x.dtype
-        wide = torch.float32 if kind.itemsize < 4 else kind  # a sum of 16-bit numbers may overflow
+        dtype: torch.dtype = kwargs.get("dtype") or x.dtype
+        wide = torch.float32 if dtype.itemsize < 4 else dtype  # a sum of 16-bit numbers may overflow
         total: torch.Tensor = x.sum(options["dims"], keepdim=options["keep"], dtype=wide)
-        mean: torch.Tensor = (total / prod(shape[dim] for dim in options["dims"])).to(kind)
+        mean: torch.Tensor = (total / prod(shape[dim] for dim in options["dims"])).to(dtype)
         return mean
 
     return run_local
 
 
-def _group_conv(op_instance: OpInstance) -> Act:
+def _group_conv(op_instance: OpInstance) -> LocalOp:
     groups = op_instance.layer.options["groups"]
 
     def run_local(
-        context: ForwardContext, x: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+        context: ForwardContext, x: torch.Tensor, weight: torch.Tensor, *args: NodeValue, **kwargs: NodeValue
     ) -> torch.Tensor:
         local_groups = groups * context.count(op_instance.choice.needs[0]) // context.size(op_instance.choice.needs[0])
         if len(args) > 4:
-            return op_instance.run(x, weight, *args[:4], local_groups, *args[5:], **kwargs)  # type: ignore[no-any-return]
-        return op_instance.run(x, weight, *args, **{**kwargs, "groups": local_groups})  # type: ignore[no-any-return]
+            args = (*args[:4], local_groups, *args[5:])
+        else:
+            kwargs = {**kwargs, "groups": local_groups}
+        y: torch.Tensor = op_instance.run(x, weight, *args, **kwargs)
+        return y
 
     return run_local
 
 
-def _group_norm(op_instance: OpInstance) -> Act:
+def _group_norm(op_instance: OpInstance) -> LocalOp:
     def run_local(
         context: ForwardContext,
         x: torch.Tensor,
         groups: int,
-        weight: Any = None,
-        bias: Any = None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
         eps: float = 1e-5,
-        *_: Any,
-    ) -> Any:
+        *_: object,
+    ) -> torch.Tensor:
         need = op_instance.choice.needs[0]
         if op_instance.choice.mode == "local":
             return F.group_norm(x, groups * context.count(need) // context.size(need), weight, bias, eps)
@@ -173,47 +178,56 @@ def _group_norm(op_instance: OpInstance) -> Act:
     return run_local
 
 
-def _layer_norm(op_instance: OpInstance) -> Act:
+def _layer_norm(op_instance: OpInstance) -> LocalOp:
     def run_local(
         context: ForwardContext,
         x: torch.Tensor,
-        shape: Any,
-        weight: Any = None,
-        bias: Any = None,
+        shape: object,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
         eps: float = 1e-5,
-        *_: Any,
-    ) -> Any:
+        *_: object,
+    ) -> torch.Tensor:
         return ops.layer_norm(x, weight, bias, context.size(op_instance.choice.needs[0]), eps, context.shard_group)
 
     return run_local
 
 
-def _rms_norm(op_instance: OpInstance) -> Act:
+def _rms_norm(op_instance: OpInstance) -> LocalOp:
     def run_local(
-        context: ForwardContext, x: torch.Tensor, _: Any, weight: Any = None, eps: float | None = None
-    ) -> Any:
+        context: ForwardContext,
+        x: torch.Tensor,
+        _: object,
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
         return ops.rms_norm(x, weight, context.size(op_instance.choice.needs[0]), eps, context.shard_group)
 
     return run_local
 
 
-def _embedding_rows(op_instance: OpInstance) -> Act:
+def _embedding_rows(op_instance: OpInstance) -> LocalOp:
     need = op_instance.choice.needs[1]
 
     def run_local(
-        context: ForwardContext, ids: torch.Tensor, weight: torch.Tensor, padding: int | None = None, *_: Any, **k: Any
-    ) -> Any:
+        context: ForwardContext,
+        ids: torch.Tensor,
+        weight: torch.Tensor,
+        padding: int | None = None,
+        *_: object,
+        **kwargs: NodeValue,
+    ) -> torch.Tensor:
         return ops.embed_rows(
-            ids, weight, context.own_segments(need), context.size(need), k.get("padding_idx", padding)
+            ids, weight, context.own_segments(need), context.size(need), kwargs.get("padding_idx", padding)
         )
 
     return run_local
 
 
-def _vocabulary(op_instance: OpInstance) -> Act:
+def _vocabulary(op_instance: OpInstance) -> LocalOp:
     def run_local(
-        context: ForwardContext, logits: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+        context: ForwardContext, logits: torch.Tensor, target: torch.Tensor, *args: NodeValue, **kwargs: NodeValue
+    ) -> torch.Tensor:
         names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
         options = dict(zip(names, args, strict=False)) | kwargs
         return ops.cross_entropy(
@@ -229,14 +243,14 @@ def _vocabulary(op_instance: OpInstance) -> Act:
     return run_local
 
 
-def _dropout(op_instance: OpInstance) -> Act:
+def _dropout(op_instance: OpInstance) -> LocalOp:
     (need,) = op_instance.choice.needs
     module = (
         op_instance.model.get_submodule(str(op_instance.node.target)) if op_instance.node.op == "call_module" else None
     )
 
     def run_local(
-        context: ForwardContext, x: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any
+        context: ForwardContext, x: torch.Tensor, p: float = 0.5, training: bool = True, *_: object, **__: object
     ) -> torch.Tensor:
         if isinstance(module, Dropout):
             p, training = module.p, module.training
@@ -253,13 +267,18 @@ def _dropout(op_instance: OpInstance) -> Act:
     return run_local
 
 
-def _attention(op_instance: OpInstance) -> Act:
+def _attention(op_instance: OpInstance) -> LocalOp:
     """Runs torch's attention; with dropout, an attention whose mask depends on positions in the full tensor."""
     need = op_instance.choice.needs[0]
 
     def run_local(
-        context: ForwardContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+        context: ForwardContext,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args: NodeValue,
+        **kwargs: NodeValue,
+    ) -> torch.Tensor:
         names = ("attn_mask", "dropout_p", "is_causal")
         options = dict(zip(names, args, strict=False)) | kwargs
         if not options.get("dropout_p"):
@@ -281,10 +300,10 @@ def _attention(op_instance: OpInstance) -> Act:
     return run_local
 
 
-def _instance_norm(op_instance: OpInstance) -> Act:
+def _instance_norm(op_instance: OpInstance) -> LocalOp:
     module: Any = op_instance.run  # its forward would expect the channels of all ranks
 
-    def run_local(context: ForwardContext, x: torch.Tensor) -> Any:
+    def run_local(context: ForwardContext, x: torch.Tensor) -> torch.Tensor:
         uses_batch_statistics = module.training or not module.track_running_stats
         rate = module.momentum if module.momentum is not None else 0.0
         running = (module.running_mean, module.running_var)
@@ -293,11 +312,11 @@ def _instance_norm(op_instance: OpInstance) -> Act:
     return run_local
 
 
-def _batch_norm(op_instance: OpInstance) -> Act:
+def _batch_norm(op_instance: OpInstance) -> LocalOp:
     module = op_instance.run
     affine_keys = [(name, need) for name, need in op_instance.needs.items() if name.endswith((".weight", ".bias"))]
 
-    def run_local(context: ForwardContext, x: torch.Tensor) -> Any:
+    def run_local(context: ForwardContext, x: torch.Tensor) -> NodeValue:
         if not isinstance(module, BatchNorm):
             return module(x)
         return ops.batch_norm(
@@ -307,7 +326,8 @@ def _batch_norm(op_instance: OpInstance) -> Act:
     return run_local
 
 
-LOCAL: dict[tuple[str, str], Callable[[OpInstance], Act]] = {
+# By operation and mode; * is any mode.
+BUILDERS: dict[tuple[str, str], Callable[[OpInstance], LocalOp]] = {
     ("view", "local"): _view,
     ("expand", "local"): _view,
     ("split", "local"): _split,

@@ -17,20 +17,26 @@ from evenly.spec.layout import Choice, Layout, Segments, TensorPlacement, deal, 
 
 REFUSES_EMPTY = {"conv", "spatial", "batch_norm", "instance_norm", "group_norm", "prelu", "attention", "embedding"}
 REFUSES_EMPTY |= {"pixel_shuffle", "along", "repeat"}  # operations of torch that refuse an empty dim
-TOGETHER = {"moments", "vocabulary", "rows"}  # modes with a collective inside the operation
+RUNS_ON_EMPTY = {"moments", "vocabulary", "rows"}  # modes whose local op takes empty parts; some call a collective
+
+# The value of a node of the traced program: a tensor, a number, a size, a dtype, None, or a tuple, list or dict of
+# these. Which of them depends on the operation, so it cannot be checked statically.
+NodeValue = Any
+ValueKey = tuple[str, TensorPlacement | None]  # a tensor in one of its placements; None: not a tensor
+NodeArguments = tuple[tuple[NodeValue, ...], dict[str, NodeValue]]  # positional ones, and those by name
 
 
 class ForwardContext:
     """One forward pass: the batch, the values computed so far, and the indices of each cut that this rank holds."""
 
     def __init__(
-        self, shard_group: ShardGroup, dropout_stream: DropoutStream, layout: Layout, arguments: Mapping[str, Any]
+        self, shard_group: ShardGroup, dropout_stream: DropoutStream, layout: Layout, arguments: Mapping[str, object]
     ) -> None:
         self.shard_group = shard_group
         self.dropout_stream = dropout_stream
         self.layout = layout
         self.arguments = arguments
-        self.values: dict[tuple[str, TensorPlacement | None], Any] = {}
+        self.values: dict[ValueKey, NodeValue] = {}
         first = next((a for a in arguments.values() if isinstance(a, torch.Tensor) and a.ndim), None)
         self.samples = first.shape[0] if first is not None else 0
 
@@ -63,17 +69,20 @@ class ForwardContext:
             shape[placement.dim] = self.size(placement)
         return tuple(shape)
 
-    def full_meta(self, x: Any, placement: TensorPlacement | None) -> Any:
+    def full_meta(self, x: object, placement: TensorPlacement | None) -> object:
         """Returns a meta tensor of the full shape; values that are not tensors are returned unchanged."""
         if not isinstance(x, torch.Tensor):
             return x
-        kind = torch.float32 if x.is_floating_point() else x.dtype  # types may differ under autocast
-        return torch.empty(self.full_shape(x, placement), dtype=kind, device="meta")
+        dtype = torch.float32 if x.is_floating_point() else x.dtype  # types may differ under autocast
+        return torch.empty(self.full_shape(x, placement), dtype=dtype, device="meta")
 
 
 def switch(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], switches: Mapping[str, tuple[Any, Any]], owner: nn.Module
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[NodeValue, ...],
+    kwargs: Mapping[str, NodeValue],
+    switches: Mapping[str, tuple[object, object]],
+    owner: nn.Module,
+) -> NodeArguments:
     """Returns the arguments, with those that depend on the mode set for the owner's mode (training or evaluation)."""
     chosen = {key: pair[not owner.training] for key, pair in switches.items()}
     args = tuple(chosen.get(str(i), value) for i, value in enumerate(args))
@@ -90,7 +99,7 @@ class OpInstance:
     number: int
     model: nn.Module  # this rank's part
     original: nn.Module
-    switches: dict[str, tuple[Any, Any]]
+    switches: Mapping[str, tuple[object, object]]  # argument -> its values in training and in evaluation
 
     @cached_property
     def needs(self) -> dict[str, TensorPlacement]:
@@ -104,7 +113,7 @@ class OpInstance:
         return self.model.get_submodule(path) if path else self.model
 
     @cached_property
-    def run(self) -> Callable[..., Any]:
+    def run(self) -> Callable[..., NodeValue]:
         """The operation itself."""
         return _callable(self.node, self.model)
 
@@ -114,11 +123,11 @@ class OpInstance:
         values = (*self.node.args, *self.node.kwargs.values())
         return not any(isinstance(value, tuple | list | dict | slice) for value in values)
 
-    def arguments(self, context: ForwardContext) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, context: ForwardContext) -> NodeArguments:
         """Returns the arguments: tensors in the needed placements, switches set by the module's mode."""
         return self.switched(lambda n: context.values[n.name, self.needs.get(n.name)])
 
-    def switched(self, fetch: Callable[[fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def switched(self, fetch: Callable[[fx.Node], NodeValue]) -> NodeArguments:
         """Returns the arguments that `fetch` returns, with the switches set by the module's mode."""
         if self._is_flat:
             args = tuple(fetch(value) if isinstance(value, fx.Node) else value for value in self.node.args)
@@ -129,7 +138,7 @@ class OpInstance:
 
     def is_idle(self, context: ForwardContext) -> bool:
         """Whether this rank holds no indices of the operation's cut tensors, and torch would refuse empty ones."""
-        if self.layer.op not in REFUSES_EMPTY or self.choice.mode in TOGETHER:
+        if self.layer.op not in REFUSES_EMPTY or self.choice.mode in RUNS_ON_EMPTY:
             return False
         cut = [placement for placement in (*self.choice.needs, *self.choice.gives) if placement.state == "sharded"]
         return any(context.count(placement) == 0 for placement in cut)
@@ -139,7 +148,7 @@ class OpInstance:
         context: ForwardContext,
         inputs: list[torch.Tensor] | None = None,
         reads: Mapping[str, TensorPlacement] | None = None,
-    ) -> Any:
+    ) -> torch.Tensor:
         """Returns the output on a rank that holds no indices: an empty part of a cut tensor, zeros as a summand."""
         shape = list(self.full_output(context, reads).shape)
         (output_placement,) = self.choice.gives
@@ -157,7 +166,7 @@ class OpInstance:
         floats = [x for x in inputs if x.is_floating_point()]
         return linked_zeros(shape, *floats)
 
-    def full_output(self, context: ForwardContext, reads: Mapping[str, TensorPlacement] | None = None) -> Any:
+    def full_output(self, context: ForwardContext, reads: Mapping[str, TensorPlacement] | None = None) -> NodeValue:
         """Returns the full output of the operation as a meta tensor."""
         states = self.needs if reads is None else reads
         args, kwargs = self.switched(
@@ -168,7 +177,7 @@ class OpInstance:
         return _callable(self.node, self.original)(*args, **kwargs)
 
 
-def _callable(node: fx.Node, model: nn.Module) -> Callable[..., Any]:
+def _callable(node: fx.Node, model: nn.Module) -> Callable[..., NodeValue]:
     if node.op == "call_module":
         return model.get_submodule(str(node.target))
     if node.op == "call_method":

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -14,23 +14,47 @@ from evenly.comm import ShardGroup
 from evenly.spec.layout import Segments
 
 
-class _Hollow(torch.autograd.Function):
+class AutogradContext(Protocol):
+    """The `ctx` of a `torch.autograd.Function`, as torch makes it; each function adds its own fields."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        """Makes these the `saved_tensors` of backward."""
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        """Declares outputs that get no gradient."""
+
+
+class _ZerosContext(AutogradContext, Protocol):
+    inputs: list[tuple[torch.Size, torch.dtype, torch.device]]
+
+
+class _LinkedZeros(torch.autograd.Function):
     """Zeros that depend on tensors in autograd's graph, so that backward runs on a rank that computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, shape: Sequence[int], like: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.shapes = [(x.shape, x.dtype, x.device) for x in (like, *inputs)]
+    def forward(ctx: _ZerosContext, shape: Sequence[int], like: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.inputs = [(x.shape, x.dtype, x.device) for x in (like, *inputs)]
         return like.new_zeros(tuple(shape))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
+    def backward(ctx: _ZerosContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs)
 
 
 def linked_zeros(shape: Sequence[int], *inputs: torch.Tensor) -> torch.Tensor:
     """Returns zeros of `shape` whose gradient reaches the inputs as zeros."""
-    zeros: torch.Tensor = _Hollow.apply(shape, *inputs)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    zeros: torch.Tensor = _LinkedZeros.apply(shape, *inputs)  # type: ignore[no-untyped-call]  # torch has no annotation here
     return zeros
+
+
+class _StandardContext(AutogradContext, Protocol):
+    dims: tuple[int, ...]
+    count: int
+    centred: bool
+    shard_group: ShardGroup
 
 
 class _Standard(torch.autograd.Function):
@@ -38,7 +62,13 @@ class _Standard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, dims: tuple[int, ...], count: int, eps: float, centred: bool, shard_group: ShardGroup
+        ctx: _StandardContext,
+        x: torch.Tensor,
+        dims: tuple[int, ...],
+        count: int,
+        eps: float,
+        centred: bool,
+        shard_group: ShardGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = x.float() if x.dtype.itemsize < 4 else x
         mean = wide.new_zeros(())
@@ -58,7 +88,7 @@ class _Standard(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: _StandardContext, gradient: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
         standard, scale = ctx.saved_tensors
         wide = gradient.to(standard.dtype)
         slope = (wide * standard).sum(ctx.dims, keepdim=True)
@@ -121,20 +151,24 @@ def rms_norm(
     return y if weight is None else y * weight
 
 
+class _GroupContext(AutogradContext, Protocol):
+    count: int
+    shard_group: ShardGroup
+
+
 class _GroupStandard(torch.autograd.Function):
     """Group norm without its affine part, where groups span several ranks: sums over channels, then over ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, member: torch.Tensor, count: int, eps: float, shard_group: ShardGroup
+        ctx: _GroupContext, x: torch.Tensor, member: torch.Tensor, count: int, eps: float, shard_group: ShardGroup
     ) -> torch.Tensor:
         # x: [n, channels here, rest], member: [groups, channels here], 1 where a channel is in a group
         wide = x.float() if x.dtype.itemsize < 4 else x
         member = member.to(wide.dtype)
 
-        def over_group(
-            per_channel: torch.Tensor,
-        ) -> torch.Tensor:  # [n, channels] -> the group's mean, [n, channels, 1]
+        def over_group(per_channel: torch.Tensor) -> torch.Tensor:
+            # [n, channels here] -> the mean of each channel's group, [n, channels here, 1]
             total = shard_group.sum(per_channel @ member.T, name="moments").wait() / count
             return (total @ member).unsqueeze(-1)
 
@@ -147,7 +181,7 @@ class _GroupStandard(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _GroupContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         standard, scale, member = ctx.saved_tensors
         wide = gradient.to(standard.dtype)
         sums = torch.stack([wide.sum(-1), (wide * standard).sum(-1)]) @ member.T  # [2, n, groups]
@@ -199,12 +233,16 @@ def embed_rows(
     return rows * (local >= 0).unsqueeze(-1)
 
 
+class _VocabularyContext(AutogradContext, Protocol):
+    dtype: torch.dtype  # of the logits
+
+
 class _VocabularyLoss(torch.autograd.Function):
     """Cross-entropy of logits [n, classes here, ...] whose classes are cut over ranks; one loss per target."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _VocabularyContext,
         logits: torch.Tensor,
         target: torch.Tensor,
         segments: Segments,
@@ -232,19 +270,19 @@ class _VocabularyLoss(torch.autograd.Function):
         counted = target != ignored
         assert_later((((target >= 0) & (target < size)) | ~counted).all())
         ctx.save_for_backward(exps, total, local_index, counted)
-        ctx.kind = logits.dtype
+        ctx.dtype = logits.dtype
         return torch.where(counted, total.log() - chosen, torch.zeros_like(total))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _VocabularyContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         exps, total, local_index, counted = ctx.saved_tensors
         back = exps / total.unsqueeze(-1)
         if back.shape[-1]:
             one = (local_index >= 0).to(back.dtype).unsqueeze(-1)
             back = back.scatter_add(-1, local_index.clamp_min(0).unsqueeze(-1), -one)
         back = back * torch.where(counted, gradient, torch.zeros_like(gradient)).unsqueeze(-1)
-        return back.movedim(-1, 1).to(ctx.kind), None, None, None, None, None
+        return back.movedim(-1, 1).to(ctx.dtype), None, None, None, None, None
 
 
 def cross_entropy(

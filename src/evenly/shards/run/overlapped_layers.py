@@ -5,16 +5,20 @@ computes the gradient of the weight while the sum is pending.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from evenly.comm import Redistribute
+from evenly.shards.run.op_instance import NodeValue
+from evenly.shards.run.ops import AutogradContext
 
 CONV = ("stride", "padding", "dilation", "groups")
 CONV_TRANSPOSE = ("stride", "padding", "output_padding", "groups", "dilation")
+LayerOptions = Mapping[str, int | tuple[int, ...] | list[int]]  # stride, padding, ...: one number, or one per dim
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # of input, weight and bias
 
 
 def overlapped_layer(
@@ -23,11 +27,11 @@ def overlapped_layer(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    options: Mapping[str, Any],
+    options: LayerOptions,
 ) -> torch.Tensor:
     """Returns the output of the layer `name` (conv2d, linear, ...) for the redistributed input, differentiable."""
     x, weight, bias = to_autocast_dtype(x), to_autocast_dtype(weight), bias if bias is None else to_autocast_dtype(bias)
-    y: torch.Tensor = _Mixed.apply(x, weight, bias, redistribute, name, options)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    y: torch.Tensor = _OverlappedLayer.apply(x, weight, bias, redistribute, name, options)  # type: ignore[no-untyped-call]  # torch has no annotation here
     return y
 
 
@@ -38,7 +42,7 @@ def to_autocast_dtype(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def layer_options(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+def layer_options(name: str, args: tuple[NodeValue, ...], kwargs: Mapping[str, NodeValue]) -> LayerOptions | None:
     """Returns the layer's arguments after input, weight and bias, by name; None if the padding is a string."""
     if name == "linear":
         return {}
@@ -47,23 +51,32 @@ def layer_options(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return None if isinstance(options.get("padding"), str) else options
 
 
-class _Mixed(torch.autograd.Function):
+class _LayerContext(AutogradContext, Protocol):
+    redistribute: Redistribute
+    layer_name: str
+    options: LayerOptions
+    has_bias: bool
+
+
+class _OverlappedLayer(torch.autograd.Function):
+    """A layer after the redistribution of its input; backward sums the input's gradient during the weight's."""
+
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _LayerContext,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         redistribute: Redistribute,
         name: str,
-        options: Mapping[str, Any],
+        options: LayerOptions,
     ) -> torch.Tensor:
         moved_input = redistribute.forward(x).wait()
         # With a frozen weight, backward needs only the input's shape.
         saved_input = moved_input if ctx.needs_input_grad[1] else moved_input.new_empty(1).expand(moved_input.shape)
         ctx.save_for_backward(saved_input, weight)
         ctx.redistribute = redistribute
-        ctx.name = name
+        ctx.layer_name = name
         ctx.options = options
         ctx.has_bias = bias is not None
         with torch.autocast(x.device.type, enabled=False):
@@ -72,30 +85,28 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: _LayerContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with ctx.redistribute.shard_group.telling():
-            return _Mixed._gradients(ctx, gradient)
+            return _OverlappedLayer._gradients(ctx, gradient)
 
     @staticmethod
-    def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def _gradients(ctx: _LayerContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
-        gradients = _linear if ctx.name == "linear" else _conv
-        pending_input_gradient = None
-        if for_input:
-            pending_input_gradient = ctx.redistribute.backward(
-                gradients(ctx, gradient, x, weight, (True, False, False))[0]
-            )
+        gradients = _linear if ctx.layer_name == "linear" else _conv
+        local_gradient = gradients(ctx, gradient, x, weight, (True, False, False))[0] if for_input else None
+        pending_input_gradient = None if local_gradient is None else ctx.redistribute.backward(local_gradient)
         _, weight_gradient, bias_gradient = gradients(ctx, gradient, x, weight, (False, for_weight, for_bias))
         input_gradient = None if pending_input_gradient is None else pending_input_gradient.wait()
         return input_gradient, weight_gradient, bias_gradient, None, None, None
 
 
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
 def _linear(
-    ctx: Any, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, output_mask: tuple[bool, bool, bool]
+    ctx: _LayerContext,
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    output_mask: tuple[bool, bool, bool],
 ) -> Gradients:
     rows, inputs = (t.flatten(0, -2) if t.ndim > 1 else t[None] for t in (gradient, x))
     return (
@@ -106,7 +117,11 @@ def _linear(
 
 
 def _conv(
-    ctx: Any, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, output_mask: tuple[bool, bool, bool]
+    ctx: _LayerContext,
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    output_mask: tuple[bool, bool, bool],
 ) -> Gradients:
     if not any(output_mask):
         return None, None, None
@@ -124,7 +139,7 @@ def _conv(
         per_dim("stride", 1),
         per_dim("padding", 0),
         per_dim("dilation", 1),
-        "transpose" in ctx.name,
+        "transpose" in ctx.layer_name,
         per_dim("output_padding", 0),
         options.get("groups", 1),
         list(output_mask),
@@ -132,5 +147,5 @@ def _conv(
     return gradients
 
 
-def _single(value: Any) -> int:
+def _single(value: int | tuple[int, ...] | list[int]) -> int:
     return int(value[0]) if isinstance(value, tuple | list) else int(value)

@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx, nn
 
@@ -17,12 +16,10 @@ from evenly.shards.run.cutting import parameter_placements
 from evenly.shards.run.dropout import DropoutStream
 from evenly.shards.run.fusion import biases, input_moves
 from evenly.shards.run.local_ops import local_layer_of, local_op_of
-from evenly.shards.run.op_instance import ForwardContext, OpInstance
+from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance, ValueKey
 from evenly.shards.run.overlapped_layers import to_autocast_dtype
 from evenly.spec.graph import Layer
 from evenly.spec.layout import REPLICATED, Choice, Layout, Move, TensorPlacement
-
-Key = tuple[str, TensorPlacement | None]  # a tensor in one of its placements; None: not a tensor
 
 
 @dataclass
@@ -31,8 +28,8 @@ class ProgramStep:
 
     name: str
     run: Callable[[ForwardContext], None]
-    reads: list[Key]
-    drops: list[Key] = field(default_factory=list)
+    reads: list[ValueKey]
+    drops: list[ValueKey] = field(default_factory=list)
 
 
 class Program:
@@ -59,8 +56,8 @@ class Program:
         self._nodes = {node.name: node for node in traced.program.graph.nodes}
         self._has_dropout = any(choice.op in ("dropout", "attention") for choice in layout.choices)
         self._parameter_placements = dict(parameter_placements(traced, layout))
-        self._available: set[Key] = set()
-        self.listener: Callable[[str, TensorPlacement, Any], None] | None = None
+        self._available: set[ValueKey] = set()
+        self.listener: Callable[[str, TensorPlacement, object], None] | None = None
         self.steps: list[ProgramStep] = []
         for number, node in enumerate(traced.program.graph.nodes):
             if node.name in self._layers:
@@ -69,7 +66,7 @@ class Program:
         for key, step in last.items():
             step.drops.append(key)
 
-    def run(self, arguments: Mapping[str, Any]) -> Any:
+    def run(self, arguments: Mapping[str, object]) -> object:
         """Runs this rank's steps and returns the output of the network's forward."""
         if self._has_dropout and self._model.training and in_backward():
             raise SpecError(
@@ -85,7 +82,7 @@ class Program:
             self._dropout_stream.passes += 1
         return self._restore_structure(context.values["output", None])
 
-    def _restore_structure(self, result: Any) -> Any:
+    def _restore_structure(self, result: object) -> object:
         """Returns the outputs in the tuples, lists and dicts of the network's forward."""
         structure = self.traced.form
         leaves = pytree.tree_leaves(result)
@@ -110,7 +107,7 @@ class Program:
             self._operation(node, layer, number)
 
     def _input(self, node: fx.Node) -> None:
-        key: Key = (node.name, REPLICATED)
+        key: ValueKey = (node.name, REPLICATED)
         name = str(node.target)
 
         def run(context: ForwardContext) -> None:
@@ -129,10 +126,13 @@ class Program:
         outputs = [
             (tensor.name, placement) for tensor, placement in zip(layer.outputs, op_instance.choice.gives, strict=True)
         ]
-        single: Key | None = (node.name, None) if not outputs else outputs[0] if outputs[0][0] == node.name else None
+        single: ValueKey | None = (
+            (node.name, None) if not outputs else outputs[0] if outputs[0][0] == node.name else None
+        )
         local_op = local_op_of(op_instance)
 
         def run(context: ForwardContext) -> None:
+            result: NodeValue
             if op_instance.is_idle(context):
                 result = op_instance.idle(context)
             else:
@@ -148,7 +148,9 @@ class Program:
 
         self._step(node.name, self._reads(node, op_instance.needs), [single] if single else list(outputs), run)
 
-    def _used_outputs(self, node: fx.Node, outputs: Sequence[Key], results: Sequence[Any]) -> dict[Key, Any]:
+    def _used_outputs(
+        self, node: fx.Node, outputs: Sequence[ValueKey], results: Sequence[object]
+    ) -> dict[ValueKey, object]:
         """Returns the used tensors of a tuple whose length differs from the one for the example."""
         used = [index for index, key in enumerate(outputs) if any(key in step.reads for step in self.steps)]
         if node.meta.get("has_fixed_length") or any(index >= len(results) for index in used):
@@ -178,13 +180,13 @@ class Program:
         reads = dict(op_instance.needs)
         if input_move is not None:
             reads[input_move.tensor] = input_move.before
-        bias: Key | None = None
+        bias: ValueKey | None = None
         if bias_layer is not None:
             bias = (self._layers[bias_layer].inputs[1], self._choices[bias_layer].needs[1])
         for name, need in (*reads.items(), *([bias] if bias else [])):
             if need is not None:
                 self._ensure(name, need)
-        out: Key = (node.name, op_instance.choice.gives[0])
+        out: ValueKey = (node.name, op_instance.choice.gives[0])
         local_layer = local_layer_of(op_instance, input_move, self._shard_group)
 
         def run(context: ForwardContext) -> None:
@@ -195,16 +197,16 @@ class Program:
 
         self._step(node.name, [*self._reads(node, reads), *([bias] if bias else [])], [out], run)
 
-    def _notify_listener(self, context: ForwardContext, keys: list[Key]) -> None:
+    def _notify_listener(self, context: ForwardContext, keys: list[ValueKey]) -> None:
         if self.listener is not None:
             for name, placement in keys:
                 if placement is not None and (name, placement) in context.values:
                     self.listener(name, placement, context.values[name, placement])
 
-    def _reads(self, node: fx.Node, needs: Mapping[str, TensorPlacement]) -> list[Key]:
+    def _reads(self, node: fx.Node, needs: Mapping[str, TensorPlacement]) -> list[ValueKey]:
         return [self._key(n.name, needs) for n in node.all_input_nodes]
 
-    def _key(self, name: str, needs: Mapping[str, TensorPlacement]) -> Key:
+    def _key(self, name: str, needs: Mapping[str, TensorPlacement]) -> ValueKey:
         return name, needs.get(name)
 
     def _number(self, node: fx.Node, layer: Layer, number: int) -> None:
@@ -214,7 +216,7 @@ class Program:
         op_instance = self._op_instance(node, layer, choice, number)
         for name, need in op_instance.needs.items():
             self._ensure(name, need)
-        key: Key = (node.name, REPLICATED if layer.outputs else None)
+        key: ValueKey = (node.name, REPLICATED if layer.outputs else None)
 
         def run(context: ForwardContext) -> None:
             args, kwargs = op_instance.arguments(context)
@@ -232,7 +234,7 @@ class Program:
 
     def _ensure(self, name: str, need: TensorPlacement) -> None:
         """Adds the steps that bring a tensor into the placement `need`, unless it is available there."""
-        key: Key = (name, need)
+        key: ValueKey = (name, need)
         if key in self._available:
             return
         move = self._moves.get((name, need))
@@ -261,6 +263,8 @@ class Program:
 
         return run
 
-    def _step(self, name: str, reads: list[Key], writes: list[Key], run: Callable[[ForwardContext], None]) -> None:
+    def _step(
+        self, name: str, reads: list[ValueKey], writes: list[ValueKey], run: Callable[[ForwardContext], None]
+    ) -> None:
         self._available.update(writes)
         self.steps.append(ProgramStep(name, run, reads))

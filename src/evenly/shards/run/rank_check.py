@@ -7,8 +7,7 @@ leave parts of different networks. The ranks compare a row of numbers every few 
 import struct
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -83,7 +82,7 @@ class RankCheck:
         if _is_due(number):
             self.require_same(f"before pass {number}")
 
-    def watch_outputs(self, result: Any, number: int) -> None:
+    def watch_outputs(self, result: object, number: int) -> None:
         """Records the gradients of the outputs in `result` if a comparison is due before the next pass."""
         if not _is_due(number + 1):
             return
@@ -114,7 +113,7 @@ class RankCheck:
         if any(row[1] != first[1] for row in others):
             rates = {rank: row[2] for rank, row in enumerate(rows)}
             raise MismatchError(
-                f"the ranks of a cut network have made steps with other settings of the optimizer {when}; the learning "
+                f"the ranks of a cut network have made steps with different optimizer settings {when}; the learning "
                 f"rates of the last step were {rates}. {ADVICE}"
             )
         for offset, what in ((3, "gradients of the outputs"), (6, f"values of {name!r}")):
@@ -151,7 +150,7 @@ def _is_due(number: int) -> bool:
     return number in EARLY_PASSES or number % EVERY == 0
 
 
-def _numbers(group: dict[str, Any]) -> Iterable[float]:
+def _numbers(group: Mapping[str, object]) -> Iterable[float]:
     """Yields the numeric settings of a parameter group, without switches that may differ between devices."""
     for name in sorted(group):
         value = group[name]

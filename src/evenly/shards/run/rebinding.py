@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 DEPTH = 4  # of nested containers and closures
+Copies = Mapping[int, nn.Module | torch.Tensor]  # the copy of each module and tensor, by its identity
 
 
-def rebound(value: Any, copies: Mapping[int, Any], depth: int = 0) -> Any:
+def rebound(value: object, copies: Copies, depth: int = 0) -> Any:
     """Returns a value with modules and tensors of a tree replaced by their copies; the same if it holds none.
+
+    The result has the type of the value.
 
     Args:
         value: an attribute of a module.
@@ -34,7 +37,7 @@ def rebound(value: Any, copies: Mapping[int, Any], depth: int = 0) -> Any:
         parts = rebound([value.func, value.args, value.keywords], copies, depth + 1)
         same = all(a is b for a, b in zip(parts, (value.func, value.args, value.keywords), strict=True))
         return value if same else partial(parts[0], *parts[1], **parts[2])
-    if type(value) in (list, tuple, set):
+    if isinstance(value, list | tuple | set) and type(value) in (list, tuple, set):  # no subclasses
         items = [rebound(item, copies, depth + 1) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     if type(value) is dict:
@@ -43,13 +46,13 @@ def rebound(value: Any, copies: Mapping[int, Any], depth: int = 0) -> Any:
     return value
 
 
-def reachable(value: Any, visited: set[int] | None = None, depth: int = 0) -> Iterator[torch.Tensor]:
+def reachable(value: object, visited: set[int] | None = None, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yields the tensors that a module can reach: its own, and those of objects that it refers to."""
     visited = set() if visited is None else visited
     if id(value) in visited or depth > 2 * DEPTH:
         return
     visited.add(id(value))
-    inner: Iterable[Any] = ()
+    inner: Iterable[object] = ()
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, nn.Module):
@@ -70,7 +73,7 @@ def reachable(value: Any, visited: set[int] | None = None, depth: int = 0) -> It
         yield from reachable(item, visited, depth + 1)
 
 
-def _function(value: FunctionType, copies: Mapping[int, Any], depth: int) -> FunctionType:
+def _function(value: FunctionType, copies: Copies, depth: int) -> FunctionType:
     cells = value.__closure__ or ()
     contents = [_cell_contents(cell) for cell in cells]
     replaced = [rebound(inner, copies, depth + 1) for inner in contents]
@@ -82,7 +85,7 @@ def _function(value: FunctionType, copies: Mapping[int, Any], depth: int) -> Fun
     return copy
 
 
-def _cell_contents(cell: CellType) -> Any:
+def _cell_contents(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell

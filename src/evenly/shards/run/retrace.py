@@ -3,7 +3,6 @@
 import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from evenly._torch.tracing import is_constant
 from evenly.errors import MismatchError, SpecError
 from evenly.graph import Change, ChangeWatch, Traced, follow, refuse_hooks_on_all
 from evenly.shards.parts.guard import CutTensors, cut_tensors_of, guard
-from evenly.shards.parts.local_shards import local_shard_of, place
+from evenly.shards.parts.local_shards import local_shard_of, set_local_shard
 from evenly.shards.run.cutting import meta_tree
 
 Modes = tuple[bool, ...]  # of all modules, in order
@@ -34,27 +33,27 @@ class TracedProgram:
         self._inputs = traced.inputs
         self._trainable = {name for name, p in original.named_parameters() if p.requires_grad}
         self._sources = _sources(original, traced)
-        self.record_placements()
+        self.record_local_shards()
         self._set_trace(traced)
 
-    def record_placements(self) -> None:
+    def record_local_shards(self) -> None:
         """Records the tensors and their local shards, and guards the cut ones."""
         named = _named(self._network)
         self.cut: CutTensors = cut_tensors_of({id(tensor): tensor for tensor in named.values()}.values())
         guard(self.cut)
-        self._placements = {name: local_shard_of(tensor) for name, tensor in named.items()}
+        self._local_shards = {name: local_shard_of(tensor) for name, tensor in named.items()}
         self._shapes = [(name, tensor, tensor.shape) for name, tensor in named.items()]
 
     def _set_trace(self, traced: Traced) -> None:
         self.traced = traced
         self._watch = ChangeWatch(self._network, traced.reads)
         self._variants: dict[Modes, Traced] = {}
-        self._checked_batches: set[Any] = set()
+        self._checked_batches: set[tuple[object, ...]] = set()
         self._flags = [vars(module) for module in self._network.modules()]
         self._stamps = {id(traced): _stamp(traced, ())}
 
-    def update(self, arguments: Mapping[str, Any], *, training: bool) -> Traced:
-        """Returns the trace that is valid for a call with these arguments; raises an error if there is none."""
+    def update(self, inputs: Mapping[str, torch.Tensor], *, training: bool) -> Traced:
+        """Returns the trace that is valid for a call with these tensors; raises an error if there is none."""
         refuse_hooks_on_all()
         if self._network.training is not training:
             self._network.training = training
@@ -62,7 +61,7 @@ class TracedProgram:
             if tensor.shape != shape:
                 raise _misfit(name, shape, tensor.shape)
         if not self._watch.is_still():
-            self._place_replaced_tensors()
+            self._adopt_replaced_tensors()
             changes = self._watch.changes()
             if changes:
                 self._retrace(changes)
@@ -70,20 +69,20 @@ class TracedProgram:
         traced = self.traced
         if any(flags["training"] is not training for flags in self._flags):
             traced = self._variant(tuple(flags["training"] for flags in self._flags))
-        self._check_batch(traced, arguments)
+        self._check_batch(traced, inputs)
         return traced
 
-    def _place_replaced_tensors(self) -> None:
+    def _adopt_replaced_tensors(self) -> None:
         """Gives tensors that replaced others the local shards of those, if their shapes are equal."""
         named, known_shapes = _named(self._network), {name: shape for name, _, shape in self._shapes}
         for name in {**known_shapes, **named}:
             tensor = named.get(name)
             if tensor is None or known_shapes.get(name) != tensor.shape:
                 raise _misfit(name, known_shapes.get(name), None if tensor is None else tensor.shape)
-            local_shard = self._placements[name]
+            local_shard = self._local_shards[name]
             if local_shard_of(tensor) is None and local_shard is not None:
-                place(tensor, local_shard)
-        self.record_placements()
+                set_local_shard(tensor, local_shard)
+        self.record_local_shards()
 
     def _retrace(self, changes: Sequence[Change]) -> None:
         name, before, now = changes[0]
@@ -114,7 +113,7 @@ class TracedProgram:
         return self._variants[modes]
 
     def _trace_again(self, modes: Mapping[str, bool] | None) -> Traced:
-        full = meta_tree(self._network, self._placements, self._trainable)
+        full = meta_tree(self._network, self._local_shards, self._trainable)
         with torch.inference_mode(False), torch.enable_grad():  # as when it was cut
             traced = follow(full, dict(self._inputs), modes=modes)
         for name, value in vars(traced.program).items():
@@ -143,20 +142,20 @@ class TracedProgram:
                             "it on the network that evenly.shard returned."
                         )
 
-    def _check_batch(self, traced: Traced, arguments: Mapping[str, Any]) -> None:
+    def _check_batch(self, traced: Traced, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises `SpecError` if forward would branch differently for a batch of these shapes and dtypes."""
-        tensors = {name: arguments[name] for name in self._inputs}
         grad = torch.is_grad_enabled()
-        signatures = [(x.shape, x.dtype, x.requires_grad) for x in tensors.values()]
+        tensors = (inputs[name] for name in self._inputs)
+        signatures = [(x.shape, x.dtype, x.requires_grad) for x in tensors]
         key = (id(traced), grad, *signatures)
         if key in self._checked_batches:
             return
-        inputs = {
+        meta_inputs = {
             name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
-            for name, (shape, dtype, requires_grad) in zip(tensors, signatures, strict=True)
+            for name, (shape, dtype, requires_grad) in zip(self._inputs, signatures, strict=True)
         }
         for decisions in traced.decisions:
-            decisions.require(self._model, inputs)
+            decisions.require(self._model, meta_inputs)
         self._checked_batches.add(key)
 
     def stamp_of(self, traced: Traced) -> int:
@@ -169,7 +168,7 @@ def _named(network: nn.Module) -> dict[str, torch.Tensor]:
     return parameters | dict(network.named_buffers(remove_duplicate=False))
 
 
-def _sources(original: nn.Module, traced: Traced) -> list[tuple[weakref.ref[nn.Module], str, dict[str, Any]]]:
+def _sources(original: nn.Module, traced: Traced) -> list[tuple[weakref.ref[nn.Module], str, dict[str, object]]]:
     """Returns weak references to the original modules, with their paths and the plain attributes that forward read."""
     sources = []
     for path, module in original.named_modules():
@@ -180,7 +179,7 @@ def _sources(original: nn.Module, traced: Traced) -> list[tuple[weakref.ref[nn.M
     return sources
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: object, other: object) -> bool:
     return one is other or (type(one) is type(other) and bool(one == other))
 
 
@@ -203,6 +202,6 @@ def _describe_shape(shape: torch.Size | None) -> str:
     return "not there" if shape is None else f"of shape {tuple(shape)}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value).splitlines()[0]
     return text if len(text) < 60 else f"{text[:57]}..."

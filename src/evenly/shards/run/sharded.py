@@ -18,7 +18,7 @@ from evenly.comm import ShardGroup, Traffic, close_groups, first_line
 from evenly.errors import SpecError
 from evenly.graph import Traced, refuse_strange_tensors
 from evenly.shards.parts.guard import cut_tensors_of, guard, unguarded
-from evenly.shards.parts.local_shards import local_shard_of, place
+from evenly.shards.parts.local_shards import local_shard_of, set_local_shard
 from evenly.shards.run.dropout import DropoutStream
 from evenly.shards.run.ops import linked_zeros
 from evenly.shards.run.program import Program
@@ -32,7 +32,7 @@ RESERVED_NAMES = {
     "_dropout_stream",
     "_signature",
     "_shapes",
-    "_stage",
+    "_all_ranks_group",
     "_source",
     "_has_idle_ranks",
     "_program",
@@ -51,7 +51,8 @@ RESERVED_NAMES = {
 class Sharded(WatchedModule):
     """A network whose layers are cut over the ranks of a shard group; parameters are local tensors under their names.
 
-    `stage` is the group of all ranks, including those without a share; rank `source` broadcasts the outputs to these.
+    `shard_group` holds the ranks with a share, `all_ranks_group` also those without one; rank `source` broadcasts the
+    outputs to these.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Sharded(WatchedModule):
         local: nn.Module,
         *,
         seed: int,
-        stage: ShardGroup,
+        all_ranks_group: ShardGroup,
         source: int,
     ) -> None:
         super().__init__()
@@ -77,11 +78,11 @@ class Sharded(WatchedModule):
         self._dropout_stream = DropoutStream(seed)
         self._signature = signature(traced.model.forward)
         self._shapes = traced.example
-        self._stage, self._source = stage, source
+        self._all_ranks_group, self._source = all_ranks_group, source
         self._has_idle_ranks = len(layout.members) < len(layout.shares)
         self._program: Program | None = None
         traced_without_data = _without_data(traced)
-        if stage.rank in layout.members:
+        if all_ranks_group.rank in layout.members:
             self._program = Program(traced_without_data, layout, self, shard_group, self._dropout_stream)
         self._traced_program = TracedProgram(traced_without_data, local, original=traced.model)
         has_dropout = any(choice.op in ("dropout", "attention") for choice in layout.choices)
@@ -91,7 +92,9 @@ class Sharded(WatchedModule):
         self._passes = 0
         self._agreed_batch = (0, False, 0)  # samples, mode and trace that the ranks agreed on last
         self._is_closed = False
-        self.on_first_batch: Callable[[Mapping[str, Any]], None] | None = None  # called with the arguments of forward
+        self.on_first_batch: Callable[[Mapping[str, object]], None] | None = (
+            None  # called with the arguments of forward
+        )
         self.on_close: list[Callable[[], None]] = []
         self._network = [local]  # in a list, so that it is no child; it holds the network's attributes
 
@@ -135,7 +138,7 @@ class Sharded(WatchedModule):
         return self.shard_group.traffic
 
     @disable_compile
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Returns the network's outputs on every rank; torch.compile does not trace into it."""
         for plain in self._plain:  # one rank holds the whole network
             plain.training = self.training
@@ -143,7 +146,7 @@ class Sharded(WatchedModule):
         self._require_open()
         with self.shard_group.telling(), unguarded(self._traced_program.cut):
             bound = self._bind(args, kwargs)
-            self._check(bound)
+            inputs = self._check(bound)
             needs_input_gradient = any(
                 isinstance(value, torch.Tensor) and value.requires_grad for value in bound.values()
             )
@@ -153,28 +156,28 @@ class Sharded(WatchedModule):
                     "Give the rank a share, or leave it out of the group."
                 )
             if self._program is not None:
-                self._update_program(bound)
-            self._agree_on_batch(bound)
+                self._update_program(inputs)
+            self._agree_on_batch(inputs)
             self._run_first_batch_callback(bound)
             result = self._run(bound) if self._program is not None else None
             return self._broadcast_outputs(result) if self._has_idle_ranks else result
 
-    def _run(self, arguments: Mapping[str, Any]) -> Any:
+    def _run(self, arguments: Mapping[str, object]) -> object:
         self._rank_check.before_pass(self._passes)
         result = self._program.run(arguments) if self._program is not None else None
         self._rank_check.watch_outputs(result, self._passes)
         return result
 
-    def _run_first_batch_callback(self, arguments: Mapping[str, Any]) -> None:
+    def _run_first_batch_callback(self, arguments: Mapping[str, object]) -> None:
         """Calls `on_first_batch` once; all ranks do, since all get the same batches."""
         if self.on_first_batch is not None and not torch.is_inference_mode_enabled():
             callback, self.on_first_batch = self.on_first_batch, None
             callback(arguments)
 
-    def _agree_on_batch(self, arguments: Mapping[str, Any]) -> None:
+    def _agree_on_batch(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Compares the batch with the other ranks' whenever its size, the mode or the trace has changed."""
         self._passes += 1
-        tensors = [arguments[name] for name in self._shapes if self._shapes[name]]
+        tensors = [inputs[name] for name in self._shapes if self._shapes[name]]
         if self._program is None or self.shard_group.size == 1 or not tensors:
             return
         samples = tensors[0].shape[0]
@@ -185,14 +188,17 @@ class Sharded(WatchedModule):
             self.shard_group.agree_on_batch(self.layout.members)
             self._agreed_batch = batch_state
 
-    def _update_program(self, arguments: Mapping[str, Any]) -> None:
+    def _update_program(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Rebuilds the program if the network's trace has changed; raises if no trace is valid for this batch."""
-        traced = self._traced_program.update(arguments, training=self.training)
+        traced = self._traced_program.update(inputs, training=self.training)
         if self._program is not None and traced is not self._program.traced:
             self._program = Program(traced, self.layout, self, self.shard_group, self._dropout_stream)
 
     def _program_for_both_modes(self, arguments: Mapping[str, Any]) -> Program | None:
-        """Returns the program for the network's current attributes, whatever the modes of its modules."""
+        """Returns the program for the network's current attributes, whatever the modes of its modules.
+
+        The arguments are those of forward, and are not checked here.
+        """
         if self._program is None:
             return None
         self._traced_program.update(arguments, training=self.training)
@@ -202,12 +208,13 @@ class Sharded(WatchedModule):
             self._program if is_current else Program(traced, self.layout, self, self.shard_group, self._dropout_stream)
         )
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _bind(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
         try:
             return self._signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise SpecError(
-                f"the network was called with arguments that forward{self._signature} does not take: {error}."
+                f"the network was called with arguments that forward{self._signature} does not take: {error}. Call it "
+                "as the uncut network."
             ) from None
 
     @contextmanager
@@ -220,7 +227,7 @@ class Sharded(WatchedModule):
         for name, tensor in named:
             local_shard = local_shards[name]
             if local_shard is not None:
-                place(tensor, local_shard)
+                set_local_shard(tensor, local_shard)
         guard(cut_tensors_of(tensor for _, tensor in named))
 
     def left_out_by_ddp(self) -> list[str]:
@@ -232,7 +239,7 @@ class Sharded(WatchedModule):
             "different layers. Use evenly.synchronize to average over several such networks."
         )
 
-    def __deepcopy__(self, memo: Any) -> "Sharded":
+    def __deepcopy__(self, memo: object) -> "Sharded":
         """Raises `SpecError`: a cut network has connections and cannot be copied."""
         raise SpecError(
             "a network cut over ranks was to be copied, but it has connections to other ranks. Copy its state: "
@@ -241,14 +248,13 @@ class Sharded(WatchedModule):
 
     def extra_repr(self) -> str:
         """Returns this rank and the shares; the sizes that torch prints are full ones."""
-        return (
-            f"rank {self._stage.rank} of shares {', '.join(f'{s:g}' for s in self.layout.shares)}; full sizes are shown"
-        )
+        shares = ", ".join(f"{share:g}" for share in self.layout.shares)
+        return f"rank {self._all_ranks_group.rank} of shares {shares}; full sizes are shown"
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> Any:
         """Loads a `state_dict()` of this rank; the state of the whole network raises `SpecError`."""
         try:
-            return super().load_state_dict(*args, **kwargs)
+            return super().load_state_dict(state_dict, strict, assign)
         except RuntimeError as error:
             raise SpecError(
                 f"a state was to be loaded into this rank's parts of the network, but it does not fit them: "
@@ -271,44 +277,48 @@ class Sharded(WatchedModule):
         """Closes the connections; forward and full_state_dict can no longer be called."""
         self._is_closed = True
         self._rank_check.end()
-        for act in self.on_close:
-            act()
-        if self._stage is not self.shard_group:
-            close_groups([self._stage.group], failed=self.shard_group.monitor.has_failed)
+        for callback in self.on_close:
+            callback()
+        if self._all_ranks_group is not self.shard_group:
+            close_groups([self._all_ranks_group.group], failed=self.shard_group.monitor.has_failed)
         self.shard_group.close()
 
-    def _broadcast_outputs(self, result: Any) -> Any:
+    def _broadcast_outputs(self, result: object) -> object:
         """Returns the outputs on all ranks: those without a share receive them by broadcast."""
-        stage, source = self._stage, self._source
+        all_ranks_group, source = self._all_ranks_group, self._source
         values, structure = pytree.tree_flatten(result)
         leaves = [x for x in values if isinstance(x, torch.Tensor)]
         shapes = [[list(x.shape), str(x.dtype)] if isinstance(x, torch.Tensor) else x for x in values]
-        description = stage.tell([shapes, pytree.treespec_dumps(structure) if stage.rank == source else ""], source)
+        description = all_ranks_group.tell(
+            [shapes, pytree.treespec_dumps(structure) if all_ranks_group.rank == source else ""], source
+        )
         if self._program is not None:
-            if stage.rank == source:
+            if all_ranks_group.rank == source:
                 for leaf in leaves:
-                    stage.broadcast(leaf.detach().contiguous(), source)
+                    all_ranks_group.broadcast(leaf.detach().contiguous(), source)
             else:
                 for leaf in leaves:
-                    stage.broadcast(leaf.detach().clone(memory_format=torch.contiguous_format), source)
+                    all_ranks_group.broadcast(leaf.detach().clone(memory_format=torch.contiguous_format), source)
             return result
         parameters = [p for p in self.parameters() if p.requires_grad]
         device = parameters[0].device if parameters else torch.device("cpu")
-        outputs: list[Any] = []
+        outputs: list[object] = []
         for entry in description[0]:
             if not isinstance(entry, list):
                 outputs.append(entry)
                 continue
             shape, dtype = entry
             received = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
-            stage.broadcast(received, source)
+            all_ranks_group.broadcast(received, source)
             needs_graph = received.is_floating_point() and torch.is_grad_enabled() and bool(parameters)
             outputs.append(received + linked_zeros(shape, *parameters).to(received.dtype) if needs_graph else received)
         return pytree.tree_unflatten(outputs, pytree.treespec_loads(description[1]))
 
-    def _check(self, arguments: Mapping[str, Any]) -> None:
+    def _check(self, arguments: Mapping[str, object]) -> dict[str, torch.Tensor]:
+        """Returns the tensors among the arguments; raises `SpecError` unless they are as in the example."""
         _refuse_transforms()
         refuse_strange_tensors(arguments)
+        inputs: dict[str, torch.Tensor] = {}
         for name, shape in self._shapes.items():
             value = arguments.get(name)
             if not isinstance(value, torch.Tensor) or value.shape[1:] != shape[1:] or value.ndim != len(shape):
@@ -317,20 +327,22 @@ class Sharded(WatchedModule):
                     f"the input {name!r} is {case}, but the network was sharded with an example of shape {shape}; only "
                     "the batch may differ. Shard it with an example of this shape."
                 )
-        self._check_batches(arguments)
+            inputs[name] = value
+        self._check_batches(inputs)
         unexpected = [n for n in arguments if n not in self._shapes and arguments[n] is not None]
         if unexpected:
             raise SpecError(
                 f"the argument {unexpected[0]!r} was not in the example with which the network was sharded. "
                 "Give an example with all arguments."
             )
+        return inputs
 
-    def _check_batches(self, arguments: Mapping[str, Any]) -> None:
+    def _check_batches(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises `SpecError` if inputs that are cut along the batch have unequal numbers of samples."""
         if not any(cut.rows for cut in self.layout.cuts):
             return
         batch = next((shape[0] for shape in self._shapes.values() if shape), 0)
-        sizes = {name: arguments[name].shape[0] for name, shape in self._shapes.items() if shape[:1] == (batch,)}
+        sizes = {name: inputs[name].shape[0] for name, shape in self._shapes.items() if shape[:1] == (batch,)}
         if len(set(sizes.values())) > 1:
             raise SpecError(
                 f"the inputs have {sizes} samples, but in the example they had {batch} each, and the network is cut "
@@ -342,7 +354,10 @@ def sharded_of(model: nn.Module) -> Sharded:
     """Returns the cut network, unwrapped from `evenly.synchronize`; raises `SpecError` for any other module."""
     inner = getattr(model, "module", model)
     if not isinstance(inner, Sharded):
-        raise SpecError(f"{type(model).__name__} was given, but a network cut by evenly.shard is needed.")
+        raise SpecError(
+            f"{type(model).__name__} was given, but a network cut by evenly.shard is needed. Give the network that "
+            "evenly.shard returned."
+        )
     return inner
 
 
@@ -357,7 +372,7 @@ def _refuse_transforms() -> None:
 
 def _without_data(traced: Traced) -> Traced:
     """Returns the trace with meta tensors for parameters and buffers: only their shapes are needed."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for tensor in (*traced.model.parameters(), *traced.model.buffers()):
         meta_tensor = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)

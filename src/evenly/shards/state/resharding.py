@@ -12,7 +12,7 @@ from evenly._torch.modules import tensor_tables
 from evenly.errors import SpecError
 from evenly.shards.optim.optimizers import state_placement
 from evenly.shards.parts.guard import unguard
-from evenly.shards.parts.local_shards import LocalShard, local_shard_of, place, retire
+from evenly.shards.parts.local_shards import LocalShard, local_shard_of, retire, set_local_shard
 from evenly.shards.run.cutting import parameter_placements
 from evenly.shards.run.program import Program
 from evenly.shards.run.sharded import Sharded
@@ -63,7 +63,7 @@ def reshard(model: Sharded, optimizer: torch.optim.Optimizer, layout: Layout) ->
             _Move(model, optimizer, _new_local_shards(program, layout)).run()
         model._program = Program(program.traced, layout, model, model.shard_group, model._dropout_stream)
     model.layout = layout
-    model._traced_program.record_placements()
+    model._traced_program.record_local_shards()
     model._agreed_batch = (0, False, 0)
 
 
@@ -142,7 +142,7 @@ class _Move:
             new = part
             vars(new).update(vars(tensor))
         new.grad = gradient
-        place(new, after)
+        set_local_shard(new, after)
         return new
 
     def _move_slots(self, old: torch.Tensor, new: torch.Tensor) -> None:

@@ -96,7 +96,7 @@ def verify(
             report = comparison.report()
     if report is not None and not sharded._has_idle_ranks:
         return report
-    received = sharded._stage.tell(None if report is None else asdict(report), sharded._source)
+    received = sharded._all_ranks_group.tell(None if report is None else asdict(report), sharded._source)
     return Report(
         **{**received, "rows": tuple(ReportRow(**row) for row in received["rows"]), "notes": tuple(received["notes"])}
     )
