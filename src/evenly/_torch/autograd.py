@@ -6,7 +6,6 @@ torch.autograd.graph and torch's DDP use the same names of torch._C in torch 2.1
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -78,7 +77,7 @@ def has_hooks(tensor: torch.Tensor, *, besides: int = 0) -> bool:
 @contextmanager
 def without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Removes the hooks of these tensors inside the block, and restores them after it."""
-    tables: list[dict[int, Any]] = [
+    tables: list[dict[int, object]] = [
         hooks for tensor in tensors for name in TENSOR_HOOKS if (hooks := getattr(tensor, name, None))
     ]
     saved_entries = [(hooks, list(hooks.items())) for hooks in tables]

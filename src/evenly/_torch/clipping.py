@@ -1,7 +1,6 @@
 """Replaces the functions for the norm and the scaling in torch's clipping of gradients by norm."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from evenly._torch.patching import replace_attribute, restore_attribute
 
 TOTAL_NORM, CLIP = "get_total_norm", "clip_grads_with_norm_"
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Wrap = Callable[[Callable[..., object]], Callable[..., object]]  # maps a function of torch to its replacement
 
 
 def widen_clipping(*, total_norm: Wrap, clip: Wrap) -> Callable[[], None]:

@@ -81,7 +81,7 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
-def buffer_table(module: nn.Module) -> dict[str, Any]:
+def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Returns the table of a module's own buffers; a change of the table changes the module."""
     return module._buffers
 
@@ -105,7 +105,7 @@ def replace_tables(
     module: nn.Module,
     *,
     tensor: Callable[[str, torch.Tensor | None], Any],
-    child: Callable[[str, nn.Module | None], Any],
+    child: Callable[[str, nn.Module | None], nn.Module | None],
 ) -> None:
     """Gives a shallow copy of a module its own tables, with the results of `tensor` and `child` for each entry.
 
@@ -125,14 +125,14 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
-def hooks_on_all() -> Iterator[tuple[str, Any]]:
+def hooks_on_all() -> Iterator[tuple[str, Callable[..., object]]]:
     """Yields the global hooks, registered for all modules of the process, with the name of their table."""
     for kind in HOOKS_ON_ALL:
         for hook in list(getattr(nn.modules.module, kind).values()):
             yield kind, hook
 
 
-def add_load_hook(module: nn.Module, hook: Any) -> None:
+def add_load_hook(module: nn.Module, hook: Callable[..., object]) -> None:
     """Calls `hook` before and after a module loads its own tensors; `remove_load_hook` undoes it.
 
     ScriptModules refuse `register_load_state_dict_pre_hook`. The tables are copied first: layers of cut networks are
@@ -143,7 +143,7 @@ def add_load_hook(module: nn.Module, hook: Any) -> None:
         getattr(module, kind)[-id(hook)] = hook  # torch's keys count up from 0
 
 
-def remove_load_hook(module: nn.Module, hook: Any) -> None:
+def remove_load_hook(module: nn.Module, hook: Callable[..., object]) -> None:
     """Removes a hook that `add_load_hook` added; other hooks stay."""
     for kind in LOAD_HOOKS:
         getattr(module, kind).pop(-id(hook), None)
@@ -159,7 +159,7 @@ def is_extra_state(name: str) -> bool:
     return name.endswith("_extra_state")
 
 
-def copy_versions(state: Any, source: Mapping[str, Any], *, if_missing: bool = False) -> None:
+def copy_versions(state: Any, source: Mapping[str, object], *, if_missing: bool = False) -> None:
     """Copies the versions of modules from one state_dict to another; torch needs them to load old states.
 
     If the source has none, None is set only with `if_missing`.

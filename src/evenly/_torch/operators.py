@@ -5,7 +5,6 @@ torch.library, torch.export and torch's own tensor subclasses use the same class
 """
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -60,18 +59,18 @@ def packet_name(packet: OpOverloadPacket) -> str:
     return str(packet._qualified_op_name)
 
 
-def arguments_of(target: Any) -> list[Any]:
+def arguments_of(target: object) -> list[torch.Argument]:
     """Returns the arguments of an operator as its schema describes them; an empty list if it is no operator."""
     schema = getattr(target, "_schema", None)
     return [] if schema is None else list(schema.arguments)
 
 
-def argument_names(op: Any) -> list[str]:
+def argument_names(op: OpOverload) -> list[str]:
     """Returns the names of an operator's arguments."""
     return [argument.name for argument in op._schema.arguments]
 
 
-def out_of_place(op: OpOverload) -> Any:
+def out_of_place(op: OpOverload) -> OpOverload | None:
     """Returns the out-of-place form of an in-place operator of aten; None if `op` is not in place."""
     name = operator_name(op).split("::")[1]
     return getattr(getattr(torch.ops.aten, name[:-1]), op._overloadname) if name[-1] == "_" else None

@@ -1,11 +1,10 @@
 """Normalizes a traced graph: no in-place operations, biases as separate operations, positional tensor arguments."""
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument, Target
 from torch.nn import functional as F  # noqa: N812
 
 from evenly._torch.operators import OpOverload, out_of_place
@@ -123,7 +122,7 @@ def _share_attributes(traced: fx.GraphModule) -> None:
 
 def _replace_in_place_operations(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        target: Callable[..., Any] | str | None = None
+        target: Target | None = None
         _refuse_overwriting(node)
         if node.op == "call_function" and node.target in IN_PLACE:
             target = IN_PLACE[node.target]
@@ -239,7 +238,7 @@ def _split_bias(node: fx.Node, position: int, *, dim: int) -> None:
     added.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
 
 
-def _is_plain_bias(node: fx.Node, bias: Any) -> bool:
+def _is_plain_bias(node: fx.Node, bias: Argument) -> bool:
     """Whether a bias has one number for each output; true if its value is not known."""
     owner = node.graph.owning_module
     if not isinstance(bias, fx.Node) or bias.op != "get_attr" or owner is None:

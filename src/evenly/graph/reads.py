@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType
-from typing import Any
+from types import CodeType, FrameType
 
 from torch import nn
 
@@ -24,7 +23,7 @@ class Reads:
     """Attributes that were read, by module path, and functions that ran, with their globals."""
 
     names: dict[str, set[str]] = field(default_factory=dict)
-    codes: dict[CodeType, dict[str, Any]] = field(default_factory=dict)
+    codes: dict[CodeType, dict[str, object]] = field(default_factory=dict)
     closed: frozenset[str] = frozenset()  # modules that are not traced, but called as they are
     leaves: frozenset[str] = frozenset()  # torch modules that are single operations
 
@@ -42,8 +41,8 @@ def reading(model: nn.Module) -> Iterator[Reads]:
     paths = {id(module): path for path, module in model.named_modules()}
     thread = threading.get_ident()
 
-    def reader(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def read(module: nn.Module, name: str) -> Any:
+    def reader(plain: Callable[..., object]) -> Callable[..., object]:
+        def read(module: nn.Module, name: str) -> object:
             is_dict = name == "__dict__" and is_users(sys._getframe(1).f_globals)  # private: the caller's globals
             if (is_dict or name not in OF_TORCH) and threading.get_ident() == thread:
                 path = paths.get(id(module))
@@ -54,9 +53,9 @@ def reading(model: nn.Module) -> Iterator[Reads]:
         return read
 
     gc_callback_codes = {getattr(act, "__code__", None) for act in gc.callbacks}  # they can run at any time
-    ignored_frames: list[Any] = []
+    ignored_frames: list[FrameType] = []
 
-    def note(frame: Any, event: str, _: Any) -> None:
+    def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
             if ignored_frames or frame.f_code in gc_callback_codes or frame.f_code.co_name == "__del__":
                 ignored_frames.append(frame)
@@ -75,6 +74,6 @@ def reading(model: nn.Module) -> Iterator[Reads]:
     reads.codes = {code: names for code, names in reads.codes.items() if is_users(names)}
 
 
-def is_users(names: Mapping[str, Any]) -> bool:
+def is_users(names: Mapping[str, object]) -> bool:
     """Whether a Python module with these globals may be the user's."""
     return str(names.get("__name__", "")).split(".")[0] not in QUIET

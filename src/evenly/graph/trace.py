@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument
 
 from evenly._torch import pytree
 from evenly._torch.operators import arguments_of
@@ -24,7 +25,7 @@ from evenly.graph.tracer import is_tensor_list, open_up
 from evenly.graph.watch import ChangeWatch
 from evenly.spec.graph import Graph, Layer, Tensor
 
-Switches = dict[str, dict[str, tuple[Any, Any]]]  # node -> argument -> its values in training and in evaluation
+Switches = dict[str, dict[str, tuple[Argument, Argument]]]  # node -> argument -> values in training, evaluation
 PLAIN = (
     int,
     float,
@@ -39,7 +40,7 @@ PLAIN = (
     range,
 )
 _TRACING = threading.Lock()  # fx patches torch's modules for the whole process while it traces
-Example = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+Example = torch.Tensor | tuple[object, ...] | list[Any] | Mapping[str, object]  # list[object] takes no list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def follow(model: nn.Module, example: Example, *, modes: Mapping[str, bool] | No
             torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _follow(model: nn.Module, arguments: dict[str, Any], modes: Mapping[str, bool] | None) -> Traced:
+def _follow(model: nn.Module, arguments: dict[str, torch.Tensor | None], modes: Mapping[str, bool] | None) -> Traced:
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     training_modes = {name: module.training for name, module in model.named_modules()}
     evaluation = None
@@ -139,7 +140,7 @@ def _refuse_changes(model: nn.Module, watch: ChangeWatch) -> None:
         )
 
 
-def _arguments(model: nn.Module, example: Example) -> dict[str, Any]:
+def _arguments(model: nn.Module, example: Example) -> dict[str, torch.Tensor | None]:
     signature = inspect.signature(model.forward)
     try:
         if isinstance(example, Mapping):
@@ -178,9 +179,7 @@ def _mode(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
             module.training = before[name]
 
 
-def _switches(
-    model: nn.Module, program: fx.GraphModule, evaluation: fx.GraphModule
-) -> dict[str, dict[str, tuple[Any, Any]]]:
+def _switches(model: nn.Module, program: fx.GraphModule, evaluation: fx.GraphModule) -> Switches:
     """Returns the arguments that differ between training and evaluation."""
     training_nodes, evaluation_nodes = list(program.graph.nodes), list(evaluation.graph.nodes)
     switches: Switches = {}
@@ -211,7 +210,7 @@ def _switches(
     return switches
 
 
-def _named_arguments(node: fx.Node) -> dict[str, Any]:
+def _named_arguments(node: fx.Node) -> dict[str, Argument]:
     named = {str(i): value for i, value in enumerate(node.args)} | dict(node.kwargs)
     for position, argument in enumerate(arguments_of(node.target)):
         if argument.has_default_value() and not argument.kwarg_only and argument.name not in named:
@@ -261,7 +260,7 @@ def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> N
 
 
 def _replace_by_items(user: fx.Node, node: fx.Node, items: list[fx.Node]) -> None:
-    def replaced(value: Any) -> Any:
+    def replaced(value: Argument) -> Argument:
         if value is node:
             return list(items)
         if isinstance(value, tuple | list):
@@ -295,7 +294,7 @@ def _module_tensor_layer(program: fx.GraphModule, name: str) -> Layer:
     return Layer(name=name, op=op, kind="source", where=name, outputs=(_tensor(name, tensor),))
 
 
-def _layer(program: fx.GraphModule, node: fx.Node, value: Any, shapes: Shapes, closed: dict[str, str]) -> Layer:
+def _layer(program: fx.GraphModule, node: fx.Node, value: object, shapes: Shapes, closed: dict[str, str]) -> Layer:
     inputs = tuple(n.name for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor))
     outputs = _outputs(node, value)
     row = _row(program, node, outputs, shapes, closed)
@@ -327,7 +326,7 @@ def _module_inputs(program: fx.GraphModule, node: fx.Node) -> tuple[str, ...]:
     return tuple(f"{node.target}.{name}" for name, tensor in state if tensor.ndim)
 
 
-def _outputs(node: fx.Node, value: Any) -> tuple[Tensor, ...]:
+def _outputs(node: fx.Node, value: object) -> tuple[Tensor, ...]:
     if isinstance(value, torch.Tensor) and node.op != "output":
         return (_tensor(node.name, value),)
     if is_tensor_list(value) and node.op != "output":

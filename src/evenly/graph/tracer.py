@@ -3,13 +3,14 @@
 import inspect
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument, Target
 
 from evenly._torch import pytree
 from evenly._torch.modules import Convolution
@@ -20,7 +21,7 @@ from evenly.graph.exported import exported
 from evenly.graph.own import refuse_overridden_call, refuse_strange_tensors, torch_class_of
 from evenly.graph.reads import Reads, reading
 from evenly.graph.rewrites import REWRITES
-from evenly.graph.shapes import call_on_meta, shape_of
+from evenly.graph.shapes import MetaValue, call_on_meta, shape_of
 from evenly.graph.while_tracing import (
     Drawing,
     forward_of_class,
@@ -31,6 +32,8 @@ from evenly.graph.while_tracing import (
     restoring_attributes,
 )
 
+T = TypeVar("T")
+R = TypeVar("R")
 OPENED = (
     nn.Linear,
     Convolution,
@@ -79,7 +82,7 @@ class TracedValue(fx.Proxy):
         """Returns an attribute, or a method to be called."""
         return Attribute(self, k)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Sets the fields of fx; forward cannot set attributes of a tensor."""
         if name not in PROXY_FIELDS:
             raise fx.proxy.TraceError(f"it sets the attribute {name!r} of a tensor")
@@ -94,7 +97,7 @@ class Attribute(fx.proxy.Attribute):
     """An attribute of a value, such as `x.mT`, which shares its memory."""
 
 
-def _in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
+def _in_place(operation: Callable[..., object]) -> Callable[[fx.Proxy, object], fx.Proxy]:
     return lambda self, other: self.tracer.create_proxy("call_function", operation, (self, other), {})
 
 
@@ -119,7 +122,7 @@ class Tracer(PlainTracer):
         self.decisions: list[tuple[fx.Node, Decision]] = []
         self._thread = threading.get_ident()  # fx patches modules for all threads
 
-    def create_arg(self, a: Any) -> Any:
+    def create_arg(self, a: object) -> Argument:
         """Returns an argument as graphs store it; the form of the last one, forward's result, is kept."""
         self._depth += 1
         try:
@@ -129,11 +132,19 @@ class Tracer(PlainTracer):
         finally:
             self._depth -= 1
 
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+    def create_node(
+        self,
+        kind: str,
+        target: Target,
+        args: tuple[Argument, ...],
+        kwargs: dict[str, Argument],
+        name: str | None = None,
+        type_expr: object = None,
+    ) -> fx.Node:
         """Adds an operation; raises if a mode of torch changed, which the graph would lose."""
         if _settings() != self._settings:
             raise fx.proxy.TraceError("it switches gradients or autocast on or off inside of forward")
-        return super().create_node(*args, **kwargs)
+        return super().create_node(kind, target, args, kwargs, name, type_expr)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decides a branch that depends on sizes other than the batch."""
@@ -142,12 +153,12 @@ class Tracer(PlainTracer):
             super().to_bool(obj)
         return bool(self._decide(obj, bool, first))
 
-    def number(self, obj: fx.Proxy) -> int:
+    def number(self, obj: fx.Proxy) -> int | float:
         """Returns a size that is the same for all batches."""
         first, *others = self._guessed(obj)
         if not isinstance(first, int | float) or any(first != other for other in others):
             raise fx.proxy.TraceError("a number is needed, but this one depends on values or on the batch")
-        return self._decide(obj, _itself, first)  # type: ignore[no-any-return]  # a size, or computed from sizes
+        return self._decide(obj, _itself, first)
 
     def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
         """Returns the items of a tuple whose length does not depend on the batch."""
@@ -159,7 +170,7 @@ class Tracer(PlainTracer):
             self._decide(obj, len, first)
         return super().iter(obj)
 
-    def _guessed(self, obj: fx.Proxy) -> list[Any]:
+    def _guessed(self, obj: fx.Proxy) -> list[MetaValue]:
         """Returns the value for several batch sizes."""
         pending, visited = [obj.node], set()
         while pending:
@@ -171,7 +182,7 @@ class Tracer(PlainTracer):
             pending += [n for n in node.all_input_nodes if n not in visited]
         return [guess.value(obj.node) for guess in self._guesses]
 
-    def _decide(self, obj: fx.Proxy, evaluate: Callable[[Any], Any], value: Any) -> Any:
+    def _decide(self, obj: fx.Proxy, evaluate: Callable[[T], R], value: T) -> R:
         """Returns `evaluate(value)` and records it as a decision: it must be the same for other batches."""
         result = evaluate(value)
         where = self.inside[-1] if self.inside else ""
@@ -188,13 +199,15 @@ class Tracer(PlainTracer):
             return True
         return torch_class_of(m) is type(m) and not isinstance(m, (*OPENED, nn.Sequential))
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+    def getattr(self, attr: str, attr_val: object, parameter_proxy_cache: dict[str, fx.Proxy]) -> object:
         """Returns an attribute of a module; parameters and buffers as traced values."""
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """Traces a module, or its traceable version."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
@@ -210,11 +223,11 @@ class Tracer(PlainTracer):
         return result
 
 
-def _itself(value: Any) -> Any:
+def _itself(value: T) -> T:
     return value
 
 
-def _settings() -> tuple[Any, ...]:
+def _settings() -> tuple[object, ...]:
     """Returns the modes of torch that a graph does not record."""
     kinds = ("cpu", "cuda")
     casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
@@ -226,7 +239,7 @@ class Guess:
 
     def __init__(self, tracer: Tracer, inputs: dict[str, torch.Tensor], factor: int, added: int) -> None:
         self._tracer = tracer
-        self._values: dict[fx.Node, Any] = {}
+        self._values: dict[fx.Node, MetaValue] = {}
         self._inputs = {
             name: torch.empty(
                 (tensor.shape[0] * factor + added, *tensor.shape[1:]),
@@ -239,13 +252,13 @@ class Guess:
             for name, tensor in inputs.items()
         }
 
-    def value(self, node: fx.Node) -> Any:
+    def value(self, node: fx.Node) -> MetaValue:
         """Returns the value of a node, with tensors on the meta device."""
         if node not in self._values:
             self._values[node] = self._compute(node)
         return self._values[node]
 
-    def _compute(self, node: fx.Node) -> Any:
+    def _compute(self, node: fx.Node) -> MetaValue:
         if node.op == "placeholder":
             return self._inputs.get(str(node.target))
         root = self._tracer.root
@@ -260,7 +273,9 @@ class Guess:
         with torch.device("meta"):
             return self._run(node, root, args, kwargs)
 
-    def _run(self, node: fx.Node, root: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _run(
+        self, node: fx.Node, root: nn.Module, args: tuple[MetaValue, ...], kwargs: Mapping[str, MetaValue]
+    ) -> MetaValue:
         if node.op == "call_module":
             return call_on_meta(root.get_submodule(str(node.target)), *args, **kwargs)
         if node.op == "call_method":
@@ -268,7 +283,7 @@ class Guess:
         return node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function it is a function
 
 
-def open_up(model: nn.Module, inputs: dict[str, Any]) -> Opened:
+def open_up(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Opened:
     """Returns the traced network.
 
     Args:
@@ -306,7 +321,7 @@ def _leaves(program: fx.GraphModule) -> set[str]:
     return {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
 
 
-def _traced(model: nn.Module, tracer: Tracer, default_arguments: dict[str, Any]) -> fx.GraphModule:
+def _traced(model: nn.Module, tracer: Tracer, default_arguments: dict[str, object]) -> fx.GraphModule:
     with forward_of_class(model):
         graph = tracer.trace(model, concrete_args=default_arguments or None)
         _refuse_unregistered(model, graph)  # fx.GraphModule would register them as buffers
@@ -349,6 +364,6 @@ def _reason(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def is_tensor_list(value: object) -> bool:
+def is_tensor_list(value: object) -> TypeGuard[tuple[torch.Tensor, ...] | list[torch.Tensor]]:
     """Whether a value is a list or tuple of tensors only."""
     return isinstance(value, tuple | list) and bool(value) and all(isinstance(item, torch.Tensor) for item in value)

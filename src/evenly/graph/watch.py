@@ -1,10 +1,10 @@
 """Detects changes of what a network read while it was traced: a quick check at every call, then a list by name."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -19,8 +19,21 @@ HOLDERS = ("types", "argparse", "collections", "builtins", "dataclasses", "confi
 DEPTH = 6  # of nested objects
 SMALL_BYTES = 4096  # arrays up to this size are compared by content
 
-Change = tuple[str, Any, Any]  # name, value before, value now
 _MISSING = "missing"
+
+
+class Change(NamedTuple):
+    """A value that a network reads, and that differs from the last snapshot."""
+
+    name: str
+    before: object
+    now: object
+
+
+class _Container(Protocol):
+    """A dict, list or tuple."""
+
+    def __getitem__(self, key: Any, /) -> object: ...
 
 
 class ChangeWatch:
@@ -62,16 +75,16 @@ class ChangeWatch:
         self._record()
         names = dict.fromkeys((*before, *self.atoms))
         pairs = ((name, before.get(name, _MISSING), self.atoms.get(name, _MISSING)) for name in names)
-        return [(name, was, now) for name, was, now in pairs if not _same(was, now)]
+        return [Change(name, was, now) for name, was, now in pairs if not _same(was, now)]
 
     def _record(self) -> None:
-        self.atoms: dict[str, Any] = {}  # by name: plain values, and objects compared by identity
-        self._recorded_items: list[tuple[Any, Any, Any]] = []
-        self._sizes: list[tuple[Any, int]] = []
+        self.atoms: dict[str, object] = {}  # by name: plain values, and objects compared by identity
+        self._recorded_items: list[tuple[_Container, object, object]] = []  # container, key, value
+        self._sizes: list[tuple[Sized, int]] = []
         self._tensors: list[tuple[torch.Tensor, int]] = []
-        self._cells: list[tuple[CellType, Any]] = []
-        self._copies: list[tuple[Any, Any]] = []
-        self._slots: list[tuple[Any, str, Any]] = []
+        self._cells: list[tuple[CellType, object]] = []
+        self._copies: list[tuple[object, object]] = []
+        self._slots: list[tuple[object, str, object]] = []
         self._visited: set[int] = set()
         self._first_labels: dict[int, str] = {}  # the first name of each tensor
         self._registered_ids = {id(x) for x in (*self._root.parameters(), *self._root.buffers())}
@@ -105,7 +118,7 @@ class ChangeWatch:
         for name in sorted(names):
             self._record_attribute(module, f"{prefix}{name}", name)
 
-    def _tensor_key(self, tensor: torch.Tensor | None, label: str) -> Any:
+    def _tensor_key(self, tensor: torch.Tensor | None, label: str) -> tuple[str, str] | None:
         """Returns the part of a parameter or buffer that must not change: that it exists, and what it is tied with."""
         return tensor if tensor is None else ("tensor", self._first_labels.setdefault(id(tensor), label))
 
@@ -123,23 +136,24 @@ class ChangeWatch:
         else:
             self.atoms[label] = vars(owner)[name]
 
-    def _record_globals(self, names: tuple[str, ...], module_globals: Mapping[str, Any]) -> None:
+    def _record_globals(self, names: tuple[str, ...], module_globals: Mapping[str, object]) -> None:
         for name in names:
             value = module_globals.get(name, _MISSING)
-            inside = isinstance(value, ModuleType | type)
-            if inside and is_users({"__name__": value.__name__ if isinstance(value, ModuleType) else value.__module__}):
+            if isinstance(value, ModuleType | type) and is_users(
+                {"__name__": value.__name__ if isinstance(value, ModuleType) else value.__module__}
+            ):
                 for other in names:
                     if other in vars(value):
                         self._record_item(vars(value), other, f"{value.__name__}.{other}")
             if name in module_globals and not isinstance(value, ModuleType):
                 self._record_item(module_globals, name, f"{module_globals.get('__name__')}.{name}")
 
-    def _record_item(self, holder: Any, key: Any, label: str, depth: int = 0) -> None:
+    def _record_item(self, holder: _Container, key: object, label: str, depth: int = 0) -> None:
         value = holder[key]
         self._recorded_items.append((holder, key, value))
         self._walk(value, label, depth)
 
-    def _walk(self, value: Any, label: str, depth: int) -> None:
+    def _walk(self, value: object, label: str, depth: int) -> None:
         """Records a value and what it contains."""
         self.atoms[label] = value
         if isinstance(value, PLAIN) or id(value) in self._visited or depth > DEPTH:
@@ -162,7 +176,9 @@ class ChangeWatch:
         elif not isinstance(value, nn.Module | ModuleType | type):
             self._record_object(value, label, depth)
 
-    def _record_items(self, value: Any, label: str, depth: int) -> None:
+    def _record_items(
+        self, value: list[object] | tuple[object, ...] | dict[object, object], label: str, depth: int
+    ) -> None:
         self._sizes.append((value, len(value)))
         self.atoms[label] = (type(value), len(value))
         keys = list(value) if isinstance(value, dict) else range(len(value))
@@ -170,7 +186,7 @@ class ChangeWatch:
             if isinstance(key, PLAIN):
                 self._record_item(value, key, f"{label}[{key!r}]", depth + 1)
 
-    def _record_function(self, value: Any, label: str, depth: int) -> None:
+    def _record_function(self, value: object, label: str, depth: int) -> None:
         for name in ("func", "args", "keywords", "__func__", "__defaults__", "__kwdefaults__", "fget"):
             inner = getattr(value, name, None)
             if inner is not None and not isinstance(inner, nn.Module):
@@ -182,7 +198,7 @@ class ChangeWatch:
                     self._cells.append((cell, cell.cell_contents))
                     self._walk(cell.cell_contents, f"{label}: {name}", depth + 1)
 
-    def _record_object(self, value: Any, label: str, depth: int) -> None:
+    def _record_object(self, value: object, label: str, depth: int) -> None:
         kind = type(value)
         if not is_users({"__name__": kind.__module__}) and kind.__module__ not in HOLDERS:
             return
@@ -226,12 +242,14 @@ def _is_filled(cell: CellType) -> bool:
     return True
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     plain = isinstance(one, (*PLAIN, set, frozenset, deque, bytearray)) or (
-        isinstance(one, tuple) and all(isinstance(x, (*PLAIN, tuple)) for x in (*one, *other))
+        isinstance(one, tuple)
+        and isinstance(other, tuple)
+        and all(isinstance(x, (*PLAIN, tuple)) for x in (*one, *other))
     )
     return plain and bool(one == other)
