@@ -51,14 +51,14 @@ def will_reach(parameter: torch.Tensor) -> bool:
         return False
 
 
-def next_operation() -> int:
+def next_sequence_number() -> int:
     """Returns the number that autograd gives to the next operation of this thread, as torch's profiler shows it."""
     if torch.compiler.is_compiling():  # it cannot trace the next line, and warns
         return 0
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def operation_of(tensor: torch.Tensor) -> int:
+def sequence_number_of(tensor: torch.Tensor) -> int:
     """Returns the number of the operation that computed a tensor; -1 if it has no graph."""
     return int(tensor.grad_fn._sequence_nr()) if tensor.grad_fn is not None else -1
 

@@ -34,10 +34,10 @@ __all__ = [
     "child_names",
     "copy_versions",
     "forward_pre_hooks",
-    "hooks_on_all",
+    "global_module_hooks",
     "is_extra_state",
     "is_registered",
-    "kept_buffers",
+    "own_persistent_buffers",
     "own_tensors",
     "remove_load_hook",
     "replace_tables",
@@ -48,7 +48,7 @@ __all__ = [
 
 TABLES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOKS_ON_ALL = tuple(f"_global{kind}" for kind in HOOKS)  # of torch.nn.modules.module; there is no public access
+GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in HOOKS)  # of torch.nn.modules.module; there is no public access
 LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 CALL_METHODS = ("__call__", "_call_impl", "_wrapped_call_impl")  # methods that run forward with its hooks
 STATE_METHODS = frozenset({"_load_from_state_dict", "_save_to_state_dict"})  # a subclass may override them
@@ -86,7 +86,7 @@ def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
-def kept_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def own_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields a module's own persistent buffers, those in its state_dict; torch has no public access to them."""
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -125,9 +125,9 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
-def hooks_on_all() -> Iterator[tuple[str, Callable[..., object]]]:
+def global_module_hooks() -> Iterator[tuple[str, Callable[..., object]]]:
     """Yields the global hooks, registered for all modules of the process, with the name of their table."""
-    for kind in HOOKS_ON_ALL:
+    for kind in GLOBAL_HOOKS:
         for hook in list(getattr(nn.modules.module, kind).values()):
             yield kind, hook
 
@@ -178,7 +178,7 @@ class WatchedModule(nn.Module):
         """Returns a context manager around `to`, `cuda`, `double` and the like."""
         raise NotImplementedError
 
-    def left_out_by_ddp(self) -> list[str]:
+    def ignored_by_ddp(self) -> list[str]:
         """Returns the names of tensors that DistributedDataParallel ignores; DDP's constructor calls it."""
         raise NotImplementedError
 
@@ -189,4 +189,4 @@ class WatchedModule(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        return self.left_out_by_ddp()
+        return self.ignored_by_ddp()

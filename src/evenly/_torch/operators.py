@@ -18,7 +18,7 @@ __all__ = [
     "add_all_",
     "argument_names",
     "arguments_of",
-    "assert_later",
+    "assert_async",
     "copy_all_",
     "operator_name",
     "out_of_place",
@@ -39,7 +39,7 @@ add_all_ = torch._foreach_add_
 copy_all_ = torch._foreach_copy_
 """Copies a list of tensors into another one, with few kernel launches."""
 
-assert_later = torch._assert_async
+assert_async = torch._assert_async
 """Raises an error if a tensor is false; on a GPU asynchronously, without waiting for the value."""
 
 

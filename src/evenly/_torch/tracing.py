@@ -23,7 +23,7 @@ __all__ = [
     "intercepted",
     "is_constant",
     "is_guard",
-    "output_form",
+    "output_spec",
     "reading_attributes",
     "with_class_forward",
 ]
@@ -56,10 +56,10 @@ def is_guard(name: str) -> bool:
     return name.startswith("_guards")
 
 
-def output_form(graph: fx.Graph) -> TreeSpec:
+def output_spec(graph: fx.Graph) -> TreeSpec:
     """Returns the structure of the outputs of an exported graph; torch.export stores it with the generated code."""
-    form: TreeSpec = graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]  # set by torch.export
-    return form
+    spec: TreeSpec = graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]  # set by torch.export
+    return spec
 
 
 class PlainTracer(fx.Tracer):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from evenly._torch.autograd import operation_of
+from evenly._torch.autograd import sequence_number_of
 
 MOST = 10_000  # objects searched
 PLAIN = (
@@ -117,7 +117,7 @@ class KeptTensors:
             self._search(module)
         attributes = [vars(owner).get(name) for place, name in self._places.values() if (owner := place()) is not None]
         tensors = Outputs(attributes).tensors
-        return [tensor for tensor in tensors if _has_graph(tensor) and operation_of(tensor) >= number]
+        return [tensor for tensor in tensors if _has_graph(tensor) and sequence_number_of(tensor) >= number]
 
     def skip(self) -> None:
         """Counts a forward that keeps nothing."""

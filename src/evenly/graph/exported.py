@@ -13,10 +13,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from evenly._torch import pytree
 from evenly._torch.modules import BatchNorm
-from evenly._torch.tracing import constant_name, is_guard, output_form
+from evenly._torch.tracing import constant_name, is_guard, output_spec
 from evenly.errors import SpecError
 from evenly.graph.decisions import Condition, Decisions
-from evenly.graph.reads import OF_TORCH
+from evenly.graph.reads import MODULE_ATTRIBUTES
 
 
 def exported(model: nn.Module, example_inputs: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, Decisions]:
@@ -27,14 +27,14 @@ def exported(model: nn.Module, example_inputs: dict[str, torch.Tensor]) -> tuple
     module = program.module()
     graph: fx.Graph = module.graph
     _name_constants(model, module)
-    form = output_form(graph)
+    spec = output_spec(graph)
     for node in list(graph.nodes):
         if node.op == "get_attr" and not isinstance(operator.attrgetter(str(node.target))(module), torch.Tensor):
             raise SpecError("forward switches gradients or autocast on or off; move that into a module of its own")
         if node.op == "call_module" and is_guard(str(node.target)):
             graph.erase_node(node)
         elif node.op == "output":
-            node.args = (pytree.tree_unflatten(list(node.args[0]), form),)
+            node.args = (pytree.tree_unflatten(list(node.args[0]), spec),)
         elif node.target is torch.ops.aten.embedding.default:
             weight, ids, *rest = node.args
             node.target, node.args = F.embedding, (ids, weight, *rest[:1])
@@ -87,7 +87,7 @@ def _name_constants(model: nn.Module, module: fx.GraphModule) -> None:
 
 
 def _attributes(module: nn.Module) -> list[object]:
-    return [value for name, value in vars(module).items() if name not in OF_TORCH]
+    return [value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES]
 
 
 def _unregistered_tensors(value: object, depth: int) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Shapes, dtypes and work of every operation for the example, computed on the meta device."""
+"""Shapes, dtypes and flops of every operation for the example, computed on the meta device."""
 
 import copy
 from collections.abc import Mapping
@@ -20,22 +20,22 @@ MetaValue: TypeAlias = Any
 
 
 class Shapes(fx.Interpreter):
-    """Runs a graph on meta tensors and keeps the value and flops of every node, in `values` and `work`."""
+    """Runs a graph on meta tensors and keeps the value and flops of every node, in `values` and `flops`."""
 
-    def __init__(self, traced: fx.GraphModule, *, may_overwrite: bool = False) -> None:
-        super().__init__(traced)
+    def __init__(self, program: fx.GraphModule, *, may_overwrite: bool = False) -> None:
+        super().__init__(program)
         self._may_overwrite = may_overwrite  # whether an operation may change its input in place
         self.values: dict[str, MetaValue] = {}
-        self.work: dict[str, int] = {}
-        self.random: set[str] = set()  # the nodes that draw random numbers
+        self.flops: dict[str, int] = {}
+        self.random_nodes: set[str] = set()  # those that draw random numbers
 
     def run_node(self, n: fx.Node) -> MetaValue:
         """Runs one node and keeps its value."""
-        counter, random_watch = FlopCounterMode(display=False), _Dice()
+        counter, random_recorder = FlopCounterMode(display=False), _RandomRecorder()
         input_tensors = [x for m in n.all_input_nodes if isinstance(x := self.values[m.name], torch.Tensor)]
         before = [version_of(x) for x in input_tensors]
         try:
-            with counter, random_watch, torch.device("meta"):
+            with counter, random_recorder, torch.device("meta"):
                 value = super().run_node(n)
         except Exception as error:
             raise SpecError(
@@ -49,9 +49,9 @@ class Shapes(fx.Interpreter):
                 f"the operation {n.name!r} changes its input in place, which has no rule for a network whose layers "
                 "are cut. Make it return a new tensor."
             )
-        self.values[n.name], self.work[n.name] = value, counter.get_total_flops()
-        if random_watch.drawn:
-            self.random.add(n.name)
+        self.values[n.name], self.flops[n.name] = value, counter.get_total_flops()
+        if random_recorder.drawn:
+            self.random_nodes.add(n.name)
         return value
 
     def _is_lowered(self, n: fx.Node) -> bool:
@@ -86,7 +86,7 @@ def is_random(func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, o
     return "dropout_p" not in names or bool(arguments.get("dropout_p"))
 
 
-class _Dice(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
+class _RandomRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
     """Records whether random numbers are drawn."""
 
     def __init__(self) -> None:

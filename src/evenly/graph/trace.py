@@ -16,13 +16,13 @@ from evenly._torch import pytree
 from evenly._torch.operators import arguments_of
 from evenly._torch.tracing import is_constant
 from evenly.errors import SpecError
+from evenly.graph.change_watch import ChangeWatch
 from evenly.graph.decisions import Decisions
 from evenly.graph.kinds import RANDOM, OpInputs, OpKind, opaque, row_of
 from evenly.graph.lowering import lower, name_of, path_of
 from evenly.graph.reads import Reads
 from evenly.graph.shapes import Shapes, shape_of
 from evenly.graph.tracer import is_tensor_list, open_up
-from evenly.graph.watch import ChangeWatch
 from evenly.spec.graph import Graph, Layer, Tensor
 
 Switches = dict[str, dict[str, tuple[Argument, Argument]]]  # node -> argument -> values in training, evaluation
@@ -50,7 +50,7 @@ class Traced:
     model: nn.Module
     program: fx.GraphModule
     graph: Graph
-    form: pytree.TreeSpec | None  # of what forward returns; None: as the program returns it
+    output_spec: pytree.TreeSpec | None  # of what forward returns; None: as the program returns it
     example: dict[str, tuple[int, ...]]  # shapes of the arguments that are tensors
     switches: Switches
     inputs: dict[str, torch.Tensor]  # the arguments that are tensors, on the meta device
@@ -88,13 +88,13 @@ def follow(model: nn.Module, example: Example, *, modes: Mapping[str, bool] | No
     if complex_names:
         raise SpecError(f"the parameter {complex_names[0]!r} is complex, which has no rule. Use two real ones.")
     arguments = _arguments(model, example)
-    fast = torch.backends.mha.get_fastpath_enabled()
+    was_fastpath_enabled = torch.backends.mha.get_fastpath_enabled()
     with _TRACING:
         torch.backends.mha.set_fastpath_enabled(False)  # in evaluation torch would fuse whole encoder layers
         try:
             return _follow(model, arguments, modes)
         finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
+            torch.backends.mha.set_fastpath_enabled(was_fastpath_enabled)
 
 
 def _follow(model: nn.Module, arguments: dict[str, torch.Tensor | None], modes: Mapping[str, bool] | None) -> Traced:
@@ -102,14 +102,14 @@ def _follow(model: nn.Module, arguments: dict[str, torch.Tensor | None], modes: 
     training_modes = {name: module.training for name, module in model.named_modules()}
     evaluation = None
     if modes is None:
-        with _mode(model, dict.fromkeys(training_modes, False)):
+        with _in_modes(model, dict.fromkeys(training_modes, False)):
             evaluation = open_up(model, tensors)
             lower(evaluation.program)
-    watch = ChangeWatch(model, evaluation.reads) if evaluation is not None else None
-    with _mode(model, modes or dict.fromkeys(training_modes, True)):
+    change_watch = ChangeWatch(model, evaluation.reads) if evaluation is not None else None
+    with _in_modes(model, modes or dict.fromkeys(training_modes, True)):
         opened = open_up(model, tensors)
-        if watch is not None:
-            _refuse_changes(model, watch)
+        if change_watch is not None:
+            _refuse_changes(model, change_watch)
         program = opened.program
         lower(program)
         switches = _switches(model, program, evaluation.program) if evaluation is not None else {}
@@ -120,7 +120,7 @@ def _follow(model: nn.Module, arguments: dict[str, torch.Tensor | None], modes: 
         model=model,
         program=program,
         graph=Graph(model=type(model).__name__, layers=tuple(layers)),
-        form=opened.form,
+        output_spec=opened.output_spec,
         example={name: tuple(tensor.shape) for name, tensor in tensors.items()},
         switches=switches,
         inputs={name: shape_of(tensor) for name, tensor in tensors.items()},
@@ -130,9 +130,9 @@ def _follow(model: nn.Module, arguments: dict[str, torch.Tensor | None], modes: 
     )
 
 
-def _refuse_changes(model: nn.Module, watch: ChangeWatch) -> None:
+def _refuse_changes(model: nn.Module, change_watch: ChangeWatch) -> None:
     """Raises `SpecError` if forward changed what it reads: a cut network runs forward's Python code only once."""
-    changes = watch.changes()
+    changes = change_watch.changes()
     if changes:
         raise SpecError(
             f"forward of {type(model).__name__} changes {changes[0][0]!r} which it also reads; a network whose layers "
@@ -167,7 +167,7 @@ def _arguments(model: nn.Module, example: Example) -> dict[str, torch.Tensor | N
 
 
 @contextmanager
-def _mode(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
+def _in_modes(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
     """Sets `training` of every module and restores it at exit."""
     before = {name: module.training for name, module in model.named_modules()}
     for name, module in model.named_modules():
@@ -298,7 +298,7 @@ def _layer(program: fx.GraphModule, node: fx.Node, value: object, shapes: Shapes
     inputs = tuple(n.name for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor))
     outputs = _outputs(node, value)
     row = _row(program, node, outputs, shapes, closed)
-    if node.name in shapes.random and row.op not in ("dropout", "attention"):
+    if node.name in shapes.random_nodes and row.op not in ("dropout", "attention"):
         raise SpecError(
             f"{name_of(node)} at {path_of(node) or node.name!r} draws random numbers, for which it has no rule; "
             "ranks would draw different ones. Set its dropout to 0, or write it with layers that have a rule."
@@ -315,7 +315,7 @@ def _layer(program: fx.GraphModule, node: fx.Node, value: object, shapes: Shapes
         inputs=inputs + module_inputs,
         outputs=outputs,
         options=row.options,
-        flops=shapes.work.get(node.name, 0),
+        flops=shapes.flops.get(node.name, 0),
         note=row.note,
     )
 
