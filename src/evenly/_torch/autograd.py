@@ -41,10 +41,9 @@ def at_end_of_backward(act: Callable[[], None]) -> None:
 def will_reach(parameter: torch.Tensor) -> bool:
     """Returns whether the running backward gives this parameter a gradient; autograd.grad() gives none."""
     with torch.enable_grad():
-        view = parameter.view_as(
-            parameter
-        ).grad_fn  # the public access to the node that accumulates a parameter's gradient
-    node = view.next_functions[0][0] if view is not None else None
+        view_node = parameter.view_as(parameter).grad_fn
+    # the public access to the node that accumulates the parameter's gradient
+    node = view_node.next_functions[0][0] if view_node is not None else None
     try:
         return node is not None and bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # in autograd.grad()

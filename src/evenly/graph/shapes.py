@@ -38,10 +38,10 @@ class Shapes(fx.Interpreter):
             with counter, random_recorder, torch.device("meta"):
                 value = super().run_node(n)
         except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             raise SpecError(
-                f"the operation {n.name!r} cannot be run on meta tensors, which have a shape but no values: "
-                f"{(str(error).splitlines() or [type(error).__name__])[0]}. Shapes must not depend on values, "
-                "and the example must fit the network."
+                f"the operation {n.name!r} cannot be run on meta tensors, which have a shape but no values: {reason}. "
+                "Shapes must not depend on values, and the example must fit the network."
             ) from error
         overwrites = not self._may_overwrite and [version_of(x) for x in input_tensors] != before
         if overwrites and not self._is_lowered(n):

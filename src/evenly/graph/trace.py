@@ -78,7 +78,7 @@ def follow(model: nn.Module, example: Example, *, modes: Mapping[str, bool] | No
         modes: `training` of each module; by default the network is traced in training and in evaluation.
     """
     if not isinstance(model, nn.Module):
-        raise SpecError(f"{type(model).__name__} was given as a network, but a torch.nn.Module is needed.")
+        raise SpecError(f"a network was to be traced, but this is a {type(model).__name__}. Give a torch.nn.Module.")
     if isinstance(model, torch.jit.ScriptModule):
         raise SpecError("a TorchScript module was given, whose layers cannot be cut. Give the module it was made of.")
     lazy_names = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
@@ -154,7 +154,10 @@ def _arguments(model: nn.Module, example: Example) -> dict[str, torch.Tensor | N
         ) from None
     arguments = dict(bound.arguments)
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for n, p in signature.parameters.items() if n in arguments):
-        raise SpecError(f"forward{signature} of {type(model).__name__} takes *args or **kwargs, which have no rule.")
+        raise SpecError(
+            f"the example has arguments that forward{signature} of {type(model).__name__} takes by *args or **kwargs, "
+            "which have no rule. Name each of them in forward's signature."
+        )
     unsupported = [
         name for name, value in arguments.items() if not isinstance(value, torch.Tensor) and value is not None
     ]
