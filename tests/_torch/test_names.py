@@ -1,5 +1,6 @@
 """The private names that this library counts on are in this torch, and mean what they should."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_clipping_by_a_function_that_was_imported_before_is_widened_and_two_user
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
 
-    def times(factor: float) -> clipping.Wrap:
+    def times(factor: float) -> Callable[[clipping.GetTotalNorm], clipping.GetTotalNorm]:
         return lambda plain: lambda *args, **kwargs: plain(*args, **kwargs) * factor
 
     first = clipping.widen_clipping(total_norm=times(2.0), clip=lambda plain: plain)
