@@ -1,5 +1,6 @@
 """The private names that this library counts on are in this torch, and mean what they should."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def test_the_room_itself_imports_nothing() -> None:
 def test_tables_and_hooks_of_modules() -> None:
     held = vars(nn.Module())
     assert set(modules.TABLES) | set(modules.HOOKS) | set(modules.LOAD_HOOKS) <= set(held)
-    assert all(hasattr(nn.modules.module, name) for name in modules.HOOKS_ON_ALL)
+    assert all(hasattr(nn.modules.module, name) for name in modules.GLOBAL_HOOKS)
     assert all(hasattr(nn.Module, name) for name in (*modules.CALL_METHODS, *modules.STATE_METHODS))
     home, _, name = modules.SPECTRAL_NORM.rpartition(".")
     assert home == nn.utils.parametrizations.__name__
@@ -59,20 +60,20 @@ def test_kept_buffers_are_those_of_the_state() -> None:
     module = nn.BatchNorm1d(2)
     module.register_buffer("passing", torch.ones(1), persistent=False)
     module.register_buffer("empty", None)
-    assert {name for name, _ in modules.kept_buffers(module)} == set(module.state_dict()) - {"weight", "bias"}
+    assert {name for name, _ in modules.own_persistent_buffers(module)} == set(module.state_dict()) - {"weight", "bias"}
 
 
 def test_optimizers() -> None:
     optimizer = torch.optim.Adam(nn.Linear(2, 1).parameters())
     assert optimizers.has_step_hooks(optimizer)
     assert all(name in vars(optimizer) for name in optimizers.STEP_HOOKS)
-    before = [len(hooks) for hooks in optimizers.step_hooks_of_all()]
+    before = [len(hooks) for hooks in optimizers.global_step_hooks()]
     handle = register_optimizer_step_pre_hook(lambda *_: None)
-    assert [len(hooks) for hooks in optimizers.step_hooks_of_all()] == [before[0] + 1, before[1]]
+    assert [len(hooks) for hooks in optimizers.global_step_hooks()] == [before[0] + 1, before[1]]
     handle.remove()
     StepLR(optimizer, 1)
-    assert optimizers.only_counts(vars(optimizer)["step"], optimizer)
-    assert not optimizers.only_counts(lambda: None, optimizer)
+    assert optimizers.is_scheduler_wrapper(vars(optimizer)["step"], optimizer)
+    assert not optimizers.is_scheduler_wrapper(lambda: None, optimizer)
     optimizer.step()
     assert set(vars(optimizer)) >= optimizers.SCHEDULER_NOTES
 
@@ -87,7 +88,7 @@ def test_clipping_by_a_function_that_was_imported_before_is_widened_and_two_user
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
 
-    def times(factor: float) -> clipping.Wrap:
+    def times(factor: float) -> Callable[[clipping.GetTotalNorm], clipping.GetTotalNorm]:
         return lambda plain: lambda *args, **kwargs: plain(*args, **kwargs) * factor
 
     first = clipping.widen_clipping(total_norm=times(2.0), clip=lambda plain: plain)
@@ -118,9 +119,9 @@ def test_a_backward_has_a_number_and_an_end() -> None:
 
 def test_operations_are_numbered_and_writes_counted() -> None:
     x = torch.ones(2, requires_grad=True)
-    number = autograd.next_operation()
+    number = autograd.next_sequence_number()
     y = x * 2
-    assert autograd.operation_of(y) >= number > autograd.operation_of(x)
+    assert autograd.sequence_number_of(y) >= number > autograd.sequence_number_of(x)
     before = autograd.version_of(y)
     y.add_(1)
     assert autograd.version_of(y) == before + 1
@@ -155,7 +156,7 @@ def test_operators() -> None:
     assert right[0].tolist() == [2.0, 2.0]
     assert operators.safe_softmax(torch.full((1, 2), float("-inf"))).tolist() == [[0.0, 0.0]]
     with pytest.raises(RuntimeError):
-        operators.assert_later(torch.zeros(1))
+        operators.assert_async(torch.zeros(1))
 
 
 def test_exported_graphs() -> None:
@@ -164,8 +165,8 @@ def test_exported_graphs() -> None:
             return {"a": x + 1, "b": x * torch.tensor([2.0])}
 
     program = torch.export.export(Pair(), (torch.ones(2),), strict=False).module()
-    form = tracing.output_form(program.graph)
-    assert pytree.tree_unflatten([1, 2], form) == {"a": 1, "b": 2}
+    spec = tracing.output_spec(program.graph)
+    assert pytree.tree_unflatten([1, 2], spec) == {"a": 1, "b": 2}
     traced = torch.fx.symbolic_trace(Pair())
     constants = [name for name in vars(traced) if tracing.is_constant(name)]
     assert constants in ([], [tracing.constant_name(0)]) or "_tensor_constant0" in dict(traced.named_buffers())

@@ -15,13 +15,13 @@ from torch.utils.data._utils import worker
 from evenly._torch.autograd import TENSOR_HOOKS, without_hooks
 from evenly._torch.dataloader import outside_of_workers
 from evenly._torch.modules import LOAD_HOOKS, add_load_hook, remove_load_hook
-from evenly._torch.optimizers import step_hooks_of_all
+from evenly._torch.optimizers import global_step_hooks
 from evenly._torch.scaler import watch_scaler
 from evenly.comm import RankGroup
 from evenly.errors import EvenlyError, SpecError
 from evenly.graph import trace
-from evenly.graph.reads import reading
-from evenly.graph.while_tracing import intercepting_torch
+from evenly.graph.reads import recording_reads
+from evenly.graph.tracing_guards import intercepting_torch
 from evenly.nodes import join_nodes
 from evenly.shards import Sharded, shard_model
 from evenly.shards.optim.probe import watch_optimizers
@@ -35,7 +35,7 @@ def clipping() -> list[Any]:
 
 
 def ours() -> list[Any]:
-    hooks = [hook for table in step_hooks_of_all() for hook in table.values()]
+    hooks = [hook for table in global_step_hooks() for hook in table.values()]
     return [hook for hook in hooks if hook.__module__.startswith("evenly.")]
 
 
@@ -117,10 +117,10 @@ def test_tracing_leaves_torch_as_it_was(model: nn.Module) -> None:
 
 def test_a_trace_inside_of_a_trace_leaves_the_outer_one() -> None:
     before = attributes()
-    with intercepting_torch(), reading(nn.Linear(2, 2)):
+    with intercepting_torch(), recording_reads(nn.Linear(2, 2)):
         outer = attributes()
         assert all(outer[name] is not before[name] for name in before)
-        with intercepting_torch(), reading(nn.Linear(2, 2)):
+        with intercepting_torch(), recording_reads(nn.Linear(2, 2)):
             assert all(attributes()[name] is not outer[name] for name in before)
         assert attributes() == outer
     assert attributes() == before

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from evenly._torch.optimizers import step_hooks_of_all
+from evenly._torch.optimizers import global_step_hooks
 from evenly.comm import FailureMonitor, RankGroup, ShardGroup, open_group
 from evenly.errors import SpecError
 from evenly.shards.optim import probe, trial_steps
@@ -271,10 +271,10 @@ def test_watching_looks_once_and_again_when_a_group_is_added(
 
 @pytest.mark.usefixtures("watching")
 def test_watching_twice_is_watching_once() -> None:
-    count = len(step_hooks_of_all()[0])
+    count = len(global_step_hooks()[0])
     threads = [threading.Thread(target=watch_optimizers) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(step_hooks_of_all()[0]) == count
+    assert len(global_step_hooks()[0]) == count

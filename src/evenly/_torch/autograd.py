@@ -6,7 +6,6 @@ torch.autograd.graph and torch's DDP use the same names of torch._C in torch 2.1
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -42,24 +41,23 @@ def at_end_of_backward(act: Callable[[], None]) -> None:
 def will_reach(parameter: torch.Tensor) -> bool:
     """Returns whether the running backward gives this parameter a gradient; autograd.grad() gives none."""
     with torch.enable_grad():
-        view = parameter.view_as(
-            parameter
-        ).grad_fn  # the public access to the node that accumulates a parameter's gradient
-    node = view.next_functions[0][0] if view is not None else None
+        view_node = parameter.view_as(parameter).grad_fn
+    # the public access to the node that accumulates the parameter's gradient
+    node = view_node.next_functions[0][0] if view_node is not None else None
     try:
         return node is not None and bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # in autograd.grad()
         return False
 
 
-def next_operation() -> int:
+def next_sequence_number() -> int:
     """Returns the number that autograd gives to the next operation of this thread, as torch's profiler shows it."""
     if torch.compiler.is_compiling():  # it cannot trace the next line, and warns
         return 0
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def operation_of(tensor: torch.Tensor) -> int:
+def sequence_number_of(tensor: torch.Tensor) -> int:
     """Returns the number of the operation that computed a tensor; -1 if it has no graph."""
     return int(tensor.grad_fn._sequence_nr()) if tensor.grad_fn is not None else -1
 
@@ -78,7 +76,7 @@ def has_hooks(tensor: torch.Tensor, *, besides: int = 0) -> bool:
 @contextmanager
 def without_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Removes the hooks of these tensors inside the block, and restores them after it."""
-    tables: list[dict[int, Any]] = [
+    tables: list[dict[int, object]] = [
         hooks for tensor in tensors for name in TENSOR_HOOKS if (hooks := getattr(tensor, name, None))
     ]
     saved_entries = [(hooks, list(hooks.items())) for hooks in tables]

@@ -1,7 +1,6 @@
 """Replaces the functions for the norm and the scaling in torch's clipping of gradients by norm."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,10 +10,13 @@ from evenly._torch.patching import replace_attribute, restore_attribute
 
 TOTAL_NORM, CLIP = "get_total_norm", "clip_grads_with_norm_"
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+GetTotalNorm = Callable[..., torch.Tensor]
+ClipGrads = Callable[..., None]
 
 
-def widen_clipping(*, total_norm: Wrap, clip: Wrap) -> Callable[[], None]:
+def widen_clipping(
+    *, total_norm: Callable[[GetTotalNorm], GetTotalNorm], clip: Callable[[ClipGrads], ClipGrads]
+) -> Callable[[], None]:
     """Makes torch's clipping by norm use wrapped functions; returns a function that undoes it.
 
     `torch.nn.utils.clip_grad_norm_` looks up two private functions in its module whenever it is called, so a

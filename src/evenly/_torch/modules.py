@@ -34,10 +34,10 @@ __all__ = [
     "child_names",
     "copy_versions",
     "forward_pre_hooks",
-    "hooks_on_all",
+    "global_module_hooks",
     "is_extra_state",
     "is_registered",
-    "kept_buffers",
+    "own_persistent_buffers",
     "own_tensors",
     "remove_load_hook",
     "replace_tables",
@@ -48,7 +48,7 @@ __all__ = [
 
 TABLES = ("_modules", "_parameters", "_buffers")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOKS_ON_ALL = tuple(f"_global{kind}" for kind in HOOKS)  # of torch.nn.modules.module; there is no public access
+GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in HOOKS)  # of torch.nn.modules.module; there is no public access
 LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 CALL_METHODS = ("__call__", "_call_impl", "_wrapped_call_impl")  # methods that run forward with its hooks
 STATE_METHODS = frozenset({"_load_from_state_dict", "_save_to_state_dict"})  # a subclass may override them
@@ -81,12 +81,12 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
-def buffer_table(module: nn.Module) -> dict[str, Any]:
+def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Returns the table of a module's own buffers; a change of the table changes the module."""
     return module._buffers
 
 
-def kept_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def own_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields a module's own persistent buffers, those in its state_dict; torch has no public access to them."""
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -105,7 +105,7 @@ def replace_tables(
     module: nn.Module,
     *,
     tensor: Callable[[str, torch.Tensor | None], Any],
-    child: Callable[[str, nn.Module | None], Any],
+    child: Callable[[str, nn.Module | None], nn.Module | None],
 ) -> None:
     """Gives a shallow copy of a module its own tables, with the results of `tensor` and `child` for each entry.
 
@@ -125,14 +125,14 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
-def hooks_on_all() -> Iterator[tuple[str, Any]]:
+def global_module_hooks() -> Iterator[tuple[str, Callable[..., object]]]:
     """Yields the global hooks, registered for all modules of the process, with the name of their table."""
-    for kind in HOOKS_ON_ALL:
+    for kind in GLOBAL_HOOKS:
         for hook in list(getattr(nn.modules.module, kind).values()):
             yield kind, hook
 
 
-def add_load_hook(module: nn.Module, hook: Any) -> None:
+def add_load_hook(module: nn.Module, hook: Callable[..., object]) -> None:
     """Calls `hook` before and after a module loads its own tensors; `remove_load_hook` undoes it.
 
     ScriptModules refuse `register_load_state_dict_pre_hook`. The tables are copied first: layers of cut networks are
@@ -143,7 +143,7 @@ def add_load_hook(module: nn.Module, hook: Any) -> None:
         getattr(module, kind)[-id(hook)] = hook  # torch's keys count up from 0
 
 
-def remove_load_hook(module: nn.Module, hook: Any) -> None:
+def remove_load_hook(module: nn.Module, hook: Callable[..., object]) -> None:
     """Removes a hook that `add_load_hook` added; other hooks stay."""
     for kind in LOAD_HOOKS:
         getattr(module, kind).pop(-id(hook), None)
@@ -159,7 +159,7 @@ def is_extra_state(name: str) -> bool:
     return name.endswith("_extra_state")
 
 
-def copy_versions(state: Any, source: Mapping[str, Any], *, if_missing: bool = False) -> None:
+def copy_versions(state: Any, source: Mapping[str, object], *, if_missing: bool = False) -> None:
     """Copies the versions of modules from one state_dict to another; torch needs them to load old states.
 
     If the source has none, None is set only with `if_missing`.
@@ -178,7 +178,7 @@ class WatchedModule(nn.Module):
         """Returns a context manager around `to`, `cuda`, `double` and the like."""
         raise NotImplementedError
 
-    def left_out_by_ddp(self) -> list[str]:
+    def ignored_by_ddp(self) -> list[str]:
         """Returns the names of tensors that DistributedDataParallel ignores; DDP's constructor calls it."""
         raise NotImplementedError
 
@@ -189,4 +189,4 @@ class WatchedModule(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        return self.left_out_by_ddp()
+        return self.ignored_by_ddp()

@@ -5,7 +5,6 @@ torch.library, torch.export and torch's own tensor subclasses use the same class
 """
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -19,7 +18,7 @@ __all__ = [
     "add_all_",
     "argument_names",
     "arguments_of",
-    "assert_later",
+    "assert_async",
     "copy_all_",
     "operator_name",
     "out_of_place",
@@ -40,7 +39,7 @@ add_all_ = torch._foreach_add_
 copy_all_ = torch._foreach_copy_
 """Copies a list of tensors into another one, with few kernel launches."""
 
-assert_later = torch._assert_async
+assert_async = torch._assert_async
 """Raises an error if a tensor is false; on a GPU asynchronously, without waiting for the value."""
 
 
@@ -60,18 +59,18 @@ def packet_name(packet: OpOverloadPacket) -> str:
     return str(packet._qualified_op_name)
 
 
-def arguments_of(target: Any) -> list[Any]:
+def arguments_of(target: object) -> list[torch.Argument]:
     """Returns the arguments of an operator as its schema describes them; an empty list if it is no operator."""
     schema = getattr(target, "_schema", None)
     return [] if schema is None else list(schema.arguments)
 
 
-def argument_names(op: Any) -> list[str]:
+def argument_names(op: OpOverload) -> list[str]:
     """Returns the names of an operator's arguments."""
     return [argument.name for argument in op._schema.arguments]
 
 
-def out_of_place(op: OpOverload) -> Any:
+def out_of_place(op: OpOverload) -> OpOverload | None:
     """Returns the out-of-place form of an in-place operator of aten; None if `op` is not in place."""
     name = operator_name(op).split("::")[1]
     return getattr(getattr(torch.ops.aten, name[:-1]), op._overloadname) if name[-1] == "_" else None

@@ -4,7 +4,7 @@ The names are the same in torch 2.11 and 2.13.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -25,7 +25,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, STEP_HOOKS[0])
 
 
-def step_hooks_of_all() -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+def global_step_hooks() -> tuple[Mapping[int, Callable[..., object]], Mapping[int, Callable[..., object]]]:
     """Returns the global hooks before and after the steps of all optimizers, by torch's keys.
 
     torch has public functions to register and remove them, but none to list them.
@@ -33,6 +33,6 @@ def step_hooks_of_all() -> tuple[dict[int, Callable[..., Any]], dict[int, Callab
     return torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
 
 
-def only_counts(step: Any, optimizer: Optimizer) -> bool:
+def is_scheduler_wrapper(step: Any, optimizer: Optimizer) -> bool:
     """Returns whether `step`, set on an optimizer's instance, is a scheduler's wrapper that counts steps."""
     return hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step

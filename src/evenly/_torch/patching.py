@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 _lock = threading.RLock()
 _replacements: "list[_Replacement]" = []  # the active ones, the oldest first
@@ -16,10 +15,10 @@ _replacements: "list[_Replacement]" = []  # the active ones, the oldest first
 class _Replacement:
     """The value that one user has set for an attribute, and the value before."""
 
-    owner: Any
+    owner: object  # a module or a class
     name: str
-    value: Any
-    before: Any
+    value: object
+    before: object
     is_own: bool  # whether `before` was the owner's own attribute, not one that it inherits
 
     def restore(self) -> None:
@@ -29,7 +28,7 @@ class _Replacement:
             delattr(self.owner, self.name)
 
 
-def replace_attribute(owner: Any, name: str, value: Any) -> "_Replacement":
+def replace_attribute(owner: object, name: str, value: object) -> "_Replacement":
     """Sets an attribute to `value`; `restore_attribute` undoes it.
 
     Users may end in any order. If an earlier user ends first, the values of later users stay, and these restore the
@@ -62,7 +61,7 @@ def _is_of_same(one: _Replacement, other: _Replacement) -> bool:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Sets an attribute to `value` inside the block."""
     replacement = replace_attribute(owner, name, value)
     try:

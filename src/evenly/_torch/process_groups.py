@@ -38,7 +38,7 @@ __all__ = [
     "default_store",
     "gloo",
     "gloo_devices",
-    "keep_for_ever",
+    "keep_until_exit",
     "make_recorder",
     "nccl",
 ]
@@ -91,7 +91,7 @@ def backend_name(group: dist.ProcessGroup, device: str) -> str:
     return str(group._get_backend(torch.device(device)).name())
 
 
-def keep_for_ever(group: dist.ProcessGroup) -> None:
+def keep_until_exit(group: dist.ProcessGroup) -> None:
     """Keeps a group alive until the process ends, by a reference that is never released.
 
     Gloo cannot abort a work that waits for another rank, and the destructor of its group waits for the work: the end of

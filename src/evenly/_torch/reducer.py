@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 
-def without_buffers() -> dict[str, Any]:
+def no_buffer_broadcast() -> dict[str, Any]:
     """Returns the argument of DDP that turns off the broadcast of buffers; its name depends on the version of torch."""
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
@@ -24,7 +24,7 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
     ddp.reducer._rebuild_buckets()
 
 
-def arm(ddp: DistributedDataParallel) -> Sequence[int]:
+def prepare_backward(ddp: DistributedDataParallel) -> Sequence[int]:
     """Makes the next backward use DDP's buckets; returns when each parameter was last ready, in ns."""
     ddp.reducer.prepare_for_backward([])
     return ready_times(ddp)
@@ -36,12 +36,12 @@ def ready_times(ddp: DistributedDataParallel) -> Sequence[int]:
     return times
 
 
-def mark_ready(ddp: DistributedDataParallel, place: int) -> None:
-    """Tells the reducer that the parameter at `place` gets no gradient in this backward.
+def mark_ready(ddp: DistributedDataParallel, index: int) -> None:
+    """Tells the reducer that the parameter at `index` gets no gradient in this backward.
 
     Raises `RuntimeError` if it was ready before.
     """
-    ddp.reducer._autograd_hook(place)  # type: ignore[attr-defined]  # torch's annotations lack it
+    ddp.reducer._autograd_hook(index)  # type: ignore[attr-defined]  # torch's annotations lack it
 
 
 def remove_hooks(ddp: DistributedDataParallel) -> None:

@@ -6,21 +6,24 @@ Written for torch 2.11 and 2.13.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
+
+Flags = dict[torch.device, torch.Tensor]  # for each device: 1 if a gradient there is not finite, else 0
 
 
 class AgreeingScaler(torch.amp.GradScaler):
     """A GradScaler that passes its flags for non-finite gradients through `agreed`."""
 
-    def agreed(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Any]) -> dict[torch.device, Any]:
+    def agreed(self, optimizer: torch.optim.Optimizer, flags: Flags) -> Flags:
         """Returns the flags, one for each device, that decide whether a step is skipped; a subclass overrides it."""
         return flags
 
-    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, Any]:
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> Flags:
         """Computes the flags; its name is private, but both `unscale_` and `step` call it."""
-        flags: dict[torch.device, Any] = super()._unscale_grads_(optimizer, *args, **kwargs)
+        flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         return self.agreed(optimizer, flags)
 
 
@@ -41,7 +44,7 @@ class _WatchedStep:
         self._is_patched = "step" in vars(scaler)  # by other code, before
         self.watchers: list[_Watcher] = []
 
-    def __call__(self, stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, stepped: torch.optim.Optimizer, *args: object, **kwargs: object) -> float | None:
         watchers = [watcher for watcher in self.watchers if watcher.optimizer is stepped]
         before = [watcher.steps() for watcher in watchers]
         result = self._plain(stepped, *args, **kwargs)

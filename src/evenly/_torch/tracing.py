@@ -3,9 +3,9 @@
 Written for torch 2.11 and 2.13.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -23,7 +23,7 @@ __all__ = [
     "intercepted",
     "is_constant",
     "is_guard",
-    "output_form",
+    "output_spec",
     "reading_attributes",
     "with_class_forward",
 ]
@@ -38,7 +38,7 @@ PROXY_FIELDS = (
     "graph",
 )  # attributes that fx sets on values while it traces
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Wrap = Callable[[Callable[..., object]], Callable[..., object]]  # maps a function of torch to its replacement
 
 
 def constant_name(number: int) -> str:
@@ -56,16 +56,22 @@ def is_guard(name: str) -> bool:
     return name.startswith("_guards")
 
 
-def output_form(graph: fx.Graph) -> TreeSpec:
+def output_spec(graph: fx.Graph) -> TreeSpec:
     """Returns the structure of the outputs of an exported graph; torch.export stores it with the generated code."""
-    form: TreeSpec = graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]  # set by torch.export
-    return form
+    spec: TreeSpec = graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]  # set by torch.export
+    return spec
 
 
 class PlainTracer(fx.Tracer):
     """fx's tracer, which replaces a fixed argument by its value and traces no assertion about it."""
 
-    def _proxy_placeholder(self, name: str, concrete_args: Any, sig: Any, fn_for_analysis: Any) -> Any:
+    def _proxy_placeholder(
+        self,
+        name: str,
+        concrete_args: dict[str, object] | None,
+        sig: inspect.Signature,
+        fn_for_analysis: Callable[..., object],
+    ) -> object:
         if concrete_args is not None and name in concrete_args:
             return concrete_args[name]  # fx would also trace an assertion on the value
         return super()._proxy_placeholder(name, concrete_args, sig, fn_for_analysis)
@@ -73,7 +79,12 @@ class PlainTracer(fx.Tracer):
 
 @contextmanager
 def intercepted(
-    *, apply: Wrap, set_attribute: Wrap, enter_function: Wrap, register_hook: Wrap, is_grad_enabled: Wrap
+    *,
+    apply: "Callable[[classmethod[object, ..., object]], Callable[..., object]]",
+    set_attribute: Wrap,
+    enter_function: Wrap,
+    register_hook: Wrap,
+    is_grad_enabled: Wrap,
 ) -> Iterator[None]:
     """Replaces functions of torch inside the block, for the whole process; each argument wraps torch's own.
 
@@ -106,7 +117,7 @@ def reading_attributes(read: Wrap) -> Iterator[None]:
 
 
 @contextmanager
-def with_class_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def with_class_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Gives a module a subclass with this forward inside the block: fx traces the forward of the class."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -15,7 +15,7 @@ from evenly._torch.process_groups import (
     add_backend,
     gloo,
     gloo_devices,
-    keep_for_ever,
+    keep_until_exit,
     nccl,
 )
 from evenly.comm.rank_group import RankGroup
@@ -141,7 +141,7 @@ def close_groups(groups: Iterable[dist.ProcessGroup], *, failed: bool = False) -
     for group in {id(group): group for group in groups}.values():
         group.shutdown()
         if failed:
-            keep_for_ever(group)
+            keep_until_exit(group)
 
 
 def backend_for(devices: Sequence[Device]) -> str:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from evenly._torch.autograd import NO_BACKWARD, at_end_of_backward, backward_number, in_backward, next_operation
+from evenly._torch.autograd import NO_BACKWARD, at_end_of_backward, backward_number, in_backward, next_sequence_number
 from evenly.gradients.outputs import KeptTensors, Outputs
 
 
@@ -63,7 +63,7 @@ class ForwardLog:
             self._task, self._members = NO_BACKWARD, []  # left by a backward that failed
         forward = Forward(self, samples, is_averaged=is_averaged)
         if self._kept_tensors.is_due:
-            forward.number = next_operation()
+            forward.number = next_sequence_number()
         return forward
 
     def watch(self, forward: Forward, output: object, *, inputs: Sequence[object] = ()) -> None:

@@ -53,7 +53,7 @@ class NodeGradients(Gradients):
             process_group=group,
             init_sync=False,
             gradient_as_bucket_view=True,
-            **reducer.without_buffers(),
+            **reducer.no_buffer_broadcast(),
         )
         self._ddp.register_comm_hook(ref(self), _average)  # a strong reference would keep DDP and the group alive
         self._build_buckets()
@@ -74,7 +74,7 @@ class NodeGradients(Gradients):
 
     def _prepare(self) -> None:
         """Prepares DDP's reducer for the next backward, whatever causes it."""
-        self._ready_times = reducer.arm(self._ddp)
+        self._ready_times = reducer.prepare_backward(self._ddp)
         self._is_prepared = True  # until the last bucket is complete
 
     def _queue_finish(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from evenly._torch.autograd import operation_of
+from evenly._torch.autograd import sequence_number_of
 
 MOST = 10_000  # objects searched
 PLAIN = (
@@ -119,7 +119,7 @@ class KeptTensors:
             vars(owner).get(name) for reference, name in self._kept_in.values() if (owner := reference()) is not None
         ]
         tensors = Outputs(attributes).tensors
-        return [tensor for tensor in tensors if _has_graph(tensor) and operation_of(tensor) >= number]
+        return [tensor for tensor in tensors if _has_graph(tensor) and sequence_number_of(tensor) >= number]
 
     def skip(self) -> None:
         """Counts a forward that keeps nothing."""

@@ -1,14 +1,14 @@
 """nn.Module -> Graph: layers, shapes, work, data flow, what may be cut and in what unit."""
 
+from evenly.graph.change_watch import Change, ChangeWatch
 from evenly.graph.lowering import name_of, path_of
-from evenly.graph.own import refuse_strange_tensors
-from evenly.graph.reads import OF_TORCH
+from evenly.graph.reads import MODULE_ATTRIBUTES
+from evenly.graph.torch_code import refuse_strange_tensors
 from evenly.graph.trace import Example, Traced, follow, trace
-from evenly.graph.watch import Change, ChangeWatch
-from evenly.graph.while_tracing import refuse_hooks_on_all
+from evenly.graph.tracing_guards import refuse_global_hooks
 
 __all__ = [
-    "OF_TORCH",
+    "MODULE_ATTRIBUTES",
     "Change",
     "ChangeWatch",
     "Example",
@@ -16,7 +16,7 @@ __all__ = [
     "follow",
     "name_of",
     "path_of",
-    "refuse_hooks_on_all",
+    "refuse_global_hooks",
     "refuse_strange_tensors",
     "trace",
 ]

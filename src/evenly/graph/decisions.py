@@ -2,15 +2,27 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import fx
 
 from evenly.errors import SpecError
-from evenly.graph.shapes import Shapes
+from evenly.graph.shapes import MetaValue, Shapes
 
-Key = tuple[Any, ...]
+
+class Expression(Protocol):
+    """A sympy expression in the symbols that torch.export gives to sizes."""
+
+    def xreplace(self, rule: Mapping["Expression", int]) -> object:
+        """Returns the expression with symbols replaced by numbers."""
+
+
+class Condition(NamedTuple):
+    """A guard of torch.export on the batch size, and the symbol of each input's batch size."""
+
+    guard: Expression | bool
+    symbols: dict[str, Expression]
 
 
 @dataclass(frozen=True)
@@ -18,8 +30,8 @@ class Decision:
     """A traced value whose truth, number or length Python used, and what that was for the example."""
 
     name: str
-    evaluate: Callable[[Any], Any]  # bool, len, or the number itself
-    result: Any
+    evaluate: Callable[[MetaValue], object]  # bool, len, or the number itself
+    result: object
     where: str
 
 
@@ -29,13 +41,13 @@ class Decisions:
 
     program: fx.GraphModule | None = None
     entries: list[Decision] = field(default_factory=list)
-    conditions: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)  # of torch.export
+    conditions: list[Condition] = field(default_factory=list)  # of torch.export
 
     def require(self, model: str, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises `SpecError` if forward would take other branches for these inputs (meta tensors) than when traced."""
         sizes = {name: tuple(x.shape[:1]) for name, x in inputs.items()}
-        for condition, symbols in self.conditions:
-            _require_condition(condition, symbols, inputs, model)
+        for condition in self.conditions:
+            _require_condition(condition, inputs, model)
         if self.program is None or not self.entries:
             return
         order = [str(node.target) for node in self.program.graph.nodes if node.op == "placeholder"]
@@ -69,17 +81,18 @@ def decisions_of(root: torch.nn.Module, graph: fx.Graph, decided_nodes: list[tup
     return Decisions(fx.GraphModule(root, part), [decision for _, decision in decided_nodes])
 
 
-def _require_condition(condition: Any, symbols: dict[str, Any], inputs: Mapping[str, torch.Tensor], model: str) -> None:
+def _require_condition(condition: Condition, inputs: Mapping[str, torch.Tensor], model: str) -> None:
     """Raises unless a guard of torch.export and its implicit conditions hold."""
-    values: dict[Any, int] = {}
+    guard, symbols = condition
+    values: dict[Expression, int] = {}
     for name, symbol in symbols.items():
         size = inputs[name].shape[0]
         if size < 2 or values.setdefault(symbol, size) != size:  # torch.export specializes on sizes 0 and 1
-            condition = False
-    if not bool(condition if isinstance(condition, bool) else condition.xreplace(values)):
+            guard = False
+    if not bool(guard if isinstance(guard, bool) else guard.xreplace(values)):
         sizes = {name: inputs[name].shape[0] for name in symbols}
         raise SpecError(
             f"forward of {model} was traced by torch.export, and may take other branches for inputs of {sizes} samples "
-            f"({condition}). Give batches like the example, or move what depends on the batch into a module of its "
+            f"({guard}). Give batches like the example, or move what depends on the batch into a module of its "
             "own."
         )

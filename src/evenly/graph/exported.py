@@ -8,14 +8,15 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, export
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
+from torch.fx.node import Argument
 from torch.nn import functional as F  # noqa: N812
 
 from evenly._torch import pytree
 from evenly._torch.modules import BatchNorm
-from evenly._torch.tracing import constant_name, is_guard, output_form
+from evenly._torch.tracing import constant_name, is_guard, output_spec
 from evenly.errors import SpecError
-from evenly.graph.decisions import Decisions
-from evenly.graph.reads import OF_TORCH
+from evenly.graph.decisions import Condition, Decisions
+from evenly.graph.reads import MODULE_ATTRIBUTES
 
 
 def exported(model: nn.Module, example_inputs: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, Decisions]:
@@ -26,14 +27,14 @@ def exported(model: nn.Module, example_inputs: dict[str, torch.Tensor]) -> tuple
     module = program.module()
     graph: fx.Graph = module.graph
     _name_constants(model, module)
-    form = output_form(graph)
+    spec = output_spec(graph)
     for node in list(graph.nodes):
         if node.op == "get_attr" and not isinstance(operator.attrgetter(str(node.target))(module), torch.Tensor):
             raise SpecError("forward switches gradients or autocast on or off; move that into a module of its own")
         if node.op == "call_module" and is_guard(str(node.target)):
             graph.erase_node(node)
         elif node.op == "output":
-            node.args = (pytree.tree_unflatten(list(node.args[0]), form),)
+            node.args = (pytree.tree_unflatten(list(node.args[0]), spec),)
         elif node.target is torch.ops.aten.embedding.default:
             weight, ids, *rest = node.args
             node.target, node.args = F.embedding, (ids, weight, *rest[:1])
@@ -47,7 +48,7 @@ def exported(model: nn.Module, example_inputs: dict[str, torch.Tensor]) -> tuple
     return fx.GraphModule(module, graph), decisions
 
 
-def _open_batch(program: ExportedProgram, names: list[str]) -> list[tuple[Any, dict[str, Any]]]:
+def _open_batch(program: ExportedProgram, names: list[str]) -> list[Condition]:
     """Returns the conditions on batch sizes, with the symbols of the inputs' sizes; raises where one size is fixed."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     inputs = [values.get(str(name)) for name in program.graph_signature.user_inputs]
@@ -60,7 +61,7 @@ def _open_batch(program: ExportedProgram, names: list[str]) -> list[tuple[Any, d
     }
     symbols = {name: size.node.expr for name, size in batches.items()}
     guards = next(iter(batches.values())).node.shape_env.guards if batches else []
-    return [(True, symbols), *((guard.expr, symbols) for guard in guards if guard.expr.free_symbols)]
+    return [Condition(True, symbols), *(Condition(guard.expr, symbols) for guard in guards if guard.expr.free_symbols)]
 
 
 def _name_constants(model: nn.Module, module: fx.GraphModule) -> None:
@@ -85,11 +86,11 @@ def _name_constants(model: nn.Module, module: fx.GraphModule) -> None:
             node.target = names[target]
 
 
-def _attributes(module: nn.Module) -> list[Any]:
-    return [value for name, value in vars(module).items() if name not in OF_TORCH]
+def _attributes(module: nn.Module) -> list[object]:
+    return [value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES]
 
 
-def _unregistered_tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+def _unregistered_tensors(value: object, depth: int) -> Iterator[torch.Tensor]:
     """Yields the tensors in attributes that are neither parameters nor buffers."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -123,7 +124,7 @@ def _restore_batch_norm(path: str, norm: nn.Module, module: fx.GraphModule) -> N
 
 
 def _slice_to_getitem(node: fx.Node) -> None:
-    arguments: list[Any] = list(node.args)
+    arguments: list[Argument] = list(node.args)
     arguments += [0, None, None, 1][len(arguments) - 1 :]
     x, dim, start, stop, step = arguments
     if not isinstance(dim, int) or dim < 0:

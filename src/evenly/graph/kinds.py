@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument
 
+from evenly.graph.shapes import MetaValue
 from evenly.spec.graph import Kind
+
+Option = bool | int | str | list[int]
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class OpKind:
 
     kind: Kind
     op: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Option] = field(default_factory=dict)
     note: str = ""
 
 
@@ -26,10 +29,10 @@ class OpInputs:
 
     node: fx.Node
     name: str
-    values: dict[str, Any]
+    values: dict[str, MetaValue]
     module: nn.Module | None = None
 
-    def argument(self, position: int, key: str, default: Any = None) -> Any:
+    def argument(self, position: int, key: str, default: Argument = None) -> MetaValue:
         """Returns an argument with nodes replaced by their values."""
         args, kwargs = self.node.args, self.node.kwargs
         raw = args[position] if len(args) > position else kwargs.get(key, default)
@@ -314,7 +317,11 @@ def _sum(call: OpInputs) -> OpKind:
         list(range(call.ndim)) if dims is None or dims in ((), []) else [dims] if isinstance(dims, int) else list(dims)
     )
     keep = out.ndim == call.ndim
-    options = {"dims": sorted(_positive(dim, call.ndim) for dim in chosen), "keep": keep, "name": call.name}
+    options: dict[str, Option] = {
+        "dims": sorted(_positive(dim, call.ndim) for dim in chosen),
+        "keep": keep,
+        "name": call.name,
+    }
     return OpKind("reshaping", "sum", options)
 
 

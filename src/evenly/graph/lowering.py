@@ -1,16 +1,15 @@
 """Normalizes a traced graph: no in-place operations, biases as separate operations, positional tensor arguments."""
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument, Target
 from torch.nn import functional as F  # noqa: N812
 
 from evenly._torch.operators import OpOverload, out_of_place
 from evenly.errors import SpecError
-from evenly.graph.own import function_name, is_torch_function, module_name
+from evenly.graph.torch_code import function_name, is_torch_function, module_name
 
 IN_PLACE = {
     operator.iadd: operator.add,
@@ -72,10 +71,10 @@ def path_of(node: fx.Node) -> str:
     return str(path)
 
 
-def lower(traced: fx.GraphModule) -> None:
+def lower(program: fx.GraphModule) -> None:
     """Normalizes a traced graph in place."""
-    graph = traced.graph
-    _share_attributes(traced)
+    graph = program.graph
+    _share_attributes(program)
     _replace_in_place_operations(graph)
     for node in list(graph.nodes):
         name = name_of(node)
@@ -86,7 +85,7 @@ def lower(traced: fx.GraphModule) -> None:
         _make_positional(node, name)
         if node.target in CONVS or (name.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose"))):
             _split_bias(node, 2, dim=-1 - int(name[name.index("d") - 1]))
-            _subsample(traced, node)
+            _subsample(program, node)
         elif name == "linear":
             _split_bias(node, 2, dim=-1)
         elif name == "addmm" and len(node.args) == 3 and not node.kwargs:
@@ -108,22 +107,22 @@ def _make_positional(node: fx.Node, name: str) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _share_attributes(traced: fx.GraphModule) -> None:
+def _share_attributes(program: fx.GraphModule) -> None:
     """Merges the nodes of tied parameters into the first one."""
     first_nodes: dict[int, fx.Node] = {}
-    for node in list(traced.graph.nodes):
+    for node in list(program.graph.nodes):
         if node.op != "get_attr":
             continue
-        value = operator.attrgetter(str(node.target))(traced)
+        value = operator.attrgetter(str(node.target))(program)
         first_node = first_nodes.setdefault(id(value), node)
         if first_node is not node:
             node.replace_all_uses_with(first_node)
-            traced.graph.erase_node(node)
+            program.graph.erase_node(node)
 
 
 def _replace_in_place_operations(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        target: Callable[..., Any] | str | None = None
+        target: Target | None = None
         _refuse_overwriting(node)
         if node.op == "call_function" and node.target in IN_PLACE:
             target = IN_PLACE[node.target]
@@ -239,7 +238,7 @@ def _split_bias(node: fx.Node, position: int, *, dim: int) -> None:
     added.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
 
 
-def _is_plain_bias(node: fx.Node, bias: Any) -> bool:
+def _is_plain_bias(node: fx.Node, bias: Argument) -> bool:
     """Whether a bias has one number for each output; true if its value is not known."""
     owner = node.graph.owning_module
     if not isinstance(bias, fx.Node) or bias.op != "get_attr" or owner is None:
@@ -248,14 +247,14 @@ def _is_plain_bias(node: fx.Node, bias: Any) -> bool:
     return not isinstance(value, torch.Tensor) or (value.ndim == 1 and value.numel() > 1)
 
 
-def _subsample(traced: fx.GraphModule, node: fx.Node) -> None:
+def _subsample(program: fx.GraphModule, node: fx.Node) -> None:
     """Makes a strided 1x1 convolution a slice and an unstrided convolution: ranks send fewer pixels."""
     x, weight = node.args[:2]
     strides = node.args[3] if len(node.args) > 3 else 1
     padding = node.args[4] if len(node.args) > 4 else 0
     if not (isinstance(weight, fx.Node) and weight.op == "get_attr") or "transpose" in name_of(node):
         return
-    kernel = operator.attrgetter(str(weight.target))(traced).shape[2:]
+    kernel = operator.attrgetter(str(weight.target))(program).shape[2:]
     steps = tuple(strides) if isinstance(strides, tuple | list) else (strides,) * len(kernel)
     pads = tuple(padding) if isinstance(padding, tuple | list) else (padding,) * len(kernel)
     if any(size != 1 for size in kernel) or any(pads) or all(step == 1 for step in steps):

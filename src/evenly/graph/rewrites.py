@@ -1,7 +1,6 @@
 """Traceable versions of torch modules whose own forward branches on values."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -20,7 +19,7 @@ def multihead(
     attn_mask: torch.Tensor | None = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the output of multi-head attention; the weights only if `need_weights`."""
     if m.bias_k is not None or m.add_zero_attn:
         raise NotImplementedError("bias_k and add_zero_attn have no rule")
@@ -44,6 +43,7 @@ def multihead(
     q, k, v = (torch.unflatten(x, -1, (m.num_heads, m.head_dim)).transpose(1, 2) for x in (q, k, v))  # [b, heads, t, d]
     mask = attention_mask(q.dtype, key_padding_mask, attn_mask)
     dropout = m.dropout if m.training else 0.0
+    weights_out: torch.Tensor | None = None
     if need_weights:
         scores = (q * m.head_dim**-0.5) @ k.transpose(-2, -1)
         shares = torch.softmax(scores if mask is None else scores + mask, dim=-1)
@@ -51,7 +51,7 @@ def multihead(
         weights_out = shares.mean(dim=1) if average_attn_weights else shares
     else:
         causal = is_causal and mask is None
-        mixed, weights_out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
     out = m.out_proj(mixed.transpose(1, 2).flatten(2))
     return out if m.batch_first else out.transpose(0, 1), weights_out
 
@@ -148,7 +148,7 @@ def gated(m: nn.GLU, x: torch.Tensor) -> torch.Tensor:
     return first * torch.sigmoid(second)
 
 
-REWRITES: dict[type, Callable[..., Any]] = {
+REWRITES: dict[type, Callable[..., object]] = {
     nn.MultiheadAttention: multihead,
     nn.TransformerEncoderLayer: encoder_layer,
     nn.TransformerEncoder: encoder,

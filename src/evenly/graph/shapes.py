@@ -1,42 +1,47 @@
-"""Shapes, dtypes and work of every operation for the example, computed on the meta device."""
+"""Shapes, dtypes and flops of every operation for the example, computed on the meta device."""
 
 import copy
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument, Target
 from torch.utils.flop_counter import FlopCounterMode
 
 from evenly._torch import pytree
 from evenly._torch.autograd import version_of
 from evenly._torch.modules import RunningNorm
-from evenly._torch.operators import TorchDispatchMode, argument_names
+from evenly._torch.operators import OpOverload, TorchDispatchMode, argument_names
 from evenly.errors import SpecError
+
+MetaValue: TypeAlias = Any
+"""What a node computes for the example: a meta tensor, a number, a container of these, or what else forward uses."""
 
 
 class Shapes(fx.Interpreter):
-    """Runs a graph on meta tensors and keeps the value and flops of every node, in `values` and `work`."""
+    """Runs a graph on meta tensors and keeps the value and flops of every node, in `values` and `flops`."""
 
-    def __init__(self, traced: fx.GraphModule, *, may_overwrite: bool = False) -> None:
-        super().__init__(traced)
+    def __init__(self, program: fx.GraphModule, *, may_overwrite: bool = False) -> None:
+        super().__init__(program)
         self._may_overwrite = may_overwrite  # whether an operation may change its input in place
-        self.values: dict[str, Any] = {}
-        self.work: dict[str, int] = {}
-        self.random: set[str] = set()  # the nodes that draw random numbers
+        self.values: dict[str, MetaValue] = {}
+        self.flops: dict[str, int] = {}
+        self.random_nodes: set[str] = set()  # those that draw random numbers
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> MetaValue:
         """Runs one node and keeps its value."""
-        counter, random_watch = FlopCounterMode(display=False), _Dice()
+        counter, random_recorder = FlopCounterMode(display=False), _RandomRecorder()
         input_tensors = [x for m in n.all_input_nodes if isinstance(x := self.values[m.name], torch.Tensor)]
         before = [version_of(x) for x in input_tensors]
         try:
-            with counter, random_watch, torch.device("meta"):
+            with counter, random_recorder, torch.device("meta"):
                 value = super().run_node(n)
         except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             raise SpecError(
-                f"the operation {n.name!r} cannot be run on meta tensors, which have a shape but no values: "
-                f"{(str(error).splitlines() or [type(error).__name__])[0]}. Shapes must not depend on values, "
-                "and the example must fit the network."
+                f"the operation {n.name!r} cannot be run on meta tensors, which have a shape but no values: {reason}. "
+                "Shapes must not depend on values, and the example must fit the network."
             ) from error
         overwrites = not self._may_overwrite and [version_of(x) for x in input_tensors] != before
         if overwrites and not self._is_lowered(n):
@@ -44,35 +49,35 @@ class Shapes(fx.Interpreter):
                 f"the operation {n.name!r} changes its input in place, which has no rule for a network whose layers "
                 "are cut. Make it return a new tensor."
             )
-        self.values[n.name], self.work[n.name] = value, counter.get_total_flops()
-        if random_watch.drawn:
-            self.random.add(n.name)
+        self.values[n.name], self.flops[n.name] = value, counter.get_total_flops()
+        if random_recorder.drawn:
+            self.random_nodes.add(n.name)
         return value
 
     def _is_lowered(self, n: fx.Node) -> bool:
         """Whether a module works in place only here: the copy that is called later has inplace=False."""
         return n.op == "call_module" and bool(getattr(self.fetch_attr(str(n.target)), "inplace", False))
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def get_attr(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> MetaValue:
         """Returns an attribute; tensors on the meta device."""
         value = super().get_attr(target, args, kwargs)
         return shape_of(value) if isinstance(value, torch.Tensor) else value
 
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_module(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> MetaValue:
         """Runs a module with its parameters on the meta device."""
         module = self.fetch_attr(str(target))
         return call_on_meta(module, *args, **kwargs)
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> MetaValue:
         """Runs a function; `device` arguments become the meta device."""
         return super().call_function(target, args, _without_device(kwargs))
 
-    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_method(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> MetaValue:
         """Runs a method; `device` arguments become the meta device."""
         return super().call_method(target, args, _without_device(kwargs))
 
 
-def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_random(func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
     """Whether an operation of torch draws random numbers; attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
@@ -81,14 +86,20 @@ def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return "dropout_p" not in names or bool(arguments.get("dropout_p"))
 
 
-class _Dice(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
+class _RandomRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
     """Records whether random numbers are drawn."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
         self.drawn = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Runs an operation."""
         self.drawn |= is_random(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -99,7 +110,7 @@ def shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
 
 
-def call_on_meta(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_on_meta(module: nn.Module, *args: MetaValue, **kwargs: MetaValue) -> MetaValue:
     """Returns what a module gives for meta tensors; the module is not changed."""
     if isinstance(module, RunningNorm) and args:  # counts batches by value
         requires_grad = args[0].requires_grad or any(p.requires_grad for p in module.parameters())
@@ -133,5 +144,5 @@ def _on_cpu(module: nn.Module) -> nn.Module:
     return cpu_copy
 
 
-def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_device(kwargs: dict[str, object]) -> dict[str, object]:
     return {**kwargs, "device": torch.device("meta")} if kwargs.get("device") is not None else kwargs

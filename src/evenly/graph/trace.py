@@ -10,21 +10,22 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument
 
 from evenly._torch import pytree
 from evenly._torch.operators import arguments_of
 from evenly._torch.tracing import is_constant
 from evenly.errors import SpecError
+from evenly.graph.change_watch import ChangeWatch
 from evenly.graph.decisions import Decisions
 from evenly.graph.kinds import RANDOM, OpInputs, OpKind, opaque, row_of
 from evenly.graph.lowering import lower, name_of, path_of
 from evenly.graph.reads import Reads
 from evenly.graph.shapes import Shapes, shape_of
 from evenly.graph.tracer import is_tensor_list, open_up
-from evenly.graph.watch import ChangeWatch
 from evenly.spec.graph import Graph, Layer, Tensor
 
-Switches = dict[str, dict[str, tuple[Any, Any]]]  # node -> argument -> its values in training and in evaluation
+Switches = dict[str, dict[str, tuple[Argument, Argument]]]  # node -> argument -> values in training, evaluation
 PLAIN = (
     int,
     float,
@@ -39,7 +40,7 @@ PLAIN = (
     range,
 )
 _TRACING = threading.Lock()  # fx patches torch's modules for the whole process while it traces
-Example = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+Example = torch.Tensor | tuple[object, ...] | list[Any] | Mapping[str, object]  # list[object] takes no list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Traced:
     model: nn.Module
     program: fx.GraphModule
     graph: Graph
-    form: pytree.TreeSpec | None  # of what forward returns; None: as the program returns it
+    output_spec: pytree.TreeSpec | None  # of what forward returns; None: as the program returns it
     example: dict[str, tuple[int, ...]]  # shapes of the arguments that are tensors
     switches: Switches
     inputs: dict[str, torch.Tensor]  # the arguments that are tensors, on the meta device
@@ -77,7 +78,7 @@ def follow(model: nn.Module, example: Example, *, modes: Mapping[str, bool] | No
         modes: `training` of each module; by default the network is traced in training and in evaluation.
     """
     if not isinstance(model, nn.Module):
-        raise SpecError(f"{type(model).__name__} was given as a network, but a torch.nn.Module is needed.")
+        raise SpecError(f"a network was to be traced, but this is a {type(model).__name__}. Give a torch.nn.Module.")
     if isinstance(model, torch.jit.ScriptModule):
         raise SpecError("a TorchScript module was given, whose layers cannot be cut. Give the module it was made of.")
     lazy_names = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
@@ -87,28 +88,28 @@ def follow(model: nn.Module, example: Example, *, modes: Mapping[str, bool] | No
     if complex_names:
         raise SpecError(f"the parameter {complex_names[0]!r} is complex, which has no rule. Use two real ones.")
     arguments = _arguments(model, example)
-    fast = torch.backends.mha.get_fastpath_enabled()
+    was_fastpath_enabled = torch.backends.mha.get_fastpath_enabled()
     with _TRACING:
         torch.backends.mha.set_fastpath_enabled(False)  # in evaluation torch would fuse whole encoder layers
         try:
             return _follow(model, arguments, modes)
         finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
+            torch.backends.mha.set_fastpath_enabled(was_fastpath_enabled)
 
 
-def _follow(model: nn.Module, arguments: dict[str, Any], modes: Mapping[str, bool] | None) -> Traced:
+def _follow(model: nn.Module, arguments: dict[str, torch.Tensor | None], modes: Mapping[str, bool] | None) -> Traced:
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     training_modes = {name: module.training for name, module in model.named_modules()}
     evaluation = None
     if modes is None:
-        with _mode(model, dict.fromkeys(training_modes, False)):
+        with _in_modes(model, dict.fromkeys(training_modes, False)):
             evaluation = open_up(model, tensors)
             lower(evaluation.program)
-    watch = ChangeWatch(model, evaluation.reads) if evaluation is not None else None
-    with _mode(model, modes or dict.fromkeys(training_modes, True)):
+    change_watch = ChangeWatch(model, evaluation.reads) if evaluation is not None else None
+    with _in_modes(model, modes or dict.fromkeys(training_modes, True)):
         opened = open_up(model, tensors)
-        if watch is not None:
-            _refuse_changes(model, watch)
+        if change_watch is not None:
+            _refuse_changes(model, change_watch)
         program = opened.program
         lower(program)
         switches = _switches(model, program, evaluation.program) if evaluation is not None else {}
@@ -119,7 +120,7 @@ def _follow(model: nn.Module, arguments: dict[str, Any], modes: Mapping[str, boo
         model=model,
         program=program,
         graph=Graph(model=type(model).__name__, layers=tuple(layers)),
-        form=opened.form,
+        output_spec=opened.output_spec,
         example={name: tuple(tensor.shape) for name, tensor in tensors.items()},
         switches=switches,
         inputs={name: shape_of(tensor) for name, tensor in tensors.items()},
@@ -129,9 +130,9 @@ def _follow(model: nn.Module, arguments: dict[str, Any], modes: Mapping[str, boo
     )
 
 
-def _refuse_changes(model: nn.Module, watch: ChangeWatch) -> None:
+def _refuse_changes(model: nn.Module, change_watch: ChangeWatch) -> None:
     """Raises `SpecError` if forward changed what it reads: a cut network runs forward's Python code only once."""
-    changes = watch.changes()
+    changes = change_watch.changes()
     if changes:
         raise SpecError(
             f"forward of {type(model).__name__} changes {changes[0][0]!r} which it also reads; a network whose layers "
@@ -139,7 +140,7 @@ def _refuse_changes(model: nn.Module, watch: ChangeWatch) -> None:
         )
 
 
-def _arguments(model: nn.Module, example: Example) -> dict[str, Any]:
+def _arguments(model: nn.Module, example: Example) -> dict[str, torch.Tensor | None]:
     signature = inspect.signature(model.forward)
     try:
         if isinstance(example, Mapping):
@@ -153,7 +154,10 @@ def _arguments(model: nn.Module, example: Example) -> dict[str, Any]:
         ) from None
     arguments = dict(bound.arguments)
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for n, p in signature.parameters.items() if n in arguments):
-        raise SpecError(f"forward{signature} of {type(model).__name__} takes *args or **kwargs, which have no rule.")
+        raise SpecError(
+            f"the example has arguments that forward{signature} of {type(model).__name__} takes by *args or **kwargs, "
+            "which have no rule. Name each of them in forward's signature."
+        )
     unsupported = [
         name for name, value in arguments.items() if not isinstance(value, torch.Tensor) and value is not None
     ]
@@ -166,7 +170,7 @@ def _arguments(model: nn.Module, example: Example) -> dict[str, Any]:
 
 
 @contextmanager
-def _mode(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
+def _in_modes(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
     """Sets `training` of every module and restores it at exit."""
     before = {name: module.training for name, module in model.named_modules()}
     for name, module in model.named_modules():
@@ -178,9 +182,7 @@ def _mode(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
             module.training = before[name]
 
 
-def _switches(
-    model: nn.Module, program: fx.GraphModule, evaluation: fx.GraphModule
-) -> dict[str, dict[str, tuple[Any, Any]]]:
+def _switches(model: nn.Module, program: fx.GraphModule, evaluation: fx.GraphModule) -> Switches:
     """Returns the arguments that differ between training and evaluation."""
     training_nodes, evaluation_nodes = list(program.graph.nodes), list(evaluation.graph.nodes)
     switches: Switches = {}
@@ -211,7 +213,7 @@ def _switches(
     return switches
 
 
-def _named_arguments(node: fx.Node) -> dict[str, Any]:
+def _named_arguments(node: fx.Node) -> dict[str, Argument]:
     named = {str(i): value for i, value in enumerate(node.args)} | dict(node.kwargs)
     for position, argument in enumerate(arguments_of(node.target)):
         if argument.has_default_value() and not argument.kwarg_only and argument.name not in named:
@@ -261,7 +263,7 @@ def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> N
 
 
 def _replace_by_items(user: fx.Node, node: fx.Node, items: list[fx.Node]) -> None:
-    def replaced(value: Any) -> Any:
+    def replaced(value: Argument) -> Argument:
         if value is node:
             return list(items)
         if isinstance(value, tuple | list):
@@ -295,11 +297,11 @@ def _module_tensor_layer(program: fx.GraphModule, name: str) -> Layer:
     return Layer(name=name, op=op, kind="source", where=name, outputs=(_tensor(name, tensor),))
 
 
-def _layer(program: fx.GraphModule, node: fx.Node, value: Any, shapes: Shapes, closed: dict[str, str]) -> Layer:
+def _layer(program: fx.GraphModule, node: fx.Node, value: object, shapes: Shapes, closed: dict[str, str]) -> Layer:
     inputs = tuple(n.name for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor))
     outputs = _outputs(node, value)
     row = _row(program, node, outputs, shapes, closed)
-    if node.name in shapes.random and row.op not in ("dropout", "attention"):
+    if node.name in shapes.random_nodes and row.op not in ("dropout", "attention"):
         raise SpecError(
             f"{name_of(node)} at {path_of(node) or node.name!r} draws random numbers, for which it has no rule; "
             "ranks would draw different ones. Set its dropout to 0, or write it with layers that have a rule."
@@ -316,7 +318,7 @@ def _layer(program: fx.GraphModule, node: fx.Node, value: Any, shapes: Shapes, c
         inputs=inputs + module_inputs,
         outputs=outputs,
         options=row.options,
-        flops=shapes.work.get(node.name, 0),
+        flops=shapes.flops.get(node.name, 0),
         note=row.note,
     )
 
@@ -327,7 +329,7 @@ def _module_inputs(program: fx.GraphModule, node: fx.Node) -> tuple[str, ...]:
     return tuple(f"{node.target}.{name}" for name, tensor in state if tensor.ndim)
 
 
-def _outputs(node: fx.Node, value: Any) -> tuple[Tensor, ...]:
+def _outputs(node: fx.Node, value: object) -> tuple[Tensor, ...]:
     if isinstance(value, torch.Tensor) and node.op != "output":
         return (_tensor(node.name, value),)
     if is_tensor_list(value) and node.op != "output":

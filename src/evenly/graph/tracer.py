@@ -3,13 +3,14 @@
 import inspect
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument, Target
 
 from evenly._torch import pytree
 from evenly._torch.modules import Convolution
@@ -17,12 +18,12 @@ from evenly._torch.tracing import PROXY_FIELDS, PlainTracer, is_constant
 from evenly.errors import SpecError
 from evenly.graph.decisions import Decision, Decisions, decisions_of
 from evenly.graph.exported import exported
-from evenly.graph.own import refuse_overridden_call, refuse_strange_tensors, torch_class_of
-from evenly.graph.reads import Reads, reading
+from evenly.graph.reads import Reads, recording_reads
 from evenly.graph.rewrites import REWRITES
-from evenly.graph.shapes import call_on_meta, shape_of
-from evenly.graph.while_tracing import (
-    Drawing,
+from evenly.graph.shapes import MetaValue, call_on_meta, shape_of
+from evenly.graph.torch_code import refuse_overridden_call, refuse_strange_tensors, torch_class_of
+from evenly.graph.tracing_guards import (
+    RefusingRandomNumbers,
     forward_of_class,
     intercepting_torch,
     refuse_hooks,
@@ -31,6 +32,8 @@ from evenly.graph.while_tracing import (
     restoring_attributes,
 )
 
+T = TypeVar("T")
+R = TypeVar("R")
 OPENED = (
     nn.Linear,
     Convolution,
@@ -51,7 +54,7 @@ OPENED = (
 )
 
 
-DEVICES = {"device", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "get_device"}
+DEVICE_ATTRIBUTES = {"device", "is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "get_device"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Opened:
 
     program: fx.GraphModule
     closed: dict[str, str]
-    form: pytree.TreeSpec | None  # of what forward returns
+    output_spec: pytree.TreeSpec | None  # of what forward returns
     reads: Reads
     decisions: Decisions
 
@@ -79,7 +82,7 @@ class TracedValue(fx.Proxy):
         """Returns an attribute, or a method to be called."""
         return Attribute(self, k)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Sets the fields of fx; forward cannot set attributes of a tensor."""
         if name not in PROXY_FIELDS:
             raise fx.proxy.TraceError(f"it sets the attribute {name!r} of a tensor")
@@ -94,7 +97,7 @@ class Attribute(fx.proxy.Attribute):
     """An attribute of a value, such as `x.mT`, which shares its memory."""
 
 
-def _in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
+def _in_place(operation: Callable[..., object]) -> Callable[[fx.Proxy, object], fx.Proxy]:
     return lambda self, other: self.tracer.create_proxy("call_function", operation, (self, other), {})
 
 
@@ -111,47 +114,56 @@ class Tracer(PlainTracer):
     def __init__(self, closed: dict[str, str], inputs: dict[str, torch.Tensor]) -> None:
         super().__init__(autowrap_functions=())
         self.closed = closed
-        self.inside: list[str] = []  # the modules whose forward is being traced
-        self.form: pytree.TreeSpec | None = None  # of what forward returns
+        self.open_modules: list[str] = []  # the modules whose forward is being traced
+        self.output_spec: pytree.TreeSpec | None = None  # of what forward returns
         self._depth = 0
         self._settings = _settings()
-        self._guesses = [Guess(self, inputs, factor, added) for factor, added in ((1, 0), (1, 1), (0, 1), (64, 0))]
+        resizings = ((1, 0), (1, 1), (0, 1), (64, 0))  # batch size = factor * the example's + added
+        self._resized_examples = [ResizedExample(self, inputs, factor, added) for factor, added in resizings]
         self.decisions: list[tuple[fx.Node, Decision]] = []
         self._thread = threading.get_ident()  # fx patches modules for all threads
 
-    def create_arg(self, a: Any) -> Any:
-        """Returns an argument as graphs store it; the form of the last one, forward's result, is kept."""
+    def create_arg(self, a: object) -> Argument:
+        """Returns an argument as graphs store it; the structure of the last one, forward's result, is kept."""
         self._depth += 1
         try:
             if self._depth == 1:
-                self.form = pytree.tree_structure(a)
+                self.output_spec = pytree.tree_structure(a)
             return super().create_arg(a)
         finally:
             self._depth -= 1
 
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+    def create_node(
+        self,
+        kind: str,
+        target: Target,
+        args: tuple[Argument, ...],
+        kwargs: dict[str, Argument],
+        name: str | None = None,
+        type_expr: object = None,
+    ) -> fx.Node:
         """Adds an operation; raises if a mode of torch changed, which the graph would lose."""
         if _settings() != self._settings:
             raise fx.proxy.TraceError("it switches gradients or autocast on or off inside of forward")
-        return super().create_node(*args, **kwargs)
+        return super().create_node(kind, target, args, kwargs, name, type_expr)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decides a branch that depends on sizes other than the batch."""
-        first, *others = self._guessed(obj)
+        first, *others = self._values_by_batch_size(obj)
         if isinstance(first, torch.Tensor) or any(bool(first) != bool(other) for other in others):
             super().to_bool(obj)
         return bool(self._decide(obj, bool, first))
 
-    def number(self, obj: fx.Proxy) -> int:
+    def number(self, obj: fx.Proxy) -> int | float:
         """Returns a size that is the same for all batches."""
-        first, *others = self._guessed(obj)
+        first, *others = self._values_by_batch_size(obj)
         if not isinstance(first, int | float) or any(first != other for other in others):
             raise fx.proxy.TraceError("a number is needed, but this one depends on values or on the batch")
-        return self._decide(obj, _itself, first)  # type: ignore[no-any-return]  # a size, or computed from sizes
+        return self._decide(obj, _identity, first)
 
     def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
         """Returns the items of a tuple whose length does not depend on the batch."""
-        first, *others = self._guessed(obj)
+        first, *others = self._values_by_batch_size(obj)
         if isinstance(first, tuple | list) and all(len(first) == len(other) for other in others):
             self._decide(obj, len, first)
             return iter([obj[index] for index in range(len(first))])  # type: ignore[index]  # a proxy takes any index
@@ -159,22 +171,22 @@ class Tracer(PlainTracer):
             self._decide(obj, len, first)
         return super().iter(obj)
 
-    def _guessed(self, obj: fx.Proxy) -> list[Any]:
-        """Returns the value for several batch sizes."""
+    def _values_by_batch_size(self, obj: fx.Proxy) -> list[MetaValue]:
+        """Returns the value of a node for the example and for other batch sizes; raises if it depends on the device."""
         pending, visited = [obj.node], set()
         while pending:
             node = pending.pop()
             attribute = node.args[1] if node.target is getattr else node.target if node.op == "call_method" else ""
-            if attribute in DEVICES:
+            if attribute in DEVICE_ATTRIBUTES:
                 raise fx.proxy.TraceError("it depends on the device, which is not known yet")
             visited.add(node)
             pending += [n for n in node.all_input_nodes if n not in visited]
-        return [guess.value(obj.node) for guess in self._guesses]
+        return [resized.value(obj.node) for resized in self._resized_examples]
 
-    def _decide(self, obj: fx.Proxy, evaluate: Callable[[Any], Any], value: Any) -> Any:
+    def _decide(self, obj: fx.Proxy, evaluate: Callable[[T], R], value: T) -> R:
         """Returns `evaluate(value)` and records it as a decision: it must be the same for other batches."""
         result = evaluate(value)
-        where = self.inside[-1] if self.inside else ""
+        where = self.open_modules[-1] if self.open_modules else ""
         self.decisions.append((obj.node, Decision(obj.node.name, evaluate, result, where)))
         return result
 
@@ -188,13 +200,15 @@ class Tracer(PlainTracer):
             return True
         return torch_class_of(m) is type(m) and not isinstance(m, (*OPENED, nn.Sequential))
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+    def getattr(self, attr: str, attr_val: object, parameter_proxy_cache: dict[str, fx.Proxy]) -> object:
         """Returns an attribute of a module; parameters and buffers as traced values."""
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """Traces a module, or its traceable version."""
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
@@ -204,29 +218,29 @@ class Tracer(PlainTracer):
             refuse_overridden_call(m, name)
         elif rewrite is not None:
             forward = lambda *a, **k: rewrite(m, *a, **k)  # noqa: E731
-        self.inside.append(name)
+        self.open_modules.append(name)
         result = super().call_module(m, forward, args, kwargs)
-        self.inside.pop()  # not after an error: `open_up` then needs the innermost module
+        self.open_modules.pop()  # not after an error: `open_up` then needs the innermost module
         return result
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: T) -> T:
     return value
 
 
-def _settings() -> tuple[Any, ...]:
+def _settings() -> tuple[object, ...]:
     """Returns the modes of torch that a graph does not record."""
     kinds = ("cpu", "cuda")
     casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts
 
 
-class Guess:
+class ResizedExample:
     """Values of the nodes of an unfinished graph for the example with another number of samples."""
 
     def __init__(self, tracer: Tracer, inputs: dict[str, torch.Tensor], factor: int, added: int) -> None:
         self._tracer = tracer
-        self._values: dict[fx.Node, Any] = {}
+        self._values: dict[fx.Node, MetaValue] = {}
         self._inputs = {
             name: torch.empty(
                 (tensor.shape[0] * factor + added, *tensor.shape[1:]),
@@ -239,13 +253,13 @@ class Guess:
             for name, tensor in inputs.items()
         }
 
-    def value(self, node: fx.Node) -> Any:
+    def value(self, node: fx.Node) -> MetaValue:
         """Returns the value of a node, with tensors on the meta device."""
         if node not in self._values:
             self._values[node] = self._compute(node)
         return self._values[node]
 
-    def _compute(self, node: fx.Node) -> Any:
+    def _compute(self, node: fx.Node) -> MetaValue:
         if node.op == "placeholder":
             return self._inputs.get(str(node.target))
         root = self._tracer.root
@@ -260,7 +274,9 @@ class Guess:
         with torch.device("meta"):
             return self._run(node, root, args, kwargs)
 
-    def _run(self, node: fx.Node, root: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _run(
+        self, node: fx.Node, root: nn.Module, args: tuple[MetaValue, ...], kwargs: Mapping[str, MetaValue]
+    ) -> MetaValue:
         if node.op == "call_module":
             return call_on_meta(root.get_submodule(str(node.target)), *args, **kwargs)
         if node.op == "call_method":
@@ -268,7 +284,7 @@ class Guess:
         return node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function it is a function
 
 
-def open_up(model: nn.Module, inputs: dict[str, Any]) -> Opened:
+def open_up(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Opened:
     """Returns the traced network.
 
     Args:
@@ -287,26 +303,27 @@ def open_up(model: nn.Module, inputs: dict[str, Any]) -> Opened:
     }
     while True:
         tracer = Tracer(closed, inputs)
-        drawing = Drawing()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        random_guard = RefusingRandomNumbers()  # type: ignore[no-untyped-call]  # torch has no annotation here
         try:
-            with drawing, intercepting_torch(), refusing_python_random(), reading(model) as reads:
+            with random_guard, intercepting_torch(), refusing_python_random(), recording_reads(model) as reads:
                 program = restoring_attributes(model, partial(_traced, model, tracer, default_arguments))
-            reads.closed, reads.leaves = frozenset(closed), frozenset(_leaves(program))
-            return Opened(program, closed, tracer.form, reads, decisions_of(model, tracer.graph, tracer.decisions))
+            reads.closed_modules, reads.leaf_modules = frozenset(closed), frozenset(_leaf_modules(program))
+            decisions = decisions_of(model, tracer.graph, tracer.decisions)
+            return Opened(program, closed, tracer.output_spec, reads, decisions)
         except SpecError:
             raise
         except Exception as error:
-            name = next((name for name in reversed(tracer.inside) if name not in closed), None)
+            name = next((name for name in reversed(tracer.open_modules) if name not in closed), None)
             if name is None:
-                return _by_export(model, inputs, error)
+                return _open_by_export(model, inputs, error)
             closed[name] = _reason(error)
 
 
-def _leaves(program: fx.GraphModule) -> set[str]:
+def _leaf_modules(program: fx.GraphModule) -> set[str]:
     return {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
 
 
-def _traced(model: nn.Module, tracer: Tracer, default_arguments: dict[str, Any]) -> fx.GraphModule:
+def _traced(model: nn.Module, tracer: Tracer, default_arguments: dict[str, object]) -> fx.GraphModule:
     with forward_of_class(model):
         graph = tracer.trace(model, concrete_args=default_arguments or None)
         _refuse_unregistered(model, graph)  # fx.GraphModule would register them as buffers
@@ -326,29 +343,29 @@ def _refuse_unregistered(model: nn.Module, graph: fx.Graph) -> None:
             )
 
 
-def _by_export(model: nn.Module, inputs: dict[str, torch.Tensor], first: Exception) -> Opened:
+def _open_by_export(model: nn.Module, inputs: dict[str, torch.Tensor], fx_error: Exception) -> Opened:
     try:
-        with intercepting_torch(), refusing_python_random(), reading(model) as reads:
+        with intercepting_torch(), refusing_python_random(), recording_reads(model) as reads:
             program, decisions = refusing_stored_tensors(model, partial(exported, model, inputs))
-        reads.leaves = frozenset(_leaves(program))
+        reads.leaf_modules = frozenset(_leaf_modules(program))
         return Opened(program, {}, None, reads, decisions)
-    except Exception as second:
-        if _reason(first) == _reason(second):  # forward itself raises
+    except Exception as export_error:
+        if _reason(fx_error) == _reason(export_error):  # forward itself raises
             raise SpecError(
-                f"the forward of {type(model).__name__} was to be traced, but raised {type(second).__name__}: "
-                f"{_reason(second)}. Give an example that it takes."
-            ) from first
+                f"the forward of {type(model).__name__} was to be traced, but raised "
+                f"{type(export_error).__name__}: {_reason(export_error)}. Give an example that it takes."
+            ) from fx_error
         raise SpecError(
-            f"the forward of {type(model).__name__} was to be traced, but it cannot be: {_reason(first)}; nor by "
-            f"torch.export: {_reason(second)}. Let it depend on shapes only, not on values, or move that part into a "
-            "module of its own: such a module is computed whole on every rank."
-        ) from first
+            f"the forward of {type(model).__name__} was to be traced, but it cannot be: {_reason(fx_error)}; nor by "
+            f"torch.export: {_reason(export_error)}. Let it depend on shapes only, not on values, or move that part "
+            "into a module of its own: such a module is computed whole on every rank."
+        ) from fx_error
 
 
 def _reason(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def is_tensor_list(value: object) -> bool:
+def is_tensor_list(value: object) -> TypeGuard[tuple[torch.Tensor, ...] | list[torch.Tensor]]:
     """Whether a value is a list or tuple of tensors only."""
     return isinstance(value, tuple | list) and bool(value) and all(isinstance(item, torch.Tensor) for item in value)

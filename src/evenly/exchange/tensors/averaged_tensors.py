@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evenly._torch.modules import kept_buffers
+from evenly._torch.modules import own_persistent_buffers
 from evenly.comm import LocalShard, local_shard_of
 from evenly.errors import SpecError
 from evenly.exchange.tensors.memory import distinct
@@ -152,5 +152,5 @@ def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
-        for name, buffer in kept_buffers(module):
+        for name, buffer in own_persistent_buffers(module):
             yield f"{prefix}.{name}" if prefix else name, buffer

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from evenly._torch.optimizers import STEP_HOOKS, only_counts
+from evenly._torch.optimizers import STEP_HOOKS, is_scheduler_wrapper
 from evenly.shards.optim.optimizers import ParamGroup
 from evenly.shards.parts.local_shards import local_shard_of
 
@@ -71,7 +71,7 @@ def is_ours(hook: object) -> bool:
 def step_of(optimizer: Optimizer) -> object:
     """Returns the `step` that was set on the instance, or None; a scheduler's counting wrapper is ignored."""
     step: object = vars(optimizer).get("step")
-    return None if only_counts(step, optimizer) else step
+    return None if is_scheduler_wrapper(step, optimizer) else step
 
 
 def hooks_of(optimizer: Optimizer) -> list[Callable[..., object]]:

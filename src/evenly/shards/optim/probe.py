@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from evenly._torch.operators import without_torch_function
-from evenly._torch.optimizers import OWN_NOTES, SCHEDULER_NOTES, STEP_HOOKS, step_hooks_of_all
+from evenly._torch.optimizers import OWN_NOTES, SCHEDULER_NOTES, STEP_HOOKS, global_step_hooks
 from evenly._torch.patching import SharedPatch
 from evenly._torch.tensors import set_class
 from evenly.comm import ShardGroup, first_line, last_mark
@@ -204,7 +204,7 @@ def _change_key(optimizer: Optimizer) -> tuple[object, ...]:
     """Returns a value that differs if an optimizer has changed since it was tried; only the signs of numbers count."""
     attributes = vars(optimizer)
     hooks = [tuple(attributes.get(name, {})) for name in STEP_HOOKS]  # their keys: a hook may refer to the optimizer
-    global_hooks = [tuple(hooks) for hooks in step_hooks_of_all()]
+    global_hooks = [tuple(hooks) for hooks in global_step_hooks()]
     groups = [_signs(group) for group in optimizer.param_groups]
     return type(optimizer).step, id(attributes.get("step")), hooks, global_hooks, groups, _signs(attributes)
 
@@ -227,7 +227,7 @@ def _cut_parameters(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _foreign_hooks(optimizer: Optimizer) -> list[Callable[..., object]]:
     """Returns the step hooks of this optimizer, and the global ones, that do not belong to this library."""
-    everywhere = [hook for hooks in step_hooks_of_all() for hook in hooks.values()]
+    everywhere = [hook for hooks in global_step_hooks() for hook in hooks.values()]
     return hooks_of(optimizer) + [hook for hook in everywhere if getattr(hook, "__module__", "") != __name__]
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from evenly._torch.modules import replace_tables
 from evenly.comm import ShardGroup
 from evenly.errors import SpecError
-from evenly.graph import OF_TORCH, Traced
+from evenly.graph import MODULE_ATTRIBUTES, Traced
 from evenly.shards.parts.local_shards import LocalShard, set_local_shard
 from evenly.shards.run.rebinding import reachable, rebound
 from evenly.spec.layout import COPIED, REPLICATED, Layout, TensorPlacement
@@ -141,7 +141,7 @@ def _copied(model: nn.Module, replace_tensor: Callable[[str, torch.Tensor], torc
     copies: dict[int, nn.Module | torch.Tensor] = {**tensors, **modules}
     for module in root.modules():
         for name, value in list(vars(module).items()):
-            if name not in OF_TORCH:
+            if name not in MODULE_ATTRIBUTES:
                 is_result = isinstance(value, torch.Tensor) and not value.is_leaf  # stored by a forward
                 vars(module)[name] = value.detach() if is_result else rebound(value, copies)
     return root

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from evenly._torch.modules import BatchNorm
-from evenly._torch.operators import assert_later
+from evenly._torch.operators import assert_async
 from evenly.comm import ShardGroup
 from evenly.spec.layout import Segments
 
@@ -224,7 +224,7 @@ def embed_rows(
     for start, stop in segments:
         local_rows[start:stop] = torch.arange(offset, offset + stop - start, device=ids.device)
         offset += stop - start
-    assert_later((ids >= 0).all())
+    assert_async((ids >= 0).all())
     local = local_rows[ids]
     if not weight.shape[0]:
         return linked_zeros((*ids.shape, weight.shape[1]), weight)
@@ -268,7 +268,7 @@ class _VocabularyLoss(torch.autograd.Function):
             target_logit = torch.where(local_index >= 0, picked, target_logit)
         total, chosen = shard_group.sum(torch.stack([exps.sum(-1), target_logit]), name="vocabulary").wait()
         counted = target != ignored
-        assert_later((((target >= 0) & (target < size)) | ~counted).all())
+        assert_async((((target >= 0) & (target < size)) | ~counted).all())
         ctx.save_for_backward(exps, total, local_index, counted)
         ctx.dtype = logits.dtype
         return torch.where(counted, total.log() - chosen, torch.zeros_like(total))

@@ -84,7 +84,7 @@ class Program:
 
     def _restore_structure(self, result: object) -> object:
         """Returns the outputs in the tuples, lists and dicts of the network's forward."""
-        structure = self.traced.form
+        structure = self.traced.output_spec
         leaves = pytree.tree_leaves(result)
         return (
             pytree.tree_unflatten(leaves, structure)

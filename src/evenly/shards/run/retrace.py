@@ -9,7 +9,7 @@ from torch import nn
 
 from evenly._torch.tracing import is_constant
 from evenly.errors import MismatchError, SpecError
-from evenly.graph import Change, ChangeWatch, Traced, follow, refuse_hooks_on_all
+from evenly.graph import Change, ChangeWatch, Traced, follow, refuse_global_hooks
 from evenly.shards.parts.guard import CutTensors, cut_tensors_of, guard
 from evenly.shards.parts.local_shards import local_shard_of, set_local_shard
 from evenly.shards.run.cutting import meta_tree
@@ -54,13 +54,13 @@ class TracedProgram:
 
     def update(self, inputs: Mapping[str, torch.Tensor], *, training: bool) -> Traced:
         """Returns the trace that is valid for a call with these tensors; raises an error if there is none."""
-        refuse_hooks_on_all()
+        refuse_global_hooks()
         if self._network.training is not training:
             self._network.training = training
         for name, tensor, shape in self._shapes:
             if tensor.shape != shape:
                 raise _misfit(name, shape, tensor.shape)
-        if not self._watch.is_still():
+        if not self._watch.is_unchanged():
             self._adopt_replaced_tensors()
             changes = self._watch.changes()
             if changes:
@@ -172,7 +172,9 @@ def _sources(original: nn.Module, traced: Traced) -> list[tuple[weakref.ref[nn.M
     """Returns weak references to the original modules, with their paths and the plain attributes that forward read."""
     sources = []
     for path, module in original.named_modules():
-        names = {name: vars(module)[name] for name in traced.reads.names.get(path, ()) if name in vars(module)}
+        names = {
+            name: vars(module)[name] for name in traced.reads.attribute_names.get(path, ()) if name in vars(module)
+        }
         names = {name: value for name, value in names.items() if isinstance(value, bool | int | float | str | None)}
         if names:
             sources.append((weakref.ref(module), path, names))

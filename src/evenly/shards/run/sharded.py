@@ -230,7 +230,7 @@ class Sharded(WatchedModule):
                 set_local_shard(tensor, local_shard)
         guard(cut_tensors_of(tensor for _, tensor in named))
 
-    def left_out_by_ddp(self) -> list[str]:
+    def ignored_by_ddp(self) -> list[str]:
         """Raises `SpecError` if there are several ranks: DDP would average parts as if they were copies."""
         if self.shard_group.size == 1:
             return []

@@ -5,7 +5,7 @@ import inspect
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -14,20 +14,26 @@ from torch import fx, nn
 
 from evenly._torch import pytree
 from evenly._torch.autograd import has_hooks
-from evenly._torch.modules import HOOKS, hooks_on_all
-from evenly._torch.operators import TorchDispatchMode
+from evenly._torch.modules import HOOKS, global_module_hooks
+from evenly._torch.operators import OpOverload, TorchDispatchMode
 from evenly._torch.tracing import FakeTensor, intercepted, is_constant, with_class_forward
 from evenly.errors import SpecError
-from evenly.graph.reads import OF_TORCH, is_users
+from evenly.graph.reads import MODULE_ATTRIBUTES, is_user_code
 from evenly.graph.shapes import is_random
 
 T = TypeVar("T")
 
 
-class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
+class RefusingRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
     """Refuses random numbers drawn while a network is traced: they would be constants that differ between ranks."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Runs an operation; raises if it is random and its result has data."""
         result = func(*args, **(kwargs or {}))
         if is_random(func, args, kwargs or {}):
@@ -48,8 +54,8 @@ def intercepting_torch() -> Iterator[None]:
     """
     thread = threading.get_ident()
 
-    def recording(plain: Any) -> Callable[..., Any]:
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def record_autograd_function(plain: "classmethod[object, ..., object]") -> Callable[..., object]:
+        def apply(cls: type[torch.autograd.Function], *args: object, **kwargs: object) -> object:
             proxy = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, fx.Proxy)), None)
             bound_apply = plain.__get__(None, cls)
             if proxy is None:
@@ -58,48 +64,47 @@ def intercepting_torch() -> Iterator[None]:
 
         return apply
 
-    def keeping_no_value(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def keep(module: nn.Module, name: str, value: Any) -> None:
+    def refuse_traced_attribute(plain: Callable[..., object]) -> Callable[..., object]:
+        def set_attribute(module: nn.Module, name: str, value: object) -> None:
             if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value)):
                 raise fx.proxy.TraceError(f"it keeps a tensor in its attribute {name!r}")
             plain(module, name, value)
 
-        return keep
+        return set_attribute
 
-    def refusing_values(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def enter(args: Any) -> Any:
+    def refuse_hidden_autograd_function(plain: Callable[..., object]) -> Callable[..., object]:
+        def enter_function(args: object) -> object:
             if any(isinstance(x, fx.Proxy | FakeTensor) for x in pytree.tree_leaves(args)):
                 raise fx.proxy.TraceError(
                     "it calls an autograd function, whose backward would be lost, by another name"
                 )
             return plain(args)
 
-        return enter
+        return enter_function
 
-    def refusing_hooks(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def hook(x: torch.Tensor, *args: Any) -> Any:
+    def refuse_tensor_hook(plain: Callable[..., object]) -> Callable[..., object]:
+        def register_hook(x: torch.Tensor, *args: object) -> object:
             if isinstance(x, FakeTensor):
                 raise fx.proxy.TraceError("it puts a hook on a tensor")
             return plain(x, *args)
 
-        return hook
+        return register_hook
 
-    def refusing_users(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def ask() -> Any:
-            if threading.get_ident() == thread and is_users(
-                sys._getframe(1).f_globals
-            ):  # private: the caller's globals
+    def refuse_grad_mode_query(plain: Callable[..., object]) -> Callable[..., object]:
+        def is_grad_enabled() -> object:
+            caller_globals = sys._getframe(1).f_globals  # private, but there is no public access
+            if threading.get_ident() == thread and is_user_code(caller_globals):
                 raise fx.proxy.TraceError("it asks whether gradients are computed, which differs from call to call")
             return plain()
 
-        return ask
+        return is_grad_enabled
 
     with intercepted(
-        apply=recording,
-        set_attribute=keeping_no_value,
-        enter_function=refusing_values,
-        register_hook=refusing_hooks,
-        is_grad_enabled=refusing_users,
+        apply=record_autograd_function,
+        set_attribute=refuse_traced_attribute,
+        enter_function=refuse_hidden_autograd_function,
+        register_hook=refuse_tensor_hook,
+        is_grad_enabled=refuse_grad_mode_query,
     ):
         yield
 
@@ -118,7 +123,7 @@ def forward_of_class(model: nn.Module) -> Iterator[None]:
             "ones. Write it as the forward of a subclass."
         )
     names = ", ".join(p.name for p in parameters)
-    scope: dict[str, Any] = {"_patched": patched}
+    scope: dict[str, Callable[..., object]] = {"_patched": patched}
     exec(f"def forward(self, {names}):\n    return _patched({names})", scope)  # noqa: S102  # names of arguments only
     with with_class_forward(model, scope["forward"]):
         yield
@@ -128,7 +133,7 @@ def forward_of_class(model: nn.Module) -> Iterator[None]:
 def refusing_python_random() -> Iterator[None]:
     """Refuses numbers that forward draws with Python or numpy: a graph would keep them as constants."""
 
-    def states() -> list[Any]:
+    def states() -> list[object]:
         numpy = sys.modules.get("numpy")
         return [random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None]
 
@@ -165,7 +170,7 @@ def refusing_stored_tensors(model: nn.Module, make: Callable[[], T]) -> T:
     result = make()
     for module, attributes_before in before.items():
         for key, value in list(vars(module).items()):
-            if key not in OF_TORCH and any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value)):
+            if key not in MODULE_ATTRIBUTES and any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value)):
                 vars(module).pop(key)
                 vars(module).update({key: attributes_before[key]} if key in attributes_before else {})
                 raise SpecError(
@@ -175,7 +180,7 @@ def refusing_stored_tensors(model: nn.Module, make: Callable[[], T]) -> T:
     return result
 
 
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
+def _attributes_of(module: nn.Module) -> dict[str, object]:
     """Returns the attributes of a module, with copies of lists, dicts and sets."""
     return {key: copy.copy(value) if type(value) in (list, dict, set) else value for key, value in vars(module).items()}
 
@@ -183,7 +188,7 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
 def _restore(module: nn.Module, before: dict[str, Any]) -> list[str]:
     """Restores a module's attributes and returns the names of those that had changed."""
     attributes = vars(module)
-    changed = [key for key in attributes if key not in before or not _same(attributes[key], before[key])]
+    changed = [key for key in attributes if key not in before or not _is_same(attributes[key], before[key])]
     changed += [key for key in before if key not in attributes]
     for key in changed:
         if type(attributes.get(key)) in (list, dict, set) and type(attributes[key]) is type(before.get(key)):
@@ -197,20 +202,21 @@ def _restore(module: nn.Module, before: dict[str, Any]) -> list[str]:
     return changed
 
 
-def _same(now: Any, before: Any) -> bool:
+def _is_same(now: object, before: object) -> bool:
     if type(now) is not type(before):
         return False
-    if isinstance(now, list):
+    if isinstance(now, list) and isinstance(before, list):
         return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
-    if isinstance(now, dict):
+    if isinstance(now, dict) and isinstance(before, dict):
         return list(now) == list(before) and all(now[key] is before[key] for key in now)
     return now is before or (isinstance(now, int | float | str | set) and bool(now == before))
 
 
-def refuse_hooks_on_all() -> None:
+def refuse_global_hooks() -> None:
     """Raises `SpecError` if there are global module hooks: a cut network does not call its modules."""
-    for kind, hook in hooks_on_all():
-        if is_users({"__name__": getattr(hook, "__module__", None) or "torch"}):  # torch.export registers some itself
+    for kind, hook in global_module_hooks():
+        module_name = getattr(hook, "__module__", None) or "torch"
+        if is_user_code({"__name__": module_name}):  # torch.export registers some itself
             raise SpecError(
                 f"a hook on all modules is registered ({kind} of torch.nn.modules.module), but a network whose layers "
                 "are cut over ranks does not call its modules. Remove it before sharding."

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,18 +27,18 @@ PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 @cache
-def _functions() -> frozenset[Any]:
+def _functions() -> frozenset[object]:
     """Returns the functions that rules can refer to by name."""
     namespaces = (torch, F, operator, builtins, torch.special, FUNCTIONAL)
     functions = {value for namespace in namespaces for value in vars(namespace).values() if _is_function(value)}
     return frozenset(functions)
 
 
-def _is_function(value: Any) -> bool:
+def _is_function(value: object) -> bool:
     return isinstance(value, FunctionType | BuiltinFunctionType) or value is getattr
 
 
-def is_torch_function(target: Any) -> bool:
+def is_torch_function(target: object) -> bool:
     """Whether a function or operator is torch's or Python's, or one that this package inserts into graphs."""
     if isinstance(target, OpOverload):
         return target.namespace in NAMESPACES
@@ -51,7 +50,7 @@ def is_torch_function(target: Any) -> bool:
         return False
 
 
-def function_name(target: Any) -> str:
+def function_name(target: object) -> str:
     """Returns the short name of torch's functions and operators; the qualified name, without a rule, of others."""
     if isinstance(target, OpOverload):
         name = operator_name(target)
@@ -107,7 +106,7 @@ def refuse_overridden_call(module: nn.Module, path: str) -> None:
             )
 
 
-def refuse_strange_tensors(named: Mapping[str, Any]) -> None:
+def refuse_strange_tensors(named: Mapping[str, object]) -> None:
     """Raises `SpecError` for a tensor whose methods may not be torch's: of a subclass, or with patched methods."""
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
