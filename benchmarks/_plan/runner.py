@@ -25,17 +25,17 @@ class PlanTrainer:
         own_rank_group = rank_group.among(plan.active, label)
         self._monitor = FailureMonitor(own_rank_group.scoped("alarm"))
         active_cluster = cluster.among(plan.active)
-        self._stage = ActiveRanks(
+        self._active_ranks = ActiveRanks(
             own_rank_group, active_cluster, self._monitor, folder=None, resume=False, timeout_s=TIMEOUT_S
         )
         active_plan = plan.among_active() if len(plan.active) < len(plan.roles) else plan
         model = network()
         self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         self._model = compose_synchronized(
-            shard_for(model, self._optimizer, active_plan, self._stage, timeout_s=TIMEOUT_S),
+            shard_for(model, self._optimizer, active_plan, self._active_ranks, timeout_s=TIMEOUT_S),
             self._optimizer,
             rank_group=own_rank_group,
-            cluster=self._stage.cluster,
+            cluster=self._active_ranks.cluster,
             period=active_plan.period,
             exchange=active_plan.exchange,
             parent=self._monitor,
@@ -56,7 +56,7 @@ class PlanTrainer:
     def close(self) -> None:
         """Closes the connections to the other ranks."""
         self._model.close()
-        self._stage.close()
+        self._active_ranks.close()
         self._monitor.close()
 
 

@@ -290,7 +290,7 @@ def test_a_rank_on_its_own_sends_nothing() -> None:
 
 def test_a_rank_hears_what_another_has() -> None:
     def act(shard_group: ShardGroup) -> tuple[Tensor, Any]:
-        return shard_group.broadcast(drawn(shard_group.rank, 3), source=1), shard_group.tell(
+        return shard_group.broadcast(drawn(shard_group.rank, 3), source=1), shard_group.broadcast_object(
             {"rank": shard_group.rank}, source=2
         )
 

@@ -518,3 +518,44 @@ def test_versions_of_modules_are_kept_and_given_back() -> None:
     for model in models:
         traced = follow(model, torch.randn(4, 6))
         run_ranks(2, rank, traced, lay_out(traced.graph, [2, 1]))
+
+
+class OddlyNamed(nn.Module):
+    """Its buffer is cut with the channels, whatever its name ends in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("my_extra_state", torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) * self.my_extra_state
+        return out
+
+
+def test_a_buffer_whose_name_ends_like_extra_state_is_collected_and_loaded() -> None:
+    def rank(rank_group: RankGroup, traced: Traced, layout: Layout) -> None:
+        cut = join_shards(traced, layout, rank_group=rank_group)
+        state = full_state_dict(cut)
+        assert torch.equal(state["model"]["my_extra_state"], torch.arange(4.0))
+        state["model"]["my_extra_state"] += 1
+        load_full_state_dict(cut, state)
+        assert torch.equal(full_state_dict(cut)["model"]["my_extra_state"], torch.arange(4.0) + 1)
+        cut.close()
+
+    traced = follow(OddlyNamed(), torch.randn(4, 6))
+    run_ranks(2, rank, traced, lay_out(traced.graph, [2, 2]))
+
+
+@pytest.mark.parametrize("entry", [{"seed": 1}, {"seed": "1", "passes": 2}, [1, 2], "x"], ids=str)
+def test_a_damaged_count_of_dropout_changes_nothing(entry: object) -> None:
+    def rank(rank_group: RankGroup) -> None:
+        with cut(rank_group, "small", TWO) as (model, _):
+            before = full_state_dict(model)
+            state: dict[str, Any] = {**before, "dropout": entry}
+            state["model"] = {name: torch.zeros_like(value) for name, value in before["model"].items()}
+            with pytest.raises(CheckpointError, match=r"'dropout' is .*Nothing was changed"):
+                load_full_state_dict(model, state)
+            agree(full_state_dict(model)["model"], before["model"])
+
+    run_ranks(2, rank)

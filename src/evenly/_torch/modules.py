@@ -156,7 +156,7 @@ def uses_one_projection(attention: nn.MultiheadAttention) -> bool:
 
 def is_extra_state(name: str) -> bool:
     """Returns whether an entry of a state_dict comes from `get_extra_state` and is no tensor of the network."""
-    return name.endswith("_extra_state")
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def copy_versions(state: Any, source: Mapping[str, object], *, if_missing: bool = False) -> None:

@@ -50,7 +50,7 @@ def save_dcp(
             _write(Path(folder), state)
         except CheckpointError as error:
             problem = str(error)
-    problem = model._all_ranks_group.tell(problem, model._source)
+    problem = model._all_ranks_group.broadcast_object(problem, model._source)
     if problem:
         raise CheckpointError(problem)
 

@@ -83,5 +83,5 @@ class _Redistributed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        with ctx.redistribute.shard_group.telling():
+        with ctx.redistribute.shard_group.reporting():
             return ctx.redistribute.backward(gradient).wait(), None

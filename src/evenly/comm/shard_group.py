@@ -77,7 +77,7 @@ class ShardGroup:
         self._waiter.watch = clock
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting(self) -> Iterator[None]:
         """Reports an error inside to the other ranks, so that they do not wait for this one."""
         try:
             yield
@@ -226,7 +226,7 @@ class ShardGroup:
             self._waiter.wait([broadcast(x.view(-1).view(torch.uint8), self.group, source=source)])
         return x
 
-    def tell(self, value: object, source: int) -> Any:
+    def broadcast_object(self, value: object, source: int) -> Any:
         """Returns the value of rank `source`; values must be JSON."""
         return gather_json(value if self.rank == source else None, self.group, self._waiter)[source]
 

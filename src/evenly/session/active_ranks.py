@@ -116,8 +116,8 @@ class ActiveRanks:
         """
         if len(plan.active) == len(plan.roles):
             return self, fitting(plan, self.cluster)
-        stage = self if self._active == plan.active else self._with_active_ranks(fitting(plan, self.cluster))
-        return stage, fitting(plan.among_active(), stage.cluster)
+        active_ranks = self if self._active == plan.active else self._with_active_ranks(fitting(plan, self.cluster))
+        return active_ranks, fitting(plan.among_active(), active_ranks.cluster)
 
     def _with_active_ranks(self, plan: Plan) -> "ActiveRanks":
         left_out = {role.rank: role.left_out for role in plan.roles if role.left_out}
@@ -128,7 +128,7 @@ class ActiveRanks:
         self._closing.close()
         rank_group = self.rank_group.among(plan.active, f"active {plan.active}")
         monitor = FailureMonitor(rank_group.scoped("monitor"), parent=self.monitor)
-        stage = ActiveRanks(
+        active_ranks = ActiveRanks(
             rank_group,
             self.cluster.among(plan.active),
             monitor,
@@ -137,13 +137,13 @@ class ActiveRanks:
             timeout_s=self._timeout_s,
             owner=self.owner,
         )
-        stage._resume = self._resume
-        stage.recorder.listeners = listeners
-        stage._active = plan.active
-        stage._left_out = left_out
-        stage._closing.callback(monitor.close)
-        stage._closing.callback(_release, self._waiting_group, list(left_out))
-        return stage
+        active_ranks._resume = self._resume
+        active_ranks.recorder.listeners = listeners
+        active_ranks._active = plan.active
+        active_ranks._left_out = left_out
+        active_ranks._closing.callback(monitor.close)
+        active_ranks._closing.callback(_release, self._waiting_group, list(left_out))
+        return active_ranks
 
     def _wait_until_over(self) -> None:
         self._closing.close()

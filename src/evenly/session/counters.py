@@ -37,7 +37,7 @@ class Counters:
         self._models.append(model)
         model.clock.is_wanted = True
         model.on_exchange.append(self.count_exchange)
-        model.on_period.append(self.tell_period)
+        model.on_period.append(self.record_period)
 
     def count_steps(self, trained_model: TrainedModel, epoch: Callable[[], int], *, ranks: int) -> None:
         """Adds every step that is made with a model from now on."""
@@ -53,7 +53,7 @@ class Counters:
         self._all_samples += times * samples
         if time.monotonic() - self._recorded_at > RECORD_S:
             self._recorded_at = time.monotonic()
-            self._recorder.tell(StepsDone, epoch=epoch, step=step, samples=round(self._all_samples))
+            self._recorder.record(StepsDone, epoch=epoch, step=step, samples=round(self._all_samples))
 
     def count_exchange(self, done: ExchangeSummary) -> None:
         """Adds an exchange and records it."""
@@ -63,11 +63,11 @@ class Counters:
         self._waiting_s += waiting_s
         self._exchange_s += done.waited_s - waiting_s
         self.sent_bytes += done.sent_bytes
-        self._recorder.tell(ExchangeDone, **asdict(done))
+        self._recorder.record(ExchangeDone, **asdict(done))
 
-    def tell_period(self, step: int, steps: int, why: str) -> None:
+    def record_period(self, step: int, steps: int, why: str) -> None:
         """Records a new period."""
-        self._recorder.tell(PeriodChosen, step=step, steps=steps, why=why)
+        self._recorder.record(PeriodChosen, step=step, steps=steps, why=why)
 
     def sums(self) -> dict[str, float]:
         """Returns the sums of this rank that the totals are made of."""
@@ -86,7 +86,7 @@ class Counters:
         """Records the end of the run, from the sums of every rank."""
         seconds = time.monotonic() - self._began
         samples = int(sum(row["samples"] for row in rows))
-        self._recorder.tell(
+        self._recorder.record(
             RunFinished,
             seconds=seconds,
             steps=self.steps_made,

@@ -19,7 +19,7 @@ TIMEOUT_S = 600.0  # for measuring on a slow rank
 
 
 def plan_run(
-    stage: ActiveRanks,
+    active_ranks: ActiveRanks,
     device: torch.device,
     model: torch.nn.Module | None,
     example: Example | None,
@@ -43,8 +43,8 @@ def plan_run(
         if batch_size < 1:
             raise SpecError(f"batch_size={batch_size} was asked for; a rank takes at least 1 sample a step.")
         period = period_of("epoch" if every is None else every)
-        plan = Plan.even(stage.cluster, batch_size=batch_size, period=period, exchange=exchange)
-        replicas = plan_replicas(model, example, stage.cluster, shares, cut_batch=cut_batch)
+        plan = Plan.even(active_ranks.cluster, batch_size=batch_size, period=period, exchange=exchange)
+        replicas = plan_replicas(model, example, active_ranks.cluster, shares, cut_batch=cut_batch)
         return Plan(**{**dict(plan), "replicas": replicas})
     if model is None or example is None:
         raise SpecError(
@@ -56,7 +56,7 @@ def plan_run(
             "finds shares and cuts itself. Give batch_size instead, or leave it out."
         )
     return plan_measured(
-        stage,
+        active_ranks,
         device,
         model,
         example,
@@ -80,7 +80,7 @@ def exchange_of(wishes: ExchangeWishes, *, timeout_s: float) -> Exchange:
 
 
 def plan_measured(
-    stage: ActiveRanks,
+    active_ranks: ActiveRanks,
     device: torch.device,
     model: torch.nn.Module,
     example: Example,
@@ -99,22 +99,26 @@ def plan_measured(
         )
     traced = follow(model.to(device), example)
     if not isinstance(profile, Profile):
-        if stage.rank_group.rank == 0:
-            logger.info("measuring %s on %d ranks for a plan", type(model).__name__, stage.rank_group.size)
+        if active_ranks.rank_group.rank == 0:
+            logger.info("measuring %s on %d ranks for a plan", type(model).__name__, active_ranks.rank_group.size)
         profile = measure_rank_group(
-            stage.rank_group,
+            active_ranks.rank_group,
             traced,
-            stage.cluster,
+            active_ranks.cluster,
             device,
             quick=profile == "quick",
             tell=tell,
             timeout_s=TIMEOUT_S,
-            parent=stage.monitor,
+            parent=active_ranks.monitor,
         )
-    plan = planner.plan(stage.cluster, profile, traced.graph, batch_size=batch_size, every=every, exchange=exchange)
-    for doubt in planner.doubts(profile, plan) if stage.rank_group.rank == 0 else ():
+    plan = planner.plan(
+        active_ranks.cluster, profile, traced.graph, batch_size=batch_size, every=every, exchange=exchange
+    )
+    for doubt in planner.doubts(profile, plan) if active_ranks.rank_group.rank == 0 else ():
         logger.warning("the plan is %s", doubt)
-    return Plan.from_json(stage.gatherer.gather(plan.to_json() if stage.rank_group.rank == 0 else "", "the plan")[0])
+    return Plan.from_json(
+        active_ranks.gatherer.gather(plan.to_json() if active_ranks.rank_group.rank == 0 else "", "the plan")[0]
+    )
 
 
 def require_numbers(*, seed: int, checkpoint_every: int | str | None) -> None:

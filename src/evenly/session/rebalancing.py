@@ -40,10 +40,10 @@ class Rebalancer:
     The global batch stays the same, and gradients are weighted by samples: the run computes what it would have.
     """
 
-    def __init__(self, trained_model: TrainedModel, plan: Plan, stage: ActiveRanks) -> None:
+    def __init__(self, trained_model: TrainedModel, plan: Plan, active_ranks: ActiveRanks) -> None:
         self._trained_model = trained_model
-        self._gatherer = stage.gatherer
-        self._rank = stage.rank_group.rank
+        self._gatherer = active_ranks.gatherer
+        self._rank = active_ranks.rank_group.rank
         self._plan = plan
         self._groups = [replica.ranks for replica in plan.replicas] or [(rank,) for rank in plan.takers]
         self._layouts = [replica.layout for replica in plan.replicas]
@@ -232,19 +232,19 @@ class Doubt:
         return True
 
 
-def attach_rebalancer(trained_model: TrainedModel, plan: Plan, stage: ActiveRanks) -> None:
+def attach_rebalancer(trained_model: TrainedModel, plan: Plan, active_ranks: ActiveRanks) -> None:
     """Attaches a rebalancer if the plan asks for one and the work can be divided."""
     several = len(plan.takers) > 1 or any(len(replica.layout.members) > 1 for replica in plan.replicas)
     timed = isinstance(plan.period, EverySeconds)  # then each node makes as many steps as it can anyway
     if trained_model.feed is None or not plan.rebalance or not several or timed:
         return
-    rebalancer = Rebalancer(trained_model, plan, stage)
+    rebalancer = Rebalancer(trained_model, plan, active_ranks)
 
-    def tell() -> None:
+    def record() -> None:
         samples, shares = tuple(rebalancer.samples), tuple(rebalancer.shares)
-        stage.recorder.tell(Rebalanced, step=trained_model.model.schedule.step, samples=samples, shares=shares)
+        active_ranks.recorder.record(Rebalanced, step=trained_model.model.schedule.step, samples=samples, shares=shares)
 
-    rebalancer.on_change.append(tell)
+    rebalancer.on_change.append(record)
     trained_model.feed.between.append(rebalancer.check)
     trained_model.feed.on_end.append(rebalancer.skip_epoch_end)
 

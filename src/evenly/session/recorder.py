@@ -30,7 +30,7 @@ class Recorder:
                     "Give a folder that can be written."
                 ) from None
 
-    def tell(self, kind: Callable[..., Event], **fields: object) -> None:
+    def record(self, kind: Callable[..., Event], **fields: object) -> None:
         """Records an event of `kind` with the current time; only on rank 0."""
         if self._rank:
             return
@@ -44,7 +44,7 @@ class Recorder:
     def record_failure(self, step: int, error: BaseException) -> None:
         """Records that the run ended in `error`; a failure to record must not hide it."""
         try:
-            self.tell(RunFailed, step=step, error=f"{type(error).__name__}: {error}")
+            self.record(RunFailed, step=step, error=f"{type(error).__name__}: {error}")
         except Exception:
             logger.exception("the failure could not be recorded")
 

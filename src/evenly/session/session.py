@@ -110,7 +110,7 @@ class Session:
         )
 
     @property
-    def _stage(self) -> ActiveRanks:
+    def _active_ranks(self) -> ActiveRanks:
         """The ranks that are active now."""
         if self._entered is None:
             raise SpecError(
@@ -119,15 +119,15 @@ class Session:
             )
         return self._entered
 
-    def _enter(self, stage: ActiveRanks) -> None:
-        """Continues with the ranks of `stage`."""
-        if stage is not self._entered:
-            self._entered, self.cluster = stage, stage.cluster
-            self.rank, self.world_size = stage.rank_group.rank, stage.rank_group.size
-            self._gatherer = stage.gatherer
-            self._recorder = stage.recorder
-            self._counters = stage.counters
-            self._closing.callback(stage.close)
+    def _enter(self, active_ranks: ActiveRanks) -> None:
+        """Continues with the ranks of `active_ranks`."""
+        if active_ranks is not self._entered:
+            self._entered, self.cluster = active_ranks, active_ranks.cluster
+            self.rank, self.world_size = active_ranks.rank_group.rank, active_ranks.rank_group.size
+            self._gatherer = active_ranks.gatherer
+            self._recorder = active_ranks.recorder
+            self._counters = active_ranks.counters
+            self._closing.callback(active_ranks.close)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -173,7 +173,7 @@ class Session:
         """
         settings = exchange_of(exchange, timeout_s=self._timeout_s)
         return plan_run(
-            self._stage,
+            self._active_ranks,
             self.device,
             model,
             example,
@@ -215,12 +215,12 @@ class Session:
             loading: what `evenly.feed` takes: `shuffle`, `drop_last`, `num_workers`, `collate_fn`, `pin_memory`.
         """
         require_epochs(plan, self._checkpoint_every, models=len(self._trained_models))
-        stage, plan = self._stage.take_part(plan)
-        self._enter(stage)
+        active_ranks, plan = self._active_ranks.take_part(plan)
+        self._enter(active_ranks)
         if any(trained_model.name == name for trained_model in self._trained_models):
             raise SpecError(f"a model named {name!r} is prepared already. Give each model of a run its own name=.")
         model.to(self.device)
-        part = shard_for(model, optimizer, plan, self._stage, timeout_s=self._timeout_s, verify=verify)
+        part = shard_for(model, optimizer, plan, self._active_ranks, timeout_s=self._timeout_s, verify=verify)
         batches = None
         if dataset is not None:
             options: FeedOptions = {"seed": self._seed, **loading}
@@ -229,17 +229,17 @@ class Session:
         synchronized = compose_synchronized(
             part,
             optimizer,
-            rank_group=self._stage.rank_group,
+            rank_group=self._active_ranks.rank_group,
             cluster=self.cluster,
             period=plan.period,
             exchange=plan.exchange,
             count=count or (None if batches is None else partial(batches.samples_of, part)),
             scaler=scaler,
-            parent=self._stage.monitor,
+            parent=self._active_ranks.monitor,
             find_unused_parameters=find_unused_parameters,
         )
         trained_model = TrainedModel(name, synchronized, optimizer, batches)
-        if (restored := self._stage.restored()) is not None:
+        if (restored := self._active_ranks.restored()) is not None:
             apply(restored, trained_model)
         self._register(trained_model, plan)
         return synchronized, optimizer, batches
@@ -247,17 +247,17 @@ class Session:
     def track(self, **things: Stateful) -> None:
         """Saves objects with `state_dict` and `load_state_dict` (schedulers, a GradScaler) in the checkpoints."""
         self._tracked.update(things)
-        restored = self._stage.restored()
+        restored = self._active_ranks.restored()
         for name, stateful in things.items():
             if restored is not None and name in restored["rank"]["tracked"]:
                 stateful.load_state_dict(restored["rank"]["tracked"][name])
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yields the epochs still to do; exchanges, records and saves at the end of each, and finishes the run."""
-        if (restored := self._stage.restored()) is not None:
+        if (restored := self._active_ranks.restored()) is not None:
             self._epoch = int(restored["manifest"]["epoch"])
             restore_random_state(restored)
-            self._stage.begin(self._epoch, count)
+            self._active_ranks.begin(self._epoch, count)
         self._counters.start()
         while self._epoch < count:
             for trained_model in self._trained_models:
@@ -269,7 +269,7 @@ class Session:
                 trained_model.model.end_epoch()
                 if trained_model.feed is not None:
                     trained_model.feed.resume({"epoch": self._epoch, "offset": 0})
-            self._recorder.tell(EpochDone, epoch=self._epoch, step=self._counters.step)
+            self._recorder.record(EpochDone, epoch=self._epoch, step=self._counters.step)
             if self._checkpoint_every == "epoch" and self._folder is not None:
                 self.checkpoint()
             self._between_steps()
@@ -282,20 +282,20 @@ class Session:
 
     def checkpoint(self) -> Path:
         """Saves the run now, on all ranks together, and returns the folder."""
-        if self._stage.checkpoints is None:
+        if self._active_ranks.checkpoints is None:
             raise SpecError("a checkpoint was asked for, but the session has no folder. Use Session('runs/name').")
         began = time.monotonic()
         for trained_model in self._trained_models:
             trained_model.model.prepare_checkpoint()
         step = self._saved_step = self._counters.step
-        save = self._stage.checkpoints.save
+        save = self._active_ranks.checkpoints.save
         path = save(step, self._trained_models, self._tracked, epoch=self._epoch, keep=self._keep)
-        self._recorder.tell(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
+        self._recorder.record(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
         return path
 
     def log(self, **values: float | None) -> None:
         """Records numbers such as losses and accuracies; those of rank 0 are written."""
-        self._recorder.tell(Measured, step=self._counters.step, values=values)
+        self._recorder.record(Measured, step=self._counters.step, values=values)
 
     def describe(self, **settings: Setting) -> None:
         """Adds settings of the program to the record of the run."""
@@ -318,12 +318,16 @@ class Session:
         self._counters.watch(trained_model.model)
         if trained_model.feed is not None:
             trained_model.feed.on_end.append(trained_model.model.end_epoch)
-        attach_rebalancer(trained_model, plan, self._stage)
+        attach_rebalancer(trained_model, plan, self._active_ranks)
         if len(self._trained_models) == 1:
             self._counters.step = self._saved_step = trained_model.model.schedule.step
             self._counters.count_steps(trained_model, lambda: self._epoch, ranks=self.world_size)
-            fields = {"settings": self._settings, "resumed_step": self._counters.step, **self._stage.participation}
-            self._recorder.tell(RunStarted, name=self._folder.name if self._folder else "run", plan=plan, **fields)
+            fields = {
+                "settings": self._settings,
+                "resumed_step": self._counters.step,
+                **self._active_ranks.participation,
+            }
+            self._recorder.record(RunStarted, name=self._folder.name if self._folder else "run", plan=plan, **fields)
 
     def _between_steps(self) -> None:
         """Saves after every `checkpoint_every` steps, once per step: a step may take several batches."""

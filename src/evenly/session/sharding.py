@@ -44,13 +44,13 @@ def shard_for(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: Plan,
-    stage: ActiveRanks,
+    active_ranks: ActiveRanks,
     *,
     timeout_s: float,
     verify: bool = False,
 ) -> torch.nn.Module:
     """Returns this rank's part of the network if the plan cuts it, and points the optimizer to it; else the network."""
-    rank_group, cluster = stage.rank_group, stage.cluster
+    rank_group, cluster = active_ranks.rank_group, active_ranks.cluster
     replica = plan.replica_of(rank_group.rank)
     if replica is None:
         return model
@@ -60,7 +60,7 @@ def shard_for(
         rank_group=rank_group.among(replica.ranks, f"replica{replica.ranks[0]}"),
         devices=[cluster.device_of(rank) for rank in replica.ranks],
         timeout_s=timeout_s,
-        parent=stage.monitor,
+        parent=active_ranks.monitor,
     )
     retarget_optimizer(optimizer, model, sharded)
     if verify:

@@ -86,7 +86,7 @@ class _OverlappedLayer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _LayerContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.redistribute.shard_group.telling():
+        with ctx.redistribute.shard_group.reporting():
             return _OverlappedLayer._gradients(ctx, gradient)
 
     @staticmethod

@@ -144,7 +144,7 @@ class Sharded(WatchedModule):
             plain.training = self.training
             return plain(*args, **kwargs)
         self._require_open()
-        with self.shard_group.telling(), unguarded(self._traced_program.cut):
+        with self.shard_group.reporting(), unguarded(self._traced_program.cut):
             bound = self._bind(args, kwargs)
             inputs = self._check(bound)
             needs_input_gradient = any(
@@ -289,7 +289,7 @@ class Sharded(WatchedModule):
         values, structure = pytree.tree_flatten(result)
         leaves = [x for x in values if isinstance(x, torch.Tensor)]
         shapes = [[list(x.shape), str(x.dtype)] if isinstance(x, torch.Tensor) else x for x in values]
-        description = all_ranks_group.tell(
+        description = all_ranks_group.broadcast_object(
             [shapes, pytree.treespec_dumps(structure) if all_ranks_group.rank == source else ""], source
         )
         if self._program is not None:

@@ -88,6 +88,7 @@ def load_full_state_dict(
     nested = isinstance(state.get("model"), Mapping)
     model_state = _cut_model_state(model, state["model"] if nested else state, strict=strict)
     optimizer_state = _cut_optimizer_state(model, optimizer, state if nested else {}) if optimizer is not None else None
+    dropout = _dropout_state(state.get("dropout")) if nested else None
     try:
         model._network[0].load_state_dict(model_state, strict=strict)
         if optimizer is not None and optimizer_state is not None:
@@ -97,11 +98,21 @@ def load_full_state_dict(
             f"a state was to be loaded into a network cut over {model.shard_group.size} ranks, but torch could not: "
             f"{type(error).__name__}: {error}. Load a state of the same network and optimizer."
         ) from error
-    if nested and state.get("dropout"):
-        model._dropout_stream.seed, model._dropout_stream.passes = (
-            int(state["dropout"]["seed"]),
-            int(state["dropout"]["passes"]),
+    if dropout is not None:
+        model._dropout_stream.seed, model._dropout_stream.passes = dropout
+
+
+def _dropout_state(entry: object) -> tuple[int, int] | None:
+    """Returns the seed and the passes of a state's dropout, if it has one."""
+    if not entry:
+        return None
+    seed, passes = (entry.get("seed"), entry.get("passes")) if isinstance(entry, Mapping) else (None, None)
+    if not isinstance(seed, int) or not isinstance(passes, int):
+        raise CheckpointError(
+            f"a state was to be loaded whose entry 'dropout' is {entry!r}, not a dict with two whole numbers, 'seed' "
+            "and 'passes'. Nothing was changed. Load a result of full_state_dict."
         )
+    return seed, passes
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def reshard(model: Sharded, optimizer: torch.optim.Optimizer, layout: Layout) ->
     unguard([*model.parameters(), *model.buffers()])
     program = model._program
     if program is not None:
-        with model.shard_group.telling():
+        with model.shard_group.reporting():
             _Move(model, optimizer, _new_local_shards(program, layout)).run()
         model._program = Program(program.traced, layout, model, model.shard_group, model._dropout_stream)
     model.layout = layout

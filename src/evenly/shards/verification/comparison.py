@@ -89,14 +89,14 @@ def verify(
             smaller types.
     """
     report, sharded = None, sharded_of(sharded)
-    with sharded.shard_group.telling():
+    with sharded.shard_group.reporting():
         program = sharded._program_for_both_modes(_bind(sharded, example))
         if program is not None:
             comparison = _Comparison(model, sharded, program, example, loss or _weighted_sum, optimizer, rtol)
             report = comparison.report()
     if report is not None and not sharded._has_idle_ranks:
         return report
-    received = sharded._all_ranks_group.tell(None if report is None else asdict(report), sharded._source)
+    received = sharded._all_ranks_group.broadcast_object(None if report is None else asdict(report), sharded._source)
     return Report(
         **{**received, "rows": tuple(ReportRow(**row) for row in received["rows"]), "notes": tuple(received["notes"])}
     )
