@@ -191,6 +191,9 @@ def _root(node: ast.expr) -> str:
 COLLECTIVES = {"all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "gather"}
 COLLECTIVES |= {"all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather_object", "reduce"}
 COLLECTIVES |= {"irecv", "isend", "recv", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send"}
+COLLECTIVES |= {"batch_isend_irecv", "monitored_barrier", "scatter_object_list"}
+OF_PROCESS_GROUPS = {"allreduce", "allgather", "_allgather_base", "alltoall", "alltoall_base", "allreduce_coalesced"}
+DISTRIBUTED = ("dist", "distributed", "torch.distributed", "torch.distributed.distributed_c10d", "c10d")
 
 
 def test_only_comm_calls_collectives_of_torch() -> None:
@@ -198,11 +201,17 @@ def test_only_comm_calls_collectives_of_torch() -> None:
         spot(path, node)
         for path, tree in trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES
-        if isinstance(node.value, ast.Name) and node.value.id in ("dist", "distributed")
-        if package_of(path) != "comm"
+        if package_of(path) != "comm" and _is_collective(node)
     ]
     assert calls == []
+
+
+def _is_collective(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return node.module in DISTRIBUTED and any(alias.name in COLLECTIVES for alias in node.names)
+    if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
+        return ast.unparse(node.value) in DISTRIBUTED
+    return isinstance(node, ast.Attribute) and node.attr in OF_PROCESS_GROUPS
 
 
 def test_class_names_are_unique() -> None:

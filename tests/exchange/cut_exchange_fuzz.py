@@ -68,7 +68,7 @@ class CutTrainer(Trainer):
             tensor, begin = self.named()[name], begin + full.numel()
             placement = local_shard_of(tensor)
             tensor.copy_(numbers if placement is None else placement.part(numbers))
-        payload = self.synchronized._exchanger._payload_builder.load(range(self.exchange.fragments))
+        payload = self.synchronized._exchanger._payload_builder.snapshot(range(self.exchange.fragments))
         found = [(int(part.key.split("/")[0]), part.values.long()) for part in payload.parts]
         self.close()
         return found

@@ -27,7 +27,7 @@ class Point:
     agreed: torch.Tensor
     outer: torch.optim.Optimizer | None
     lost: dict = field(default_factory=dict)  # by part and node: [nodes, piece]
-    lost_sum: dict = field(default_factory=dict)  # by part and node: [piece]
+    sum_residual: dict = field(default_factory=dict)  # by part and node: [piece]
 
 
 @dataclass
@@ -325,12 +325,12 @@ class Player:
                     rows[node] += point.lost.get((part, node), 0.0)
             sums = []
             for owner in range(count):
-                total = rows[owner, owner] * weights[owner] + point.lost_sum.get((part, owner), 0.0)
+                total = rows[owner, owner] * weights[owner] + point.sum_residual.get((part, owner), 0.0)
                 for node in range(count):
                     if node != owner and weights[node]:
                         total = total + weights[node] * decoded(rows[node, owner])
                 sums.append(decoded(total))
-                point.lost_sum[part, owner] = total - sums[-1]
+                point.sum_residual[part, owner] = total - sums[-1]
             for node in range(count):
                 if weights[node]:  # nobody has heard what one without samples said
                     left = [
@@ -346,7 +346,7 @@ class Player:
             for node, weight in enumerate(weights):
                 if weight and (part, node) in point.lost:
                     average[elements] += weight * point.lost.pop((part, node)).view(-1)[: len(elements)]
-                left = point.lost_sum.pop((part, node), None)
+                left = point.sum_residual.pop((part, node), None)
                 if left is not None:
                     own = elements[node * piece :][:piece]
                     average[own] += left[: len(own)]

@@ -130,7 +130,7 @@ def test_what_an_exchange_adds_to_the_steps_beside_it(monkeypatch):
     pace, seen = StepPace(), []
     for number in range(30):
         beside = number > 4 and number % 5 in (1, 2)
-        pace.begin(beside=beside)
+        pace.begin(during_exchange=beside)
         now[0] += 0.1 + 0.03 * beside + 5.0 * (number == 6)  # one is late for another reason
         pace.end()
         if number % 5 == 2:
@@ -146,11 +146,11 @@ def test_steps_that_are_all_beside_exchanges_are_measured_as_they_are(monkeypatc
     now = [0.0]
     monkeypatch.setattr("evenly.schedule.adaptive.time.monotonic", lambda: now[0])
     pace = StepPace()
-    pace.begin(beside=False)
+    pace.begin(during_exchange=False)
     now[0] += 9.0  # the first step of a run takes long
     pace.end()
     for _ in range(20):
-        pace.begin(beside=True)
+        pace.begin(during_exchange=True)
         now[0] += 0.2
         pace.end()
     assert pace.median_s == pytest.approx(0.2)

@@ -76,7 +76,7 @@ def open_groups(
     *,
     timeout_s: float = 600.0,
     global_gradients: bool = False,
-    beside: bool = False,
+    concurrent: bool = False,
 ) -> Groups:
     """Returns the groups of this rank; every rank of the group calls it with the same arguments.
 
@@ -86,20 +86,22 @@ def open_groups(
         devices: the device of each rank, which decides the backend.
         timeout_s: time limit of every collective.
         global_gradients: whether gradients are averaged over all ranks instead of inside the node.
-        beside: whether another thread uses the groups of node and peers while gradients are averaged. NCCL needs
+        concurrent: whether another thread uses the groups of node and peers while gradients are averaged. NCCL needs
             one order of all collectives of a device, which two threads do not have: these groups then use gloo.
     """
     index = next(i for i, ranks in enumerate(nodes) if rank_group.rank in ranks)
 
-    def group(name: str, ranks: Sequence[int], backend: str | None = None, beside: bool = beside) -> dist.ProcessGroup:
+    def group(
+        name: str, ranks: Sequence[int], backend: str | None = None, concurrent: bool = concurrent
+    ) -> dist.ProcessGroup:
         chosen = backend or backend_for([devices[rank] for rank in ranks])
-        return open_group(rank_group, name, ranks, backend=chosen, timeout_s=timeout_s, beside=beside)
+        return open_group(rank_group, name, ranks, backend=chosen, timeout_s=timeout_s, concurrent=concurrent)
 
     def votes(name: str, ranks: Sequence[int], data: dist.ProcessGroup) -> dist.ProcessGroup:
         on_cpu = exchange_backend == "gloo" or backend_for([devices[rank] for rank in ranks]) == "gloo"
         return data if on_cpu else group(f"{name}votes", ranks, "gloo")
 
-    all_ranks, node_ranks, exchange_backend = range(rank_group.size), nodes[index], "gloo" if beside else None
+    all_ranks, node_ranks, exchange_backend = range(rank_group.size), nodes[index], "gloo" if concurrent else None
     gradient_ranks = all_ranks if global_gradients else node_ranks
     node = group(f"node{index}", node_ranks, exchange_backend)
     peers = []
@@ -112,7 +114,7 @@ def open_groups(
         nodes=tuple(tuple(ranks) for ranks in nodes),
         index=index,
         world=group("world", all_ranks, "gloo"),
-        gradients=group("gradients" if global_gradients else f"gradients{index}", gradient_ranks, beside=False),
+        gradients=group("gradients" if global_gradients else f"gradients{index}", gradient_ranks, concurrent=False),
         node=node,
         node_votes=votes(f"node{index}", node_ranks, node),
         peers=tuple(peers),
@@ -153,11 +155,11 @@ def backend_for(devices: Sequence[Device]) -> str:
 
 
 def open_group(
-    rank_group: RankGroup, name: str, ranks: Sequence[int], *, backend: str, timeout_s: float, beside: bool = False
+    rank_group: RankGroup, name: str, ranks: Sequence[int], *, backend: str, timeout_s: float, concurrent: bool = False
 ) -> dist.ProcessGroup:
     """Returns a process group of `ranks` that is not in torch's registry; only its members call this.
 
-    A group that is used `beside` the training gets its own receiving thread.
+    A group that is used by another thread during training (`concurrent`) gets its own receiving thread.
     """
     spare_recorder()
     store = PrefixStore(name, rank_group.store.raw)
@@ -169,7 +171,7 @@ def open_group(
         kind, device_types = dist.ProcessGroup.BackendType.NCCL, ["cuda"]
     else:
         try:
-            engine = within(timeout_s + 1.0, lambda: _gloo(store, rank, size, timeout, beside=beside))
+            engine = within(timeout_s + 1.0, lambda: _gloo(store, rank, size, timeout, concurrent=concurrent))
         except NoAnswerError:
             rank_group.store.run(lambda: store.check(["-"]), limit_s=2.0)  # raises if the host of the store is gone
             raise PeerError(
@@ -181,20 +183,20 @@ def open_group(
     return group
 
 
-def _gloo(store: PrefixStore, rank: int, size: int, timeout: timedelta, *, beside: bool) -> Backend:
+def _gloo(store: PrefixStore, rank: int, size: int, timeout: timedelta, *, concurrent: bool) -> Backend:
     """Returns a gloo backend."""
     owner = wires_of_process()
     if owner is None:
         return gloo(store, rank, size, timeout=timeout)
     try:
-        return gloo(store, rank, size, timeout=timeout, devices=_shared_devices(owner, beside))
+        return gloo(store, rank, size, timeout=timeout, devices=_shared_devices(owner, concurrent))
     except BaseException:
         _shared_devices.cache_clear()  # these may still be connecting to ranks that timed out
         raise
 
 
 @cache
-def _shared_devices(owner: tuple[int, str], beside: bool) -> list[GlooDevice]:
+def _shared_devices(owner: tuple[int, str], concurrent: bool) -> list[GlooDevice]:
     """Returns the gloo devices (network interfaces) that all groups of a process share.
 
     Each has a thread that wakes a hundred times a second, also when idle. With one for every group a slow device, such

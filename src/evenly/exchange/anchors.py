@@ -44,8 +44,8 @@ class TransferStats:
 @dataclass(frozen=True)
 class _Anchor:
     agreed: torch.Tensor
-    lost: torch.Tensor | None = None  # [nodes, piece], encoding error of this node's differences
-    lost_sum: torch.Tensor | None = None  # [piece], encoding error of the sum that this rank computed
+    residual: torch.Tensor | None = None  # [nodes, piece], encoding error of this node's differences
+    sum_residual: torch.Tensor | None = None  # [piece], encoding error of the sum that this rank computed
     outer: torch.optim.Optimizer | None = None
 
 
@@ -83,7 +83,7 @@ class Anchors:
         """Records that another stream is about to read and replace the anchors of these fragments."""
         prefixes = tuple(f"{fragment}/" for fragment in fragments)
         for anchor in (anchor for key, anchor in self._anchors.items() if key.startswith(prefixes)):
-            for tensor in (anchor.agreed, anchor.lost, anchor.lost_sum):
+            for tensor in (anchor.agreed, anchor.residual, anchor.sum_residual):
                 if tensor is not None:
                     tensor.detach().record_stream(stream)
             for state in anchor.outer.state.values() if anchor.outer is not None else ():
@@ -107,7 +107,7 @@ class Anchors:
         waiter.wait([work for _, work in sums])
         for part, (total, _) in zip(plain, sums, strict=True):
             is_idle = quorum.weights[quorum.node] == 0 and part.key in self._anchors  # keeps its encoding error
-            uncoded_anchor = replace(self._anchors[part.key], lost_sum=None) if is_idle else None
+            uncoded_anchor = replace(self._anchors[part.key], sum_residual=None) if is_idle else None
             drifts.append(self._apply(part, to_device(total, part.values.device), uncoded_anchor))
         known_drifts = [drift for drift in drifts if drift is not None]
         if not known_drifts:
@@ -144,11 +144,11 @@ class Anchors:
         for part in parts:
             total = part.values * weight if weight else torch.zeros_like(part.values)  # 0 * NaN would not be 0
             anchor = self._anchors.get(part.key)
-            if anchor is not None and anchor.lost is not None and weight:
-                total.add_(anchor.lost.view(-1)[: total.numel()], alpha=weight)
-            if anchor is not None and anchor.lost_sum is not None:
-                own_piece = total[quorum.node * anchor.lost_sum.numel() :][: anchor.lost_sum.numel()]
-                own_piece.add_(anchor.lost_sum[: own_piece.numel()])
+            if anchor is not None and anchor.residual is not None and weight:
+                total.add_(anchor.residual.view(-1)[: total.numel()], alpha=weight)
+            if anchor is not None and anchor.sum_residual is not None:
+                own_piece = total[quorum.node * anchor.sum_residual.numel() :][: anchor.sum_residual.numel()]
+                own_piece.add_(anchor.sum_residual[: own_piece.numel()])
             host_total = to_host(total, part.group)
             sums.append((host_total, all_reduce(host_total, part.group)))
         return sums
@@ -158,8 +158,8 @@ class Anchors:
         return {
             key: {
                 "agreed": anchor.agreed.detach(),
-                "lost": anchor.lost,
-                "lost_sum": anchor.lost_sum,
+                "lost": anchor.residual,
+                "lost_sum": anchor.sum_residual,
                 "outer": None if anchor.outer is None else anchor.outer.state_dict(),
                 "loaded": key in self._unverified,
             }
@@ -176,11 +176,11 @@ class Anchors:
         """Restores a checkpoint's state."""
         for key, saved in state.items():
             device = self._anchors[key].agreed.device
-            lost, lost_sum = saved["lost"], saved["lost_sum"]
+            residual, sum_residual = saved["lost"], saved["lost_sum"]
             anchor = replace(
                 self._new_anchor(saved["agreed"].to(device)),
-                lost=None if lost is None else lost.to(device),
-                lost_sum=None if lost_sum is None else lost_sum.to(device),
+                residual=None if residual is None else residual.to(device),
+                sum_residual=None if sum_residual is None else sum_residual.to(device),
             )
             if anchor.outer is not None and saved["outer"] is not None:
                 anchor.outer.load_state_dict(saved["outer"])
@@ -206,8 +206,8 @@ class Anchors:
                 previous.outer.step()
             previous.agreed.grad = None
             agreed = previous.agreed
-        lost, lost_sum = (None, None) if coded is None else (coded.lost, coded.lost_sum)
-        self._anchors[part.key] = _Anchor(agreed, lost, lost_sum, previous.outer)
+        residual, sum_residual = (None, None) if coded is None else (coded.residual, coded.sum_residual)
+        self._anchors[part.key] = _Anchor(agreed, residual, sum_residual, previous.outer)
         return agreed.detach()
 
     def _average_coded(
@@ -232,15 +232,15 @@ class Anchors:
             for node, sent in codes.items():
                 _subtract(rows[node], codec.decode(sent, rows.shape[1]))
             _subtract(total, codec.decode(code, total.numel()))
-            lost = rows if weights[own_node] else self._anchors[part.key].lost  # weight 0: nothing was sent
-            summed.append((part, lost, total, gathered, work))
+            residual = rows if weights[own_node] else self._anchors[part.key].residual  # weight 0: nothing was sent
+            summed.append((part, residual, total, gathered, work))
         waiter.wait([work for *_, work in summed])
         results = []
-        for part, lost, total, gathered, _ in summed:
+        for part, residual, total, gathered, _ in summed:
             codes_of_all = to_device(gathered, total.device)
             decoded = [codec.decode(code.clone(), total.numel()) for code in codes_of_all]  # clone aligns the row
             average = self._anchors[part.key].agreed.detach() + torch.cat(decoded)[: part.values.numel()]
-            results.append((part, _Anchor(average, lost, total), 2 * (len(weights) - 1) * gathered.shape[1]))
+            results.append((part, _Anchor(average, residual, total), 2 * (len(weights) - 1) * gathered.shape[1]))
         return results
 
     def _sum(
@@ -249,8 +249,8 @@ class Anchors:
         for weight, code in others.values():
             if weight:
                 total.add_(codec.decode(code.clone(), total.numel()).to(total.dtype), alpha=weight)
-        lost_sum = self._anchors[part.key].lost_sum
-        return total if lost_sum is None else total.add_(lost_sum)
+        sum_residual = self._anchors[part.key].sum_residual
+        return total if sum_residual is None else total.add_(sum_residual)
 
     def _differences(self, part: Slice, nodes: int, *, has_weight: bool) -> torch.Tensor:
         """Returns d_n, zero-padded, one row for the owner of each piece of the sum: [nodes, piece]."""
@@ -260,8 +260,8 @@ class Anchors:
         if not has_weight:  # a node without samples adds nothing
             return rows
         torch.sub(part.values, anchor.agreed.detach(), out=flat)
-        if anchor.lost is not None:
-            rows.add_(anchor.lost)
+        if anchor.residual is not None:
+            rows.add_(anchor.residual)
         return rows
 
 

@@ -15,13 +15,20 @@ from evenly.comm import CollectiveWaiter, FailureMonitor, Groups
 from evenly.errors import CheckpointError, SpecError
 from evenly.exchange.agreement import Agreement, FiniteCheck
 from evenly.exchange.anchors import Anchors
-from evenly.exchange.background import BackgroundExchange
 from evenly.exchange.buffers import Buffers
 from evenly.exchange.exchange_state import ExchangeProgress, ExchangeState
 from evenly.exchange.loaded_weights import LoadedWeights
 from evenly.exchange.membership import Membership, Vote
 from evenly.exchange.payload_builder import PayloadBuilder
-from evenly.exchange.pending import ExchangeOutcome, ExchangeSummary, PendingExchange, PendingState, Tensors, restored
+from evenly.exchange.pending import (
+    BackgroundExchange,
+    ExchangeOutcome,
+    ExchangeSummary,
+    PendingExchange,
+    PendingState,
+    Tensors,
+    restored,
+)
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.averaged_tensors import trained_entries
 from evenly.exchange.tensors.fingerprint import Fingerprint, no_fingerprint
@@ -99,10 +106,12 @@ class Exchanger:
 
     def begin(self, *, verified: bool = True) -> None:
         """Sets the anchors to the current values; unless `verified`, the next exchange compares them between nodes."""
-        self._payload_builder.forget()
+        self._payload_builder.reset_fragments()
         self._loaded_weights.forget()
         if self._anchors.are_kept:
-            self._anchors.begin(self._payload_builder.load(range(self._settings.fragments)).parts, verified=verified)
+            self._anchors.begin(
+                self._payload_builder.snapshot(range(self._settings.fragments)).parts, verified=verified
+            )
 
     @property
     def samples(self) -> float:
@@ -125,7 +134,7 @@ class Exchanger:
                 self._merge(pending_exchange)
             if due:
                 self.exchange(due, waits=self._schedule.warms_up)
-        self._step_pace.begin(beside=bool(self._pending_exchanges))
+        self._step_pace.begin(during_exchange=bool(self._pending_exchanges))
 
     def exchange(self, fragments: Sequence[int], *, waits: bool = False, exact: bool = False) -> None:
         """Exchanges `fragments`: takes a snapshot, and merges now or after the overlapping steps.
@@ -165,7 +174,7 @@ class Exchanger:
                     torch.cuda.current_stream(self._device).synchronize()
                 began = time.monotonic()
                 pending_exchange.outcome = self._run(partial(agree, exact=exact), pending_exchange.label)
-                self._unload(pending_exchange, time.monotonic() - began)
+                self._apply(pending_exchange, time.monotonic() - began)
             else:
                 self._run_in_background(pending_exchange, agree)
 
@@ -180,8 +189,8 @@ class Exchanger:
         self._pending_exchanges.append(pending_exchange)
 
     @property
-    def remembers(self) -> bool:
-        """Whether pending exchanges or anchors exist beside the network itself."""
+    def has_pending_or_anchors(self) -> bool:
+        """Whether there are pending exchanges, or anchors."""
         return bool(self._pending_exchanges) or (self._averages and self._anchors.are_kept)
 
     def finish(self) -> None:
@@ -325,7 +334,7 @@ class Exchanger:
                 self._may_differ |= bool(loaded)
                 for pending_exchange in self._pending_exchanges:
                     if pending_exchange.outcome is not None:  # the changes since its snapshot are averaged below
-                        self._payload_builder.unload(pending_exchange.payload, state=False, but=loaded)
+                        self._payload_builder.apply(pending_exchange.payload, state=False, but=loaded)
                         merged = {
                             name: value
                             for name, value in pending_exchange.outcome.buffers.items()
@@ -360,7 +369,7 @@ class Exchanger:
 
     def _average_now(self, *, parameters: bool, samples: float) -> None:
         """Puts the average over all nodes into the module, without codec or outer optimizer."""
-        payload = self._payload_builder.load_all() if parameters else self._payload_builder.load(())
+        payload = self._payload_builder.snapshot_all() if parameters else self._payload_builder.snapshot(())
         snapshot = self.buffers.snapshot()
         description = self._payload_builder.describe(range(self._settings.fragments) if parameters else (), snapshot)
         vote = self._make_vote(f"an average\n{description}", samples=samples)
@@ -372,7 +381,7 @@ class Exchanger:
         if outcome is None:  # no parameters differ
             return
         with torch.no_grad():
-            self._payload_builder.unload(payload)
+            self._payload_builder.apply(payload)
             self.buffers.put(outcome.buffers, snapshot, change=False)
         self._may_differ = False
 
@@ -407,7 +416,7 @@ class Exchanger:
                 "weights that train at once, or load before synchronize."
             )
         self._drain()  # pending exchanges still use the anchors
-        self._anchors.begin(self._payload_builder.load(range(self._settings.fragments)).parts, verified=False)
+        self._anchors.begin(self._payload_builder.snapshot(range(self._settings.fragments)).parts, verified=False)
         self._restarts += 1
 
     def _bound_settings(self) -> dict[str, object]:
@@ -418,7 +427,7 @@ class Exchanger:
         for fragment in fragments:
             self._counts[fragment] += 1
         stateful = tuple(f for f in fragments if self._counts[f] % self._settings.state_every == 0)
-        payload = self._payload_builder.load(fragments, stateful=stateful, change=overlap > 0)
+        payload = self._payload_builder.snapshot(fragments, stateful=stateful, change=overlap > 0)
         snapshot = self.buffers.snapshot() if self._settings.fragments - 1 in fragments else {}
         tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful)
         description = f"{self._restarts} restarts\n{tensors}"
@@ -452,14 +461,14 @@ class Exchanger:
         self._await(pending_exchange)
         pending_exchange.background = None  # frees its memory now instead of at garbage collection
         self._pending_exchanges.remove(pending_exchange)
-        self._unload(pending_exchange, time.monotonic() - began)
+        self._apply(pending_exchange, time.monotonic() - began)
 
-    def _unload(self, pending_exchange: PendingExchange, waited_s: float) -> None:
+    def _apply(self, pending_exchange: PendingExchange, waited_s: float) -> None:
         outcome = pending_exchange.outcome
         if outcome is None:
             return
         with torch.no_grad():
-            self._payload_builder.unload(pending_exchange.payload)
+            self._payload_builder.apply(pending_exchange.payload)
             self.buffers.put(outcome.buffers, pending_exchange.snapshot, change=pending_exchange.payload.change)
         self._may_differ = pending_exchange.payload.change
         if self._stream is not None:
@@ -511,5 +520,5 @@ class Exchanger:
             self._samples[fragment] = 0.0
 
     def _restored(self, saved: PendingState) -> PendingExchange:
-        payload = self._payload_builder.load(saved["fragments"], stateful=saved["stateful"], change=True)
+        payload = self._payload_builder.snapshot(saved["fragments"], stateful=saved["stateful"], change=True)
         return restored(saved, payload, self._next_label(), self._device)

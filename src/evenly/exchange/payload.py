@@ -125,7 +125,7 @@ class Payload:
             if state if piece.entry.slot else piece.entry.home in homes:
                 piece.value.zero_()
 
-    def unload(
+    def apply(
         self, tensors: Mapping[tuple[str, str], torch.Tensor], *, state: bool = True, but: Collection[str] = ()
     ) -> None:
         """Writes the agreed values into the network, `but` for some parameters, and with `state` into the optimizer.

@@ -40,17 +40,19 @@ class PayloadBuilder:
         self._are_slots_checked = False
         self._fragments: list[Piece] = []
 
-    def forget(self) -> None:
-        """Recomputes the fragments, after parts of the network moved between ranks."""
+    def reset_fragments(self) -> None:
+        """Computes the fragments anew, after parts of the network moved between ranks."""
         self._trained, self._names = _trained(self._module), []
 
-    def load(self, fragments: Sequence[int], *, stateful: Sequence[int] = (), change: bool = False) -> Payload:
+    def snapshot(self, fragments: Sequence[int], *, stateful: Sequence[int] = (), change: bool = False) -> Payload:
         """Returns a snapshot of these fragments; those in `stateful` include the optimizer's state."""
-        return self._replica_exchange.load(self._entries(fragments), self._state(stateful), change=change)
+        return self._replica_exchange.snapshot(self._entries(fragments), self._state(stateful), change=change)
 
-    def load_all(self) -> Payload:
+    def snapshot_all(self) -> Payload:
         """Returns a snapshot of all parameters, without anchors."""
-        return self._replica_exchange.load({"": trained_entries(self._module, self._distinct)} if self._is_sent else {})
+        return self._replica_exchange.snapshot(
+            {"": trained_entries(self._module, self._distinct)} if self._is_sent else {}
+        )
 
     def fingerprint(self, fragments: Sequence[int] | None = None) -> Fingerprint:
         """Returns the fingerprint of this rank's part of these fragments, or of all trained parameters."""
@@ -71,9 +73,9 @@ class PayloadBuilder:
             f"{label} {size}" for label, size in zip(labels, self._replica_exchange.sizes(named), strict=True)
         )
 
-    def unload(self, payload: Payload, *, state: bool = True, but: Collection[str] = ()) -> None:
+    def apply(self, payload: Payload, *, state: bool = True, but: Collection[str] = ()) -> None:
         """Writes the agreed values into the network's current tensors, `but` for some, and into the optimizer."""
-        payload.unload(current_tensors(self._module, self._optimizer), state=state, but=but)
+        payload.apply(current_tensors(self._module, self._optimizer), state=state, but=but)
 
     def _require_slots(self) -> None:
         """Raises `SpecError` if the settings name a slot that the optimizer lacks; checked once it has state."""

@@ -106,7 +106,7 @@ class ReplicaExchange:
         placed = {entry.label: (entry.tensor, local_shard_of(entry.tensor)) for entry in entries}
         return placed_fingerprint(placed, counts_all=self.counts_samples)
 
-    def load(
+    def snapshot(
         self,
         entries: Mapping[str, Sequence[AveragedTensor]],
         state: Sequence[AveragedTensor] = (),

@@ -141,7 +141,7 @@ class Gradients(ABC):
         mean = torch.where(total[1] > 0, total[0] / total[1], total[2] / total[3])
         return mean.to(loss.dtype) if isinstance(loss, torch.Tensor) else float(mean)
 
-    def _was_averaged(self, weight: float, samples: float) -> None:
+    def _record_averaged(self, weight: float, samples: float) -> None:
         """Records a complete averaged backward with this weight; `samples` were not counted before."""
         self._last_weight = weight
         self._averaged += self._accumulated + samples
@@ -149,7 +149,7 @@ class Gradients(ABC):
         self._has_averaged = self.pending = True
         self._has_local = False
 
-    def _was_local(self, forwards: Sequence[Forward]) -> None:
+    def _record_local(self, forwards: Sequence[Forward]) -> None:
         """Records a complete backward that was not averaged."""
         self._accumulated += uncounted(forwards)
         if forwards:

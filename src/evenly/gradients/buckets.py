@@ -93,7 +93,7 @@ class BucketAveraging:
                 self._awaited += 1
             self._start(all_reduce(bucket.summed, self._group))
 
-    def close(self, device: torch.device, has_gradient: Sequence[bool] = ()) -> None:
+    def start_tally(self, device: torch.device, has_gradient: Sequence[bool] = ()) -> None:
         """Sends the tally after the last bucket: samples, finiteness and the parameters with a gradient."""
         on_host = device.type == "cpu"
         self._tally = self._host_tally(has_gradient) if on_host else self._device_tally(device, has_gradient)

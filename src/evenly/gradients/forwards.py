@@ -39,7 +39,7 @@ class LogOwner(Protocol):
         """A backward has reached its first forward."""
 
     def reached_empty(self, *, is_first: bool) -> None:
-        """The backward has reached a forward with 0 samples (`is_first`), or a forward after such a one."""
+        """A backward with a forward of 0 samples has reached a forward, the first of this backward if `is_first`."""
 
     def end_task(self) -> None:
         """It is over."""

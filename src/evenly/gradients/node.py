@@ -175,7 +175,7 @@ class NodeGradients(Gradients):
             if self._averaging is not None:
                 self._averaging.cancel()
                 self._averaging = None
-            self._was_local(forwards)
+            self._record_local(forwards)
         self._log.complete()
 
     def _has_gradient(self, *, adds_nothing: bool) -> list[bool]:
@@ -189,11 +189,11 @@ class NodeGradients(Gradients):
         if self.on_backward_done is not None:
             self.on_backward_done()
         self._start(averaging, forwards)
-        averaging.close(device, has_gradient)
+        averaging.start_tally(device, has_gradient)
         ranks = self._group.size()
         self.sent_bytes += 2 * (ranks - 1) * averaging.nbytes // ranks
         self._latest = averaging
-        self._was_averaged(averaging.samples, uncounted([*self._log.reached_since(), *forwards]))
+        self._record_averaged(averaging.samples, uncounted([*self._log.reached_since(), *forwards]))
 
     def begin_task(self) -> None:
         """Runs when a backward reaches a forward; its loss or other backwards may have used parameters before."""
@@ -240,7 +240,7 @@ class NodeGradients(Gradients):
                 if id(parameter) not in (self._before or {}):
                     parameter.grad = None  # as before
         self._before = None
-        self._was_local(forwards)
+        self._record_local(forwards)
         self._log.complete()
         self._record_gradients()
         self._prepare()

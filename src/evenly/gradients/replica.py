@@ -122,14 +122,14 @@ class ReplicaGradients(Gradients):
         self._before = None
         self._log.complete()
         if not any(forward.is_averaged for forward in forwards):
-            self._was_local(forwards)
+            self._record_local(forwards)
             self._record_gradients()
             return
         self._begun = False
         if self.on_backward_done is not None:
             self.on_backward_done()
         weight = self._samples_to_average(forwards)
-        self._was_averaged(weight, uncounted(forwards))
+        self._record_averaged(weight, uncounted(forwards))
         waiter = CollectiveWaiter(
             self._monitor, label=f"the gradients of step {self.step}", step=self.step - 1, timeout_s=self._timeout_s
         )

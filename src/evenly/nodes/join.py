@@ -66,7 +66,7 @@ def join_nodes(
             devices,
             timeout_s=exchange.timeout_s,
             global_gradients=global_gradients,
-            beside=exchange.overlap > 0,
+            concurrent=exchange.overlap > 0,
         )
         period_timer = _period_timer(period, scoped, node_ranks, timeout_s=exchange.timeout_s)
     replica_exchange = ReplicaExchange(
@@ -114,7 +114,7 @@ def _period_timer(
     if not isinstance(period, EverySeconds):
         return None
     return PeriodTimer(
-        period.seconds, open_group(rank_group, f"bell{node[0]}", node, backend="gloo", timeout_s=timeout_s)
+        period.seconds, open_group(rank_group, f"period_timer{node[0]}", node, backend="gloo", timeout_s=timeout_s)
     )
 
 
@@ -139,6 +139,6 @@ def _open(
     rank_group: RankGroup, cluster: Cluster, exchange: Exchange, name: str, ranks: Sequence[int]
 ) -> dist.ProcessGroup:
     """Returns a group for reductions of cut networks; gloo if a background thread uses it, see `open_groups`."""
-    beside = exchange.overlap > 0 and not name.startswith("gradients")
-    backend = "gloo" if beside else backend_for([cluster.device_of(rank) for rank in ranks])
-    return open_group(rank_group, name, ranks, backend=backend, timeout_s=exchange.timeout_s, beside=beside)
+    concurrent = exchange.overlap > 0 and not name.startswith("gradients")
+    backend = "gloo" if concurrent else backend_for([cluster.device_of(rank) for rank in ranks])
+    return open_group(rank_group, name, ranks, backend=backend, timeout_s=exchange.timeout_s, concurrent=concurrent)

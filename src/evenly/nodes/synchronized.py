@@ -195,9 +195,9 @@ class Synchronized(torch.nn.Module):
         if self._period_timer is not None:
             self._period_timer.close(failed=failed)
 
-    def finish_before_resharding(self) -> None:
-        """Makes a last exchange before the network is resharded, if there are pending exchanges or anchors."""
-        if self._exchanger.remembers:
+    def flush_exchanges(self) -> None:
+        """Makes an exchange if there are pending exchanges or anchors, whose layout must not change."""
+        if self._exchanger.has_pending_or_anchors:
             self._exchanger.finish()
 
     def after_resharding(self, agreed: dict[str, torch.Tensor]) -> None:
@@ -247,7 +247,7 @@ class Synchronized(torch.nn.Module):
         self.require_finite()
         self.wait_for_all_nodes()
         if self._was_resharded:
-            self.finish_before_resharding()
+            self.flush_exchanges()
 
     def _take_finite_check(self) -> Callable[[], None]:
         """Returns a check of the last step's gradients; it may stall a device, and may run in another thread."""

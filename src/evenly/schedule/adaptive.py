@@ -59,9 +59,11 @@ def choose(period: Adaptive, exchange: Exchange, now: int, costs: ExchangeCosts)
 def _affordable(exchange: Exchange, budget: float, costs: ExchangeCosts) -> tuple[int, str]:
     measured = {"step_s": costs.step_s, "transfer_s": costs.transfer_s, "slowed_s": costs.slowed_s}
     steps = exchange.affordable_steps(**measured, budget=budget)
-    beside = f", beside {exchange.overlap} steps which it slows by {costs.slowed_s:.2g} s" if exchange.overlap else ""
+    overlapped = (
+        f", beside {exchange.overlap} steps which it slows by {costs.slowed_s:.2g} s" if exchange.overlap else ""
+    )
     why = (
-        f"an exchange takes {costs.transfer_s:.2g} s{beside}, a step {costs.step_s:.2g} s, and exchanges may take "
+        f"an exchange takes {costs.transfer_s:.2g} s{overlapped}, a step {costs.step_s:.2g} s, and exchanges may take "
         f"{100 * budget:.3g} % of the time"
     )
     return steps, why
@@ -76,11 +78,11 @@ class StepPace:
         self._slowed: list[float] = []
         self._extra_s: list[float] = []  # added to steps by exchanges since the last merge
         self._began: float | None = None
-        self._beside = False
+        self._during_exchange = False
 
-    def begin(self, *, beside: bool) -> None:
-        """Starts the clock of the next step; `beside`: an exchange is pending."""
-        self._began, self._beside = time.monotonic(), beside
+    def begin(self, *, during_exchange: bool) -> None:
+        """Starts the clock of the next step; `during_exchange`: an exchange is pending."""
+        self._began, self._during_exchange = time.monotonic(), during_exchange
 
     def drop(self) -> None:
         """Discards the start of the next step: a checkpoint or an evaluation comes before it."""
@@ -91,8 +93,8 @@ class StepPace:
         if self._began is None:
             return
         seconds = time.monotonic() - self._began
-        self._steps = [*self._steps, (seconds, self._beside)][-STEPS_KEPT:]
-        if self._beside and len(undisturbed := self._undisturbed()) >= ENOUGH:
+        self._steps = [*self._steps, (seconds, self._during_exchange)][-STEPS_KEPT:]
+        if self._during_exchange and len(undisturbed := self._undisturbed()) >= ENOUGH:
             self._extra_s.append(seconds - median(undisturbed))
 
     def merged(self, transfer_s: float, *, slowed_s: float) -> tuple[float, float]:
@@ -113,4 +115,4 @@ class StepPace:
         return median(chosen) if chosen else 0.0
 
     def _undisturbed(self) -> list[float]:
-        return [seconds for seconds, beside in self._steps if not beside]
+        return [seconds for seconds, during_exchange in self._steps if not during_exchange]

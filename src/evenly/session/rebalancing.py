@@ -153,7 +153,7 @@ class Rebalancer:
         """Applies new layouts, by network; all ranks call it together."""
         if not layouts:
             return
-        self._trained_model.model.finish_before_resharding()
+        self._trained_model.model.flush_exchanges()
         agreed = dict(self._trained_model.model.agreed_buffers)
         for network, layout in layouts.items():
             self._layouts[network] = layout
