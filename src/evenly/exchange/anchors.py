@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from evenly.comm import CollectiveWaiter, all_gather, all_reduce, all_to_all, to_device, to_host
 from evenly.comm.blocks.slice import Slice
-from evenly.errors import MismatchError, NonFiniteError, SpecError
+from evenly.errors import CheckpointError, MismatchError, NonFiniteError, SpecError
 from evenly.exchange.codecs import Codec, find_codec
 from evenly.exchange.membership import Quorum
 from evenly.spec import Exchange, Outer
@@ -182,7 +182,12 @@ class Anchors:
                 residual=None if residual is None else residual.to(device),
                 sum_residual=None if sum_residual is None else sum_residual.to(device),
             )
-            if anchor.outer is not None and saved["outer"] is not None:
+            if anchor.outer is not None:
+                if saved["outer"] is None:
+                    raise CheckpointError(
+                        f"the checkpoint has no state of the outer optimizer for {key!r}, though it was made with one. "
+                        "It is damaged; resume from another."
+                    )
                 anchor.outer.load_state_dict(saved["outer"])
             self._anchors[key] = anchor
         self._unverified = {key for key, saved in state.items() if saved.get("loaded")}

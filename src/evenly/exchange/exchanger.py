@@ -31,7 +31,7 @@ from evenly.exchange.pending import (
 )
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.averaged_tensors import trained_entries
-from evenly.exchange.tensors.fingerprint import Fingerprint, no_fingerprint
+from evenly.exchange.tensors.fingerprint import NO_TENSORS, Fingerprint
 from evenly.schedule.adaptive import ExchangeCosts, StepPace, choose
 from evenly.schedule.step_counter import Schedule
 from evenly.spec import Adaptive, EverySeconds, Exchange
@@ -434,7 +434,7 @@ class Exchanger:
         samples = max(self._samples[fragment] for fragment in fragments)
         vote = self._make_vote(description, samples=samples)
         needs_fingerprint = self._agreement.compares_replicas
-        fingerprint = self._payload_builder.fingerprint(fragments) if needs_fingerprint else no_fingerprint()
+        fingerprint = self._payload_builder.fingerprint(fragments) if needs_fingerprint else NO_TENSORS
         step, number = self._schedule.step, self._schedule.exchanges + 1
         steps, label = self._schedule.since_of(fragments), self._next_label()
         pending_exchange = PendingExchange(

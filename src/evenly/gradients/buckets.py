@@ -1,6 +1,6 @@
 """One backward: buckets of gradients, averaged over a group by samples, and checked for non-finite values."""
 
-import cmath
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from evenly.comm import FailureMonitor, all_reduce, first_line
 from evenly.errors import PeerError
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 @dataclass
@@ -76,7 +76,7 @@ class BucketAveraging:
         for bucket in buckets:
             buffer = bucket.buffer
             if self.samples != 0:
-                self._checks.append(torch.sum(buffer, dtype=torch.float32 if buffer.dtype.itemsize < 4 else None))
+                self._checks.append(finiteness_check(buffer))
             if self._group.size() == 1:
                 if self.samples == 0:
                     buffer.copy_(finite(buffer))
@@ -103,8 +103,8 @@ class BucketAveraging:
     def _host_tally(self, has_gradient: Sequence[bool]) -> torch.Tensor:
         """Returns this rank's tally, computed in Python: torch's operations on so few values take longer."""
         values = [0.0] * self._group.size() + [self.samples, *map(float, has_gradient)]
-        values[self._group.rank()] = float(not all(cmath.isfinite(check.item()) for check in self._checks))
-        return torch.tensor(values, dtype=torch.float64)
+        values[self._group.rank()] = float(not all(math.isfinite(check.item()) for check in self._checks))
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
 
     def _device_tally(self, device: torch.device, has_gradient: Sequence[bool]) -> torch.Tensor:
         """Returns this rank's tally, computed on `device` without waiting for it."""
@@ -114,7 +114,7 @@ class BucketAveraging:
         if has_gradient:
             tally[size + 1 :] = torch.tensor(has_gradient, dtype=torch.float64)
         if self._checks:
-            total = torch.stack([check.double().real for check in self._checks]).sum()
+            total = torch.stack([check.double() for check in self._checks]).sum()
             tally[self._group.rank()] = (~torch.isfinite(total)).double()
         return tally
 
@@ -189,6 +189,12 @@ class BucketAveraging:
                 "its output."
             )
         )
+
+
+def finiteness_check(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a real number that is finite if all elements are, up to overflow: their sum, in at least 32 bits."""
+    parts = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return torch.sum(parts, dtype=torch.float32 if parts.dtype.itemsize < 4 else None)
 
 
 def finite(buffer: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from evenly.comm.blocks.reducer import BlockReducer
 from evenly.comm.blocks.replicas import ReplicaRanks
 from evenly.errors import MismatchError
 from evenly.gradients.base import Gradients
-from evenly.gradients.buckets import finite
+from evenly.gradients.buckets import finite, finiteness_check
 from evenly.gradients.forwards import uncounted
 
 
@@ -172,8 +172,8 @@ class ReplicaGradients(Gradients):
         if not self._is_idle:
             tally[2 * size :] = torch.tensor([name in gradients for name in names], dtype=torch.float64)
         if gradients and weight:
-            sums = [torch.sum(g, dtype=torch.float32 if g.dtype.itemsize < 4 else None) for g in gradients.values()]
-            tally[member] = (~torch.isfinite(torch.stack([s.double().real for s in sums]).sum())).double()
+            checks = [finiteness_check(gradient).double() for gradient in gradients.values()]
+            tally[member] = (~torch.isfinite(torch.stack(checks).sum())).double()
         if size > 1:
             waiter.wait([all_reduce(tally, self._group)])
         summed = tally.tolist()

@@ -97,9 +97,9 @@ class Fingerprint:
         ]
 
 
-def no_fingerprint() -> Fingerprint:
-    """Returns the fingerprint of no tensors, for a rank that no other one is compared with."""
-    return Fingerprint([], torch.zeros(0, dtype=torch.float64), UNLIKE)
+NO_TENSORS = Fingerprint(
+    [], torch.zeros(0, dtype=torch.float64, device="cpu"), UNLIKE
+)  # of a rank that is not compared
 
 
 @torch.no_grad()

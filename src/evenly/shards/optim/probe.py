@@ -116,6 +116,7 @@ def _before_step(
         return None
     checked = _checked.get(optimizer)
     if checked is None or not _is_valid(checked, optimizer):
+        parameter_key, change_key = _parameter_key(optimizer), _change_key(optimizer)
         check_elementwise(optimizer, args[1:], kwargs)  # the first is the optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         cut = cut_tensors_of(parameters)
@@ -127,8 +128,8 @@ def _before_step(
         ]
         uncut = list({id(tally): tally for tally in map(tally_of_uncut, parameters) if tally is not None}.values())
         checked = _Checked(
-            parameter_key=_parameter_key(optimizer),
-            change_key=_change_key(optimizer) if local_shards or uncut else None,
+            parameter_key=parameter_key,
+            change_key=change_key if local_shards or uncut else None,
             cut=cut,
             parameters=parameters if cut else [],
             shard_groups=shard_groups,
