@@ -93,8 +93,9 @@ class PayloadBuilder:
     def reset_state(self, fragments: Sequence[int]) -> None:
         """Sets the optimizer's state of these fragments to zero where the settings say so."""
         if fragments and self._is_sent and self._settings.treats_state("reset"):
+            pieces = self._pieces(trained_entries(self._module, self._distinct))
             for fragment in fragments:
-                reset_state(self._module, self._optimizer, self._pieces()[fragment], self._is_reset)
+                reset_state(self._module, self._optimizer, pieces[fragment], self._is_reset)
 
     def _is_reset(self, slot: str) -> bool:
         return self._settings.policy_of(slot) == "reset"
@@ -103,7 +104,8 @@ class PayloadBuilder:
         """Returns the parameters of each fragment, by the key of its anchors."""
         if not self._is_sent:
             return {}
-        entries, pieces = trained_entries(self._module, self._distinct), self._pieces()
+        entries = trained_entries(self._module, self._distinct)
+        pieces = self._pieces(entries)
         return {f"{fragment}": within(entries, pieces[fragment]) for fragment in fragments}
 
     def _state(self, fragments: Sequence[int]) -> list[AveragedTensor]:
@@ -112,16 +114,17 @@ class PayloadBuilder:
             return []
         slots = self._replica_exchange.state(self._module, self._optimizer)
         slots = [entry for entry in slots if self._settings.policy_of(entry.slot) == "average"]
-        return [entry for fragment in fragments for entry in within(slots, self._pieces()[fragment])]
+        pieces = self._pieces(trained_entries(self._module, self._distinct))
+        return [entry for fragment in fragments for entry in within(slots, pieces[fragment])]
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self, entries: Sequence[AveragedTensor]) -> list[Piece]:
+        """Returns the fragments of the trained `entries`."""
         if changed := sorted(self._trained ^ _trained(self._module)):
             case = "no longer trained" if changed[0] in self._trained else "trained now"
             raise SpecError(
                 f"the parameter {changed[0]!r} is {case}, which was different when synchronize was called: ranks "
                 "would diverge. Freeze parameters before, or call finish(), close() and synchronize again."
             )
-        entries = trained_entries(self._module, self._distinct)
         if self._names != [entry.home for entry in entries]:  # some may share memory now
             self._names = [entry.home for entry in entries]
             sizes = self._replica_exchange.sizes([(entry.home, entry.tensor) for entry in entries])
