@@ -15,7 +15,7 @@ help: ## Show this list
 demo: $(READY) data ## Train on an emulated uneven cluster twice and print one table (a few minutes)
 	$(BIN)/python scripts/demo.py
 
-test: lint data ## Lint and run the tests (about 6 minutes on 2 cores, and the installation)
+test: lint data ## Lint and run the tests (7 to 9 minutes on 2 cores, and the installation)
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: $(READY) data ## Run what `make test` leaves out: long tests, and the fuzzers with more seeds (about 20 minutes)
