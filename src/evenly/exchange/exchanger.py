@@ -32,9 +32,9 @@ from evenly.exchange.pending import (
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.averaged_tensors import trained_entries
 from evenly.exchange.tensors.fingerprint import NO_TENSORS, Fingerprint
-from evenly.schedule.adaptive import ExchangeCosts, StepPace, choose
+from evenly.schedule.adaptive import ExchangeCosts, PeriodChooser
 from evenly.schedule.step_counter import Schedule
-from evenly.spec import Adaptive, EverySeconds, Exchange
+from evenly.spec import EverySeconds, Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,6 @@ class Exchanger:
         take_finite_check: Callable[[], FiniteCheck],
     ) -> None:
         self.on_exchange: list[Callable[[ExchangeSummary], None]] = []
-        self.on_period: list[Callable[[int, int, str], None]] = []  # called with step, steps of the next period, why
         self.may_have_skipped_step = False  # by a scaler we were not given, since the last exchange
         self.buffers = Buffers(module, settings, replica_exchange, alone=groups.rank_group.size == 1)
         self._module = module
@@ -83,8 +82,7 @@ class Exchanger:
         self._collectives = 0  # collectives with other nodes, of any kind
         self._pending_exchanges: list[PendingExchange] = []  # begun, not merged
         self._anchors = Anchors(settings)
-        self._step_pace = StepPace()
-        self._costs = ExchangeCosts()  # that this rank measured in its last exchange
+        self.period_chooser = PeriodChooser(schedule, settings, is_active=self._averages)
         self._payload_builder = PayloadBuilder(module, optimizer, replica_exchange, settings, is_sent=self._averages)
         self._agreement = Agreement(
             optimizer,
@@ -124,7 +122,7 @@ class Exchanger:
 
     def after_step(self, due: Sequence[int]) -> None:
         """Merges the pending exchanges due after the step just made, then exchanges the fragments that are due."""
-        self._step_pace.end()
+        self.period_chooser.pace.end()
         with self._reporting():
             for pending_exchange in [
                 pending_exchange
@@ -134,7 +132,7 @@ class Exchanger:
                 self._merge(pending_exchange)
             if due:
                 self.exchange(due, waits=self._schedule.warms_up)
-        self._step_pace.begin(during_exchange=bool(self._pending_exchanges))
+        self.period_chooser.pace.begin(during_exchange=bool(self._pending_exchanges))
 
     def exchange(self, fragments: Sequence[int], *, waits: bool = False, exact: bool = False) -> None:
         """Exchanges `fragments`: takes a snapshot, and merges now or after the overlapping steps.
@@ -267,11 +265,11 @@ class Exchanger:
     def progress(self) -> ExchangeProgress:
         """Returns the sample counts and costs of this rank for a checkpoint."""
         self.take_loaded()  # samples before a load do not count
-        self._step_pace.drop()  # a checkpoint interrupts the step
+        self.period_chooser.pace.drop()  # a checkpoint interrupts the step
         return {
             "samples": list(self._samples),
             "counts": list(self._counts),
-            "seen": list(self._costs.row[1:]),
+            "seen": list(self.period_chooser.costs.row[1:]),
             "differs": self._may_differ,
         }
 
@@ -295,7 +293,7 @@ class Exchanger:
         samples, counts = list(progress["samples"]), list(progress["counts"])
         self._samples = samples if len(samples) == count else [max(samples)] * count
         self._counts = counts if len(counts) == count else [max(counts)] * count
-        self._costs = ExchangeCosts(0.0, *progress["seen"])
+        self.period_chooser.costs = ExchangeCosts(0.0, *progress["seen"])
         self._may_differ = progress.get("differs", False)
         self.buffers.learn(agreed)
         self._loaded_weights.forget()
@@ -318,7 +316,7 @@ class Exchanger:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Puts the average over all nodes into the module; restores each node's state afterwards."""
-        self._step_pace.drop()
+        self.period_chooser.pace.drop()
         if self._groups.rank_group.size == 1:
             yield
             return
@@ -444,14 +442,14 @@ class Exchanger:
 
     def _make_vote(self, description: str, *, samples: float) -> Vote:
         payload_hash = int.from_bytes(hashlib.sha256(description.encode()).digest()[:6])  # exact in a float64
-        at, costs = self._schedule, replace(self._costs, step_s=self._step_pace.median_s)
+        at = self._schedule
         return Vote(
             step=at.step,
             exchange=at.exchanges,
             samples=samples,
             payload_hash=payload_hash,
             backwards=self._monitor.backwards,
-            measured=costs.row,
+            measured=self.period_chooser.measured,
             may_have_skipped_step=self.may_have_skipped_step,
             may_differ=self._may_differ or at.since > 0,
         )
@@ -476,23 +474,15 @@ class Exchanger:
                 buffer.record_stream(torch.cuda.current_stream(self._device))
         if not pending_exchange.is_state_loaded:
             self._payload_builder.reset_state(pending_exchange.stateful)
-        self._adapt(pending_exchange, outcome)
+        self.period_chooser.choose(
+            begun=pending_exchange.begun,
+            steps=pending_exchange.steps,
+            seconds=outcome.seconds,
+            drift=outcome.carried.drift,
+            measured=outcome.measured,
+        )
         for callback in self.on_exchange:
             callback(pending_exchange.summary(outcome, self._schedule.step, waited_s))
-
-    def _adapt(self, pending_exchange: PendingExchange, outcome: ExchangeOutcome) -> None:
-        """Chooses the length of the next period, equal on all ranks because all have the same measurements."""
-        period, at = self._schedule.period, self._schedule
-        if not isinstance(period, Adaptive) or not self._averages or pending_exchange.begun <= period.warmup:
-            return
-        transfer_s, slowed_s = self._step_pace.merged(outcome.seconds, slowed_s=self._costs.slowed_s)
-        self._costs = ExchangeCosts(0.0, transfer_s, outcome.carried.drift, pending_exchange.steps, slowed_s)
-        steps, why = choose(period, self._settings, at.next_length, ExchangeCosts(*outcome.measured))
-        if steps != at.next_length:
-            at.next_length = steps
-            logger.info("after step %d: the next periods have %d steps: %s", at.step, steps, why)
-            for callback in self.on_period:
-                callback(at.step, steps, why)
 
     def _drain(self) -> None:
         """Waits until all pending exchanges have completed; they are merged later."""

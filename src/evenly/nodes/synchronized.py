@@ -306,7 +306,7 @@ class Synchronized(torch.nn.Module):
     @property
     def on_period(self) -> list[Callable[[int, int, str], None]]:
         """Callbacks for the step just made, the steps of the next adaptive periods, and the reason."""
-        return self._exchanger.on_period
+        return self._exchanger.period_chooser.on_period
 
     @property
     def agreed_buffers(self) -> dict[str, torch.Tensor]:

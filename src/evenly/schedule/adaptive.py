@@ -1,10 +1,15 @@
 """Chooses the length of the next period from the measurements of all ranks."""
 
+import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
+from evenly.schedule.step_counter import Schedule
 from evenly.spec import Adaptive, Exchange
+
+logger = logging.getLogger(__name__)
 
 CHANGE = 2.0  # a period grows or shrinks at most by this factor where drift decides
 STEPS_KEPT = 48
@@ -116,3 +121,40 @@ class StepPace:
 
     def _undisturbed(self) -> list[float]:
         return [seconds for seconds, during_exchange in self._steps if not during_exchange]
+
+
+class PeriodChooser:
+    """Measures the steps and exchanges of this rank, and sets the length of adaptive periods after an exchange.
+
+    All ranks choose the same length, because they choose from the same measurements.
+    """
+
+    def __init__(self, schedule: Schedule, settings: Exchange, *, is_active: bool) -> None:
+        self.on_period: list[Callable[[int, int, str], None]] = []  # called with step, steps of the next period, why
+        self.pace = StepPace()
+        self.costs = ExchangeCosts()  # that this rank measured in its last exchange
+        self._schedule = schedule
+        self._settings = settings
+        self._is_active = is_active
+
+    @property
+    def measured(self) -> tuple[float, ...]:
+        """The costs that this rank measured, as numbers for the vote."""
+        return replace(self.costs, step_s=self.pace.median_s).row
+
+    def choose(self, *, begun: int, steps: int, seconds: float, drift: float, measured: Sequence[float]) -> None:
+        """Sets the length of the next period after an exchange that began after step `begun`, `steps` after another.
+
+        This rank measured `seconds` and `drift`; `measured` are the largest costs of all ranks before the exchange.
+        """
+        period, at = self._schedule.period, self._schedule
+        if not isinstance(period, Adaptive) or not self._is_active or begun <= period.warmup:
+            return
+        transfer_s, slowed_s = self.pace.merged(seconds, slowed_s=self.costs.slowed_s)
+        self.costs = ExchangeCosts(0.0, transfer_s, drift, steps, slowed_s)
+        length, why = choose(period, self._settings, at.next_length, ExchangeCosts(*measured))
+        if length != at.next_length:
+            at.next_length = length
+            logger.info("after step %d: the next periods have %d steps: %s", at.step, length, why)
+            for callback in self.on_period:
+                callback(at.step, length, why)
