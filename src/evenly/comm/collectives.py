@@ -55,12 +55,14 @@ class CollectiveWaiter:
             self.watch.resume()
 
     def _wait(self, works: Iterable[dist.Work], *, waits_for_ranks: bool) -> None:
-        clock, has_called = AwakeClock(), self.on_quiet is None
+        clock: AwakeClock | None = None  # only long waits need one
+        has_called = self.on_quiet is None
         for work in works:
             done = threading.Lock()  # as an event that is set once; `threading.Event` takes longer to make
             done.acquire()
             work.get_future().add_done_callback(partial(_release, done))
             while not done.acquire(timeout=0.1):
+                clock = clock or AwakeClock()
                 waited_s = clock.read()
                 if not has_called and self.on_quiet is not None and waited_s > 1.0:
                     has_called = True

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sized
 from functools import partial
+from operator import getitem, is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -51,14 +52,12 @@ class ChangeWatch:
     def is_unchanged(self) -> bool:
         """Whether nothing changed since the last snapshot; quick, and False may be a false alarm."""
         try:
-            for holder, key, value in self._recorded_items:
-                if holder[key] is not value:
-                    return False
+            if not all(map(is_, map(getitem, self._holders, self._keys), self._held_values)):
+                return False
         except (KeyError, IndexError):
             return False
-        for container, size in self._container_sizes:
-            if len(container) != size:
-                return False
+        if list(map(len, self._containers)) != self._sizes:
+            return False
         for tensor, version in self._tensor_versions:
             if version_of(tensor) != version:
                 return False
@@ -93,6 +92,11 @@ class ChangeWatch:
                 self._record_module(path, module)
         for code, module_globals in self.reads.code_globals.items():
             self._record_globals(code.co_names, module_globals)
+        self._holders = [holder for holder, _, _ in self._recorded_items]  # separate lists are compared faster
+        self._keys = [key for _, key, _ in self._recorded_items]
+        self._held_values = [value for _, _, value in self._recorded_items]
+        self._containers = [container for container, _ in self._container_sizes]
+        self._sizes = [size for _, size in self._container_sizes]
 
     def _record_module(self, path: str, module: nn.Module) -> None:
         attributes, prefix = vars(module), f"{path}." if path else ""

@@ -50,7 +50,8 @@ LEADING: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 
 def add_bias(x: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
     """Returns x + bias, with the bias along `dim`."""
-    return x + bias.view(-1, *[1] * (x.ndim - 1 - dim % x.ndim))
+    num_after = x.ndim - 1 - dim % x.ndim  # dims after it
+    return x + (bias.view(-1, *[1] * num_after) if num_after else bias)
 
 
 def name_of(node: fx.Node) -> str:

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from evenly._torch.operators import without_torch_function
 from evenly._torch.optimizers import OWN_NOTES, SCHEDULER_NOTES, STEP_HOOKS, global_step_hooks
 from evenly._torch.patching import SharedPatch
 from evenly._torch.tensors import set_class
-from evenly.comm import ShardGroup, first_line, last_mark
+from evenly.comm import ShardGroup, first_line, last_mark, learning_rate
 from evenly.errors import SpecError
 from evenly.shards.optim.clipping import widen_clipping
 from evenly.shards.optim.copies import (
@@ -29,7 +30,7 @@ from evenly.shards.optim.trial_steps import RAMP, RANK_SUMMING, SCALES, describe
 from evenly.shards.parts.guard import CutTensors, cut_tensors_of, guard, trial_mode, unguard
 from evenly.shards.parts.local_shards import local_shard_of, local_shards_of
 from evenly.shards.parts.part_tensors import PartParameter, called_by_us
-from evenly.shards.run.rank_check import StepTally, tally_of, tally_of_uncut
+from evenly.shards.run.rank_check import StepTally, settings_of, tally_of, tally_of_uncut
 
 SIZES = ((6, 4, 3, 3, 2), (136, 130))  # of the dims: some optimizers treat large tensors differently
 STEPS = (30, len(RAMP) + len(SCALES))  # for each size; some optimizers act only every few steps
@@ -102,11 +103,50 @@ class _Checked(NamedTuple):
     cut: CutTensors
     parameters: list[torch.Tensor]  # all, if some are cut; otherwise none
     shard_groups: list[ShardGroup]  # over which its parameters are cut
+    tallies: list[StepTally]  # of the networks that are cut over these
     uncut: list[StepTally]  # of cut networks that were made from the network of its parameters
     needs_gradient: list[torch.Tensor]  # all, if some belong to a cut network or to its original
 
 
 _checked: "weakref.WeakKeyDictionary[Optimizer, _Checked]" = weakref.WeakKeyDictionary()
+
+
+class _Settings:
+    """The values of an optimizer and its groups in its last step, and what follows from them.
+
+    Most steps use the very same objects, which takes little time to see.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._values = _values_of(optimizer)
+        options = [group[name] for group in optimizer.param_groups for name in group.keys() - {"params", "param_names"}]
+        self._may_change_in_place = any(isinstance(value, torch.Tensor | list) for value in options)
+        self.signs = [_signs(group) for group in optimizer.param_groups], _signs(vars(optimizer))
+        self.numbers = settings_of(optimizer)
+        self.lr = learning_rate(optimizer)
+
+    def is_current(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer still has the same values."""
+        values = _values_of(optimizer)
+        is_same = len(values) == len(self._values) and all(map(is_, values, self._values))
+        return is_same and not self._may_change_in_place
+
+
+def _values_of(optimizer: Optimizer) -> list[object]:
+    values = [*vars(optimizer).values()]
+    for group in optimizer.param_groups:
+        values += group.values()
+    return values
+
+
+def _settings_now(optimizer: Optimizer) -> _Settings:
+    settings = _settings.get(optimizer)
+    if settings is None or not settings.is_current(optimizer):
+        settings = _settings[optimizer] = _Settings(optimizer)
+    return settings
+
+
+_settings: "weakref.WeakKeyDictionary[Optimizer, _Settings]" = weakref.WeakKeyDictionary()
 
 
 def _before_step(
@@ -133,6 +173,7 @@ def _before_step(
             cut=cut,
             parameters=parameters if cut else [],
             shard_groups=shard_groups,
+            tallies=[tally_of(shard_group) for shard_group in shard_groups],
             uncut=uncut,
             needs_gradient=parameters if shard_groups or uncut else [],
         )
@@ -157,8 +198,9 @@ def _after_step(optimizer: Optimizer, _: object, __: object) -> None:
     checked = None if trial_mode.is_on else _checked.get(optimizer)
     if checked is not None and checked.shard_groups:
         guard(checked.cut)
-        for shard_group in checked.shard_groups:
-            tally_of(shard_group).add(optimizer)
+        settings = _settings_now(optimizer)
+        for tally in checked.tallies:
+            tally.add(settings.numbers, settings.lr)
 
 
 def _refuse_idle_step(optimizer: Optimizer, checked: _Checked) -> None:
@@ -167,7 +209,7 @@ def _refuse_idle_step(optimizer: Optimizer, checked: _Checked) -> None:
     if not checked.shard_groups and any(tally.passes for tally in checked.uncut):
         case = "its parameters are those of a network before evenly.shard cut it, and none has a gradient"
         advice = "Make the optimizer after evenly.shard, over the parameters of the module that it returned."
-    elif checked.shard_groups and all(tally_of(shard_group).passes == 0 for shard_group in checked.shard_groups):
+    elif checked.shard_groups and all(tally.passes == 0 for tally in checked.tallies):
         case = "the cut network of its parameters was not called since the last step, and none has a gradient"
         advice = "Call the module that evenly.shard returned, and backward of its outputs, before each step."
     else:
@@ -206,8 +248,8 @@ def _change_key(optimizer: Optimizer) -> tuple[object, ...]:
     attributes = vars(optimizer)
     hooks = [tuple(attributes.get(name, {})) for name in STEP_HOOKS]  # their keys: a hook may refer to the optimizer
     global_hooks = [tuple(hooks) for hooks in global_step_hooks()]
-    groups = [_signs(group) for group in optimizer.param_groups]
-    return type(optimizer).step, id(attributes.get("step")), hooks, global_hooks, groups, _signs(attributes)
+    signs = _settings_now(optimizer).signs
+    return type(optimizer).step, id(attributes.get("step")), hooks, global_hooks, signs
 
 
 def _signs(values: dict[str, Any]) -> list[object]:

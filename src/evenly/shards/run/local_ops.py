@@ -9,13 +9,13 @@ from torch.nn import functional as F  # noqa: N812
 
 from evenly._torch.modules import BatchNorm, Dropout
 from evenly._torch.operators import safe_softmax
-from evenly.comm import Redistribute, ShardGroup, count_of
+from evenly.comm import Redistribute, count_of
 from evenly.graph import name_of
 from evenly.shards.run import ops
 from evenly.shards.run.dropout import drop
 from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance
 from evenly.shards.run.overlapped_layers import layer_options, overlapped_layer, to_autocast_dtype
-from evenly.spec.layout import Move, Segments, TensorPlacement
+from evenly.spec.layout import TensorPlacement
 
 LocalOp = Callable[..., NodeValue]  # (context, *args, **kwargs) -> the operation's output on this rank
 
@@ -30,49 +30,32 @@ def local_op_of(op_instance: OpInstance) -> LocalOp:
 
 
 def local_layer_of(
-    op_instance: OpInstance, input_move: Move | None, shard_group: ShardGroup
-) -> Callable[[ForwardContext, Mapping[str, TensorPlacement], torch.Tensor | None], NodeValue]:
+    op_instance: OpInstance,
+    reads: Mapping[str, TensorPlacement],
+    redistribute: Callable[[ForwardContext], Redistribute] | None,
+) -> Callable[[ForwardContext, torch.Tensor | None], NodeValue]:
     """Returns the function that runs a convolution or linear layer, with its bias and the move of its input."""
     name = name_of(op_instance.node)
     local_op = local_op_of(op_instance)
-    cut = None
-    if input_move is not None:
-        cut = input_move.before if input_move.before.state == "sharded" else input_move.after
+    read = op_instance.reader(reads)
 
-    def run_local(
-        context: ForwardContext, reads: Mapping[str, TensorPlacement], bias: torch.Tensor | None
-    ) -> NodeValue:
-        args, kwargs = op_instance.switched(lambda n: context.values[n.name, reads.get(n.name)])
+    def run_local(context: ForwardContext, bias: torch.Tensor | None) -> NodeValue:
+        args, kwargs = read(context)
         x, weight, rest = args[0], args[1] if len(args) > 1 else kwargs["weight"], args[3:]
         if op_instance.is_idle(context):
-            moved_input = (
-                Redistribute(shard_group, input_move.name, cut.dim, _segments(context, cut))(to_autocast_dtype(x))
-                if input_move and cut
-                else x
-            )
+            moved_input = x if redistribute is None else redistribute(context)(to_autocast_dtype(x))
             return op_instance.idle(
                 context, [moved_input, weight] if bias is None else [moved_input, weight, bias], reads
             )
-        options = layer_options(name, rest, kwargs) if input_move is not None else None
-        if input_move is not None and cut is not None and options is not None:
-            return overlapped_layer(
-                Redistribute(shard_group, input_move.name, cut.dim, _segments(context, cut)),
-                name,
-                x,
-                weight,
-                bias,
-                options,
-            )
-        if input_move is not None and cut is not None:
-            x = Redistribute(shard_group, input_move.name, cut.dim, _segments(context, cut))(to_autocast_dtype(x))
+        if redistribute is not None:
+            options = layer_options(name, rest, kwargs)
+            if options is not None:
+                return overlapped_layer(redistribute(context), name, x, weight, bias, options)
+            x = redistribute(context)(to_autocast_dtype(x))
         kwargs = {key: value for key, value in kwargs.items() if key not in ("weight", "bias", "input")}
         return local_op(context, x, weight, bias, *rest, **kwargs)
 
     return run_local
-
-
-def _segments(context: ForwardContext, placement: TensorPlacement) -> tuple[Segments, ...]:
-    return context.segments(placement) if placement.state == "sharded" else ()
 
 
 def _view(op_instance: OpInstance) -> LocalOp:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from evenly.comm import ShardGroup, count_of
+from evenly.comm import Redistribute, ShardGroup, count_of
 from evenly.graph import path_of
 from evenly.shards.run.dropout import DropoutStream
 from evenly.shards.run.ops import linked_zeros
 from evenly.spec.graph import Layer
-from evenly.spec.layout import Choice, Layout, Segments, TensorPlacement, deal, ranges
+from evenly.spec.layout import Choice, Layout, Move, Segments, TensorPlacement, deal, ranges
 
 REFUSES_EMPTY = {"conv", "spatial", "batch_norm", "instance_norm", "group_norm", "prelu", "attention", "embedding"}
 REFUSES_EMPTY |= {"pixel_shuffle", "along", "repeat"}  # operations of torch that refuse an empty dim
@@ -24,6 +24,16 @@ RUNS_ON_EMPTY = {"moments", "vocabulary", "rows"}  # modes whose local op takes 
 NodeValue = Any
 ValueKey = tuple[str, TensorPlacement | None]  # a tensor in one of its placements; None: not a tensor
 NodeArguments = tuple[tuple[NodeValue, ...], dict[str, NodeValue]]  # positional ones, and those by name
+
+
+def redistribution(shard_group: ShardGroup, layout: Layout, move: Move) -> Callable[["ForwardContext"], Redistribute]:
+    """Returns a function that gives the redistribution of a move; of a dim that is no batch it is always the same."""
+    cut = move.before if move.before.state == "sharded" else move.after
+    if cut.state == "sharded" and layout.cuts[cut.cut].rows:
+        return lambda context: Redistribute(shard_group, move.name, cut.dim, context.segments(cut))
+    segments = layout.cuts[cut.cut].segments if cut.state == "sharded" else ()
+    redistribute = Redistribute(shard_group, move.name, cut.dim, segments)
+    return lambda context: redistribute
 
 
 class ForwardContext:
@@ -117,23 +127,33 @@ class OpInstance:
         """The operation itself."""
         return _callable(self.node, self.model)
 
-    @cached_property
-    def _is_flat(self) -> bool:
-        """Whether no argument is a container; mapping over nested ones takes longer."""
+    def reader(self, placements: Mapping[str, TensorPlacement]) -> Callable[[ForwardContext], NodeArguments]:
+        """Returns a function that reads the arguments: tensors in these placements, switches by the module's mode."""
         values = (*self.node.args, *self.node.kwargs.values())
-        return not any(isinstance(value, tuple | list | dict | slice) for value in values)
+        if self.switches or any(isinstance(value, tuple | list | dict | slice) for value in values):
+            return lambda context: self._switched(lambda n: context.values[n.name, placements.get(n.name)])
 
-    def arguments(self, context: ForwardContext) -> NodeArguments:
-        """Returns the arguments: tensors in the needed placements, switches set by the module's mode."""
-        return self.switched(lambda n: context.values[n.name, self.needs.get(n.name)])
+        def keyed(value: object) -> tuple[ValueKey | None, object]:
+            return ((value.name, placements.get(value.name)) if isinstance(value, fx.Node) else None), value
 
-    def switched(self, fetch: Callable[[fx.Node], NodeValue]) -> NodeArguments:
+        positional = [keyed(value) for value in self.node.args]
+        named = [(name, *keyed(value)) for name, value in self.node.kwargs.items()]
+
+        def read(context: ForwardContext) -> NodeArguments:
+            values = context.values
+            args = tuple([constant if key is None else values[key] for key, constant in positional])
+            return args, {name: constant if key is None else values[key] for name, key, constant in named}
+
+        return read
+
+    @cached_property
+    def arguments(self) -> Callable[[ForwardContext], NodeArguments]:
+        """The function that reads the arguments in the needed placements."""
+        return self.reader(self.needs)
+
+    def _switched(self, fetch: Callable[[fx.Node], NodeValue]) -> NodeArguments:
         """Returns the arguments that `fetch` returns, with the switches set by the module's mode."""
-        if self._is_flat:
-            args = tuple(fetch(value) if isinstance(value, fx.Node) else value for value in self.node.args)
-            kwargs = {key: fetch(v) if isinstance(v, fx.Node) else v for key, v in self.node.kwargs.items()}
-        else:
-            args, kwargs = fx.map_arg((self.node.args, dict(self.node.kwargs)), fetch)
+        args, kwargs = fx.map_arg((self.node.args, dict(self.node.kwargs)), fetch)
         return switch(args, kwargs, self.switches, self.owner) if self.switches else (args, kwargs)
 
     def is_idle(self, context: ForwardContext) -> bool:
@@ -169,7 +189,7 @@ class OpInstance:
     def full_output(self, context: ForwardContext, reads: Mapping[str, TensorPlacement] | None = None) -> NodeValue:
         """Returns the full output of the operation as a meta tensor."""
         states = self.needs if reads is None else reads
-        args, kwargs = self.switched(
+        args, kwargs = self._switched(
             lambda n: context.full_meta(context.values[n.name, states.get(n.name)], states.get(n.name))
         )
         if self.layer.op in ("batch_norm", "instance_norm"):

@@ -3,20 +3,23 @@
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+import torch
 from torch import fx, nn
 
 from evenly._torch import pytree
 from evenly._torch.autograd import in_backward
+from evenly._torch.modules import tensor_tables
 from evenly._torch.tracing import is_constant
-from evenly.comm import Redistribute, ShardGroup
+from evenly.comm import ShardGroup
 from evenly.errors import SpecError
 from evenly.graph import Traced
 from evenly.shards.run.cutting import parameter_placements
 from evenly.shards.run.dropout import DropoutStream
 from evenly.shards.run.fusion import biases, input_moves
 from evenly.shards.run.local_ops import local_layer_of, local_op_of
-from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance, ValueKey
+from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance, ValueKey, redistribution
 from evenly.shards.run.overlapped_layers import to_autocast_dtype
 from evenly.spec.graph import Layer
 from evenly.spec.layout import REPLICATED, Choice, Layout, Move, TensorPlacement
@@ -85,12 +88,10 @@ class Program:
     def _restore_structure(self, result: object) -> object:
         """Returns the outputs in the tuples, lists and dicts of the network's forward."""
         structure = self.traced.output_spec
+        if structure is None or (structure.is_leaf() and isinstance(result, torch.Tensor)):
+            return result
         leaves = pytree.tree_leaves(result)
-        return (
-            pytree.tree_unflatten(leaves, structure)
-            if structure is not None and structure.num_leaves == len(leaves)
-            else result
-        )
+        return pytree.tree_unflatten(leaves, structure) if structure.num_leaves == len(leaves) else result
 
     def _add(self, node: fx.Node, layer: Layer, number: int) -> None:
         if node.op == "get_attr":
@@ -144,7 +145,8 @@ class Program:
                 context.values.update(zip(outputs, result, strict=True))
             else:
                 context.values.update(self._used_outputs(node, outputs, result))
-            self._notify_listener(context, list(outputs))
+            if self.listener is not None:
+                self._notify_listener(context, list(outputs))
 
         self._step(node.name, self._reads(node, op_instance.needs), [single] if single else list(outputs), run)
 
@@ -187,12 +189,13 @@ class Program:
             if need is not None:
                 self._ensure(name, need)
         out: ValueKey = (node.name, op_instance.choice.gives[0])
-        local_layer = local_layer_of(op_instance, input_move, self._shard_group)
+        redistribute = None if input_move is None else redistribution(self._shard_group, self._layout, input_move)
+        local_layer = local_layer_of(op_instance, reads, redistribute)
 
         def run(context: ForwardContext) -> None:
             bias_value = context.values[bias] if bias is not None else None
-            context.values[out] = local_layer(context, reads, bias_value)
-            if bias_layer is None:
+            context.values[out] = local_layer(context, bias_value)
+            if bias_layer is None and self.listener is not None:
                 self._notify_listener(context, [out])
 
         self._step(node.name, [*self._reads(node, reads), *([bias] if bias else [])], [out], run)
@@ -242,24 +245,32 @@ class Program:
             self._ensure(name, move.before)
             self._step(f"{name}:{move.name}", [(name, move.before)], [key], self._move_runner(move))
         elif name in self._paths:
-            fetch = operator.attrgetter(self._paths[name])
-            owner = self.traced.program if self._layers[name].op == "constant" else self._model
+            fetch = self._fetcher(name)
 
             def run(context: ForwardContext) -> None:
-                context.values[key] = fetch(owner)
+                context.values[key] = fetch()
 
             self._step(name, [], [key], run)
 
+    def _fetcher(self, name: str) -> Callable[[], object]:
+        """Returns a function that returns the parameter, buffer or constant `name`."""
+        path = self._paths[name]
+        if self._layers[name].op == "constant":
+            return partial(operator.attrgetter(path), self.traced.program)
+        parent, _, attribute = path.rpartition(".")
+        for table in tensor_tables(self._model.get_submodule(parent)):
+            if attribute in table:
+                return partial(operator.getitem, table, attribute)  # faster than the module's __getattr__
+        return partial(operator.attrgetter(path), self._model)
+
     def _move_runner(self, move: Move) -> Callable[[ForwardContext], None]:
         before, after = (move.tensor, move.before), (move.tensor, move.after)
-        cut = move.before if move.before.state == "sharded" else move.after
-
+        redistribute = redistribution(self._shard_group, self._layout, move)
         is_state = move.tensor in self._paths
 
         def run(context: ForwardContext) -> None:
             x = context.values[before] if is_state else to_autocast_dtype(context.values[before])
-            segments = context.segments(cut) if cut.state == "sharded" else ()
-            context.values[after] = Redistribute(self._shard_group, move.name, cut.dim, segments)(x)
+            context.values[after] = redistribute(context)(x)
 
         return run
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from evenly._torch import pytree
-from evenly.comm import ShardGroup, learning_rate, mark
+from evenly.comm import ShardGroup, mark
 from evenly.errors import MismatchError
 from evenly.shards.parts.local_shards import local_shard_of
 
@@ -35,13 +35,12 @@ class StepTally:
         self.lr = 0.0  # of the first group in the last step
         self.passes: int | None = None  # with gradients since the last step; None where no network counts them
 
-    def add(self, optimizer: Optimizer) -> None:
-        """Counts a step."""
+    def add(self, settings: bytes, lr: float) -> None:
+        """Counts a step of an optimizer with these `settings_of` it."""
         self.steps += 1
         self.passes = None if self.passes is None else 0
-        values = [float(value) for group in optimizer.param_groups for value in _numbers(group)]
-        self.settings = zlib.crc32(struct.pack(f"{len(values)}d", *values), self.settings)
-        self.lr = learning_rate(optimizer)
+        self.settings = zlib.crc32(settings, self.settings)
+        self.lr = lr
 
 
 _tallies: "weakref.WeakKeyDictionary[ShardGroup, StepTally]" = weakref.WeakKeyDictionary()
@@ -72,19 +71,20 @@ class RankCheck:
         self._shard_group = shard_group
         self._tally = tally_of(shard_group)
         self._tally.passes = 0
+        self.passes = 0  # forward passes of the network
         self._comparisons = 0
         self._output_gradients: list[float] = [0.0, 0.0, 0.0]  # sum of sizes, weighted sum, tolerance
 
-    def before_pass(self, number: int) -> None:
-        """Counts a pass, and compares the ranks if a comparison is due."""
+    def before_pass(self) -> None:
+        """Counts a pass with gradients, and compares the ranks if a comparison is due."""
         if torch.is_grad_enabled() and self._tally.passes is not None:
             self._tally.passes += 1
-        if _is_due(number):
-            self.require_same(f"before pass {number}")
+        if _is_due(self.passes):
+            self.require_same(f"before pass {self.passes}")
 
-    def watch_outputs(self, result: object, number: int) -> None:
+    def watch_outputs(self, result: object) -> None:
         """Records the gradients of the outputs in `result` if a comparison is due before the next pass."""
-        if not _is_due(number + 1):
+        if not _is_due(self.passes + 1):
             return
         self._output_gradients = [0.0, 0.0, 0.0]
         for output in pytree.tree_leaves(result):
@@ -148,6 +148,12 @@ class RankCheck:
 
 def _is_due(number: int) -> bool:
     return number in EARLY_PASSES or number % EVERY == 0
+
+
+def settings_of(optimizer: Optimizer) -> bytes:
+    """Returns the numeric settings of all parameter groups."""
+    values = [float(value) for group in optimizer.param_groups for value in _numbers(group)]
+    return struct.pack(f"{len(values)}d", *values)
 
 
 def _numbers(group: Mapping[str, object]) -> Iterable[float]:

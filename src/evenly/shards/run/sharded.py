@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from inspect import signature
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ RESERVED_NAMES = {
     "_program",
     "_plain",
     "_agreed_batch",
-    "_passes",
+    "_positional",
     "_is_closed",
     "_network",
     "_traced_program",
@@ -77,6 +77,7 @@ class Sharded(WatchedModule):
         self.layout, self.shard_group = layout, shard_group
         self._dropout_stream = DropoutStream(seed)
         self._signature = signature(traced.model.forward)
+        self._positional = _positional_names(self._signature)
         self._shapes = traced.example
         self._all_ranks_group, self._source = all_ranks_group, source
         self._has_idle_ranks = len(layout.members) < len(layout.shares)
@@ -89,7 +90,6 @@ class Sharded(WatchedModule):
         runs_plain = shard_group.size == 1 and not has_dropout and not self._has_idle_ranks
         self._plain = [local] if runs_plain else []  # in a list, so that it is no child
         self._rank_check = RankCheck(self, shard_group)
-        self._passes = 0
         self._agreed_batch = (0, False, 0)  # samples, mode and trace that the ranks agreed on last
         self._is_closed = False
         self.on_first_batch: Callable[[Mapping[str, object]], None] | None = (
@@ -137,9 +137,17 @@ class Sharded(WatchedModule):
         """Messages and bytes that all ranks of the shard group have sent so far, together."""
         return self.shard_group.traffic
 
-    @disable_compile
     def forward(self, *args: object, **kwargs: object) -> object:
         """Returns the network's outputs on every rank; torch.compile does not trace into it."""
+        if torch.compiler.is_compiling():
+            return self._forward_uncompiled(*args, **kwargs)
+        return self._forward(*args, **kwargs)
+
+    @disable_compile
+    def _forward_uncompiled(self, *args: object, **kwargs: object) -> object:
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: object, **kwargs: object) -> object:
         for plain in self._plain:  # one rank holds the whole network
             plain.training = self.training
             return plain(*args, **kwargs)
@@ -163,9 +171,9 @@ class Sharded(WatchedModule):
             return self._broadcast_outputs(result) if self._has_idle_ranks else result
 
     def _run(self, arguments: Mapping[str, object]) -> object:
-        self._rank_check.before_pass(self._passes)
+        self._rank_check.before_pass()
         result = self._program.run(arguments) if self._program is not None else None
-        self._rank_check.watch_outputs(result, self._passes)
+        self._rank_check.watch_outputs(result)
         return result
 
     def _run_first_batch_callback(self, arguments: Mapping[str, object]) -> None:
@@ -176,14 +184,14 @@ class Sharded(WatchedModule):
 
     def _agree_on_batch(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Compares the batch with the other ranks' whenever its size, the mode or the trace has changed."""
-        self._passes += 1
+        self._rank_check.passes += 1
         tensors = [inputs[name] for name in self._shapes if self._shapes[name]]
         if self._program is None or self.shard_group.size == 1 or not tensors:
             return
         samples = tensors[0].shape[0]
         batch_state = (samples, self.training, self._traced_program.stamp_of(self._program.traced))
         has_changed = batch_state != self._agreed_batch
-        self.shard_group.batch = (self._passes, [*batch_state, *(digest(tensors[0]) if has_changed else [])])
+        self.shard_group.batch = (self._rank_check.passes, [*batch_state, *(digest(tensors[0]) if has_changed else [])])
         if has_changed:
             self.shard_group.agree_on_batch(self.layout.members)
             self._agreed_batch = batch_state
@@ -209,6 +217,8 @@ class Sharded(WatchedModule):
         )
 
     def _bind(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
+        if not kwargs and len(args) == len(self._positional):  # faster than `bind`
+            return dict(zip(self._positional, args, strict=True))
         try:
             return self._signature.bind(*args, **kwargs).arguments
         except TypeError as error:
@@ -359,6 +369,13 @@ def sharded_of(model: nn.Module) -> Sharded:
             "evenly.shard returned."
         )
     return inner
+
+
+def _positional_names(forward: Signature) -> tuple[str, ...]:
+    """Returns the names of the parameters of forward if all of them can be given by position; otherwise none."""
+    parameters = forward.parameters.values()
+    is_simple = all(parameter.kind is Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    return tuple(forward.parameters) if is_simple else ()
 
 
 def _refuse_transforms() -> None:
