@@ -1,5 +1,6 @@
 """What a network looks like as a value, and what is refused with its name rather than cut wrongly."""
 
+import cProfile
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,18 @@ def test_tracing_leaves_the_network_as_it_is(name: str) -> None:
 def test_another_batch_is_another_graph() -> None:
     model = nn.Linear(3, 2)
     assert trace(model, torch.randn(4, 3)).fingerprint != trace(model, torch.randn(5, 3)).fingerprint
+
+
+def test_a_program_that_is_profiled_is_traced_alike() -> None:
+    model, profiler = net(lambda m, x: x.relu()), cProfile.Profile()
+    profiler.enable()
+    try:
+        graph = trace(model, IMAGE)
+        IMAGE.sum()
+    finally:
+        profiler.disable()
+    assert graph == trace(model, IMAGE)
+    assert any("sum" in str(entry.code) for entry in profiler.getstats()), "the profiler went on after the trace"
 
 
 def test_an_example_is_a_tensor_a_tuple_a_list_or_named_arguments() -> None:

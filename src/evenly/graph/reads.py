@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
+from typing import Any
 
 from torch import nn
 
@@ -75,10 +76,19 @@ def recording_reads(model: nn.Module) -> Iterator[Reads]:
         try:
             yield reads
         finally:
-            sys.setprofile(profiler_before)
+            _resume_profiler(profiler_before)
     reads.code_globals = {
         code: module_globals for code, module_globals in reads.code_globals.items() if is_user_code(module_globals)
     }
+
+
+def _resume_profiler(profiler: Any) -> None:
+    """Sets the profiler that ran before: a function, or a `cProfile.Profile`, which `sys.setprofile` cannot set."""
+    if profiler is None or callable(profiler):
+        sys.setprofile(profiler)
+    else:
+        sys.setprofile(None)
+        profiler.enable()
 
 
 def is_user_code(module_globals: Mapping[str, object]) -> bool:

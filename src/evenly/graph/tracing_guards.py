@@ -135,7 +135,10 @@ def refusing_python_random() -> Iterator[None]:
 
     def states() -> list[object]:
         numpy = sys.modules.get("numpy")
-        return [random.getstate(), repr(numpy.random.get_state()) if numpy is not None else None]
+        if numpy is None:
+            return [random.getstate()]
+        generator, numbers, *rest = numpy.random.get_state()
+        return [random.getstate(), generator, numbers.tobytes(), *rest]
 
     before = states()
     yield
