@@ -58,15 +58,17 @@ def recording_reads(model: nn.Module) -> Iterator[Reads]:
 
         return read
 
-    gc_callback_codes = {getattr(act, "__code__", None) for act in gc.callbacks}  # they can run at any time
+    gc_callback_codes = [getattr(act, "__code__", None) for act in gc.callbacks]  # they can run at any time
     ignored_frames: list[FrameType] = []
+    called: dict[int, tuple[CodeType, dict[str, object]]] = {}  # by id: to hash a code object takes long
 
     def record_call(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            if ignored_frames or frame.f_code in gc_callback_codes or frame.f_code.co_name == "__del__":
+            code = frame.f_code
+            if ignored_frames or (id(code) not in called and (code in gc_callback_codes or code.co_name == "__del__")):
                 ignored_frames.append(frame)
-            else:
-                reads.code_globals.setdefault(frame.f_code, frame.f_globals)
+            elif id(code) not in called:
+                called[id(code)] = (code, frame.f_globals)
         elif event == "return" and ignored_frames and ignored_frames[-1] is frame:
             ignored_frames.pop()
 
@@ -78,7 +80,7 @@ def recording_reads(model: nn.Module) -> Iterator[Reads]:
         finally:
             _resume_profiler(profiler_before)
     reads.code_globals = {
-        code: module_globals for code, module_globals in reads.code_globals.items() if is_user_code(module_globals)
+        code: module_globals for code, module_globals in called.values() if is_user_code(module_globals)
     }
 
 

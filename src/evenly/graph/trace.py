@@ -21,7 +21,7 @@ from evenly.graph.decisions import Decisions
 from evenly.graph.kinds import RANDOM, OpInputs, OpKind, opaque, row_of
 from evenly.graph.lowering import lower, name_of, path_of
 from evenly.graph.reads import Reads
-from evenly.graph.shapes import Shapes, shape_of
+from evenly.graph.shapes import MetaValue, Shapes, shape_of
 from evenly.graph.tracer import is_tensor_list, open_up
 from evenly.spec.graph import Graph, Layer, Tensor
 
@@ -113,8 +113,9 @@ def _follow(model: nn.Module, arguments: dict[str, torch.Tensor | None], modes: 
         program = opened.program
         lower(program)
         switches = _switches(model, program, evaluation.program) if evaluation is not None else {}
-        _name_tuples(program, tensors)
         shapes = _shapes(program, tensors)
+        if _name_tuples(program, shapes.values):
+            shapes = _shapes(program, tensors)
     layers = _layers(program, shapes, opened.closed)
     return Traced(
         model=model,
@@ -228,13 +229,11 @@ def _shapes(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> Shapes
     return shapes
 
 
-def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> None:
-    """Gives every tensor of a tuple exactly one node."""
-    values = _shapes(program, tensors).values
+def _name_tuples(program: fx.GraphModule, values: Mapping[str, MetaValue]) -> bool:
+    """Gives every tensor of a tuple exactly one node; returns whether there are tuples."""
     graph = program.graph
-    for node in list(graph.nodes):
-        if not is_tensor_list(values.get(node.name)) or node.op == "placeholder":
-            continue
+    tuples = [n for n in graph.nodes if n.op != "placeholder" and n.users and is_tensor_list(values.get(n.name))]
+    for node in tuples:
         items: dict[int, fx.Node] = {}
         for user in list(node.users):
             if user.target is operator.getitem and user.args[0] is node and isinstance(user.args[1], int):
@@ -258,8 +257,10 @@ def _name_tuples(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> N
                     for later in list(user.users):
                         _replace_by_items(later, user, list(user.args[0])[user.args[1]])
                     graph.erase_node(user)
-    graph.lint()
-    program.recompile()
+    if tuples:
+        graph.lint()
+        program.recompile()
+    return bool(tuples)
 
 
 def _replace_by_items(user: fx.Node, node: fx.Node, items: list[fx.Node]) -> None:
