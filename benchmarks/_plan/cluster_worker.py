@@ -22,7 +22,7 @@ from benchmarks._plan.network import INPUT_SHAPE, network
 from benchmarks._plan.runner import PlanRunner
 from benchmarks._plan.turns import STEPS_PER_ROUND, run_in_turns
 from evenly.comm import rank_group_of
-from evenly.graph import Traced, follow
+from evenly.graph import Traced, trace_module
 from evenly.planner import plan as make_plan
 from evenly.planner import simulate
 from evenly.session import discover
@@ -43,7 +43,7 @@ def run_cluster_rank(name: str, rounds: int, folder: str) -> None:
     rank, case, quota_requests = dist.get_rank(), CASES[name], QuotaRequests(folder)
     example = torch.randn(BATCH_SIZE, *INPUT_SHAPE)
     network()(example[:2]).sum().backward()  # loads the libraries of a first step
-    traced = follow(network(), example)
+    traced = trace_module(network(), example)
     cluster = discover()
     memory = _memory_limits(traced, case.memory_samples)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks._shards.networks import labels_for, network_and_batch
 from evenly.comm import rank_group_of
-from evenly.graph import follow
+from evenly.graph import trace_module
 from evenly.layouts import lay_out
 from evenly.shards import Sharded, join_shards
 
@@ -59,7 +59,7 @@ def _measure_speeds(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[
 
 def _cut_network(model: nn.Module, example: torch.Tensor, shares_by_name: dict[str, list[float]]) -> dict[str, Sharded]:
     """Returns the network cut by each list of shares; "ours" may cut the batch too."""
-    traced = follow(model, example)
+    traced = trace_module(model, example)
     return {
         name: join_shards(traced, lay_out(traced.graph, shares, cut_batch=name == "ours"), rank_group=rank_group_of())
         for name, shares in shares_by_name.items()

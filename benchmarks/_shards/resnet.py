@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks._shards.layouts import Modes, alternating_modes
 from evenly.comm import rank_group_of
-from evenly.graph import Traced, follow
+from evenly.graph import Traced, trace_module
 from evenly.layouts import lay_out
 from evenly.shards import join_shards
 
@@ -24,7 +24,7 @@ def run_resnet_rank() -> None:
     byte_counts = {}
     for name, (model, shape) in _networks().items():
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0))  # the same on every rank
-        traced = follow(model, x)
+        traced = trace_module(model, x)
         for method, modes in (("alternation", alternating_modes(traced.graph)), ("ours", {})):
             byte_counts[f"{name} {method}"] = _count_bytes(traced, x, modes)
     if dist.get_rank() == 0:

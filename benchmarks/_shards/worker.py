@@ -17,7 +17,7 @@ from torch import nn
 from benchmarks._shards.layouts import compared_layouts
 from benchmarks._shards.networks import labels_for, network_and_batch
 from evenly.comm import rank_group_of
-from evenly.graph import follow
+from evenly.graph import trace_module
 from evenly.shards import Sharded, join_shards
 
 ALONE = "alone"
@@ -85,7 +85,7 @@ def _cut_network(
     model: nn.Module, example: torch.Tensor, shares: Sequence[float], names: Sequence[str]
 ) -> dict[str, Sharded]:
     """Returns the network cut by each of the layouts with these names."""
-    traced = follow(model, example)
+    traced = trace_module(model, example)
     layouts = compared_layouts(traced.graph, shares)
     if dist.get_rank() == 0:
         print(layouts["ours"].explain(), file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""The exception tree. Every error this library raises on purpose is one of these.
+"""The exception tree. Errors that this library raises are of these classes, but for a few wrong arguments (TypeError).
 
 EvenlyError
-├── SpecError         a value or file says something it may not say (bad field, wrong version, impossible shares)
+├── SpecError         an argument, a value, a file or a call is invalid (bad field, impossible shares, wrong order)
 ├── LaunchError       the rank of a process is unknown, or the other ranks cannot be reached
 ├── PeerError         another rank failed, left, or did not arrive in time
 │   └── LockstepError ranks are not at the same step
@@ -20,7 +20,7 @@ class EvenlyError(Exception):
 
 
 class SpecError(EvenlyError):
-    """A value or file says something it may not say."""
+    """An argument, a value, a file or a call is invalid."""
 
 
 class LaunchError(EvenlyError):

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from evenly.comm import local_shard_of
-from evenly.graph import follow
+from evenly.graph import trace_module
 from evenly.layouts import lay_out
 from evenly.shards import join_shards, load_full_state_dict
 from evenly.shards.optim.optimizers import state_placement
@@ -34,7 +34,7 @@ def make(seed: int) -> tuple[RandomRun, list]:
 @cache
 def traced(seed: int):
     """Returns the network followed, of which replicas take copies."""
-    return follow(make_network("cut", seed=seed), torch.zeros(4, 2, 4, 4).double())
+    return trace_module(make_network("cut", seed=seed), torch.zeros(4, 2, 4, 4).double())
 
 
 class CutTrainer(Trainer):

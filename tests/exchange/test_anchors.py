@@ -9,9 +9,9 @@ from evenly.errors import SpecError
 from evenly.exchange import add_codec
 from evenly.exchange.anchors import Anchors
 from evenly.exchange.membership import Quorum
-from evenly.exchange.payload import Agreed, _add_state
+from evenly.exchange.payload import PayloadEntry, _add_state
 from evenly.exchange.tensors.averaged_tensors import AveragedTensor, Rows
-from evenly.exchange.tensors.fragments import split, within
+from evenly.exchange.tensors.fragments import entries_in, split
 from evenly.spec import Exchange
 from tests.ranks import run_ranks
 
@@ -33,7 +33,7 @@ def test_a_node_without_samples_keeps_what_its_code_lost():
     def act(rank_group):
         group = open_group(rank_group, "pair", [0, 1], backend="gloo", timeout_s=20.0)
         points, start = Anchors(Exchange(codec="int4")), torch.zeros(100, dtype=torch.float64)
-        points.begin([Slice(start, group, "0/x/0")])
+        points.reset([Slice(start, group, "0/x/0")])
         values = torch.randn(100, generator=torch.Generator().manual_seed(rank_group.rank), dtype=torch.float64)
         first = _agree(points, values, group, (0.5, 0.5), rank_group.rank)
         before = points.state()["0/x/0"]["lost"].clone()
@@ -55,7 +55,7 @@ def test_an_exact_exchange_brings_all_that_was_lost():
     def act(rank_group):
         group = open_group(rank_group, "pair", [0, 1], backend="gloo", timeout_s=20.0)
         points = Anchors(Exchange(codec="int4"))
-        points.begin([Slice(torch.zeros(101, dtype=torch.float64), group, "0/x/0")])
+        points.reset([Slice(torch.zeros(101, dtype=torch.float64), group, "0/x/0")])
         values = torch.randn(101, generator=torch.Generator().manual_seed(rank_group.rank), dtype=torch.float64)
         coded = _agree(points, values, group, (0.25, 0.75), rank_group.rank)
         exact = _agree(points, coded, group, (0.25, 0.75), rank_group.rank, exact=True)
@@ -71,7 +71,7 @@ def test_an_exact_exchange_brings_all_that_was_lost():
 @pytest.mark.parametrize("slot", ["momentum_buffer", "exp_avg_sq", "mine"])
 def test_squares_do_not_fall_below_zero_and_momenta_may(slot):
     tensor, change = torch.tensor([0.0, 2.0]), torch.tensor([-1.0, -1.0])
-    _add_state(slot, [Agreed(AveragedTensor("w", f"0.{slot}", tensor, slot), tensor, change)])
+    _add_state(slot, [PayloadEntry(AveragedTensor("w", f"0.{slot}", tensor, slot), tensor, change)])
     assert tensor.tolist() == ([-1.0, 1.0] if slot == "momentum_buffer" else [0.0, 1.0])
 
 
@@ -105,7 +105,7 @@ def test_fragments_are_about_equal_and_have_every_row_once(count):
     found = split(entries, [3, 35, 40, 1, 60, 0, 2, 33], count, rows=True)
     largest = 40  # of what is never cut
     for fragment in found:
-        assert abs(sum(part.tensor.numel() for part in within(entries, fragment)) - 174 / count) <= largest
+        assert abs(sum(part.tensor.numel() for part in entries_in(entries, fragment)) - 174 / count) <= largest
     for entry in entries:
         pieces = [fragment[entry.home] for fragment in found if entry.home in fragment]
         if pieces != [None]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from evenly.errors import SpecError
-from evenly.graph import follow, trace
+from evenly.graph import trace, trace_module
 from evenly.spec.graph import Graph, Layer
 from tests.shards.compare import compare
 from tests.zoo import ZOO
@@ -258,7 +258,7 @@ def test_buffers_and_constants_of_forward_are_followed(act: Callable[..., Any]) 
 
 def test_dropout_is_off_in_evaluation() -> None:
     model = net(lambda self, x: F.dropout(x, 0.3, training=self.training))
-    assert follow(model, IMAGE).switches == {"dropout": {"training": (True, False)}}
+    assert trace_module(model, IMAGE).switches == {"dropout": {"training": (True, False)}}
 
 
 IN_PLACE: dict[str, Callable[..., Any]] = {}
@@ -424,7 +424,7 @@ def test_encoders_whose_layers_torch_would_fuse_in_evaluation(count, dropout):
 
     example = torch.randn(4, 5, 8, dtype=torch.float64)
     before = torch.backends.mha.get_fastpath_enabled()
-    traced = follow(build(), example)
+    traced = trace_module(build(), example)
     assert torch.backends.mha.get_fastpath_enabled() == before
     attention = [changed["4"] for name, changed in traced.switches.items() if "attention" in name]
     assert attention == [(dropout, 0.0)] * (max(1, count) if dropout else 0)

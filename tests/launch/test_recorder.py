@@ -17,7 +17,7 @@ def sizes_when_made(monkeypatch, version, environ):
     made = lambda: seen.append([os.environ.get(size) for size in recorder.SIZES])  # noqa: E731
     monkeypatch.setattr(recorder, "make_recorder", made)
     before = dict(os.environ)
-    recorder.spare_recorder.__wrapped__()
+    recorder.disable_unsafe_recorder.__wrapped__()
     assert dict(os.environ) == before
     return seen
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from evenly.comm import local_shard_of
 from evenly.errors import LockstepError, MismatchError, NonFiniteError, PeerError, SpecError
-from evenly.graph import follow
+from evenly.graph import trace_module
 from evenly.layouts import lay_out
 from evenly.nodes import join_nodes
 from evenly.shards import Adafactor, join_shards
@@ -62,7 +62,7 @@ def network(seed: int = 0) -> nn.Module:
 @cache
 def followed(build, seed):
     """Returns a traced network; replicas and tests take copies of it."""
-    return follow(build(seed), torch.zeros(4, 2, 4, 4).double())
+    return trace_module(build(seed), torch.zeros(4, 2, 4, 4).double())
 
 
 @dataclass

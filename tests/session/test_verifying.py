@@ -11,7 +11,7 @@ from torch import nn
 
 from evenly.comm import MOVES, RankGroup
 from evenly.errors import EvenlyError, MismatchError
-from evenly.graph import follow
+from evenly.graph import trace_module
 from evenly.layouts import lay_out
 from evenly.nodes import join_nodes
 from evenly.session import verifying
@@ -53,7 +53,7 @@ def train(
     """Returns the parts, and the outputs of some steps."""
     with LOCK:
         model = network(dtype, **options)
-        traced = follow(copy.deepcopy(model), batch(dtype, 0))
+        traced = trace_module(copy.deepcopy(model), batch(dtype, 0))
     if rank_group.rank > 0:  # all ranks take those of rank 0
         nn.init.zeros_(model[0].weight)
     sharded = join_shards(traced, lay_out(traced.graph, shares), rank_group=rank_group, timeout_s=30)
@@ -143,7 +143,7 @@ def train_replicas(rank_group: RankGroup, verify: bool, autocast: bool = False) 
     with LOCK:
         model = network(dtype)
         model[3].p = 0.0
-        traced = follow(copy.deepcopy(model), batch(dtype, 0))
+        traced = trace_module(copy.deepcopy(model), batch(dtype, 0))
     layout = lay_out(traced.graph, shares)
     sharded = join_shards(traced, layout, rank_group=rank_group.among(ranks, f"replica{number}"), timeout_s=30)
     if verify:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from evenly.comm import RankGroup
-from evenly.graph import Example, Traced, follow
+from evenly.graph import Example, Traced, trace_module
 from evenly.layouts import TransferCosts, lay_out
 from evenly.shards import Sharded, join_shards, local_shard_of
 from evenly.spec.layout import Layout
@@ -63,7 +63,7 @@ def compare(
     """
     torch.manual_seed(seed)
     model = build()
-    traced = follow(model, example)
+    traced = trace_module(model, example)
     layout = lay_out(traced.graph, shares, rates=rates, layer_shares=layer_shares, cut_batch=cut_batch)
     full = _batch(example)
     batches = [full] * (steps - 1) + [_smaller(full) if smaller else full]

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from evenly import trace
 from evenly.comm import RankGroup
 from evenly.errors import SpecError
-from evenly.graph import follow
+from evenly.graph import trace_module
 from evenly.layouts import TransferCosts, lay_out
 from evenly.shards import Lamb, clip_grad_norm_, full_state_dict, join_shards, shard_model
 from tests.ranks import run_ranks
@@ -87,7 +87,7 @@ def test_a_rank_without_a_share_clips_and_steps_with_the_others():
 def test_the_uncut_network_is_not_kept():
     def act(rank_group: RankGroup) -> bool:
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
-        traced = follow(model, torch.ones(2, 6))
+        traced = trace_module(model, torch.ones(2, 6))
         sharded = join_shards(traced, lay_out(traced.graph, [2, 1]), rank_group=rank_group, timeout_s=30)
         seen = weakref.ref(model[0].weight)
         del model, traced
@@ -179,7 +179,7 @@ def test_tensors_may_be_given_by_keyword():
     torch.manual_seed(0)
     model, ids = ByKeyword().double(), torch.arange(6).view(2, 3)
     truth = model(ids)
-    traced = follow(model, ids)
+    traced = trace_module(model, ids)
     layout = lay_out(traced.graph, [2, 1], rates=TransferCosts(0.0, 0.0))
 
     def act(rank_group: RankGroup) -> Tensor:

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam
 
 from evenly.comm import RankGroup
 from evenly.errors import MismatchError, SpecError
-from evenly.graph import follow
+from evenly.graph import trace_module
 from evenly.layouts import lay_out
 from evenly.shards import Sharded, join_shards, local_shard_of
 from evenly.shards.verification.drift import DriftMonitor, _fingerprint
@@ -44,7 +44,7 @@ def small(rank_group: RankGroup, dtype: torch.dtype = torch.float64) -> Iterator
     with LOCK:
         torch.manual_seed(3)
         model, x = Small().to(dtype), torch.randn(4, 3, 6, 6, dtype=dtype)
-        traced = follow(model, x)
+        traced = trace_module(model, x)
     shares = [70, 25, 5][: rank_group.size]
     sharded = join_shards(traced, lay_out(traced.graph, shares), rank_group=rank_group, timeout_s=30)
     try:
@@ -172,7 +172,7 @@ def test_one_rank_and_a_rank_without_a_share_have_nothing_to_compare() -> None:
     def act(rank_group: RankGroup, shares: list[int]) -> list[Any]:
         with LOCK:
             torch.manual_seed(3)
-            traced = follow(Small(), torch.randn(4, 3, 6, 6))
+            traced = trace_module(Small(), torch.randn(4, 3, 6, 6))
         model = join_shards(traced, lay_out(traced.graph, shares), rank_group=rank_group, timeout_s=30)
         monitor = DriftMonitor(model, every=1)
         monitor.step()

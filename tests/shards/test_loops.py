@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from evenly.comm import RankGroup
-from evenly.graph import Traced, follow
+from evenly.graph import Traced, trace_module
 from evenly.layouts import TransferCosts, lay_out
 from evenly.shards import join_shards, local_shard_of
 from evenly.spec.layout import Layout
@@ -174,7 +174,7 @@ def told(model: nn.Module, outputs: list[Tensor], whole: Callable[[Any, Tensor],
 def test_a_loop_does_the_same(name: str, rates: TransferCosts) -> None:
     torch.manual_seed(0)
     model = TwoHeads().double()
-    traced = follow(model, X)
+    traced = trace_module(model, X)
     results = run_ranks(3, together, traced, lay_out(traced.graph, [5, 3, 1], rates=rates), name)
     truth = told(model, LOOPS[name](model), lambda _, tensor: tensor.detach().clone())
     for found in results:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from evenly.comm import RankGroup
-from evenly.graph import Traced, follow
+from evenly.graph import Traced, trace_module
 from evenly.layouts import TransferCosts, lay_out
 from evenly.layouts.search import Search
 from evenly.shards import join_shards
@@ -82,7 +82,7 @@ def test_layers_may_have_shares_of_their_own_and_ranks_none(
 ) -> None:
     one = sample(seed, blocks)
     shares = [*shares, 0] if data.draw(st.booleans()) else shares
-    graph = follow(one.model, one.example).graph
+    graph = trace_module(one.model, one.example).graph
     names = sorted({layer.where for layer in graph.layers if layer.kind == "mixing" and layer.where})
     own = [data.draw(st.sampled_from([0, 1, 3])) if share else 0 for share in shares]
     layers = {data.draw(st.sampled_from(names)): own} if names and any(own) else None
@@ -125,7 +125,7 @@ def dropped(rank_group: RankGroup, traced: Traced, layout: Layout, example: Tens
 def dropped_alone() -> tuple[Traced, Tensor, list[Tensor]]:
     """Returns the network, its example, and what it gives on one rank; the generator is seeded before."""
     example = torch.randn(3, 2, 4, 4, dtype=torch.float64)
-    traced = follow(Dropping().double(), example)
+    traced = trace_module(Dropping().double(), example)
     return traced, example, run_ranks(1, dropped, traced, lay_out(traced.graph, [1]), example)[0]
 
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from evenly.comm import RankGroup
 from evenly.errors import MismatchError, PeerError, SpecError
-from evenly.graph import follow
+from evenly.graph import trace_module
 from evenly.layouts import lay_out
 from evenly.shards import Sharded, full_state_dict, join_shards
 from evenly.shards.run.rank_check import EVERY
@@ -33,7 +33,7 @@ def build() -> nn.Module:
 def cut(rank_group: RankGroup) -> Iterator[tuple[nn.Module, Sharded]]:
     with LOCK:
         model = build()
-        traced = follow(model, X)
+        traced = trace_module(model, X)
     sharded = join_shards(traced, lay_out(traced.graph, [60, 40]), rank_group=rank_group, timeout_s=20)
     try:
         yield model, sharded
@@ -164,7 +164,7 @@ def test_an_optimizer_that_stepped_before_its_network_was_cut_is_refused() -> No
         with cut(rank_group):
             with LOCK:
                 plain = build()
-                traced = follow(plain, X)
+                traced = trace_module(plain, X)
             optimizer = SGD(plain.parameters(), lr=0.1)
             cross_entropy(plain(X), LABELS).backward()
             optimizer.step()

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from evenly.checkpoints import load_dcp, save_dcp
 from evenly.comm import RankGroup
 from evenly.errors import CheckpointError, MismatchError
-from evenly.graph import Traced, follow
+from evenly.graph import Traced, trace_module
 from evenly.layouts import lay_out
 from evenly.shards import Adafactor, Sharded, join_shards
 from evenly.shards.state.full_state import full_state_dict, load_full_state_dict
@@ -111,7 +111,7 @@ def agree(found: Any, truth: Any, tolerance: float = 1e-10, where: str = "state"
 def followed(name: str) -> tuple[Traced, list[tuple[torch.Tensor, ...]]]:
     """Returns what `draw` returns with the network traced: ranks take copies of it."""
     model, batches = draw(name)
-    return follow(model, batches[0]), batches
+    return trace_module(model, batches[0]), batches
 
 
 @contextmanager
@@ -516,7 +516,7 @@ def test_versions_of_modules_are_kept_and_given_back() -> None:
         cut.close()
 
     for model in models:
-        traced = follow(model, torch.randn(4, 6))
+        traced = trace_module(model, torch.randn(4, 6))
         run_ranks(2, rank, traced, lay_out(traced.graph, [2, 1]))
 
 
@@ -543,7 +543,7 @@ def test_a_buffer_whose_name_ends_like_extra_state_is_collected_and_loaded() -> 
         assert torch.equal(full_state_dict(cut)["model"]["my_extra_state"], torch.arange(4.0) + 1)
         cut.close()
 
-    traced = follow(OddlyNamed(), torch.randn(4, 6))
+    traced = trace_module(OddlyNamed(), torch.randn(4, 6))
     run_ranks(2, rank, traced, lay_out(traced.graph, [2, 2]))
 
 

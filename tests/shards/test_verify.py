@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam
 
 from evenly.comm import MOVES, RankGroup
 from evenly.errors import MismatchError, SpecError
-from evenly.graph import Traced, follow
+from evenly.graph import Traced, trace_module
 from evenly.layouts import lay_out
 from evenly.shards import Adafactor, Sharded, join_shards, local_shard_of
 from evenly.shards.verification.comparison import Report, verify
@@ -83,7 +83,7 @@ def draw(name: str) -> tuple[nn.Module, Any]:
 def followed(name: str) -> tuple[Traced, Any]:
     """Returns what `draw` returns with the network traced."""
     model, example = draw(name)
-    return follow(model, example), example
+    return trace_module(model, example), example
 
 
 @contextmanager

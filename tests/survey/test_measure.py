@@ -6,7 +6,7 @@ from torch import nn
 
 from evenly import Profile
 from evenly.errors import SpecError
-from evenly.graph import Traced, follow
+from evenly.graph import Traced, trace_module
 from evenly.spec import Curve, DeviceProfile
 from evenly.survey.devices import DeviceSurvey
 from evenly.survey.measure import _usable
@@ -110,7 +110,7 @@ def slow_network(
     clock: Clock, sample_s: float, network: nn.Module | None = None, example: torch.Tensor | None = None
 ) -> Traced:
     """Every sample takes `sample_s` on the clock."""
-    traced = follow(network or Network(), torch.randn(256, 3, 16, 16) if example is None else example)
+    traced = trace_module(network or Network(), torch.randn(256, 3, 16, 16) if example is None else example)
 
     def pass_time(module: nn.Module, args: tuple[()], kwargs: dict[str, torch.Tensor]) -> None:
         clock.now_s += sample_s * len(kwargs["x"])
@@ -124,7 +124,7 @@ def slow_network(
     [(0.001, (8, 32, 64)), (0.01, (2, 8, 32)), (0.03, (2, 4, 8)), (0.08, (2, 3, 4)), (9.0, (2, 3, 4))],
 )
 def test_sizes_are_those_for_which_there_is_time(sample_s, sizes):
-    survey = DeviceSurvey(follow(Network(), torch.randn(256, 3, 16, 16)), torch.device("cpu"), budget_s=1.0)
+    survey = DeviceSurvey(trace_module(Network(), torch.randn(256, 3, 16, 16)), torch.device("cpu"), budget_s=1.0)
     assert tuple(survey._affordable_batches(sample_s)[:3]) == sizes
 
 
@@ -135,7 +135,7 @@ def test_a_slow_device_gets_time_for_three_sizes(clock):
     assert len(step.sizes) == 3
     assert clock.now_s < 4.0
     assert step.at(64) == pytest.approx(64 * 0.1, rel=0.05)
-    quick = DeviceSurvey(follow(Network(), torch.randn(256, 3, 16, 16)), torch.device("cpu"), budget_s=4.0)
+    quick = DeviceSurvey(trace_module(Network(), torch.randn(256, 3, 16, 16)), torch.device("cpu"), budget_s=4.0)
     assert survey.sample_bytes() == quick.sample_bytes() > 4 * 32 * (196 + 144)  # what its convolutions give out
 
 
@@ -188,7 +188,7 @@ class Faulty(nn.Module):
     ],
 )
 def test_networks_that_make_no_step(fault, batch, words):
-    traced = follow(Faulty(""), torch.randn(batch, 8))
+    traced = trace_module(Faulty(""), torch.randn(batch, 8))
     traced.model.fault = fault
     with pytest.raises(SpecError, match=words):
         DeviceSurvey(traced, torch.device("cpu"), budget_s=1.0).step()

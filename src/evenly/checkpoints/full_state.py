@@ -8,7 +8,7 @@ import torch
 from evenly.batches import Feed
 from evenly.checkpoints.states import FullState, LocalState, NodeState
 from evenly.errors import CheckpointError
-from evenly.exchange import AgreedState, ExchangeState, PendingState
+from evenly.exchange import ExchangeState, PayloadEntryState, PendingState
 from evenly.nodes import Synchronized
 from evenly.shards import Sharded, full_state_dict, load_full_state_dict, local_shard_of
 
@@ -78,7 +78,7 @@ def local_exchanges(trained_model: TrainedModel, node: NodeState, rank: LocalSta
     parameters, buffers = (dict(named) for named in (module.named_parameters(), module.named_buffers()))
     pending_exchanges: list[PendingState] = []
     for pending_exchange, pieces in zip(saved["trips"], node["pending"], strict=True):
-        local_pieces: list[AgreedState] = [
+        local_pieces: list[PayloadEntryState] = [
             {**piece, "value": part_of(parameters[piece["home"]], piece["value"])} for piece in pieces
         ]
         pending_exchanges.append({**_with_buffers(pending_exchange, part_of, buffers), "pieces": local_pieces})
@@ -131,7 +131,7 @@ def part_of(owner: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     return full if placement is None else placement.part(full)
 
 
-def _full_piece(module: torch.nn.Module, piece: AgreedState) -> AgreedState:
+def _full_piece(module: torch.nn.Module, piece: PayloadEntryState) -> PayloadEntryState:
     return {**piece, "value": _full_tensor(dict(module.named_parameters())[piece["home"]], piece["value"])}
 
 

@@ -4,7 +4,7 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 
-from evenly.exchange import AgreedState, ExchangeState, Progress
+from evenly.exchange import ExchangeState, PayloadEntryState, Progress
 
 Tensors = dict[str, torch.Tensor]
 Saved = dict[str, Any]  # a state_dict() of torch or of an object of the user's
@@ -35,7 +35,7 @@ class NodeState(TypedDict):
 
     parameters: Tensors
     optimizer: Saved
-    pending: list[list[AgreedState]]  # the payload of pending exchanges
+    pending: list[list[PayloadEntryState]]  # the payload of pending exchanges
 
 
 class FullState(NodeState):

@@ -1,6 +1,5 @@
-"""The only caller of torch.distributed collectives: ragged groups, waits that name missing ranks, failure monitor."""
+"""Calls the collectives of torch.distributed: ragged groups, waits that name missing ranks, failure monitor."""
 
-from evenly.comm.agreement import learning_rate, require_same
 from evenly.comm.collectives import (
     CollectiveWaiter,
     ObjectGatherer,
@@ -11,6 +10,7 @@ from evenly.comm.collectives import (
     first_line,
     gather_json,
 )
+from evenly.comm.consistency import learning_rate, require_same
 from evenly.comm.context import GroupContext, open_context, open_temporarily, report_on_error
 from evenly.comm.failure_monitor import FailureMonitor
 from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups, owners_of_slices

@@ -20,9 +20,9 @@ from evenly._torch.process_groups import (
 )
 from evenly.comm.rank_group import RankGroup
 from evenly.errors import PeerError
-from evenly.launch.gloo import wires_of_process
-from evenly.launch.limits import NoAnswerError, within
-from evenly.launch.recorder import spare_recorder
+from evenly.launch.gloo import shared_device_key
+from evenly.launch.limits import NoAnswerError, call_within
+from evenly.launch.recorder import disable_unsafe_recorder
 from evenly.spec import Device
 
 MARGIN_S = 30.0  # our waits time out before the backend and name the missing ranks, which it cannot
@@ -161,7 +161,7 @@ def open_group(
 
     A group that is used by another thread during training (`concurrent`) gets its own receiving thread.
     """
-    spare_recorder()
+    disable_unsafe_recorder()
     store = PrefixStore(name, rank_group.store.raw)
     rank, size = list(ranks).index(rank_group.rank), len(ranks)
     timeout = timedelta(seconds=timeout_s + MARGIN_S)
@@ -171,7 +171,7 @@ def open_group(
         kind, device_types = dist.ProcessGroup.BackendType.NCCL, ["cuda"]
     else:
         try:
-            engine = within(timeout_s + 1.0, lambda: _gloo(store, rank, size, timeout, concurrent=concurrent))
+            engine = call_within(timeout_s + 1.0, lambda: _gloo(store, rank, size, timeout, concurrent=concurrent))
         except NoAnswerError:
             rank_group.store.run(lambda: store.check(["-"]), limit_s=2.0)  # raises if the host of the store is gone
             raise PeerError(
@@ -185,7 +185,7 @@ def open_group(
 
 def _gloo(store: PrefixStore, rank: int, size: int, timeout: timedelta, *, concurrent: bool) -> Backend:
     """Returns a gloo backend."""
-    owner = wires_of_process()
+    owner = shared_device_key()
     if owner is None:
         return gloo(store, rank, size, timeout=timeout)
     try:

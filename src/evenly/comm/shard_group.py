@@ -173,8 +173,8 @@ class ShardGroup:
         if self.size == 1 or tuple(before) == tuple(after):
             return PendingTensor(lambda: part)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        sent_ranges = {rank: within(own_before, shared(own_before, after[rank])) for rank in others}
-        received_ranges = {rank: within(own_after, shared(before[rank], own_after)) for rank in others}
+        sent_ranges = {rank: local_positions(own_before, shared(own_before, after[rank])) for rank in others}
+        received_ranges = {rank: local_positions(own_after, shared(before[rank], own_after)) for rank in others}
         rest = part.shape[:dim] + part.shape[dim + 1 :]
         counts = [count_of(received_ranges[rank]) if rank in received_ranges else 0 for rank in range(self.size)]
         pieces = [take(part.detach(), dim, sent_ranges.get(rank, ())).reshape(-1) for rank in range(self.size)]
@@ -189,7 +189,8 @@ class ShardGroup:
         def finish() -> torch.Tensor:
             result = part.new_empty(*part.shape[:dim], count_of(own_after), *part.shape[dim + 1 :])
             kept_ranges = shared(own_before, own_after)
-            put(result, take(part.detach(), dim, within(own_before, kept_ranges)), dim, within(own_after, kept_ranges))
+            kept = take(part.detach(), dim, local_positions(own_before, kept_ranges))
+            put(result, kept, dim, local_positions(own_after, kept_ranges))
             for rank, block in enumerate(torch.split(received, sizes)):
                 piece = block.view(*part.shape[:dim], counts[rank], *part.shape[dim + 1 :])
                 put(result, piece, dim, received_ranges.get(rank, ()))
@@ -273,10 +274,10 @@ def shared(some: Segments, others: Segments) -> Segments:
     return tuple((start, stop) for start, stop in common if start < stop)
 
 
-def within(held_segments: Segments, ranges: Segments) -> Segments:
+def local_positions(held_segments: Segments, ranges: Segments) -> Segments:
     """Returns the local positions of `ranges` on a rank that holds `held_segments`; each range lies in one of them.
 
-    >>> within(((0, 4), (8, 10)), ((2, 4), (8, 9)))
+    >>> local_positions(((0, 4), (8, 10)), ((2, 4), (8, 9)))
     ((2, 4), (4, 5))
     """
     starts = dict(zip(held_segments, accumulate([0, *(stop - start for start, stop in held_segments)]), strict=False))

@@ -5,18 +5,18 @@ from evenly.exchange.codecs import Codec, add_codec
 from evenly.exchange.exchange_state import ExchangeState, Progress
 from evenly.exchange.exchanger import Exchanger
 from evenly.exchange.membership import Membership, Quorum, StaticMembership, Vote, fractions
-from evenly.exchange.payload import SQUARES, AgreedState
+from evenly.exchange.payload import SQUARES, PayloadEntryState
 from evenly.exchange.pending import ExchangeSummary, PendingState
 from evenly.exchange.tensors.ordered import extreme
 
 __all__ = [
     "SQUARES",
-    "AgreedState",
     "Codec",
     "ExchangeState",
     "ExchangeSummary",
     "Exchanger",
     "Membership",
+    "PayloadEntryState",
     "PendingState",
     "Progress",
     "Quorum",

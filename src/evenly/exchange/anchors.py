@@ -74,7 +74,7 @@ class Anchors:
         """Whether the settings need anchors."""
         return self._codec is not None or self._outer is not None
 
-    def begin(self, parts: Sequence[Slice], *, verified: bool = True) -> None:
+    def reset(self, parts: Sequence[Slice], *, verified: bool = True) -> None:
         """Sets the anchors to values that are equal on all nodes; if not `verified`, the next exchange compares."""
         self._anchors = {part.key: self._new_anchor(part.values.clone()) for part in parts}
         self._unverified = set() if verified else set(self._anchors)

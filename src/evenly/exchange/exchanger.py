@@ -102,12 +102,12 @@ class Exchanger:
         self._may_differ = False  # merged changes leave nodes different in the last bits
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has no annotation here
 
-    def begin(self, *, verified: bool = True) -> None:
+    def reset_anchors(self, *, verified: bool = True) -> None:
         """Sets the anchors to the current values; unless `verified`, the next exchange compares them between nodes."""
         self._payload_builder.reset_fragments()
         self._loaded_weights.forget()
         if self._anchors.are_kept:
-            self._anchors.begin(
+            self._anchors.reset(
                 self._payload_builder.snapshot(range(self._settings.fragments)).parts, verified=verified
             )
 
@@ -307,7 +307,7 @@ class Exchanger:
                 raise CheckpointError(
                     f"the checkpoint was made between two exchanges, {case}. Go on with those to the next exchange."
                 )
-            self.begin(verified=False)
+            self.reset_anchors(verified=False)
             return
         self._restarts = state["restarts"]
         self._anchors.resume(state["points"])
@@ -414,7 +414,7 @@ class Exchanger:
                 "weights that train at once, or load before synchronize."
             )
         self._drain()  # pending exchanges still use the anchors
-        self._anchors.begin(self._payload_builder.snapshot(range(self._settings.fragments)).parts, verified=False)
+        self._anchors.reset(self._payload_builder.snapshot(range(self._settings.fragments)).parts, verified=False)
         self._restarts += 1
 
     def _bound_settings(self) -> dict[str, object]:

@@ -18,8 +18,8 @@ SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "ex
 MOMENTA = ("momentum_buffer", "exp_avg", "grad_avg", "ax", "prev")
 
 
-class AgreedState(TypedDict):
-    """An `Agreed` in a checkpoint."""
+class PayloadEntryState(TypedDict):
+    """A `PayloadEntry` in a checkpoint."""
 
     home: str
     label: str
@@ -29,21 +29,25 @@ class AgreedState(TypedDict):
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """An entry, its tensor as it is sent (complex numbers as pairs), and its agreed value."""
+class PayloadEntry:
+    """One tensor of a payload: the network's tensor as it is sent (complex numbers as pairs), and its value.
+
+    The value is that of the snapshot at first. After the exchange it is the average over nodes or, if training went
+    on meanwhile, the average minus the snapshot.
+    """
 
     entry: AveragedTensor
     tensor: torch.Tensor
     value: torch.Tensor
 
-    def with_current_tensor(self, tensors: Mapping[tuple[str, str], torch.Tensor]) -> "Agreed":
+    def with_current_tensor(self, tensors: Mapping[tuple[str, str], torch.Tensor]) -> "PayloadEntry":
         """Returns the same with the tensor that the network has now."""
         tensor, rows = tensors.get((self.entry.home, self.entry.slot)), self.entry.rows
         if tensor is None:
             return self
         return replace(self, tensor=real(tensor if rows is None else tensor[rows.start : rows.stop]))
 
-    def saved(self) -> AgreedState:
+    def saved(self) -> PayloadEntryState:
         """Returns the state for a checkpoint."""
         entry, value = self.entry, self.value
         rows = None if entry.rows is None else [entry.rows.start, entry.rows.stop]
@@ -74,19 +78,19 @@ class Packed:
         """Writes the received values into the tensors of the entries."""
         self._flat.unpack(self._vector)
 
-    def agreed(self) -> list[Agreed]:
-        """Returns the entries with their agreed values."""
+    def entries(self) -> list[PayloadEntry]:
+        """Returns the entries with their values."""
         tensors = self._flat.tensors
         pieces = torch.split(self._vector, [tensor.numel() for tensor in tensors])
         each = zip(self._entries, tensors, pieces, strict=True)
-        return [Agreed(entry, tensor, piece.view(tensor.shape)) for entry, tensor, piece in each]
+        return [PayloadEntry(entry, tensor, piece.view(tensor.shape)) for entry, tensor, piece in each]
 
 
 @final
 class Payload:
     """A snapshot of parameters and optimizer state, and the slices of it that this rank owns.
 
-    A `change` is for a network that keeps training meanwhile: x <- x + (agreed - snapshot).
+    A `change` is for a network that keeps training meanwhile: x <- x + (average - snapshot).
     """
 
     def __init__(self, packed: Sequence[Packed], slices: Sequence[PackedSlice], *, change: bool) -> None:
@@ -99,17 +103,17 @@ class Payload:
         """The slices that this rank owns."""
         return [packed_slice.part for packed_slice in self.slices]
 
-    def agreed(self) -> list[Agreed]:
-        """Returns the agreed values of the parameters and the optimizer's state."""
-        return [piece for packed in self.packed for piece in packed.agreed()]
+    def entries(self) -> list[PayloadEntry]:
+        """Returns the tensors of the parameters and the optimizer's state, with their values."""
+        return [piece for packed in self.packed for piece in packed.entries()]
 
-    def saved(self) -> list[AgreedState]:
-        """Returns the agreed values for a checkpoint."""
-        return [piece.saved() for piece in self.agreed()]
+    def saved(self) -> list[PayloadEntryState]:
+        """Returns the values for a checkpoint, after the exchange."""
+        return [piece.saved() for piece in self.entries()]
 
-    def put(self, saved: Sequence[AgreedState]) -> None:
-        """Restores the agreed values from a checkpoint."""
-        pieces = self.agreed()
+    def put(self, saved: Sequence[PayloadEntryState]) -> None:
+        """Restores the values from a checkpoint."""
+        pieces = self.entries()
         if [piece.entry.label for piece in pieces] != [row["label"] for row in saved]:
             raise CheckpointError(
                 "the checkpoint has a pending exchange with other tensors than this run would send. Go on with the "
@@ -121,18 +125,18 @@ class Payload:
 
     def drop(self, homes: Collection[str], *, state: bool) -> None:
         """Sets the changes of these parameters to zero, and with `state` those of the optimizer's state."""
-        for piece in self.agreed() if homes or state else ():
+        for piece in self.entries() if homes or state else ():
             if state if piece.entry.slot else piece.entry.home in homes:
                 piece.value.zero_()
 
     def apply(
         self, tensors: Mapping[tuple[str, str], torch.Tensor], *, state: bool = True, but: Collection[str] = ()
     ) -> None:
-        """Writes the agreed values into the network, `but` for some parameters, and with `state` into the optimizer.
+        """Writes the averages into the network, `but` for some parameters, and with `state` into the optimizer.
 
         `tensors` are the current ones, by names and slots; they may have been replaced since the snapshot.
         """
-        chosen = [piece for piece in self.agreed() if piece.entry.slot or piece.entry.home not in but]
+        chosen = [piece for piece in self.entries() if piece.entry.slot or piece.entry.home not in but]
         updates = [piece.with_current_tensor(tensors) for piece in chosen]
         parameters = [piece for piece in updates if not piece.entry.slot]
         _apply_all(add_all_ if self.change else copy_all_, parameters)
@@ -145,13 +149,13 @@ class Payload:
                 _apply_all(copy_all_, pieces)
 
 
-def _apply_all(act: Callable[..., object], pieces: Sequence[Agreed]) -> None:
+def _apply_all(act: Callable[..., object], pieces: Sequence[PayloadEntry]) -> None:
     """Applies `act` to all tensors at once, which takes few kernel launches on a GPU."""
     if pieces:
         act([piece.tensor for piece in pieces], [piece.value for piece in pieces])
 
 
-def _add_state(slot: str, pieces: Sequence[Agreed]) -> None:
+def _add_state(slot: str, pieces: Sequence[PayloadEntry]) -> None:
     """Adds in place; keeps squares, and unknown slots without negative values, at 0 or above."""
     least = [piece.tensor.amin() for piece in pieces if piece.tensor.numel()]
     if slot in MOMENTA or not least:

@@ -11,7 +11,7 @@ from evenly.exchange.payload import Payload
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.averaged_tensors import AveragedTensor, current_tensors, reset_state, trained_entries
 from evenly.exchange.tensors.fingerprint import Fingerprint
-from evenly.exchange.tensors.fragments import Piece, split, within
+from evenly.exchange.tensors.fragments import Piece, entries_in, split
 from evenly.exchange.tensors.memory import DistinctTensors
 from evenly.spec import Exchange
 
@@ -106,7 +106,7 @@ class PayloadBuilder:
             return {}
         entries = trained_entries(self._module, self._distinct)
         pieces = self._pieces(entries)
-        return {f"{fragment}": within(entries, pieces[fragment]) for fragment in fragments}
+        return {f"{fragment}": entries_in(entries, pieces[fragment]) for fragment in fragments}
 
     def _state(self, fragments: Sequence[int]) -> list[AveragedTensor]:
         """Returns the optimizer's state that is sent with these fragments."""
@@ -115,7 +115,7 @@ class PayloadBuilder:
         slots = self._replica_exchange.state(self._module, self._optimizer)
         slots = [entry for entry in slots if self._settings.policy_of(entry.slot) == "average"]
         pieces = self._pieces(trained_entries(self._module, self._distinct))
-        return [entry for fragment in fragments for entry in within(slots, pieces[fragment])]
+        return [entry for fragment in fragments for entry in entries_in(slots, pieces[fragment])]
 
     def _pieces(self, entries: Sequence[AveragedTensor]) -> list[Piece]:
         """Returns the fragments of the trained `entries`."""

@@ -14,7 +14,7 @@ import torch
 from evenly.comm import CollectiveWaiter, FailureMonitor
 from evenly.errors import CheckpointError
 from evenly.exchange.anchors import TransferStats
-from evenly.exchange.payload import AgreedState, Payload
+from evenly.exchange.payload import Payload, PayloadEntryState
 
 Tensors = dict[str, torch.Tensor]
 T_co = TypeVar("T_co", covariant=True)
@@ -138,7 +138,7 @@ class PendingState(TypedDict):
     is_state_loaded: NotRequired[bool]
     fragments: list[int]
     stateful: list[int]
-    pieces: NotRequired[list[AgreedState]]  # in files they belong to the state of the node
+    pieces: NotRequired[list[PayloadEntryState]]  # in files they belong to the state of the node
     weights: list[float]
     carried: list[float]  # the fields of `TransferStats`
     times: list[float]  # seconds, met_s

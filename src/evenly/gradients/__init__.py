@@ -1,8 +1,8 @@
 """Inside the node: gradients averaged at every backward, weighted by samples."""
 
 from evenly.gradients.base import Gradients, Verdict
-from evenly.gradients.node import NodeGradients
-from evenly.gradients.replica import ReplicaGradients
+from evenly.gradients.ddp import DdpGradients
 from evenly.gradients.sample_counts import counted_samples, leading_dim
+from evenly.gradients.sharded import ShardedGradients
 
-__all__ = ["Gradients", "NodeGradients", "ReplicaGradients", "Verdict", "counted_samples", "leading_dim"]
+__all__ = ["DdpGradients", "Gradients", "ShardedGradients", "Verdict", "counted_samples", "leading_dim"]

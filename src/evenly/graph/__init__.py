@@ -4,7 +4,7 @@ from evenly.graph.change_watch import Change, ChangeWatch
 from evenly.graph.lowering import name_of, path_of
 from evenly.graph.reads import MODULE_ATTRIBUTES
 from evenly.graph.torch_code import refuse_strange_tensors
-from evenly.graph.trace import Example, Traced, follow, trace
+from evenly.graph.trace import Example, Traced, trace, trace_module
 from evenly.graph.tracing_guards import refuse_global_hooks
 
 __all__ = [
@@ -13,10 +13,10 @@ __all__ = [
     "ChangeWatch",
     "Example",
     "Traced",
-    "follow",
     "name_of",
     "path_of",
     "refuse_global_hooks",
     "refuse_strange_tensors",
     "trace",
+    "trace_module",
 ]

@@ -66,10 +66,10 @@ def trace(model: nn.Module, example: Example) -> Graph:
         model: the network; it is not changed.
         example: a batch as forward takes it: a tensor, a tuple of arguments, or a dict of named arguments.
     """
-    return follow(model, example).graph
+    return trace_module(model, example).graph
 
 
-def follow(model: nn.Module, example: Example, *, modes: Mapping[str, bool] | None = None) -> Traced:
+def trace_module(model: nn.Module, example: Example, *, modes: Mapping[str, bool] | None = None) -> Traced:
     """Returns the traced network, ready to be cut.
 
     Args:

@@ -6,7 +6,7 @@ APART = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")  # with 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def wires_of_process() -> tuple[int, str] | None:
+def shared_device_key() -> tuple[int, str] | None:
     """Returns the key of gloo devices, process and interfaces; None if groups cannot share a device.
 
     Devices that connect lazily are shut down with the first group that is closed, and if connections are numbered by

@@ -28,7 +28,7 @@ class NoAnswerError(Exception):
     """A call did not end within its limit; its thread has been abandoned."""
 
 
-def within(limit_s: float, call: Callable[[], Result]) -> Result:
+def call_within(limit_s: float, call: Callable[[], Result]) -> Result:
     """Returns `call()`, or raises `NoAnswerError` after `limit_s` seconds in which this process ran.
 
     Seconds in which this process was itself stopped do not count: the answer may have come meanwhile.

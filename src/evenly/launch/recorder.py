@@ -11,7 +11,7 @@ SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # of the recor
 
 
 @cache
-def spare_recorder() -> None:
+def disable_unsafe_recorder() -> None:
     """Creates the recorder of gloo's collectives, turned off, if it is not safe and its size was not set.
 
     It records the first collective of every group in a table without a lock (pytorch/pytorch#179449). An overlapped

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from evenly._torch.process_groups import Store, TCPStore
 from evenly.errors import LaunchError, PeerError
 from evenly.launch.launchers.place import Place
-from evenly.launch.limits import BoundedStore, NoAnswerError, within
+from evenly.launch.limits import BoundedStore, NoAnswerError, call_within
 from evenly.launch.serving import serve_store
 from evenly.launch.settings import environment
 
@@ -93,7 +93,7 @@ def _connect(place: Place, *, timeout_s: float) -> TCPStore:
     try:
         if serves:
             return serve_store(addr, port, is_local=is_local, world_size=world_size, timeout_s=timeout_s)
-        return within(timeout_s, lambda: _join_store(addr, port, world_size=world_size, timeout_s=timeout_s))
+        return call_within(timeout_s, lambda: _join_store(addr, port, world_size=world_size, timeout_s=timeout_s))
     except dist.DistNetworkError as error:
         if not serves:
             raise

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from evenly._torch.process_groups import HashStore, Store, default_store
 from evenly.errors import LaunchError, SpecError
 from evenly.launch.launchers.place import Place
-from evenly.launch.limits import NoAnswerError, within
+from evenly.launch.limits import NoAnswerError, call_within
 from evenly.launch.rendezvous import meet
 from evenly.spec.exchange import MOST_S
 
@@ -63,7 +63,7 @@ def open_world(place: Place, *, timeout_s: float = 300.0) -> World:
 def _initialize(place: Place, *, store: Store, timeout_s: float) -> None:
     limit = timedelta(seconds=timeout_s)
     try:
-        within(
+        call_within(
             timeout_s + 1.0,
             lambda: dist.init_process_group(
                 "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=limit

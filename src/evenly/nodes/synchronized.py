@@ -21,7 +21,7 @@ from evenly.exchange.exchanger import Exchanger
 from evenly.exchange.membership import Membership
 from evenly.exchange.pending import ExchangeSummary
 from evenly.exchange.replica_exchange import ReplicaExchange
-from evenly.gradients import Gradients, NodeGradients, ReplicaGradients, Verdict, counted_samples, leading_dim
+from evenly.gradients import DdpGradients, Gradients, ShardedGradients, Verdict, counted_samples, leading_dim
 from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
 from evenly.nodes.closures import Arguments, has_closure, with_mean_loss
 from evenly.nodes.signature import describe
@@ -93,7 +93,7 @@ class Synchronized(torch.nn.Module):
                 global_gradients=self._global_gradients,
                 take_finite_check=self._take_finite_check,
             )
-            self._exchanger.begin()
+            self._exchanger.reset_anchors()
         except BaseException as error:
             self._monitor.report(error)
             self._monitor.close()
@@ -110,7 +110,7 @@ class Synchronized(torch.nn.Module):
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
         self._monitor.check()
         self._exchanger.check()
-        self.count_skipped_step()
+        self.advance_after_skipped_step()
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         if self._closed:
@@ -140,7 +140,7 @@ class Synchronized(torch.nn.Module):
     def end_epoch(self) -> None:
         """Marks the end of a pass over the data; exchanges if the period is an epoch."""
         self._require_outside_agreed("end_epoch()")
-        self.count_skipped_step()
+        self.advance_after_skipped_step()
         if self._period_timer is not None:
             self.wait_for_all_nodes()
         elif self.schedule.due_at_epoch_end():
@@ -149,17 +149,20 @@ class Synchronized(torch.nn.Module):
     def finish(self) -> None:
         """Makes the last exchange of a run, so that all ranks end with the same model."""
         self._require_outside_agreed("finish()")
-        self.count_skipped_step()
+        self.advance_after_skipped_step()
         if self._groups.rank_group.size > 1:
             self._exchanger.finish()
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Puts the average over all nodes into the module for evaluation; restores each node's state afterwards."""
+        """Puts the average over all nodes into the module for evaluation; restores each node's state afterwards.
+
+        With periods in seconds all nodes make an exchange first, which stays.
+        """
         if self._is_in_agreed:  # nested blocks see the same average
             yield
             return
-        self.count_skipped_step()
+        self.advance_after_skipped_step()
         self.wait_for_all_nodes()
         with self._exchanger.averaged():
             self._is_in_agreed = True
@@ -208,22 +211,22 @@ class Synchronized(torch.nn.Module):
         self._was_resharded, self._optimized = True, OptimizedParameters(self.module, self._optimizer)
         self._exchanger.run_collective(self._rebuild_groups)
         self._exchanger.buffers.learn(agreed)
-        self._exchanger.begin()
+        self._exchanger.reset_anchors()
 
     def _rebuild_groups(self, waiter: CollectiveWaiter) -> None:
         self._replica_exchange.after_resharding(self.module, waiter)
         reducer = self._replica_exchange.gradient_reducer
-        if isinstance(self._gradients, ReplicaGradients) and reducer is not None:
+        if isinstance(self._gradients, ShardedGradients) and reducer is not None:
             self._gradients.follow(reducer)
 
     def _make_gradients(self, *, find_unused_parameters: bool) -> Gradients:
         """Returns the averaging of gradients over replicas; replicas that are whole on one rank use torch's DDP."""
         group, reducer = self._groups.gradients, self._replica_exchange.gradient_reducer
         if reducer is None:
-            return NodeGradients(
+            return DdpGradients(
                 self.module, group, monitor=self._monitor, find_unused_parameters=find_unused_parameters
             )
-        return ReplicaGradients(
+        return ShardedGradients(
             self.module,
             reducer,
             group,
@@ -238,12 +241,12 @@ class Synchronized(torch.nn.Module):
         self._take_finite_check()()
 
     def prepare_checkpoint(self) -> None:
-        """Checks gradients and waits for all nodes; after a resharding it also makes a last exchange.
+        """Checks gradients and, if periods are in seconds, waits for all nodes; after a resharding it merges exchanges.
 
         A checkpoint is resumed with the cut of the plan, not with the one that resharding has made.
         """
         self._require_outside_agreed("a checkpoint")
-        self.count_skipped_step()
+        self.advance_after_skipped_step()
         self.require_finite()
         self.wait_for_all_nodes()
         if self._was_resharded:
@@ -256,7 +259,7 @@ class Synchronized(torch.nn.Module):
         return partial(self._require_finite, self._gradients.take_verdict(may_stall=True) if reads_verdict else None)
 
     def wait_for_all_nodes(self) -> None:
-        """Waits until all nodes call it, if periods are in seconds; all ranks call it before a common collective."""
+        """With periods in seconds, exchanges until all nodes call it; all ranks call it before a common collective."""
         if self._period_timer is not None and self._groups.rank_group.size > 1:
             self._exchanger.wait_for_all_nodes()
             self._period_timer.restart()
@@ -386,9 +389,12 @@ class Synchronized(torch.nn.Module):
         self._monitor.report(error)
         raise error
 
-    def count_skipped_step(self) -> None:
-        """Counts a step skipped by a scaler we were not given: gradients were not finite, no step followed, and they
-        were reset. If they still exist the next batch may belong to the same step; the next exchange decides."""
+    def advance_after_skipped_step(self) -> None:
+        """Counts a step that a scaler we were not given has skipped, and makes the exchange that is due after it.
+
+        It was skipped if gradients were not finite, no step followed, and they were reset. Gradients that still exist
+        may be accumulated further, so that nothing is counted yet.
+        """
         if self._scaler is not None or not self._gradients.pending:
             return
         verdict = self._gradients.take_verdict(may_stall=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from evenly.calibration.joint_steps import calibrate
 from evenly.comm import FailureMonitor, RankGroup, rank_group_of
 from evenly.errors import SpecError
-from evenly.graph import Example, Traced, follow
+from evenly.graph import Example, Traced, trace_module
 from evenly.launch import find_place, identity, pick_device
 from evenly.nodes import Synchronized
 from evenly.nodes.composition import compose_synchronized
@@ -72,7 +72,7 @@ def measure(
     cluster = survey_rank_group(rank_group, device, timeout_s=timeout_s)
     return measure_rank_group(
         rank_group,
-        follow(model, example),
+        trace_module(model, example),
         cluster,
         device,
         quick=quick,
@@ -139,8 +139,9 @@ def synchronize(
         model: the network, on the device it trains on, or what `shard` made of it: then gradients are averaged over the
             replicas of a node, and each replica may be cut in its own way. All ranks start with the weights of rank 0.
         optimizer: any torch optimizer over the parameters of `model`.
-        every: the period K': a number of steps, `EverySteps(k, warmup=w)`, `"epoch"`, `Adaptive(...)`, `"30s"`, `"5m"`,
-            or `"global"`, in which all ranks average gradients at every step.
+        every: the period K': a number of steps, `EverySteps(k, warmup=w)`, `"epoch"`, `"30s"`, `"5m"`,
+            `Adaptive(...)`, `"2%"` (of the time may be spent on exchanges), `"adaptive"`, or `"global"`, in which all
+            ranks average gradients at every step.
         nodes: the ranks of each node, such as `[[0], [1, 2, 3]]`; discovered if left out.
         group: the ranks that train together; torch's default group if left out.
         count: a function of the arguments of `forward` that returns the samples of a batch; the leading dim of the
@@ -236,7 +237,7 @@ def shard(
                 "Make a plan with a layout for these ranks."
             )
         inside = rank_group.among(replica.ranks, f"replica{replica.ranks[0]}")
-        traced = follow(model, example_of(replica.layout))
+        traced = trace_module(model, example_of(replica.layout))
         cluster = survey_rank_group(inside, device, timeout_s=timeout_s)
         return join_shards(traced, replica.layout, rank_group=inside, devices=_devices(cluster), timeout_s=timeout_s)
     cluster = survey_rank_group(rank_group, device, timeout_s=timeout_s)

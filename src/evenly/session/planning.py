@@ -8,7 +8,7 @@ import torch
 
 from evenly import planner
 from evenly.errors import SpecError
-from evenly.graph import Example, follow
+from evenly.graph import Example, trace_module
 from evenly.session.active_ranks import ActiveRanks
 from evenly.session.by_hand import measure_rank_group
 from evenly.session.sharding import plan_replicas
@@ -97,7 +97,7 @@ def plan_measured(
             f"profile={profile!r} was given to plan. Give a Profile, such as Profile.load('profile.json'), or 'quick' "
             "or 'thorough' to measure now."
         )
-    traced = follow(model.to(device), example)
+    traced = trace_module(model.to(device), example)
     if not isinstance(profile, Profile):
         if active_ranks.rank_group.rank == 0:
             logger.info("measuring %s on %d ranks for a plan", type(model).__name__, active_ranks.rank_group.size)

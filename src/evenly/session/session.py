@@ -332,7 +332,7 @@ class Session:
     def _between_steps(self) -> None:
         """Saves after every `checkpoint_every` steps, once per step: a step may take several batches."""
         for trained_model in self._trained_models:
-            trained_model.model.count_skipped_step()
+            trained_model.model.advance_after_skipped_step()
         every, step = self._checkpoint_every, self._counters.step
         if self._folder and isinstance(every, int) and step % every == 0 and step > self._saved_step:
             self.checkpoint()

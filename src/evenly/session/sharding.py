@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from evenly.errors import SpecError
-from evenly.graph import Example, follow, trace
+from evenly.graph import Example, trace, trace_module
 from evenly.layouts import lay_out
 from evenly.session.active_ranks import ActiveRanks
 from evenly.session.verifying import verify_on_first_batch
@@ -55,7 +55,7 @@ def shard_for(
     if replica is None:
         return model
     sharded = join_shards(
-        follow(model, example_of(replica.layout)),
+        trace_module(model, example_of(replica.layout)),
         replica.layout,
         rank_group=rank_group.among(replica.ranks, f"replica{replica.ranks[0]}"),
         devices=[cluster.device_of(rank) for rank in replica.ranks],

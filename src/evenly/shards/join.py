@@ -19,7 +19,7 @@ from evenly.comm import (
     require_same,
 )
 from evenly.errors import SpecError
-from evenly.graph import Example, Traced, follow
+from evenly.graph import Example, Traced, trace_module
 from evenly.layouts import lay_out
 from evenly.shards.optim.probe import watch_optimizers
 from evenly.shards.parts.local_shards import LocalShard
@@ -43,7 +43,7 @@ def shard_model(
 ) -> Sharded:
     """Returns the module of this rank; all ranks of the group call it with the same network and shares."""
     numbers = check_shares(shares, ranks=rank_group.size)
-    traced = follow(model, example)
+    traced = trace_module(model, example)
     layout = lay_out(traced.graph, numbers, layer_shares=layer_shares, cut_batch=cut_batch)
     return join_shards(traced, layout, rank_group=rank_group, devices=devices, timeout_s=timeout_s)
 

@@ -26,7 +26,7 @@ def split(entries: Sequence[AveragedTensor], sizes: Sequence[int], count: int, *
     return fragments
 
 
-def within(entries: Sequence[AveragedTensor], fragment: Piece) -> list[AveragedTensor]:
+def entries_in(entries: Sequence[AveragedTensor], fragment: Piece) -> list[AveragedTensor]:
     """Returns the entries of a fragment: those whose parameter is in it, or some of their rows."""
     chosen = []
     for entry in entries:

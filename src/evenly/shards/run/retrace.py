@@ -9,7 +9,7 @@ from torch import nn
 
 from evenly._torch.tracing import is_constant
 from evenly.errors import MismatchError, SpecError
-from evenly.graph import Change, ChangeWatch, Traced, follow, refuse_global_hooks
+from evenly.graph import Change, ChangeWatch, Traced, refuse_global_hooks, trace_module
 from evenly.shards.parts.guard import CutTensors, cut_tensors_of, guard
 from evenly.shards.parts.local_shards import local_shard_of, set_local_shard
 from evenly.shards.run.cutting import meta_tree
@@ -115,7 +115,7 @@ class TracedProgram:
     def _trace_again(self, modes: Mapping[str, bool] | None) -> Traced:
         full = meta_tree(self._network, self._local_shards, self._trainable)
         with torch.inference_mode(False), torch.enable_grad():  # as when it was cut
-            traced = follow(full, dict(self._inputs), modes=modes)
+            traced = trace_module(full, dict(self._inputs), modes=modes)
         for name, value in vars(traced.program).items():
             if is_constant(name) and isinstance(value, torch.Tensor) and value.is_meta:
                 raise SpecError(

@@ -31,7 +31,7 @@ class Tally:
 
 
 @final
-class ReplicaGradients(Gradients):
+class ShardedGradients(Gradients):
     """Averages the gradients of replicas: sum_R b_R g_R / sum_R b_R, with b_R samples in the batch of replica R.
 
     One small all-reduce at the end of backward exchanges the samples of each rank, which parameters have a gradient,

@@ -23,7 +23,7 @@ from evenly.gradients.forwards import Forward, uncounted
 
 
 @final
-class NodeGradients(Gradients):
+class DdpGradients(Gradients):
     """Averages the gradients of `module` over `group` at every backward, weighted by the samples of each rank.
 
     With b_r samples on rank r, whose loss is a mean, the result is sum_r b_r g_r / sum_r b_r: the gradient of the mean
@@ -279,7 +279,7 @@ class NodeGradients(Gradients):
         return [self._names[index] for index in indices]
 
 
-def _average(owner: "ref[NodeGradients]", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _average(owner: "ref[DdpGradients]", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     gradients = owner()
     if gradients is None:
         raise SpecError("backward was called after the synchronized model was deleted. Keep it as long as its losses.")
