@@ -4,6 +4,7 @@ The values are in `best.json` beside the checkpoints; rank 0 writes it.
 """
 
 import json
+import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any, Literal, cast
 
 from evenly.checkpoints.folder import BEST, checkpoints, flush
 from evenly.errors import CheckpointError, SpecError
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["min", "max"]
 KeepBest = str | tuple[str, Mode] | tuple[str, Mode, int]
@@ -70,16 +73,14 @@ class KeptCheckpoints:
         self._rule = None if keep_best is None else BestRule.of(keep_best)
         self._logged: dict[int, float | None] = {}  # by step, since the last checkpoint
         self._root: Path | None = None  # of the last checkpoint, on rank 0
-
-    @property
-    def missing_name(self) -> str | None:
-        """The name of the number, if checkpoints were saved and it was never logged."""
-        has_none = self._rule is not None and self._root is not None and not _read(self._root, self._rule)
-        return self._rule.name if self._rule is not None and has_none else None
+        self._other_names: set[str] = set()  # logged while the rule's number was not
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Notes the value of a step; if the checkpoint of the step is saved already, it is this one's."""
-        if self._rule is None or self._rule.name not in values:
+        if self._rule is None:
+            return
+        if self._rule.name not in values:
+            self._other_names |= values.keys()
             return
         value = values[self._rule.name]
         self._logged[step] = None if value is None or not math.isfinite(float(value)) else float(value)
@@ -96,6 +97,10 @@ class KeptCheckpoints:
         self._root = root
         values = self._values(root, step)
         self._write(root, values)
+        if self._other_names and not values:
+            others = ", ".join(sorted(self._other_names))
+            logger.warning("keep_best=%r keeps nothing yet: session.log got only %s", self._rule.name, others)
+        self._other_names = set()
         return [f"step-{best:09d}" for best in self._rule.best(values)]
 
     def _values(self, root: Path, new: int | None) -> dict[int, float]:

@@ -39,8 +39,8 @@ class TrainedModel:
 
 def full_state(trained_model: TrainedModel) -> FullState:
     """Returns parameters, optimizer state, buffers and the buffers of the last exchange, all in full tensors."""
-    module, agreed = trained_model.model.module, dict(trained_model.model.agreed_buffers)
-    exchanges = trained_model.model.exchange_state()
+    module, exchanges = trained_model.model.module, trained_model.model.exchange_state()
+    agreed = dict(trained_model.model.agreed_buffers)  # after exchange_state, which takes loaded weights into account
     pending = [pending_exchange.pop("pieces") for pending_exchange in exchanges["trips"]]
     if not isinstance(module, Sharded):
         parameters: dict[str, torch.Tensor] = dict(module.named_parameters())
@@ -52,7 +52,7 @@ def full_state(trained_model: TrainedModel) -> FullState:
             "agreed": agreed,
             "exchanges": exchanges,
             "pending": pending,
-            "form": _form(trained_model.model, _state_dict(module), {**own_buffers, **parameters}),
+            "form": _form(_state_dict(module), {**own_buffers, **parameters}, exchanges),
         }
     full = full_state_dict(module, trained_model.optimizer, device="cpu")
     if not full:
@@ -75,7 +75,7 @@ def full_state(trained_model: TrainedModel) -> FullState:
             ],
         },
         "pending": [[_full_piece(module, piece) for piece in pending_exchange] for pending_exchange in pending],
-        "form": _form(trained_model.model, full["model"], saved),
+        "form": _form(full["model"], saved, exchanges),
     }
 
 
@@ -89,13 +89,12 @@ def _state_dict(module: torch.nn.Module) -> Mapping[str, object] | None:
 
 
 def _form(
-    model: Synchronized, state: Mapping[str, object] | None, tensors: Mapping[str, torch.Tensor]
+    state: Mapping[str, object] | None, tensors: Mapping[str, torch.Tensor], exchanges: ExchangeState
 ) -> StateForm | None:
     """Returns how the state_dict of a network is made of its tensors."""
     if state is None:
         return None
-    exchanged = {name for name, parameter in model.module.named_parameters() if parameter.requires_grad}
-    exchanged |= model.buffer_policies.keys()
+    exchanged = {*exchanges.get("averaged", ()), *exchanges.get("policies", ())}
     return form_of(state, tensors, {name: tensor for name, tensor in tensors.items() if name in exchanged})
 
 

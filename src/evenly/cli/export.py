@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from evenly.cli._documents import require_writable
 from evenly.spec.plan import counted
 
 
@@ -34,6 +35,8 @@ def export(
 
     Examples: `evenly export runs/first --to model.safetensors`; `evenly export runs/first --best --to model.pt`.
     """
+    place = Path(to)
+    require_writable(place / "weights" if place.is_dir() else place)
     from evenly.checkpoints import export_weights
 
     written = export_weights(run, to, step=step, best=best, model=model, force=force)

@@ -47,7 +47,7 @@ class PayloadBuilder:
     @property
     def averaged_names(self) -> list[str]:
         """The names of the parameters that exchanges average."""
-        return sorted(_trained(self._module)) if self._is_sent else []
+        return [entry.home for entry in trained_entries(self._module, self._distinct)] if self._is_sent else []
 
     def snapshot(self, fragments: Sequence[int], *, stateful: Sequence[int] = (), change: bool = False) -> Payload:
         """Returns a snapshot of these fragments; those in `stateful` include the optimizer's state."""
