@@ -5,8 +5,13 @@ import torch
 from torch import nn
 
 import evenly
+from evenly.checkpoints import TrainedModel, save_average
 from evenly.checkpoints.weight_files import plain_state, write_weights
+from evenly.comm import close_groups, open_group
 from evenly.errors import CheckpointError, SpecError
+from tests.checkpoints.trained_runs import batch, build, gatherer_of
+from tests.nodes.test_shards import MODELS, World
+from tests.ranks import run_ranks
 
 KINDS = ("model.safetensors", "model.pt", "folder/")
 
@@ -131,3 +136,41 @@ def test_files_that_are_there_are_replaced_as_a_whole(tmp_path):
     (tmp_path / "other" / "thesis.txt").write_text("")
     with pytest.raises(SpecError, match="holds other files"):
         write(f"{tmp_path}/other/", networks(1))
+
+
+@pytest.mark.parametrize("plan", ["2|whole", "left out|2"])
+def test_networks_in_training_save_and_load_too(tmp_path, plan):
+    """Cut ones, also on a rank without a share: all ranks call it, and train on from these weights."""
+    write(tmp_path / "given.pt", build(seed=7))
+    world = World(MODELS[plan], build)
+
+    def act(rank_group):
+        with world.joined(rank_group, lambda m: torch.optim.SGD(m.parameters(), lr=0.05)) as (model, optimizer):
+            x, y = batch(world.replica_of(rank_group.rank), 0)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            evenly.load_weights(model, tmp_path / "given.pt")
+            trained_model = TrainedModel("model", model, optimizer, None)
+            with gatherer_of(rank_group) as gatherer, model.agreed():
+                to = {"gatherer": gatherer, "rank": rank_group.rank, "name": None}
+                save_average(tmp_path / "saved.safetensors", [trained_model], **to)
+            model.finish()
+
+    run_ranks(world.size, act)
+    network, expected = build(), build(seed=7).state_dict()
+    evenly.load_weights(network, tmp_path / "saved.safetensors")
+    for name, tensor in network.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=2e-7, atol=0)  # a weighted mean of equal values
+
+
+def test_ddp_is_unwrapped(tmp_path):
+    write(tmp_path / "given.pt", nn.Linear(4, 3))
+
+    def act(rank_group):
+        group = open_group(rank_group, "ddp", [0], backend="gloo", timeout_s=30)
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 3), process_group=group)
+        evenly.load_weights(wrapped, tmp_path / "given.pt")
+        close_groups([group], failed=False)
+        return wrapped.module.weight.detach()
+
+    assert torch.equal(run_ranks(1, act)[0], torch.load(tmp_path / "given.pt", weights_only=True)["weight"])

@@ -31,6 +31,10 @@ WeightState = OrderedDict[str, Any]  # a state_dict, with the versions of its mo
 ENDINGS: Mapping[str, FileKind] = {".safetensors": "safetensors", ".pt": "pt", ".pth": "pt"}
 HEADER = "evenly"  # the entry of a safetensors file's metadata that holds versions and plain values
 VERSIONS = "versions"  # the entry of a torch.distributed.checkpoint folder beside "model"
+UNREADABLE = (
+    *(SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError),
+    *(ValueError, KeyError, TypeError, AttributeError),  # of content that has another form
+)
 NO_SAFETENSORS = (torch.complex128,)  # dtypes that the format does not know
 
 
@@ -106,7 +110,7 @@ def read_weights(path: Path) -> WeightState:
         if path.is_dir():
             return _read_dcp(path)
         return _read_safetensors(path) if ENDINGS.get(path.suffix) == "safetensors" else _read_pt(path)
-    except (SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(
             f"weights were to be read from {path}, but it cannot be read: {first_line(error)} Give a whole file that "
             "evenly export, session.save or torch.save(model.state_dict()) wrote."
