@@ -41,9 +41,11 @@ __all__ = [
     "own_tensors",
     "remove_load_hook",
     "replace_tables",
+    "set_versions",
     "share_tables",
     "tensor_tables",
     "uses_one_projection",
+    "versions_of",
 ]
 
 TABLES = ("_modules", "_parameters", "_buffers")
@@ -166,6 +168,18 @@ def copy_versions(state: Any, source: Mapping[str, object], *, if_missing: bool 
     """
     if if_missing or hasattr(source, "_metadata"):
         state._metadata = getattr(source, "_metadata", None)
+
+
+def versions_of(state: Mapping[str, object]) -> dict[str, dict[str, Any]] | None:
+    """Returns what a state_dict says about each module, by the module's name: its version; None if it says nothing."""
+    versions = getattr(state, "_metadata", None)
+    return None if versions is None else {str(prefix): dict(entry) for prefix, entry in versions.items()}
+
+
+def set_versions(state: OrderedDict[str, Any], versions: Mapping[str, Mapping[str, Any]] | None) -> None:
+    """Writes the versions of modules into a state_dict; without them torch takes it for one of an early version."""
+    if versions is not None:
+        state._metadata = OrderedDict((prefix, dict(entry)) for prefix, entry in versions.items())  # type: ignore[attr-defined]  # torch's own attribute
 
 
 class WatchedModule(nn.Module):

@@ -1,16 +1,20 @@
 """The state of a trained model in full tensors, whether its network is cut over ranks or not."""
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from evenly.batches import Feed
+from evenly.checkpoints.state_form import StateForm, form_of
 from evenly.checkpoints.states import FullState, LocalState, NodeState
 from evenly.errors import CheckpointError
 from evenly.exchange import ExchangeState, PayloadEntryState, PendingState
 from evenly.nodes import Synchronized
 from evenly.shards import Sharded, full_state_dict, load_full_state_dict, local_shard_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,20 @@ class TrainedModel:
 
 def full_state(trained_model: TrainedModel) -> FullState:
     """Returns parameters, optimizer state, buffers and the buffers of the last exchange, all in full tensors."""
-    module, agreed = trained_model.model.module, dict(trained_model.model.agreed_buffers)
-    exchanges = trained_model.model.exchange_state()
+    module, exchanges = trained_model.model.module, trained_model.model.exchange_state()
+    agreed = dict(trained_model.model.agreed_buffers)  # after exchange_state, which takes loaded weights into account
     pending = [pending_exchange.pop("pieces") for pending_exchange in exchanges["trips"]]
     if not isinstance(module, Sharded):
+        parameters: dict[str, torch.Tensor] = dict(module.named_parameters())
+        own_buffers = dict(module.named_buffers())
         return {
-            "parameters": dict(module.named_parameters()),
+            "parameters": parameters,
             "optimizer": trained_model.optimizer.state_dict(),
-            "buffers": dict(module.named_buffers()),
+            "buffers": own_buffers,
             "agreed": agreed,
             "exchanges": exchanges,
             "pending": pending,
+            "form": _form(_state_dict(module), {**own_buffers, **parameters}, exchanges),
         }
     full = full_state_dict(module, trained_model.optimizer, device="cpu")
     if not full:
@@ -55,10 +62,11 @@ def full_state(trained_model: TrainedModel) -> FullState:
         )
     buffers = dict(module.named_buffers())
     names = {name for name, _ in module.named_parameters()}
+    saved = {name: value for name, value in full["model"].items() if name in names or name in buffers}
     return {
-        "parameters": {name: value for name, value in full["model"].items() if name in names},
+        "parameters": {name: value for name, value in saved.items() if name in names},
         "optimizer": {**full["optimizer"], "dropout": full["dropout"], "class": full["optimizer_class"]},
-        "buffers": {name: value for name, value in full["model"].items() if name in buffers},
+        "buffers": {name: value for name, value in saved.items() if name in buffers},
         "agreed": {name: _full_tensor(buffers[name], value) for name, value in agreed.items()},
         "exchanges": {
             **exchanges,
@@ -67,7 +75,27 @@ def full_state(trained_model: TrainedModel) -> FullState:
             ],
         },
         "pending": [[_full_piece(module, piece) for piece in pending_exchange] for pending_exchange in pending],
+        "form": _form(full["model"], saved, exchanges),
     }
+
+
+def _state_dict(module: torch.nn.Module) -> Mapping[str, object] | None:
+    """Returns the state_dict of a network; None if the network refuses it: its tensors are saved nevertheless."""
+    try:
+        return module.state_dict(keep_vars=True)
+    except Exception:
+        logger.warning("a checkpoint is saved without the names of the state_dict, which failed", exc_info=True)
+        return None
+
+
+def _form(
+    state: Mapping[str, object] | None, tensors: Mapping[str, torch.Tensor], exchanges: ExchangeState
+) -> StateForm | None:
+    """Returns how the state_dict of a network is made of its tensors."""
+    if state is None:
+        return None
+    exchanged = {*exchanges.get("averaged", ()), *exchanges.get("policies", ())}
+    return form_of(state, tensors, {name: tensor for name, tensor in tensors.items() if name in exchanged})
 
 
 def local_exchanges(trained_model: TrainedModel, node: NodeState, rank: LocalState) -> ExchangeState | None:

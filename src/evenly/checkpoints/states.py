@@ -1,9 +1,10 @@
 """Types of a checkpoint's content: the state of a run, of its nodes and of its ranks, in full tensors."""
 
-from typing import Any, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import torch
 
+from evenly.checkpoints.state_form import StateForm
 from evenly.exchange import ExchangeState, PayloadEntryState, Progress
 
 Tensors = dict[str, torch.Tensor]
@@ -36,6 +37,7 @@ class NodeState(TypedDict):
     parameters: Tensors
     optimizer: Saved
     pending: list[list[PayloadEntryState]]  # the payload of pending exchanges
+    form: NotRequired[StateForm | None]  # of the network's state_dict
 
 
 class FullState(NodeState):

@@ -282,6 +282,8 @@ class Exchanger:
         return {
             "settings": self._bound_settings(),
             "policies": dict(self.buffers.policies),
+            "averaged": self._payload_builder.averaged_names,
+            "counts": self._groups.rank_group.size == 1 or self._replica_exchange.counts_samples,
             "restarts": self._restarts,
             "points": self._anchors.state(),
             "trips": pending_exchanges,

@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import Dataset
 
 from evenly.batches import FeedOptions, feed
+from evenly.checkpoints.averaged_model import save_average
+from evenly.checkpoints.best import KeepBest, KeptCheckpoints
 from evenly.checkpoints.full_state import TrainedModel
 from evenly.checkpoints.saving import apply, restore_random_state
 from evenly.checkpoints.states import Stateful
@@ -43,6 +45,7 @@ class Session:
         seed: int = 0,
         checkpoint_every: int | Literal["epoch"] | None = "epoch",
         keep: int = 2,
+        keep_best: KeepBest | None = None,
         resume: bool = True,
         timeout_s: float = 600.0,
         place: Place | None = None,
@@ -56,6 +59,8 @@ class Session:
             seed: of the order of samples.
             checkpoint_every: a number of steps, `"epoch"`, or None to save only by `checkpoint()`.
             keep: how many checkpoints stay on disk.
+            keep_best: the name of a number that `log` gets, whose best checkpoint stays, too: `"accuracy"`, or
+                `("loss", "min", 3)` for the three smallest.
             resume: whether to go on from the newest checkpoint in `folder`.
             timeout_s: how long a rank may wait for the others.
             place: this process among the others; found in the environment if left out.
@@ -64,7 +69,7 @@ class Session:
         self._requested_device = device
         self._requested_nodes = nodes
         self._seed = seed
-        self._keep = max(keep, 1)
+        self._keep = KeptCheckpoints(max(keep, 1), keep_best, folder=self._folder)
         require_numbers(seed=seed, checkpoint_every=checkpoint_every)
         self._checkpoint_every = checkpoint_every
         self._place = place
@@ -293,9 +298,20 @@ class Session:
         self._recorder.record(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
         return path
 
+    def save(self, path: str | Path, *, name: str | None = None) -> Path:
+        """Writes the weights of a model, averaged over all nodes, to one file; all ranks call it together.
+
+        Args:
+            path: a file that ends in `.safetensors`, `.pt` or `.pth`, or a folder that ends in a slash, for
+                torch.distributed.checkpoint. What is there is replaced once the new one is complete.
+            name: the name of the model, if several are prepared.
+        """
+        return save_average(path, self._trained_models, name=name, gatherer=self._gatherer, rank=self.rank)
+
     def log(self, **values: float | None) -> None:
         """Records numbers such as losses and accuracies; those of rank 0 are written."""
         self._recorder.record(Measured, step=self._counters.step, values=values)
+        self._keep.log(self._counters.step, values)
 
     def describe(self, **settings: Setting) -> None:
         """Adds settings of the program to the record of the run."""
