@@ -57,9 +57,19 @@ class Checkpoints:
         self._leads = nodes[self._node][0] == rank
 
     def save(
-        self, step: int, trained_models: list[TrainedModel], tracked: Mapping[str, Stateful], *, epoch: int, keep: int
+        self,
+        step: int,
+        trained_models: list[TrainedModel],
+        tracked: Mapping[str, Stateful],
+        *,
+        epoch: int,
+        keep: int,
+        ended_epochs: int | None = None,
     ) -> Path:
-        """Writes the run's state as the checkpoint of `step` and returns its folder."""
+        """Writes the run's state as the checkpoint of `step` and returns its folder.
+
+        `ended_epochs`: the run has ended, in a loop over so many epochs, and is not resumed to make as many.
+        """
         token, step = self._together(lambda: self._begin(step), "begin a checkpoint in", self.root)[0]
         name = f"step-{step:09d}"
         partial = self.root / f".{name}.{token}"
@@ -74,6 +84,8 @@ class Checkpoints:
             "models": {trained_model.name: _form(trained_model.model.module) for trained_model in trained_models},
             "files": {file: digest for part in digests for file, digest in part.items()},
         }
+        if ended_epochs is not None:
+            manifest["ended_epochs"] = ended_epochs
 
         def finish() -> None:
             if owner:

@@ -1,6 +1,6 @@
 """Types of a checkpoint's content: the state of a run, of its nodes and of its ranks, in full tensors."""
 
-from typing import Any, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import torch
 
@@ -28,6 +28,7 @@ class Manifest(TypedDict):
     nodes: list[list[int]]
     models: dict[str, dict[str, str]]  # the dtype and shape of each tensor
     files: dict[str, str]
+    ended_epochs: NotRequired[int]  # the run ended, finished or stopped early, in a loop over so many epochs
 
 
 class NodeState(TypedDict):
