@@ -25,6 +25,7 @@ from evenly.gradients import DdpGradients, Gradients, ShardedGradients, Verdict,
 from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
 from evenly.nodes.closures import Arguments, has_closure, with_mean_loss
 from evenly.nodes.signature import describe
+from evenly.nodes.state_reads import StateReadWarning
 from evenly.schedule.period_timer import PeriodTimer
 from evenly.schedule.step_clock import StepClock
 from evenly.schedule.step_counter import Schedule
@@ -100,11 +101,20 @@ class Synchronized(torch.nn.Module):
             replica_exchange.close(failed=True)
             groups.close(failed=True)
             raise
+        state_hook = module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # torch has no annotation here
+            StateReadWarning(self._steps_apart)
+        )
         self._removers = [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
             watch_scaler(scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._on_scaler_skip),
+            state_hook.remove,
         ]
+
+    def _steps_apart(self) -> int:
+        """Returns the steps that nodes have made since they held the same parameters; 0 inside `agreed()`."""
+        averages = len(self._groups.nodes) > 1 and not self._global_gradients
+        return self.schedule.since if averages and not self._is_in_agreed else 0
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
