@@ -2,7 +2,9 @@
 
 import pytest
 
+import evenly
 from evenly.checkpoints import folder as folders
+from evenly.errors import SpecError
 from evenly.reports import report
 from evenly.spec import Run, RunStopped
 from tests.processes import collect, run_processes, start_processes
@@ -15,7 +17,7 @@ def saved_steps(folder):
     return [int(path.name.removeprefix("step-")) for path in folders.checkpoints(folder / "checkpoints")]
 
 
-@pytest.mark.parametrize("how", ["break", "inner break", "stop"])
+@pytest.mark.parametrize("how", ["break", pytest.param("inner break", marks=pytest.mark.slow), "stop"])
 def test_a_loop_left_early_ends_the_run_like_its_last_epoch(tmp_path, how):
     arguments = {"folder": str(tmp_path / "run"), "how": how, "at": 7, "epochs": 5}
     ranks = run_processes(ragged(2, 1), LEAVE, arguments)
@@ -33,6 +35,7 @@ def test_a_loop_left_early_ends_the_run_like_its_last_epoch(tmp_path, how):
     assert more[0]["made"] > 0, "more epochs continue it"
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_after_the_same_step_whoever_asks(tmp_path):
     arguments = {"folder": str(tmp_path / "run"), "how": "stop", "at": 6, "every": "epoch", "epochs": 40}
     ranks = run_processes(ragged(1, 1, 1), LEAVE, arguments)
@@ -41,7 +44,7 @@ def test_all_ranks_stop_after_the_same_step_whoever_asks(tmp_path):
     assert len({rank["model"] for rank in ranks}) == 1
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGUSR1", 0)])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), pytest.param("SIGUSR1", 0, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_run_resumes_bit_for_bit(tmp_path, name, code):
     arguments = {"how": name, "at": 6, "every": 4, "epochs": 12}
     whole = run_processes(ragged(2, 1), LEAVE, {**arguments, "folder": str(tmp_path / "whole"), "how": ""})
@@ -72,3 +75,8 @@ def test_an_error_in_the_loop_is_no_early_end(tmp_path):
     assert all(rank.code for rank in ended)
     assert "a broken sample" in ended[0].errors
     assert Run.read(tmp_path / "run").last(RunStopped) is None
+
+
+def test_epochs_before_prepare_are_refused():
+    with evenly.Session() as session, pytest.raises(SpecError, match="before prepare"):
+        next(session.epochs(2))

@@ -278,6 +278,8 @@ class Session:
         and a second start trains nothing. After SIGTERM or SIGUSR1 all ranks save a checkpoint after the same step and
         the program ends; a second start resumes there.
         """
+        if not self._trained_models:
+            raise SpecError("epochs() was called before prepare(): nothing would be trained. Prepare a model first.")
         if (restored := self._active_ranks.restored()) is not None:
             self._epoch = int(restored["manifest"]["epoch"])
             self._has_ended = count <= restored["manifest"].get("ended_epochs", 0)
