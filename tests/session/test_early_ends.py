@@ -30,6 +30,7 @@ def test_a_loop_left_early_ends_the_run_like_its_last_epoch(tmp_path, how):
     assert "stopped early" in report(tmp_path / "run")
     again = run_processes(ragged(2, 1), LEAVE, arguments)
     assert [rank["made"] for rank in again] == [0, 0, 0], "a second start trains nothing"
+    assert "stopped early" in report(tmp_path / "run")
     assert {rank["model"] for rank in again} == {ranks[0]["model"]}
     more = run_processes(ragged(2, 1), LEAVE, {**arguments, "epochs": 6, "how": ""})
     assert more[0]["made"] > 0, "more epochs continue it"

@@ -42,7 +42,7 @@ class TableRow:
 def row_of(run: Run, *, name: str = "") -> TableRow:
     """Returns the row of one run."""
     whole = since_fresh_start(run)
-    started, parts = run.last(RunStarted), whole.of(RunFinished)
+    started, parts = whole.last(RunStarted), whole.of(RunFinished)
     seconds = sum(part.seconds for part in parts)
     state, note = _state(whole)
     return TableRow(
