@@ -193,15 +193,18 @@ class Synchronized(torch.nn.Module):
         if self._is_in_agreed:
             raise SpecError(f"{what} was called inside agreed(), where the model is an average. Leave the block first.")
 
-    def close(self) -> None:
-        """Removes the hooks and ends the background thread; the plain network stays in `module`."""
+    def close(self, *, may_differ: bool = False) -> None:
+        """Removes the hooks and ends the background thread; the plain network stays in `module`.
+
+        Logs a warning if nodes hold different parameters, unless they `may_differ`.
+        """
         self._closed = True
         for remove in self._removers:
             remove()
         if self._shard_group is not None:
             self._shard_group.watch(None)
         self._gradients.close()
-        failed = not self._exchanger.close() or self._monitor.has_failed
+        failed = not self._exchanger.close(may_differ=may_differ) or self._monitor.has_failed
         self._monitor.close()
         self._replica_exchange.close(failed=failed)
         self._groups.close(failed=failed)

@@ -1,5 +1,6 @@
 """Session: opens the world, prepares models, saves checkpoints, records the run, closes."""
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,6 +43,8 @@ from evenly.spec import (
     RunStarted,
     RunStopped,
 )
+
+logger = logging.getLogger(__name__)
 
 Setting = str | int | float | bool | None
 
@@ -90,7 +93,7 @@ class Session:
         self._trained_models: list[TrainedModel] = []
         self._epoch = self._saved_step = 0
         self._stopping: StopAgreement | None = None
-        self._is_stopped = self._has_ended = False
+        self._is_stopped = self._has_ended = self._is_interrupted = False
         self._deferred_error: BaseException | None = None  # raised where a loop was left by break, which cannot raise
         self._tracked, self._settings = dict[str, Stateful](), dict[str, Setting]()
 
@@ -332,9 +335,13 @@ class Session:
         """Ends a loop that made all its epochs, or that stop() or a signal has stopped."""
         stopping = self._stopping if self._is_stopped else None
         if stopping is not None and stopping.signal_number is not None:
+            self._is_interrupted = True
             if self._folder is not None:
                 self.checkpoint()
             self._record_stop(f"{stopping.reason}; a second start resumes here")
+            if self.rank == 0:
+                saved = "nothing is saved without a folder" if self._folder is None else f"saved in {self._folder}"
+                logger.warning("stopped by %s after step %d; %s", stopping.reason, self._counters.step, saved)
             raise RunInterrupted(stopping.signal_number)
         self._end_run(count)
         if stopping is not None:
@@ -412,7 +419,7 @@ class Session:
 
     def _register(self, trained_model: TrainedModel, plan: Plan) -> None:
         self._trained_models.append(trained_model)
-        self._closing.callback(trained_model.close)
+        self._closing.callback(lambda: trained_model.close(is_interrupted=self._is_interrupted))
         self._counters.watch(trained_model.model)
         if trained_model.feed is not None:
             trained_model.feed.on_end.append(trained_model.model.end_epoch)
