@@ -43,6 +43,7 @@ class Feed:
         self._is_under_way = False  # an epoch has begun and not ended
         self.between: list[Callable[[], None]] = []  # called when a step is over and another follows
         self.on_end: list[Callable[[], None]] = []
+        self.ends_early = False  # set between two steps: the epoch yields no further batch
         self._device = device
         self._drop_last = drop_last
         self._name = type(dataset).__name__
@@ -83,6 +84,9 @@ class Feed:
             yield batch if self._device is None else to_device(batch, self._device)
             for tell in self.between if self._has_next(epoch) else ():
                 tell()
+            if self.ends_early:
+                self._is_under_way = False
+                return
         self._is_under_way = False
         if self.offset == 0:
             raise DataError(

@@ -30,9 +30,9 @@ class TrainedModel:
         """Returns the samples of all ranks over those of this rank."""
         return ranks if self.feed is None else self.feed.times
 
-    def close(self) -> None:
-        """Closes the process groups of the module."""
-        self.model.close()
+    def close(self, *, is_interrupted: bool = False) -> None:
+        """Closes the process groups of the module; nodes of an interrupted run may hold different parameters."""
+        self.model.close(may_differ=is_interrupted)
         if isinstance(self.model.module, Sharded):
             self.model.module.close()
 

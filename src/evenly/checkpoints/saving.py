@@ -65,8 +65,12 @@ class Checkpoints:
         *,
         epoch: int,
         keep: KeptCheckpoints,
+        ended_epochs: int | None = None,
     ) -> Path:
-        """Writes the run's state as the checkpoint of `step` and returns its folder."""
+        """Writes the run's state as the checkpoint of `step` and returns its folder.
+
+        `ended_epochs`: the run has ended, in a loop over so many epochs, and is not resumed to make as many.
+        """
         token, step, best = self._together(lambda: self._begin(step, keep), "begin a checkpoint in", self.root)[0]
         name = f"step-{step:09d}"
         partial = self.root / f".{name}.{token}"
@@ -81,6 +85,8 @@ class Checkpoints:
             "models": {trained_model.name: _form(trained_model.model.module) for trained_model in trained_models},
             "files": {file: digest for part in digests for file, digest in part.items()},
         }
+        if ended_epochs is not None:
+            manifest["ended_epochs"] = ended_epochs
 
         def finish() -> None:
             if owner:

@@ -214,8 +214,11 @@ class Exchanger:
         for pending_exchange in list(self._pending_exchanges):
             self._merge(pending_exchange)
 
-    def close(self) -> bool:
-        """Waits shortly for background exchanges; returns whether they ended."""
+    def close(self, *, may_differ: bool = False) -> bool:
+        """Waits shortly for background exchanges; returns whether they ended.
+
+        Logs a warning if nodes hold different parameters, unless they `may_differ`.
+        """
         self._loaded_weights.close()
         backgrounds = [
             pending_exchange.background
@@ -224,7 +227,7 @@ class Exchanger:
         ]
         have_ended = not backgrounds or backgrounds[-1].ends_within(CLOSING_S)  # they run in order
         steps, pending_exchanges = self._schedule.since if self._averages else 0, len(self._pending_exchanges)
-        if (steps or pending_exchanges) and not self._monitor.has_failed:
+        if (steps or pending_exchanges) and not may_differ and not self._monitor.has_failed:
             case = (
                 f"{pending_exchanges} pending exchanges are dropped"
                 if pending_exchanges

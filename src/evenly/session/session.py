@@ -1,5 +1,7 @@
 """Session: opens the world, prepares models, saves checkpoints, records the run, closes."""
 
+import logging
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -25,10 +27,26 @@ from evenly.nodes import Synchronized
 from evenly.nodes.composition import compose_synchronized
 from evenly.session.active_ranks import LINGER_S, ActiveRanks, LeftOut
 from evenly.session.by_hand import regroup, survey_rank_group
+from evenly.session.loop_exit import was_left_by_break
 from evenly.session.planning import exchange_of, plan_run, require_epochs, require_numbers
 from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.sharding import shard_for
-from evenly.spec import CheckpointSaved, EpochDone, Event, Every, ExchangeWishes, Measured, Plan, Profile, RunStarted
+from evenly.session.stopping import RunInterrupted, StopAgreement, stopping_on_signals
+from evenly.spec import (
+    CheckpointSaved,
+    EpochDone,
+    Event,
+    Every,
+    EverySeconds,
+    ExchangeWishes,
+    Measured,
+    Plan,
+    Profile,
+    RunStarted,
+    RunStopped,
+)
+
+logger = logging.getLogger(__name__)
 
 Setting = str | int | float | bool | None
 
@@ -79,6 +97,9 @@ class Session:
         self._entered: ActiveRanks | None = None
         self._trained_models: list[TrainedModel] = []
         self._epoch = self._saved_step = 0
+        self._stopping: StopAgreement | None = None
+        self._is_stopped = self._has_ended = self._is_interrupted = False
+        self._deferred_error: BaseException | None = None  # raised where a loop was left by break, which cannot raise
         self._tracked, self._settings = dict[str, Stateful](), dict[str, Setting]()
 
     def __enter__(self) -> Self:
@@ -137,13 +158,14 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        left_out = isinstance(error, LeftOut)
-        error = None if left_out else error
+        left_out, is_interrupted = isinstance(error, LeftOut), isinstance(error, RunInterrupted)
+        error = None if left_out or is_interrupted else error
         try:
             if isinstance(error, RuntimeError) and self._monitor is not None:
                 self._monitor.check()  # a lost rank may be the cause of torch's error
             if error is None and not left_out:
-                self.finish()
+                if not is_interrupted:
+                    self._finish_all()
                 sums = self._gatherer.gather(self._counters.sums(), "the end of the run")
                 self._counters.record_totals(sums, self.cluster.rank_lists())
         except BaseException as problem:
@@ -258,26 +280,104 @@ class Session:
                 stateful.load_state_dict(restored["rank"]["tracked"][name])
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yields the epochs still to do; exchanges, records and saves at the end of each, and finishes the run."""
+        """Yields the epochs still to do; exchanges, records and saves at the end of each, and finishes the run.
+
+        Left early, by `break`, `return` or `stop()`, the run ends in the same way: with an exchange and a checkpoint,
+        and a second start trains nothing. After SIGTERM or SIGUSR1 all ranks save a checkpoint after the same step and
+        the program ends; a second start resumes there.
+        """
+        if not self._trained_models:
+            raise SpecError("epochs() was called before prepare(): nothing would be trained. Prepare a model first.")
         if (restored := self._active_ranks.restored()) is not None:
             self._epoch = int(restored["manifest"]["epoch"])
+            self._has_ended = count <= restored["manifest"].get("ended_epochs", 0)
             restore_random_state(restored)
-            self._active_ranks.begin(self._epoch, count)
+            self._active_ranks.begin(self._epoch, count, has_ended=self._has_ended)
         self._counters.start()
-        while self._epoch < count:
-            for trained_model in self._trained_models:
-                if trained_model.feed is not None:
-                    trained_model.feed.epoch = self._epoch
-            yield self._epoch
-            self._epoch += 1
-            for trained_model in self._trained_models:
-                trained_model.model.end_epoch()
-                if trained_model.feed is not None:
-                    trained_model.feed.resume({"epoch": self._epoch, "offset": 0})
-            self._recorder.record(EpochDone, epoch=self._epoch, step=self._counters.step)
-            if self._checkpoint_every == "epoch" and self._folder is not None:
+        with stopping_on_signals(self._stop_by_signal):
+            try:
+                while self._epoch < count and not self._has_ended and not self._is_stopped:
+                    for trained_model in self._trained_models:
+                        if trained_model.feed is not None:
+                            trained_model.feed.epoch = self._epoch
+                    yield self._epoch
+                    if not self._is_stopped:
+                        self._end_epoch(count)
+            except GeneratorExit:
+                if was_left_by_break():
+                    self._end_left_loop(count)
+                raise
+            if not self._has_ended:
+                self._end_loop(count)
+
+    def stop(self, reason: str = "stop() was called") -> None:
+        """Ends the run early: all ranks stop after the same step, exchange and save, and `epochs` yields no more.
+
+        Any rank may call it, at any point of the loop; the others need not.
+        """
+        if self._stopping is None:
+            raise SpecError("stop() was called, but nothing is trained yet. Call it after prepare(), in the loop.")
+        self._stopping.request(reason)
+
+    def _stop_by_signal(self, number: int) -> None:
+        if self._stopping is not None:
+            self._stopping.request(signal.Signals(number).name, signal_number=number)
+
+    def _end_epoch(self, count: int) -> None:
+        self._epoch += 1
+        for trained_model in self._trained_models:
+            trained_model.model.end_epoch()
+            if trained_model.feed is not None:
+                trained_model.feed.resume({"epoch": self._epoch, "offset": 0})
+        self._recorder.record(EpochDone, epoch=self._epoch, step=self._counters.step)
+        if self._epoch == count:
+            return  # the end of the run saves
+        if self._checkpoint_every == "epoch" and self._folder is not None:
+            self.checkpoint()
+        self._between_steps()
+
+    def _end_loop(self, count: int) -> None:
+        """Ends a loop that made all its epochs, or that stop() or a signal has stopped."""
+        stopping = self._stopping if self._is_stopped else None
+        if stopping is not None and stopping.signal_number is not None:
+            self._is_interrupted = True
+            if self._folder is not None:
                 self.checkpoint()
-            self._between_steps()
+            self._record_stop(f"{stopping.reason}; a second start resumes here")
+            if self.rank == 0:
+                saved = "nothing is saved without a folder" if self._folder is None else f"saved in {self._folder}"
+                logger.warning("stopped by %s after step %d; %s", stopping.reason, self._counters.step, saved)
+            raise RunInterrupted(stopping.signal_number)
+        self._end_run(count)
+        if stopping is not None:
+            self._record_stop(str(stopping.reason))
+
+    def _end_left_loop(self, count: int) -> None:
+        """Ends a loop that was left by `break` or `return`; an error is raised later, since here it would be lost."""
+        feeds = [trained_model.feed for trained_model in self._trained_models if trained_model.feed is not None]
+        if all(feed.epoch > self._epoch for feed in feeds):
+            self._epoch += 1  # all batches of this epoch were taken
+        try:
+            self._end_run(count)
+            self._record_stop("the program left the loop over epochs")
+        except BaseException as error:
+            self._report(error)
+            self._deferred_error = error
+
+    def _end_run(self, count: int) -> None:
+        """Makes the last exchange and the last checkpoint."""
+        self.finish()
+        self._has_ended = True
+        if self._folder is not None and self._checkpoint_every is not None:
+            self._save(ended_epochs=count)
+
+    def _record_stop(self, reason: str) -> None:
+        self._recorder.record(RunStopped, epoch=self._epoch, step=self._counters.step, reason=reason)
+
+    def _finish_all(self) -> None:
+        """Makes the last exchange; raises the error of a loop that was left by break."""
+        if self._deferred_error is not None:
+            raise self._deferred_error
         self.finish()
 
     def finish(self) -> None:
@@ -287,6 +387,9 @@ class Session:
 
     def checkpoint(self) -> Path:
         """Saves the run now, on all ranks together, and returns the folder."""
+        return self._save()
+
+    def _save(self, *, ended_epochs: int | None = None) -> Path:
         if self._active_ranks.checkpoints is None:
             raise SpecError("a checkpoint was asked for, but the session has no folder. Use Session('runs/name').")
         began = time.monotonic()
@@ -294,7 +397,9 @@ class Session:
             trained_model.model.prepare_checkpoint()
         step = self._saved_step = self._counters.step
         save = self._active_ranks.checkpoints.save
-        path = save(step, self._trained_models, self._tracked, epoch=self._epoch, keep=self._keep)
+        path = save(
+            step, self._trained_models, self._tracked, epoch=self._epoch, keep=self._keep, ended_epochs=ended_epochs
+        )
         self._recorder.record(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
         return path
 
@@ -330,12 +435,13 @@ class Session:
 
     def _register(self, trained_model: TrainedModel, plan: Plan) -> None:
         self._trained_models.append(trained_model)
-        self._closing.callback(trained_model.close)
+        self._closing.callback(lambda: trained_model.close(is_interrupted=self._is_interrupted))
         self._counters.watch(trained_model.model)
         if trained_model.feed is not None:
             trained_model.feed.on_end.append(trained_model.model.end_epoch)
         attach_rebalancer(trained_model, plan, self._active_ranks)
         if len(self._trained_models) == 1:
+            self._stopping = self._new_stop_agreement(plan)
             self._counters.step = self._saved_step = trained_model.model.schedule.step
             self._counters.count_steps(trained_model, lambda: self._epoch, ranks=self.world_size)
             fields = {
@@ -345,13 +451,28 @@ class Session:
             }
             self._recorder.record(RunStarted, name=self._folder.name if self._folder else "run", plan=plan, **fields)
 
+    def _new_stop_agreement(self, plan: Plan) -> StopAgreement:
+        """Returns the agreement of the ranks that make the same steps; with periods in seconds, those of the node."""
+        nodes = self.cluster.rank_lists()
+        is_timed = isinstance(plan.period, EverySeconds)
+        ranks = next(node for node in nodes if self.rank in node) if is_timed else [r for node in nodes for r in node]
+        return StopAgreement(self._active_ranks.monitor, ranks=ranks, timeout_s=self._timeout_s)
+
     def _between_steps(self) -> None:
-        """Saves after every `checkpoint_every` steps, once per step: a step may take several batches."""
+        """Saves after every `checkpoint_every` steps, once per step: a step may take several batches.
+
+        Ends the epoch if all ranks stop after this step.
+        """
         for trained_model in self._trained_models:
             trained_model.model.advance_after_skipped_step()
         every, step = self._checkpoint_every, self._counters.step
         if self._folder and isinstance(every, int) and step % every == 0 and step > self._saved_step:
             self.checkpoint()
+        if self._stopping is not None and self._stopping.is_reached(step):
+            self._is_stopped = True
+            for trained_model in self._trained_models:
+                if trained_model.feed is not None:
+                    trained_model.feed.ends_early = True
 
     def _report(self, error: BaseException) -> None:
         for trained_model in self._trained_models:
