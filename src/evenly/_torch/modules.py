@@ -43,6 +43,7 @@ __all__ = [
     "replace_tables",
     "set_versions",
     "share_tables",
+    "tensor_reader",
     "tensor_tables",
     "uses_one_projection",
     "versions_of",
@@ -81,6 +82,16 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     `setattr` would go through a `__setattr__` of the module's class.
     """
     return module._parameters, module._buffers
+
+
+def tensor_reader(module: nn.Module, name: str) -> Callable[[], torch.Tensor | None] | None:
+    """Returns a function that reads a module's own parameter or buffer, faster than `getattr`; None for others."""
+    attributes = vars(module)  # a table may be replaced, as `__setstate__` does
+    if name in module._parameters:
+        return lambda: attributes["_parameters"][name]
+    if name in module._buffers:
+        return lambda: attributes["_buffers"][name]
+    return None
 
 
 def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
