@@ -137,13 +137,16 @@ class Synchronized(torch.nn.Module):
         with self._gradients.paused():
             yield
 
-    def end_epoch(self) -> None:
-        """Marks the end of a pass over the data; exchanges if the period is an epoch."""
+    def end_epoch(self, epochs: int | None = None) -> None:
+        """Marks the end of a pass over the data; exchanges if the period is one of epochs and over.
+
+        `epochs` is the number of passes that have ended; calls are counted if it is left out.
+        """
         self._require_outside_agreed("end_epoch()")
         self.advance_after_skipped_step()
         if self._period_timer is not None:
             self.wait_for_all_nodes()
-        elif self.schedule.due_at_epoch_end():
+        elif self.schedule.due_at_epoch_end(epochs):
             self._exchanger.exchange(range(self.schedule.fragments))
 
     def finish(self) -> None:

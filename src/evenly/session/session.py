@@ -266,7 +266,7 @@ class Session:
             yield self._epoch
             self._epoch += 1
             for trained_model in self._trained_models:
-                trained_model.model.end_epoch()
+                trained_model.model.end_epoch(self._epoch)
                 if trained_model.feed is not None:
                     trained_model.feed.resume({"epoch": self._epoch, "offset": 0})
             self._recorder.record(EpochDone, epoch=self._epoch, step=self._counters.step)
@@ -317,7 +317,8 @@ class Session:
         self._closing.callback(trained_model.close)
         self._counters.watch(trained_model.model)
         if trained_model.feed is not None:
-            trained_model.feed.on_end.append(trained_model.model.end_epoch)
+            feed, end_epoch = trained_model.feed, trained_model.model.end_epoch
+            feed.on_end.append(lambda: end_epoch(feed.epoch))
         attach_rebalancer(trained_model, plan, self._active_ranks)
         if len(self._trained_models) == 1:
             self._counters.step = self._saved_step = trained_model.model.schedule.step
