@@ -65,7 +65,7 @@ def test_no_rows_have_no_bars():
         ("epoch", "once an epoch"),
         ("global", "of gradients"),
         ("5 epochs", "every 5 epochs (of 1000 steps each)"),
-    ],  # fmt: skip
+    ],
 )
 def test_the_whole_is_said_in_sentences(every, words):
     made, told, _ = planned(2, 1, speeds=[60, 30, 10], every=every)

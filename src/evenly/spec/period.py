@@ -159,5 +159,6 @@ def period_of(wish: Every) -> AnyPeriod:
         return EveryGradient()
     raise SpecError(
         f"every={wish!r} is not a period. Give a number of steps, a time such as '30s' or '5m', a part of the time for "
-        "exchanges such as '2%', 'epoch', '5 epochs', 'adaptive', 'global', EverySteps(k), EveryEpoch() or Adaptive(drift=0.05)."
+        "exchanges such as '2%', 'epoch', '5 epochs', 'adaptive', 'global', EverySteps(k), EveryEpoch() or "
+        "Adaptive(drift=0.05)."
     )
