@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from evenly.batches import FeedOptions, feed
 from evenly.checkpoints.full_state import TrainedModel
-from evenly.checkpoints.saving import apply, restore_random_state
+from evenly.checkpoints.saving import apply, load_tracked, restore_random_state
 from evenly.checkpoints.states import Stateful
 from evenly.comm import FailureMonitor, rank_group_of
 from evenly.errors import SpecError
@@ -245,12 +245,13 @@ class Session:
         return synchronized, optimizer, batches
 
     def track(self, **things: Stateful) -> None:
-        """Saves objects with `state_dict` and `load_state_dict` (schedulers, a GradScaler) in the checkpoints."""
+        """Saves objects with `state_dict` and `load_state_dict` (schedulers, a GradScaler) in the checkpoints.
+
+        In a run that resumes their states are loaded at once. `CheckpointError` if the checkpoint has no such name; an
+        object that is new in this start is tracked inside the loop over `epochs`.
+        """
+        load_tracked(self._active_ranks.restored(), things)
         self._tracked.update(things)
-        restored = self._active_ranks.restored()
-        for name, stateful in things.items():
-            if restored is not None and name in restored["rank"]["tracked"]:
-                stateful.load_state_dict(restored["rank"]["tracked"][name])
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yields the epochs still to do; exchanges, records and saves at the end of each, and finishes the run."""
