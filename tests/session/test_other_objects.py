@@ -80,10 +80,10 @@ def test_options_and_state_that_were_not_saved_are_named(tmp_path):
         return optimizer
 
     train(tmp_path / "option", plain, epochs=1)
-    with pytest.raises(CheckpointError, match="no 'decay', an option of this start's Averaged"):
+    with pytest.raises(CheckpointError, match="options of its optimizer lack 'decay', which this start's Averaged has"):
         train(tmp_path / "option", lambda model: Averaged(model.parameters()), epochs=2)
     train(tmp_path / "state", lambda model: Averaged(model.parameters(), keeps=False), epochs=1)
-    with pytest.raises(CheckpointError, match="no 'average', state that this start's Averaged keeps"):
+    with pytest.raises(CheckpointError, match="lacks 'average', which this start's Averaged has"):
         train(tmp_path / "state", lambda model: Averaged(model.parameters()), epochs=2)
 
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_without_the_class_goes_on_with_the_same_optimizer_only():
     """Older checkpoints have no class."""
     model = network()
     saved, other = sgd(model).state_dict(), torch.optim.Adam(model.parameters())
-    with pytest.raises(CheckpointError, match="no 'amsgrad', 'betas', 'eps', an option of this start's Adam"):
+    with pytest.raises(CheckpointError, match="lack 'betas', 'eps', which this start's Adam has"):
         load_optimizer(other, saved, None, lambda: other.load_state_dict(saved))
     same = sgd(model)
     load_optimizer(same, saved, None, lambda: same.load_state_dict(saved))

@@ -38,7 +38,7 @@ def load_optimizer(
         raise _misfit(f"{own_name} refuses it ({type(error).__name__}: {error})") from error
     for group in optimizer.param_groups:  # they are the saved ones now
         if missing := sorted(name for name in optimizer.defaults if name not in group):
-            raise _misfit(f"it has no {_quoted(missing)}, an option of this start's {own_name}")
+            raise _misfit(f"the options of its optimizer lack {_quoted(missing)}, which this start's {own_name} has")
     _require_state(optimizer, state_keys, own_name)
 
 
@@ -47,7 +47,7 @@ def _require_state(optimizer: torch.optim.Optimizer, state_keys: list[set[str]],
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for names, parameter in zip(state_keys, parameters, strict=True):
         if missing := sorted(names - set(optimizer.state.get(parameter, {}))):
-            raise _misfit(f"it has no {_quoted(missing)}, state that this start's {own_name} keeps")
+            raise _misfit(f"the state of its optimizer lacks {_quoted(missing)}, which this start's {own_name} has")
 
 
 def _quoted(names: list[str]) -> str:

@@ -203,9 +203,9 @@ def load_tracked(state: Restored | None, things: Mapping[str, Stateful]) -> None
     for name, stateful in things.items():
         if name not in saved:
             raise CheckpointError(
-                f"track({name}=...) was called in a run that goes on, but its checkpoint of step {step} has no {name!r}; "
-                f"it has {', '.join(map(repr, saved)) or 'nothing tracked'}. Give the name that it was saved under, or "
-                "track an object that is new in this start inside the loop over session.epochs()."
+                f"track({name}=...) was called in a run that goes on, but its checkpoint of step {step} has no "
+                f"{name!r}; it has {', '.join(map(repr, saved)) or 'nothing tracked'}. Give the name that it was saved "
+                "under, or track an object that is new in this start inside the loop over session.epochs()."
             )
         try:
             stateful.load_state_dict(saved[name])
