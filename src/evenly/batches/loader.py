@@ -43,6 +43,7 @@ class Feed:
         self.offset = 0  # samples of this epoch that all ranks together have taken
         self.samples = 0
         self._is_under_way = False  # an epoch has begun and not ended
+        self._current: Epoch | None = None
         self.between: list[Callable[[], None]] = []  # called when a step is over and another follows
         self.on_end: list[Callable[[], None]] = []
         self._device = device
@@ -72,13 +73,18 @@ class Feed:
         rank_samples = self._shares[self._rank]
         return self.global_batch / rank_samples if rank_samples else len(self._shares)
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the batch yielded last is the last one of its epoch."""
+        return self._is_under_way and self._current is not None and not self._has_next(self._current)
+
     def __len__(self) -> int:
         """Returns the number of steps in an epoch, equal on all ranks; `TypeError` for a stream without a length."""
         whole, remainder = divmod(self._source.size(), self.global_batch)
         return whole + (remainder > 0 and not (self._drop_last and whole))
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._source.begin(self.epoch)
+        epoch = self._current = self._source.begin(self.epoch)
         while self._has_next(epoch):
             self.offset, self.samples, batch = epoch.take()
             self._is_under_way = True

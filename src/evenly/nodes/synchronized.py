@@ -61,6 +61,7 @@ class Synchronized(torch.nn.Module):
         self.module = module
         self.schedule = Schedule(period, exchange.fragments, least=exchange.least_adaptive_steps)
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
+        self.batch_samples: float | None = None  # of the last forward with gradients
         self._optimizer = optimizer
         self._settings = exchange
         self._groups = groups
@@ -122,6 +123,7 @@ class Synchronized(torch.nn.Module):
         except Exception as error:
             self._monitor.report(error)
             raise
+        self.batch_samples = samples
         return self._gradients.forward(samples, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
