@@ -105,3 +105,68 @@ def words(*, shares: list[float] | None = None) -> dict[str, Any]:
             "is_main": session.is_main,
             "drawn": drawn,
         }
+
+
+def small_network() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def small_data(size: int = 10) -> TensorDataset:
+    x = torch.randn(size, 5, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def accumulate_plainly() -> list[float]:
+    """Returns the parameters after the steps of `accumulate_cut`, on one device."""
+    model = small_network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = small_data().tensors
+    for start, stop in ((0, 8), (8, 10)):
+        nn.functional.mse_loss(model(x[start:stop]), y[start:stop]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+def accumulate_cut() -> list[float]:
+    """Makes a step of two batches of four, then one of two samples; one epoch before is broken off inside a step."""
+    data = small_data()
+    with evenly.Session(device="cpu") as session:
+        model = small_network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = session.plan(model, data.tensors[0][:4], batch_size=4, shares=[2, 1])
+        trained, optimizer, loader = session.prepare(model, optimizer, data, plan=plan, shuffle=False)
+        for epoch in session.epochs(2):
+            for x, y in loader:
+                with session.accumulate(2) as batch:
+                    batch.backward(nn.functional.mse_loss(trained(x), y))
+                if epoch == 0:
+                    optimizer.zero_grad()
+                    break
+                if batch.is_last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        full = evenly.shards.full_state_dict(trained.module)["model"]
+        return [value for name, _ in model.named_parameters() for value in full[name].flatten().tolist()]
+
+
+def exchange_every_second_epoch(folder: str, *, epochs: int) -> list[int]:
+    """Returns the exchanges made before each epoch but the first, and at the end."""
+    with evenly.Session(folder, device="cpu") as session:
+        model = small_network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        plan = session.plan(batch_size=2, every="2 epochs")
+        trained, optimizer, loader = session.prepare(model, optimizer, small_data(), plan=plan)
+        exchanges = []
+        for epoch in session.epochs(epochs):
+            exchanges.append(trained.schedule.exchanges)
+            for x, y in loader:
+                nn.functional.mse_loss(trained(x), y).backward()
+                if epoch:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if not epoch:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*exchanges[1:], trained.schedule.exchanges]

@@ -12,22 +12,41 @@ from evenly.errors import DataError, SpecError
 from evenly.spec import Measured
 from tests.processes import run_processes
 from tests.ranks import ragged
-from tests.session.loop_programs import Net, accumulate
+from tests.session.loop_programs import Net, accumulate, accumulate_plainly
 from tests.session.programs import dataset, network
 
 
-@pytest.mark.parametrize(("samples", "nodes", "count"), [([3, 1, 2], ragged(2, 1), 2), ([4, 1], ragged(2), 3)])
-def test_accumulated_batches_are_one_step_of_the_large_batch(samples, nodes, count):
-    """Also the last batches of an epoch, which are fewer and smaller; 23 samples in an epoch."""
+@pytest.mark.parametrize(
+    ("samples", "nodes", "count", "size"), [([3, 1, 2], ragged(2, 1), 2, 23), ([4, 1], ragged(2), 3, 21)]
+)
+def test_accumulated_batches_are_one_step_of_the_large_batch(samples, nodes, count, size):
+    """Also the last batches of an epoch, which are fewer and smaller; of 21 samples rank 1 has none in the last."""
     node_of = [node for node, ranks in enumerate(nodes) for _ in ranks]
     ranks = run_processes(
-        nodes, "tests.session.loop_programs:accumulate", {"samples": samples, "nodes": node_of, "count": count}
+        nodes,
+        "tests.session.loop_programs:accumulate",
+        {"samples": samples, "nodes": node_of, "count": count, "size": size},
     )
-    alone = accumulate([count * sum(samples)], [0], count=1)
+    alone = accumulate([count * sum(samples)], [0], count=1, size=size)
     for rank in ranks:
         assert rank["made"] == rank["steps"] == rank["counted"] == alone["made"]
         for parameter, expected in zip(rank["parameters"], alone["parameters"], strict=True):
             torch.testing.assert_close(torch.tensor(parameter), torch.tensor(expected), rtol=1e-9, atol=1e-12)
+
+
+def test_batches_are_accumulated_in_a_network_that_is_cut_and_after_a_broken_epoch():
+    expected = accumulate_plainly()
+    for rank in run_processes(ragged(2), "tests.session.loop_programs:accumulate_cut"):
+        torch.testing.assert_close(torch.tensor(rank), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_a_period_of_two_epochs(tmp_path):
+    """Also with a step after the loader has ended, which is of the same epoch; and over a second start."""
+    program, folder = "tests.session.loop_programs:exchange_every_second_epoch", str(tmp_path)
+    for rank in run_processes(ragged(1, 1), program, {"folder": folder, "epochs": 3}):
+        assert rank == [0, 1, 2]  # before the second and third epoch, and at the end of the run
+    for rank in run_processes(ragged(1, 1), program, {"folder": folder, "epochs": 6}):
+        assert rank == [2, 2, 3]
 
 
 def test_values_of_all_ranks():

@@ -39,7 +39,7 @@ class Accumulation:
         self._trained_models = trained_models  # more may be added later
         self._batches = 0
         self._samples = 0.0
-        self._step = -1  # the steps made when the first batch began
+        self._place = (-1, -1)  # the step and the epoch in which the first batch began
         self._is_complete = True
 
     @contextmanager
@@ -49,12 +49,12 @@ class Accumulation:
             raise SpecError("accumulate was called before prepare. Prepare the model first.")
         if count < 1:
             raise SpecError(f"accumulate({count}) was called, but a step uses at least 1 batch. Give 1 or more.")
-        step = self._trained_models[0].model.schedule.step
-        if self._is_complete or step != self._step:
-            self._batches, self._samples, self._step = 0, 0.0, step
+        feeds = [trained.feed for trained in self._trained_models if trained.feed is not None]
+        place = (self._trained_models[0].model.schedule.step, feeds[0].epoch if feeds else 0)
+        if self._is_complete or place != self._place:  # alike on all ranks that share gradients
+            self._batches, self._samples, self._place = 0, 0.0, place
         self._batches += 1
-        ends = any(trained.feed is not None and trained.feed.is_at_end for trained in self._trained_models)
-        self._is_complete = is_last or ends or self._batches >= count
+        self._is_complete = is_last or self._batches >= count or any(feed.is_at_end for feed in feeds)
         with ExitStack() as paused:
             for trained in self._trained_models:
                 trained.model.batch_samples = None
@@ -71,16 +71,16 @@ class Accumulation:
                 "backward of an accumulated batch was called, but the prepared model was not called inside the block. "
                 "Call it after `with session.accumulate(n) as batch`."
             )
-        before, self._samples = self._samples, self._samples + samples
+        gradients = self._gradients()
+        before = self._samples if gradients else 0.0  # gradients that were reset count nothing
+        self._samples = before + samples
         if not self._samples:
             return 1.0  # a borrowed batch adds nothing by itself
         if before and samples:
-            self._scale(before / self._samples)
+            for gradient in gradients:
+                gradient.mul_(before / self._samples)
         return samples / self._samples
 
-    @torch.no_grad()
-    def _scale(self, factor: float) -> None:
-        for trained in self._trained_models:
-            for parameter in trained.model.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+    def _gradients(self) -> list[torch.Tensor]:
+        modules = [trained.model.module for trained in self._trained_models]
+        return [p.grad for module in modules for p in module.parameters() if p.grad is not None]
