@@ -162,6 +162,15 @@ def test_what_if(evenly, files, given, tmp_path, words, said, slower):
     assert len(figures(text)["a step, ms"]) == 3
 
 
+def test_a_period_of_several_epochs(evenly, files, given, tmp_path):
+    text = evenly("plan", *given, "--every", "5 epochs", "--out", tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").period == EveryEpoch(5)
+    assert "every 5 epochs (of 1000 steps each)" in " ".join(text.split())
+    found = evenly("simulate", "--plan", files["plan"], *given, "--period", "5 epochs", "--json")
+    after = json.loads(found)["after"]
+    assert after["exchanges"] == after["steps"] / 5000
+
+
 def test_a_larger_part_of_the_time_lets_nodes_exchange_more_often(evenly, files, given):
     command = ("simulate", "--plan", files["plan"], *given, "--json", "--period")
     rare, often = (json.loads(evenly(*command, part))["after"]["exchanges"] for part in ("1%", "40%"))

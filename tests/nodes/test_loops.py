@@ -204,6 +204,39 @@ def test_the_period_of_an_epoch_waits_for_its_end():
     assert same(results[0][2], results[1][2])
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_period_of_several_epochs_waits_for_the_last_of_them(told):
+    """Calls are counted, or say which epoch has ended; a run that resumes goes on in the same period."""
+
+    def train(rank_group, epochs, progress=None):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        synchronized = join(rank_group, ragged(1, 1), model, optimizer, every=period_of("3 epochs"))
+        if progress is not None:
+            synchronized.resume(progress)
+        exchanges = []
+        for epoch in epochs:
+            for step in range(2):
+                loss_of(synchronized, batch(rank_group.rank, 10 * epoch + step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            synchronized.end_epoch(*[epoch + 1] * told)
+            synchronized.end_epoch(*[epoch + 1] * told)  # told twice, counted once
+            exchanges.append(synchronized.schedule.exchanges)
+        progress = synchronized.progress()
+        synchronized.finish()
+        synchronized.close()
+        return exchanges, synchronized.schedule.exchanges, progress
+
+    def act(rank_group):
+        _, _, progress = train(rank_group.scoped("first"), range(2))
+        return train(rank_group.scoped("all"), range(8))[:2], train(rank_group.scoped("then"), range(2, 4), progress)[0]
+
+    for whole, resumed in run_ranks(2, act):
+        assert whole == ([0, 0, 1, 1, 1, 2, 2, 2], 3)
+        assert resumed == [1, 1]
+
+
 def test_frozen_tied_and_channels_last_parameters_stay_what_they_are():
     class Tied(nn.Module):
         def __init__(self):

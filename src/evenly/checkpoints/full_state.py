@@ -3,10 +3,12 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from evenly.batches import Feed
+from evenly.checkpoints.optimizer_fit import load_optimizer
 from evenly.checkpoints.state_form import StateForm, form_of
 from evenly.checkpoints.states import FullState, LocalState, NodeState
 from evenly.errors import CheckpointError
@@ -47,7 +49,7 @@ def full_state(trained_model: TrainedModel) -> FullState:
         own_buffers = dict(module.named_buffers())
         return {
             "parameters": parameters,
-            "optimizer": trained_model.optimizer.state_dict(),
+            "optimizer": {**trained_model.optimizer.state_dict(), "class": type(trained_model.optimizer).__name__},
             "buffers": own_buffers,
             "agreed": agreed,
             "exchanges": exchanges,
@@ -128,12 +130,13 @@ def _with_buffers(
 
 def put_state(trained_model: TrainedModel, node: NodeState, rank: LocalState) -> None:
     """Loads a state in full tensors into the network and its optimizer."""
-    module, optimizer = trained_model.model.module, dict(node["optimizer"])
-    dropout, kind = optimizer.pop("dropout", None), optimizer.pop("class", type(trained_model.optimizer).__name__)
+    module, optimizer, saved = trained_model.model.module, trained_model.optimizer, dict(node["optimizer"])
+    dropout, kind = saved.pop("dropout", None), saved.pop("class", None)
     if isinstance(module, Sharded):
         model = {**node["parameters"], **rank["buffers"]}
-        state = {"model": model, "optimizer": optimizer, "optimizer_class": kind, "dropout": dropout}
-        load_full_state_dict(module, state, trained_model.optimizer, strict=False)
+        state = {"model": model, "optimizer": saved, "dropout": dropout}
+        load = partial(load_full_state_dict, module, state, optimizer, strict=False)
+        load_optimizer(optimizer, saved, kind, load)
         return
     with torch.no_grad():
         for name, buffer in _in_copy_order(module.named_buffers(), set(module.state_dict())):
@@ -142,7 +145,7 @@ def put_state(trained_model: TrainedModel, node: NodeState, rank: LocalState) ->
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         for name, parameter in _in_copy_order(module.named_parameters(), trained):
             parameter.copy_(node["parameters"][name])
-    trained_model.optimizer.load_state_dict(optimizer)
+    load_optimizer(optimizer, saved, kind, partial(optimizer.load_state_dict, saved))
 
 
 def _in_copy_order(

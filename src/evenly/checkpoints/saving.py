@@ -216,6 +216,28 @@ def apply(state: Restored, trained_model: TrainedModel) -> None:
         trained_model.feed.resume(rank["feed"] or {})
 
 
+def load_tracked(state: Restored | None, things: Mapping[str, Stateful]) -> None:
+    """Loads the states that tracked objects have in a checkpoint, if there is one."""
+    if state is None:
+        return
+    saved, step = state["rank"]["tracked"], state["manifest"]["step"]
+    for name, stateful in things.items():
+        if name not in saved:
+            raise CheckpointError(
+                f"track({name}=...) was called in a run that goes on, but its checkpoint of step {step} has no "
+                f"{name!r}; it has {', '.join(map(repr, saved)) or 'nothing tracked'}. Give the name that it was saved "
+                "under, or track an object that is new in this start inside the loop over session.epochs()."
+            )
+        try:
+            stateful.load_state_dict(saved[name])
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"track({name}=...) was called in a run that goes on, but {type(stateful).__name__} refuses what its "
+                f"checkpoint of step {step} has ({type(error).__name__}: {error}). Track the object that was saved "
+                "under this name, or start anew with Session(folder, resume=False)."
+            ) from error
+
+
 def restore_random_state(state: Restored) -> None:
     """Restores torch's, Python's and numpy's generators; a new rank keeps its own."""
     saved = state["rank"]["random"]

@@ -35,6 +35,7 @@ from evenly.exchange.tensors.fingerprint import NO_TENSORS, Fingerprint
 from evenly.schedule.adaptive import ExchangeCosts, PeriodChooser
 from evenly.schedule.step_counter import Schedule
 from evenly.spec import EverySeconds, Exchange
+from evenly.spec.plan import counted
 
 logger = logging.getLogger(__name__)
 
@@ -229,9 +230,9 @@ class Exchanger:
         steps, pending_exchanges = self._schedule.since if self._averages else 0, len(self._pending_exchanges)
         if (steps or pending_exchanges) and not may_differ and not self._monitor.has_failed:
             case = (
-                f"{pending_exchanges} pending exchanges are dropped"
+                f"{counted(pending_exchanges, 'pending exchange')} {'is' if pending_exchanges == 1 else 'are'} dropped"
                 if pending_exchanges
-                else f"{steps} steps came after an exchange"
+                else f"{counted(steps, 'step')} came after an exchange"
             )
             logger.warning("%s, so nodes hold different parameters: call finish() before close()", case)
         return have_ended

@@ -62,6 +62,7 @@ class Synchronized(torch.nn.Module):
         self.module = module
         self.schedule = Schedule(period, exchange.fragments, least=exchange.least_adaptive_steps)
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
+        self.batch_samples: float | None = None  # of the last forward with gradients
         self._optimizer = optimizer
         self._settings = exchange
         self._groups = groups
@@ -132,6 +133,7 @@ class Synchronized(torch.nn.Module):
         except Exception as error:
             self._monitor.report(error)
             raise
+        self.batch_samples = samples
         return self._gradients.forward(samples, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -147,13 +149,16 @@ class Synchronized(torch.nn.Module):
         with self._gradients.paused():
             yield
 
-    def end_epoch(self) -> None:
-        """Marks the end of a pass over the data; exchanges if the period is an epoch."""
+    def end_epoch(self, epochs: int | None = None) -> None:
+        """Marks the end of a pass over the data; exchanges if the period is one of epochs and over.
+
+        `epochs` is the number of passes that have ended; calls are counted if it is left out.
+        """
         self._require_outside_agreed("end_epoch()")
         self.advance_after_skipped_step()
         if self._period_timer is not None:
             self.wait_for_all_nodes()
-        elif self.schedule.due_at_epoch_end():
+        elif self.schedule.due_at_epoch_end(epochs):
             self._exchanger.exchange(range(self.schedule.fragments))
 
     def finish(self) -> None:

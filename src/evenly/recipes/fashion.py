@@ -57,7 +57,13 @@ def train_fashion(
     train, test = load_fashion(data, limit=config.train_limit)
     torch.manual_seed(config.seed)
     accuracy = math.nan  # on a rank that the plan leaves out
-    with Session(folder, seed=config.seed, resume=resume, checkpoint_every=config.checkpoint_every) as session:
+    with Session(
+        folder,
+        seed=config.seed,
+        resume=resume,
+        checkpoint_every=config.checkpoint_every,
+        progress=listener is None,
+    ) as session:
         if listener is not None:
             session.listen(listener)
         model = SmallResNet(config.width, blocks=config.blocks)

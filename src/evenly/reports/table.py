@@ -134,8 +134,8 @@ def _period(started: RunStarted | None) -> str:
             return str(steps)
         case EverySeconds(seconds=seconds):
             return f"{seconds:g} s"
-        case EveryEpoch():
-            return "epoch"
+        case EveryEpoch(epochs=epochs):
+            return "epoch" if epochs == 1 else f"{epochs} epochs"
         case Adaptive():
             return "adaptive"
     return "?"

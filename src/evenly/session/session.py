@@ -2,22 +2,31 @@
 
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-from evenly.batches import FeedOptions, feed
+from evenly.batches import (
+    EvaluationFeed,
+    EvaluationPart,
+    Feed,
+    FeedOptions,
+    evaluation_part,
+    feed,
+    steps_per_epoch,
+)
 from evenly.checkpoints.averaged_model import save_average
 from evenly.checkpoints.best import KeepBest, KeptCheckpoints
 from evenly.checkpoints.full_state import TrainedModel
-from evenly.checkpoints.saving import apply, restore_random_state
+from evenly.checkpoints.saving import apply, load_tracked, restore_random_state
 from evenly.checkpoints.states import Stateful
 from evenly.comm import FailureMonitor, rank_group_of
 from evenly.errors import SpecError
@@ -25,11 +34,15 @@ from evenly.graph import Example
 from evenly.launch import Place, find_place, open_world, pick_device
 from evenly.nodes import Synchronized
 from evenly.nodes.composition import compose_synchronized
+from evenly.session.accumulation import AccumulatedBatch, Accumulation
 from evenly.session.active_ranks import LINGER_S, ActiveRanks, LeftOut
 from evenly.session.by_hand import regroup, survey_rank_group
 from evenly.session.loop_exit import was_left_by_break
-from evenly.session.planning import exchange_of, plan_run, require_epochs, require_numbers
+from evenly.session.planning import exchange_of, plan_run, require_epochs, require_evaluation, require_numbers
+from evenly.session.progress import ProgressDisplay
 from evenly.session.rebalancing import attach_rebalancer
+from evenly.session.reductions import Number, gather_values, mean_value, numbers_of
+from evenly.session.seeding import seed_program
 from evenly.session.sharding import shard_for
 from evenly.session.stopping import RunInterrupted, StopAgreement, stopping_on_signals
 from evenly.spec import (
@@ -67,6 +80,7 @@ class Session:
         resume: bool = True,
         timeout_s: float = 600.0,
         place: Place | None = None,
+        progress: bool = True,
     ) -> None:
         """Opens nothing yet.
 
@@ -82,6 +96,7 @@ class Session:
             resume: whether to go on from the newest checkpoint in `folder`.
             timeout_s: how long a rank may wait for the others.
             place: this process among the others; found in the environment if left out.
+            progress: whether rank 0 writes a line per epoch to stderr, and a progress bar if that is a terminal.
         """
         self._folder = Path(folder) if folder is not None else None
         self._requested_device = device
@@ -96,6 +111,9 @@ class Session:
         self._monitor: FailureMonitor | None = None
         self._entered: ActiveRanks | None = None
         self._trained_models: list[TrainedModel] = []
+        self._accumulation = Accumulation(self._trained_models)
+        self._plan: Plan | None = None  # of the first model
+        self._progress = ProgressDisplay(lambda: self._counters.all_samples, self._first_feed) if progress else None
         self._epoch = self._saved_step = 0
         self._stopping: StopAgreement | None = None
         self._is_stopped = self._has_ended = self._is_interrupted = False
@@ -134,6 +152,9 @@ class Session:
                 holding=self._closing,
             )
         )
+        if self._progress is not None:
+            self.listen(self._progress)
+            self._closing.callback(self._progress.close)
 
     @property
     def _active_ranks(self) -> ActiveRanks:
@@ -272,12 +293,13 @@ class Session:
         return synchronized, optimizer, batches
 
     def track(self, **things: Stateful) -> None:
-        """Saves objects with `state_dict` and `load_state_dict` (schedulers, a GradScaler) in the checkpoints."""
+        """Saves objects with `state_dict` and `load_state_dict` (schedulers, a GradScaler) in the checkpoints.
+
+        In a run that resumes their states are loaded at once. `CheckpointError` if the checkpoint has no such name; an
+        object that is new in this start is tracked inside the loop over `epochs`.
+        """
+        load_tracked(self._active_ranks.restored(), things)
         self._tracked.update(things)
-        restored = self._active_ranks.restored()
-        for name, stateful in things.items():
-            if restored is not None and name in restored["rank"]["tracked"]:
-                stateful.load_state_dict(restored["rank"]["tracked"][name])
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yields the epochs still to do; exchanges, records and saves at the end of each, and finishes the run.
@@ -294,6 +316,8 @@ class Session:
             restore_random_state(restored)
             self._active_ranks.begin(self._epoch, count, has_ended=self._has_ended)
         self._counters.start()
+        if self._progress is not None:
+            self._progress.begin(count)
         with stopping_on_signals(self._stop_by_signal):
             try:
                 while self._epoch < count and not self._has_ended and not self._is_stopped:
@@ -326,7 +350,7 @@ class Session:
     def _end_epoch(self, count: int) -> None:
         self._epoch += 1
         for trained_model in self._trained_models:
-            trained_model.model.end_epoch()
+            trained_model.model.end_epoch(self._epoch)
             if trained_model.feed is not None:
                 trained_model.feed.resume({"epoch": self._epoch, "offset": 0})
         self._recorder.record(EpochDone, epoch=self._epoch, step=self._counters.step)
@@ -413,10 +437,12 @@ class Session:
         """
         return save_average(path, self._trained_models, name=name, gatherer=self._gatherer, rank=self.rank)
 
-    def log(self, **values: float | None) -> None:
-        """Records numbers such as losses and accuracies; those of rank 0 are written."""
-        self._recorder.record(Measured, step=self._counters.step, values=values)
-        self._keep.log(self._counters.step, values)
+    def log(self, **values: Number | None) -> None:
+        """Records numbers, also tensors of one, such as losses and accuracies; those of rank 0 are written."""
+        if self.is_main:
+            numbers = numbers_of(values)
+            self._recorder.record(Measured, step=self._counters.step, values=numbers)
+            self._keep.log(self._counters.step, numbers)
 
     def describe(self, **settings: Setting) -> None:
         """Adds settings of the program to the record of the run."""
@@ -428,17 +454,110 @@ class Session:
 
     def sum(self, *numbers: float) -> list[float]:
         """Returns the sums of each number over all ranks."""
-        for trained_model in self._trained_models:
-            trained_model.model.wait_for_all_nodes()
+        self._wait_for_all_nodes()
         rows = self._gatherer.gather([float(number) for number in numbers], f"a sum of {len(numbers)} over ranks")
         return [float(sum(column)) for column in zip(*rows, strict=True)]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the value of every rank: a tensor of any shape, a number, a text, or lists and dicts of these.
+
+        All ranks call it together. Tensors come back on the CPU.
+        """
+        self._wait_for_all_nodes()
+        return gather_values(self._gatherer, value, "a gathering of values")
+
+    def mean(self, value: Number, *, count: float | None = None) -> Any:
+        """Returns the mean over all ranks, weighted by the samples `count` behind each value; equal if left out.
+
+        All ranks call it together. Of a tensor with dims it is the mean of each element.
+        """
+        self._wait_for_all_nodes()
+        return mean_value(self._gatherer, value, count)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self._active_ranks.rank_group.rank == 0
+
+    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+        """Prints on rank 0 only."""
+        if self.is_main:
+            sys.stdout.write(sep.join(map(str, values)) + end)
+            sys.stdout.flush()
+
+    def seed_everything(self, seed: int) -> None:
+        """Seeds Python, numpy and torch, alike on all ranks, and the order of samples of loaders made afterwards."""
+        seed_program(seed)
+        self._seed = seed
+
+    def accumulate(self, count: int, *, is_last: bool = False) -> AbstractContextManager[AccumulatedBatch]:
+        """Opens a block for one of `count` batches that make one step, weighted by their samples.
+
+        Inside the block call the model and `batch.backward(loss)`; step after it if `batch.is_last`, which is also true
+        of the last batch of an epoch. `is_last` ends the step early: for a loader that is not the session's.
+        """
+        return self._accumulation.batch(count, is_last=is_last)
+
+    def feed(
+        self,
+        dataset: Dataset[object] | Iterable[object],
+        *,
+        train: bool = False,
+        batch_size: int | None = None,
+        **loading: Unpack[FeedOptions],
+    ) -> EvaluationFeed:
+        """Returns this rank's batches of a dataset for evaluation: over all ranks every sample comes once.
+
+        It can be made before and after `prepare`. Ranks take samples in proportion to the plan.
+
+        Args:
+            dataset: a map-style dataset, a stream, or a DataLoader.
+            train: False; `prepare` makes the loader to train with.
+            batch_size: most samples of a batch; if left out those of the DataLoader, of this rank's role in the plan,
+                or 32.
+            loading: as in `prepare`; samples are not shuffled by default.
+        """
+        require_evaluation(train=train)
+        size = dataset.batch_size if batch_size is None and isinstance(dataset, DataLoader) else batch_size
+        options: FeedOptions = {"seed": self._seed, **loading}
+        return EvaluationFeed(dataset, lambda: self._evaluation_part(size), device=self.device, **options)
+
+    def steps_per_epoch(
+        self,
+        dataset: Dataset[object] | Iterable[object],
+        plan: Plan,
+        *,
+        accumulate: int = 1,
+        **loading: Unpack[FeedOptions],
+    ) -> int:
+        """Returns the optimizer steps of an epoch, before `prepare`: for schedulers that need their number.
+
+        Args:
+            dataset: what is given to `prepare`.
+            plan: what is given to `prepare`.
+            accumulate: the batches of a step.
+            loading: what is given to `prepare`.
+        """
+        return steps_per_epoch(dataset, plan, accumulate=accumulate, **loading)
+
+    def _evaluation_part(self, batch_size: int | None) -> EvaluationPart:
+        return evaluation_part(self._plan, rank=self.rank, ranks=self.world_size, batch_size=batch_size)
+
+    def _first_feed(self) -> Feed | None:
+        return self._trained_models[0].feed if self._trained_models else None
+
+    def _wait_for_all_nodes(self) -> None:
+        for trained_model in self._trained_models:
+            trained_model.model.wait_for_all_nodes()
+
     def _register(self, trained_model: TrainedModel, plan: Plan) -> None:
         self._trained_models.append(trained_model)
+        self._plan = self._plan or plan
         self._closing.callback(lambda: trained_model.close(is_interrupted=self._is_interrupted))
         self._counters.watch(trained_model.model)
         if trained_model.feed is not None:
-            trained_model.feed.on_end.append(trained_model.model.end_epoch)
+            feed, end_epoch = trained_model.feed, trained_model.model.end_epoch
+            feed.on_end.append(lambda: end_epoch(feed.epoch))
         attach_rebalancer(trained_model, plan, self._active_ranks)
         if len(self._trained_models) == 1:
             self._stopping = self._new_stop_agreement(plan)
