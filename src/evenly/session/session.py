@@ -1,7 +1,6 @@
 """Session: opens the world, prepares models, saves checkpoints, records the run, closes."""
 
 import logging
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,17 +36,16 @@ from evenly.nodes.composition import compose_synchronized
 from evenly.session.accumulation import AccumulatedBatch, Accumulation
 from evenly.session.active_ranks import LINGER_S, ActiveRanks, LeftOut
 from evenly.session.by_hand import regroup, survey_rank_group
-from evenly.session.loop_exit import was_left_by_break
+from evenly.session.epoch_loop import EpochLoop
 from evenly.session.planning import exchange_of, plan_run, require_epochs, require_evaluation, require_numbers
 from evenly.session.progress import ProgressDisplay
 from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.reductions import Number, gather_values, mean_value, numbers_of
 from evenly.session.seeding import seed_program
 from evenly.session.sharding import shard_for
-from evenly.session.stopping import RunInterrupted, StopAgreement, stopping_on_signals
+from evenly.session.stopping import RunInterrupted, StopAgreement
 from evenly.spec import (
     CheckpointSaved,
-    EpochDone,
     Event,
     Every,
     EverySeconds,
@@ -56,7 +54,6 @@ from evenly.spec import (
     Plan,
     Profile,
     RunStarted,
-    RunStopped,
 )
 
 logger = logging.getLogger(__name__)
@@ -114,10 +111,7 @@ class Session:
         self._accumulation = Accumulation(self._trained_models)
         self._plan: Plan | None = None  # of the first model
         self._progress = ProgressDisplay(lambda: self._counters.all_samples, self._first_feed) if progress else None
-        self._epoch = self._saved_step = 0
-        self._stopping: StopAgreement | None = None
-        self._is_stopped = self._has_ended = self._is_interrupted = False
-        self._deferred_error: BaseException | None = None  # raised where a loop was left by break, which cannot raise
+        self._loop: EpochLoop | None = None  # once a model is prepared
         self._tracked, self._settings = dict[str, Stateful](), dict[str, Setting]()
 
     def __enter__(self) -> Self:
@@ -185,8 +179,10 @@ class Session:
             if isinstance(error, RuntimeError) and self._monitor is not None:
                 self._monitor.check()  # a lost rank may be the cause of torch's error
             if error is None and not left_out:
+                if self._loop is not None:
+                    self._loop.require_ended()
                 if not is_interrupted:
-                    self._finish_all()
+                    self.finish()
                 sums = self._gatherer.gather(self._counters.sums(), "the end of the run")
                 self._counters.record_totals(sums, self.cluster.rank_lists())
         except BaseException as problem:
@@ -308,101 +304,27 @@ class Session:
         and a second start trains nothing. After SIGTERM or SIGUSR1 all ranks save a checkpoint after the same step and
         the program ends; a second start resumes there.
         """
-        if not self._trained_models:
+        if self._loop is None:
             raise SpecError("epochs() was called before prepare(): nothing would be trained. Prepare a model first.")
+        loop = self._loop
         if (restored := self._active_ranks.restored()) is not None:
-            self._epoch = int(restored["manifest"]["epoch"])
-            self._has_ended = count <= restored["manifest"].get("ended_epochs", 0)
+            loop.epoch = int(restored["manifest"]["epoch"])
+            loop.has_ended = count <= restored["manifest"].get("ended_epochs", 0)
             restore_random_state(restored)
-            self._active_ranks.begin(self._epoch, count, has_ended=self._has_ended)
+            self._active_ranks.begin(loop.epoch, count, has_ended=loop.has_ended)
         self._counters.start()
         if self._progress is not None:
             self._progress.begin(count)
-        with stopping_on_signals(self._stop_by_signal):
-            try:
-                while self._epoch < count and not self._has_ended and not self._is_stopped:
-                    for trained_model in self._trained_models:
-                        if trained_model.feed is not None:
-                            trained_model.feed.epoch = self._epoch
-                    yield self._epoch
-                    if not self._is_stopped:
-                        self._end_epoch(count)
-            except GeneratorExit:
-                if was_left_by_break():
-                    self._end_left_loop(count)
-                raise
-            if not self._has_ended:
-                self._end_loop(count)
+        yield from loop.run(count)
 
     def stop(self, reason: str = "stop() was called") -> None:
         """Ends the run early: all ranks stop after the same step, exchange and save, and `epochs` yields no more.
 
         Any rank may call it, at any point of the loop; the others need not.
         """
-        if self._stopping is None:
+        if self._loop is None:
             raise SpecError("stop() was called, but nothing is trained yet. Call it after prepare(), in the loop.")
-        self._stopping.request(reason)
-
-    def _stop_by_signal(self, number: int) -> None:
-        if self._stopping is not None:
-            self._stopping.request(signal.Signals(number).name, signal_number=number)
-
-    def _end_epoch(self, count: int) -> None:
-        self._epoch += 1
-        for trained_model in self._trained_models:
-            trained_model.model.end_epoch(self._epoch)
-            if trained_model.feed is not None:
-                trained_model.feed.resume({"epoch": self._epoch, "offset": 0})
-        self._recorder.record(EpochDone, epoch=self._epoch, step=self._counters.step)
-        if self._epoch == count:
-            return  # the end of the run saves
-        if self._checkpoint_every == "epoch" and self._folder is not None:
-            self.checkpoint()
-        self._between_steps()
-
-    def _end_loop(self, count: int) -> None:
-        """Ends a loop that made all its epochs, or that stop() or a signal has stopped."""
-        stopping = self._stopping if self._is_stopped else None
-        if stopping is not None and stopping.signal_number is not None:
-            self._is_interrupted = True
-            if self._folder is not None:
-                self.checkpoint()
-            self._record_stop(f"{stopping.reason}; a second start resumes here")
-            if self.rank == 0:
-                saved = "nothing is saved without a folder" if self._folder is None else f"saved in {self._folder}"
-                logger.warning("stopped by %s after step %d; %s", stopping.reason, self._counters.step, saved)
-            raise RunInterrupted(stopping.signal_number)
-        self._end_run(count)
-        if stopping is not None:
-            self._record_stop(str(stopping.reason))
-
-    def _end_left_loop(self, count: int) -> None:
-        """Ends a loop that was left by `break` or `return`; an error is raised later, since here it would be lost."""
-        feeds = [trained_model.feed for trained_model in self._trained_models if trained_model.feed is not None]
-        if all(feed.epoch > self._epoch for feed in feeds):
-            self._epoch += 1  # all batches of this epoch were taken
-        try:
-            self._end_run(count)
-            self._record_stop("the program left the loop over epochs")
-        except BaseException as error:
-            self._report(error)
-            self._deferred_error = error
-
-    def _end_run(self, count: int) -> None:
-        """Makes the last exchange and the last checkpoint."""
-        self.finish()
-        self._has_ended = True
-        if self._folder is not None and self._checkpoint_every is not None:
-            self._save(ended_epochs=count)
-
-    def _record_stop(self, reason: str) -> None:
-        self._recorder.record(RunStopped, epoch=self._epoch, step=self._counters.step, reason=reason)
-
-    def _finish_all(self) -> None:
-        """Makes the last exchange; raises the error of a loop that was left by break."""
-        if self._deferred_error is not None:
-            raise self._deferred_error
-        self.finish()
+        self._loop.stopping.request(reason)
 
     def finish(self) -> None:
         """Makes the last exchange of every model, so that all ranks have the same parameters."""
@@ -413,17 +335,17 @@ class Session:
         """Saves the run now, on all ranks together, and returns the folder."""
         return self._save()
 
-    def _save(self, *, ended_epochs: int | None = None) -> Path:
+    def _save(self, ended_epochs: int | None = None) -> Path:
         if self._active_ranks.checkpoints is None:
             raise SpecError("a checkpoint was asked for, but the session has no folder. Use Session('runs/name').")
         began = time.monotonic()
         for trained_model in self._trained_models:
             trained_model.model.prepare_checkpoint()
-        step = self._saved_step = self._counters.step
+        step, epoch = self._counters.step, 0
+        if self._loop is not None:
+            self._loop.saved_step, epoch = step, self._loop.epoch
         save = self._active_ranks.checkpoints.save
-        path = save(
-            step, self._trained_models, self._tracked, epoch=self._epoch, keep=self._keep, ended_epochs=ended_epochs
-        )
+        path = save(step, self._trained_models, self._tracked, epoch=epoch, keep=self._keep, ended_epochs=ended_epochs)
         self._recorder.record(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
         return path
 
@@ -553,16 +475,18 @@ class Session:
     def _register(self, trained_model: TrainedModel, plan: Plan) -> None:
         self._trained_models.append(trained_model)
         self._plan = self._plan or plan
-        self._closing.callback(lambda: trained_model.close(is_interrupted=self._is_interrupted))
+        self._closing.callback(
+            lambda: trained_model.close(is_interrupted=self._loop is not None and self._loop.is_interrupted)
+        )
         self._counters.watch(trained_model.model)
         if trained_model.feed is not None:
             feed, end_epoch = trained_model.feed, trained_model.model.end_epoch
             feed.on_end.append(lambda: end_epoch(feed.epoch))
         attach_rebalancer(trained_model, plan, self._active_ranks)
         if len(self._trained_models) == 1:
-            self._stopping = self._new_stop_agreement(plan)
-            self._counters.step = self._saved_step = trained_model.model.schedule.step
-            self._counters.count_steps(trained_model, lambda: self._epoch, ranks=self.world_size)
+            self._counters.step = trained_model.model.schedule.step
+            loop = self._loop = self._new_loop(plan)
+            self._counters.count_steps(trained_model, lambda: loop.epoch, ranks=self.world_size)
             fields = {
                 "settings": self._settings,
                 "resumed_step": self._counters.step,
@@ -570,28 +494,23 @@ class Session:
             }
             self._recorder.record(RunStarted, name=self._folder.name if self._folder else "run", plan=plan, **fields)
 
-    def _new_stop_agreement(self, plan: Plan) -> StopAgreement:
-        """Returns the agreement of the ranks that make the same steps; with periods in seconds, those of the node."""
-        nodes = self.cluster.rank_lists()
-        is_timed = isinstance(plan.period, EverySeconds)
-        ranks = next(node for node in nodes if self.rank in node) if is_timed else [r for node in nodes for r in node]
-        return StopAgreement(self._active_ranks.monitor, ranks=ranks, timeout_s=self._timeout_s)
-
     def _between_steps(self) -> None:
-        """Saves after every `checkpoint_every` steps, once per step: a step may take several batches.
+        if self._loop is not None:
+            self._loop.between_steps()
 
-        Ends the epoch if all ranks stop after this step.
-        """
-        for trained_model in self._trained_models:
-            trained_model.model.advance_after_skipped_step()
-        every, step = self._checkpoint_every, self._counters.step
-        if self._folder and isinstance(every, int) and step % every == 0 and step > self._saved_step:
-            self.checkpoint()
-        if self._stopping is not None and self._stopping.is_reached(step):
-            self._is_stopped = True
-            for trained_model in self._trained_models:
-                if trained_model.feed is not None:
-                    trained_model.feed.ends_early = True
+    def _new_loop(self, plan: Plan) -> EpochLoop:
+        nodes, is_timed = self.cluster.rank_lists(), isinstance(plan.period, EverySeconds)
+        in_step = next(node for node in nodes if self.rank in node) if is_timed else range(self.world_size)
+        return EpochLoop(
+            self._trained_models,
+            self._counters,
+            self._recorder,
+            stopping=StopAgreement(self._active_ranks.monitor, ranks=in_step, timeout_s=self._timeout_s),
+            save=self._save if self._folder is not None else None,
+            saves_every=self._checkpoint_every,
+            report=self._report,
+            is_main=self.is_main,
+        )
 
     def _report(self, error: BaseException) -> None:
         for trained_model in self._trained_models:
