@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 
@@ -27,18 +27,6 @@ class StateReadWarning:
                 "1 step" if steps == 1 else f"{steps} steps",
             )
 
-    def __deepcopy__(self, memo: object) -> "StateReadWarning":
-        """Returns a hook that does nothing."""
-        return _without_warning()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles a hook that does nothing."""
-        return _without_warning, ()
-
-
-def _without_warning() -> StateReadWarning:
-    return StateReadWarning(_never)
-
-
-def _never() -> int:
-    return 0
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copies and pickles as a function that does nothing, so that other programs can read them."""
+        return getattr, (nullcontext(), "__exit__")
