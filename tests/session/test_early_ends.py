@@ -1,11 +1,16 @@
 """A loop that is left early ends its run like the last epoch; a signal saves, and the run resumes where it was."""
 
+import os
+import signal
+import time
+
 import pytest
 
 import evenly
 from evenly.checkpoints import folder as folders
 from evenly.errors import SpecError
 from evenly.reports import report
+from evenly.session.stopping import stopping_on_signals
 from evenly.spec import Run, RunStopped
 from tests.processes import collect, run_processes, start_processes
 from tests.ranks import ragged
@@ -76,6 +81,21 @@ def test_an_error_in_the_loop_is_no_early_end(tmp_path):
     assert all(rank.code for rank in ended)
     assert "a broken sample" in ended[0].errors
     assert Run.read(tmp_path / "run").last(RunStopped) is None
+
+
+def test_a_forked_process_ends_by_a_signal_as_usual():
+    requests = []
+    with stopping_on_signals(requests.append):
+        child = os.fork()
+        if not child:
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert requests == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_epochs_before_prepare_are_refused():

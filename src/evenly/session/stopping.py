@@ -1,5 +1,6 @@
 """All ranks stop after the same step, which they agree on without a collective while they train."""
 
+import os
 import signal
 import threading
 import time
@@ -111,10 +112,14 @@ def stopping_on_signals(request: Callable[[int], None]) -> Iterator[None]:
         yield
         return
     numbers = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    owner = os.getpid()
 
     def handle(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        request(number)
+        if os.getpid() == owner:
+            request(number)
+        else:  # a forked process, such as a worker of a data loader, ends as usual
+            os.kill(os.getpid(), number)
 
     for number in numbers:
         signal.signal(number, handle)
