@@ -83,6 +83,7 @@ def test_an_error_in_the_loop_is_no_early_end(tmp_path):
     assert Run.read(tmp_path / "run").last(RunStopped) is None
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the child does nothing
 def test_a_forked_process_ends_by_a_signal_as_usual():
     requests = []
     with stopping_on_signals(requests.append):
