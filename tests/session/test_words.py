@@ -146,7 +146,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def run(*, steps=3, **options):
+def run(*, steps=3, leave_at=None, **options):
     data = TensorDataset(torch.ones(4 * steps, 2))
     with evenly.Session(device="cpu", **options) as session:
         model = nn.Linear(2, 1)
@@ -158,7 +158,11 @@ def run(*, steps=3, **options):
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                if leave_at == "step":
+                    break
             session.log(loss=loss)
+            if leave_at is not None:
+                break
         session.print("done")
 
 
@@ -172,6 +176,14 @@ def test_a_line_for_each_epoch_on_stderr(capsys):
     assert second.startswith("epoch 2/2: 3 steps, ")
     run(progress=False)
     assert capsys.readouterr() == ("done\n", "")
+
+
+@pytest.mark.parametrize(("leave_at", "lines"), [("epoch", ["epoch 1/2: 3 steps, "]), ("step", [])])
+def test_an_early_end_is_said_and_a_whole_epoch_has_its_line(capsys, leave_at, lines):
+    run(leave_at=leave_at)
+    *epochs, last = capsys.readouterr().err.splitlines()
+    assert [line.startswith(start) for line, start in zip(epochs, lines, strict=True)] == [True] * len(lines)
+    assert last.startswith(f"stopped early after step {3 if lines else 1}: the program left the loop over epochs")
 
 
 def test_a_bar_where_stderr_is_a_terminal(monkeypatch):

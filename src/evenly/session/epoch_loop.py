@@ -132,9 +132,10 @@ class EpochLoop:
     def _end_left_loop(self, count: int) -> None:
         """Ends a loop that was left by `break` or `return`; an error is raised later, since here it would be lost."""
         feeds = [trained_model.feed for trained_model in self._trained_models if trained_model.feed is not None]
-        if all(feed.epoch > self.epoch for feed in feeds):
-            self.epoch += 1  # all batches of this epoch were taken
         try:
+            if all(feed.epoch > self.epoch for feed in feeds):  # all batches of this epoch were taken
+                self.epoch += 1
+                self._recorder.record(EpochDone, epoch=self.epoch, step=self._counters.step)
             self._end_run(count)
             self._record_stop("the program left the loop over epochs")
         except BaseException as error:

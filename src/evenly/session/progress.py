@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 from evenly.batches import Feed
-from evenly.spec import EpochDone, Event, Measured, RunStarted, StepsDone
+from evenly.spec import EpochDone, Event, Measured, RunStarted, RunStopped, StepsDone
 from evenly.spec.plan import counted
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ class ProgressDisplay:
                 self.close()
                 self._write(self._line(at_s, epoch, step))
                 self._values, self._began = {}, (at_s, step, self._samples())
+            case RunStopped(step=step, reason=reason):
+                self.close()
+                self._write(", ".join([f"stopped early after step {step}: {reason}", *self._logged()]))
 
     def close(self) -> None:
         """Removes the bar."""
