@@ -104,7 +104,10 @@ class Exchanger:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has no annotation here
 
     def reset_anchors(self, *, verified: bool = True) -> None:
-        """Sets the anchors to the current values; unless `verified`, the next exchange compares them between nodes."""
+        """Starts anew from the current values: anchors and fragments are made of them, loaded weights are forgotten.
+
+        Unless `verified`, the next exchange compares the anchors between nodes.
+        """
         self._payload_builder.reset_fragments()
         self._loaded_weights.forget()
         if self._anchors.are_kept:
@@ -480,12 +483,12 @@ class Exchanger:
                 buffer.record_stream(torch.cuda.current_stream(self._device))
         if not pending_exchange.is_state_loaded:
             self._payload_builder.reset_state(pending_exchange.stateful)
-        self.period_chooser.choose(
+        self.period_chooser.update(
             begun=pending_exchange.begun,
             steps=pending_exchange.steps,
             seconds=outcome.seconds,
             drift=outcome.carried.drift,
-            measured=outcome.measured,
+            largest_costs=outcome.measured,
         )
         for callback in self.on_exchange:
             callback(pending_exchange.summary(outcome, self._schedule.step, waited_s))

@@ -132,8 +132,9 @@ class Payload:
     def apply(
         self, tensors: Mapping[tuple[str, str], torch.Tensor], *, state: bool = True, but: Collection[str] = ()
     ) -> None:
-        """Writes the averages into the network, `but` for some parameters, and with `state` into the optimizer.
+        """Writes the averages, or adds the changes, to the network and with `state` to the optimizer.
 
+        Parameters in `but` are left as they are.
         `tensors` are the current ones, by names and slots; they may have been replaced since the snapshot.
         """
         chosen = [piece for piece in self.entries() if piece.entry.slot or piece.entry.home not in but]

@@ -7,10 +7,10 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def shared_device_key() -> tuple[int, str] | None:
-    """Returns the key of gloo devices, process and interfaces; None if groups cannot share a device.
+    """Returns what groups must have in common to share a gloo device: process and interfaces. None if they cannot.
 
-    Devices that connect lazily are shut down with the first group that is closed, and if connections are numbered by
-    rank, those of two groups have the same number.
+    They cannot if devices connect lazily, since such a device is shut down with the first group that is closed, nor if
+    connections are numbered by rank, since those of two groups would have the same numbers.
     """
     if any(os.environ.get(name) for name in APART):
         return None

@@ -143,17 +143,17 @@ class PeriodChooser:
         """The costs that this rank measured, as numbers for the vote."""
         return replace(self.costs, step_s=self.pace.median_s).row
 
-    def choose(self, *, begun: int, steps: int, seconds: float, drift: float, measured: Sequence[float]) -> None:
+    def update(self, *, begun: int, steps: int, seconds: float, drift: float, largest_costs: Sequence[float]) -> None:
         """Sets the length of the next period after an exchange that began after step `begun`, `steps` after another.
 
-        This rank measured `seconds` and `drift`; `measured` are the largest costs of all ranks before the exchange.
+        This rank measured `seconds` and `drift`; `largest_costs` are those over all ranks before the exchange.
         """
         period, at = self._schedule.period, self._schedule
         if not isinstance(period, Adaptive) or not self._is_active or begun <= period.warmup:
             return
         transfer_s, slowed_s = self.pace.merged(seconds, slowed_s=self.costs.slowed_s)
         self.costs = ExchangeCosts(0.0, transfer_s, drift, steps, slowed_s)
-        length, why = choose(period, self._settings, at.next_length, ExchangeCosts(*measured))
+        length, why = choose(period, self._settings, at.next_length, ExchangeCosts(*largest_costs))
         if length != at.next_length:
             at.next_length = length
             logger.info("after step %d: the next periods have %d steps: %s", at.step, length, why)
