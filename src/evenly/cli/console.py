@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from evenly.cli._devices import shared_in_cluster
 from evenly.cli._show import say, table_of
 from evenly.reports import HEADERS, PHASE_HEADERS, TableRow, cells, notes, phase_rows, remarks, row_of
 from evenly.spec import (
@@ -55,7 +56,8 @@ def show_phases(run: Run, *, console: Console) -> None:
 class Watcher:
     """Listens to a session on rank 0 and shows its events."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, says_shared_devices: bool = False) -> None:
+        self._says_shared_devices = says_shared_devices
         self._console = console or Console(highlight=False)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -96,6 +98,8 @@ class Watcher:
     def _start(self, event: RunStarted) -> None:
         if event.plan is not None:
             self._console.print(event.plan.explain(), markup=False, soft_wrap=True)
+        if self._says_shared_devices:
+            say(shared_in_cluster(event.cluster), self._console)
         total = event.settings.get("total_steps")
         self._total = int(total) if isinstance(total, int) else None
         if self._total is not None and event.resumed_step >= self._total:
