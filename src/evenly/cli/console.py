@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from evenly.cli._devices import shared_in_cluster
-from evenly.cli._show import say, table_of
+from evenly.cli._show import open_console, say, table_of
 from evenly.reports import HEADERS, PHASE_HEADERS, TableRow, cells, notes, phase_rows, remarks, row_of
 from evenly.spec import (
     CheckpointSaved,
@@ -58,7 +58,7 @@ class Watcher:
 
     def __init__(self, console: Console | None = None, *, says_shared_devices: bool = False) -> None:
         self._says_shared_devices = says_shared_devices
-        self._console = console or Console(highlight=False)
+        self._console = console or open_console()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._total: int | None = None

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from evenly.cli._show import open_console
 from evenly.cli.console import show_phases, show_rows
 from evenly.reports import read_row
 from evenly.spec import Run
@@ -28,7 +28,7 @@ def report(
         for row in rows:
             print(dumps(asdict(row)))
         return
-    console = Console(highlight=False)
+    console = open_console()
     show_rows(rows, console=console)
     if len(runs) == 1:
         show_phases(Run.read(runs[0]), console=console)
