@@ -12,7 +12,18 @@ from rich.table import Table
 
 from evenly.cli._devices import shared_in_cluster
 from evenly.cli._show import open_console, say, table_of
-from evenly.reports import HEADERS, PHASE_HEADERS, TableRow, cells, notes, phase_rows, remarks, row_of
+from evenly.reports import (
+    HEADERS,
+    PHASE_HEADERS,
+    PREDICTION_HEADERS,
+    TableRow,
+    cells,
+    notes,
+    phase_rows,
+    prediction_rows,
+    remarks,
+    row_of,
+)
 from evenly.spec import (
     CheckpointSaved,
     EpochDone,
@@ -42,14 +53,15 @@ def show_rows(rows: Sequence[TableRow], *, console: Console) -> None:
 
 
 def show_phases(run: Run, *, console: Console) -> None:
-    """Prints where the time of each rank of a run went, if that was recorded."""
-    rows = phase_rows(run)
-    if rows:
-        table = table_of(PHASE_HEADERS, left=0)
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console.print()
-        console.print(table)
+    """Prints where the time of each rank of a run went, and what the plan predicted, if that was recorded."""
+    tables = ((PHASE_HEADERS, phase_rows(run), 0), (PREDICTION_HEADERS, prediction_rows(run), 1))
+    for headers, rows, left in tables:
+        if rows:
+            table = table_of(headers, left=left)
+            for row in rows:
+                table.add_row(*map(escape, row))
+            console.print()
+            console.print(table)
     say(remarks(run), console)
 
 

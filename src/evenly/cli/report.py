@@ -18,7 +18,8 @@ def report(
     """Print one row for each run: time, samples/s, MB across nodes, exchanges, accuracy.
 
     For a single run also print where the time of each rank went: computing, averaging inside its node, exchanges
-    across nodes, waiting for slower ranks, other things.
+    across nodes, waiting for slower ranks, other things; and, for a run with a plan that predicts, predicted and
+    measured times.
     """
     rows = [read_row(path) for path in runs]
     if json:

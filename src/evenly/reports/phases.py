@@ -67,7 +67,7 @@ def _series(numbers: Sequence[float]) -> str:
 
 
 def _sum(parts: Sequence[Phases]) -> Phases:
-    numbers = [name for name in Phases.model_fields if name not in ("rank", "node")]
+    numbers = [name for name in Phases.model_fields if name.endswith(("_s", "_bytes"))]
     return parts[0].model_copy(update={name: sum(getattr(part, name) for part in parts) for name in numbers})
 
 
