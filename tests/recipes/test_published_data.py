@@ -10,6 +10,7 @@ from evenly.errors import DataError
 from evenly.recipes import cifar_data, mnist_data
 from evenly.recipes.cifar_data import TEST, TRAIN, load_cifar10
 from evenly.recipes.mnist_data import load_mnist
+from evenly.recipes.shares import SharesConfig, train_shares
 from tests.recipes.cifar import write_cifar
 from tests.recipes.images import idx, write_images
 
@@ -132,3 +133,9 @@ def test_the_real_things():
     assert torch.bincount(labels).tolist() == [5000] * 10
     assert images.mean((0, 2, 3)).abs().max() < 1e-3
     assert (images.std((0, 2, 3)) - 1).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("case", "folder"), [("cifar", "data/cifar10"), ("mnist", "data/mnist")])
+def test_a_recipe_without_data_names_the_folder_that_the_script_makes(case, folder):
+    with pytest.raises(DataError, match=rf"Run scripts/fetch-data.py, then pass --data {folder}\."):
+        train_shares(SharesConfig(), case=case)

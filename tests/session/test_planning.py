@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from evenly import Run
+from evenly import Run, report
+from evenly.reports import prediction_rows
 from evenly.session.rebalancing import lean_factors, unit_factors
-from evenly.spec import Layout
+from evenly.spec import Layout, RunFinished
 from tests.processes import collect, run_processes, start_processes
 from tests.ranks import ragged
 
@@ -46,6 +47,24 @@ def test_a_session_says_what_speaks_against_a_measurement():
     assert "the plan is doubtful: repeated steps of 2 ranks lie up to 90% apart" in first.errors
     assert "doubtful" not in second.errors
     assert sum(first.result["planned"]) == 32
+
+
+@pytest.mark.parametrize("nodes", [(2,), pytest.param((2, 1), marks=pytest.mark.slow)])
+def test_a_report_shows_what_a_measured_plan_predicted_beside_what_it_took(nodes, tmp_path):
+    settings = {"batch": 32, "folder": str(tmp_path)}
+    results = run_processes(ragged(*nodes), "tests.session.plan_programs:measured", settings, limit_s=110)
+    predicted_s = next(result["step_s"] for result in results if "planned" in result)
+    run = Run.read(tmp_path)
+    rows = {name: cells for name, *cells in prediction_rows(run)}
+    assert float(rows["a step"][0]) == pytest.approx(1e3 * predicted_s, rel=0.1)
+    finished = run.last(RunFinished)
+    assert finished.phases[0].step.lower_s <= finished.phases[0].step.median_s <= finished.phases[0].step.upper_s
+    assert 0 < finished.phases[0].step.median_s < finished.seconds
+    for phases in finished.phases:
+        assert f"rank {phases.rank} computing" in rows
+        assert phases.computing.median_s <= phases.step.median_s
+    assert ("an exchange" in rows) == (len(run.events[0].plan.nodes) > 1)
+    assert "predicted ms" in report(run)
 
 
 def test_a_measurement_becomes_a_plan_that_trains():

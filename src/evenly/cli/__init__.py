@@ -6,6 +6,7 @@ import sys
 from typing import Annotated
 
 import typer
+from typer import rich_utils
 
 from evenly import __version__
 from evenly.cli import lab
@@ -18,6 +19,7 @@ from evenly.cli.report import report
 from evenly.cli.simulate import simulate
 from evenly.cli.train import train
 from evenly.errors import EvenlyError
+from evenly.launch.terminal import is_terminal
 
 app = typer.Typer(
     name="evenly",
@@ -46,6 +48,8 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 def main() -> None:
     """Runs the command line; an expected error is one message, not a traceback."""
+    if not (is_terminal(sys.stdout) and is_terminal(sys.stderr)):
+        rich_utils.FORCE_TERMINAL = False  # help and usage errors, also where FORCE_COLOR is set
     atexit.register(gc.freeze)  # no cycle collection at exit: with torch it takes most of a second
     try:
         app()

@@ -1,5 +1,6 @@
 """Prints plans and forecasts: tables, bars and a few sentences."""
 
+import sys
 from collections.abc import Sequence
 
 from rich import box
@@ -7,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from evenly.launch.terminal import is_terminal
 from evenly.reports import (
     PLAN_HEADERS,
     RANK_HEADERS,
@@ -24,6 +26,12 @@ from evenly.spec import Cluster, Forecast, Layout, Plan, Profile
 from evenly.spec.plan import counted
 
 MOST_PLANNED, MOST_COMPARED, MOST_BLOCKS = 40, 20, 40  # rows of a table; the rest is counted
+
+
+def open_console(*, stderr: bool = False) -> Console:
+    """Returns a console that writes escape codes only to a terminal, also where FORCE_COLOR is set."""
+    is_plain = not is_terminal(sys.stderr if stderr else sys.stdout)
+    return Console(stderr=stderr, highlight=False, force_terminal=False if is_plain else None)
 
 
 def show_plan(plan: Plan, forecast: Forecast, cluster: Cluster, *, console: Console) -> None:

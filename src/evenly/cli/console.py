@@ -10,8 +10,20 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from evenly.cli._show import say, table_of
-from evenly.reports import HEADERS, PHASE_HEADERS, TableRow, cells, notes, phase_rows, remarks, row_of
+from evenly.cli._devices import shared_in_cluster
+from evenly.cli._show import open_console, say, table_of
+from evenly.reports import (
+    HEADERS,
+    PHASE_HEADERS,
+    PREDICTION_HEADERS,
+    TableRow,
+    cells,
+    notes,
+    phase_rows,
+    prediction_rows,
+    remarks,
+    row_of,
+)
 from evenly.spec import (
     CheckpointSaved,
     EpochDone,
@@ -41,22 +53,24 @@ def show_rows(rows: Sequence[TableRow], *, console: Console) -> None:
 
 
 def show_phases(run: Run, *, console: Console) -> None:
-    """Prints where the time of each rank of a run went, if that was recorded."""
-    rows = phase_rows(run)
-    if rows:
-        table = table_of(PHASE_HEADERS, left=0)
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console.print()
-        console.print(table)
+    """Prints where the time of each rank of a run went, and what the plan predicted, if that was recorded."""
+    tables = ((PHASE_HEADERS, phase_rows(run), 0), (PREDICTION_HEADERS, prediction_rows(run), 1))
+    for headers, rows, left in tables:
+        if rows:
+            table = table_of(headers, left=left)
+            for row in rows:
+                table.add_row(*map(escape, row))
+            console.print()
+            console.print(table)
     say(remarks(run), console)
 
 
 class Watcher:
     """Listens to a session on rank 0 and shows its events."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+    def __init__(self, console: Console | None = None, *, says_shared_devices: bool = False) -> None:
+        self._says_shared_devices = says_shared_devices
+        self._console = console or open_console()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._total: int | None = None
@@ -96,6 +110,8 @@ class Watcher:
     def _start(self, event: RunStarted) -> None:
         if event.plan is not None:
             self._console.print(event.plan.explain(), markup=False, soft_wrap=True)
+        if self._says_shared_devices:
+            say(shared_in_cluster(event.cluster), self._console)
         total = event.settings.get("total_steps")
         self._total = int(total) if isinstance(total, int) else None
         if self._total is not None and event.resumed_step >= self._total:

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from evenly.cli._show import open_console
 from evenly.spec.plan import counted
 
 
@@ -40,4 +40,4 @@ def discover(
                 name = hardware.name or f"{hardware.kind}:{hardware.index}" if hardware.kind == "cuda" else "cpu"
                 memory, cores = f"{hardware.memory_bytes / 2**30:.1f}", str(hardware.cores or "-")
                 table.add_row(node.name, str(rank), name, memory, cores)
-        Console().print(table)
+        open_console().print(table)

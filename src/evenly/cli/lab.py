@@ -85,8 +85,9 @@ def _errors_to_exit_codes() -> Iterator[None]:
 
 def _show(cluster: LabCluster, *, result: LabResult) -> None:
     # To standard error: standard output belongs to the ranks, and a script may read its last line.
-    from rich.console import Console
     from rich.table import Table
+
+    from evenly.cli._show import open_console
 
     table = Table("node", "ranks", "rate Mbit/s", "sent MB", "received MB", "exit codes")
     start = 0
@@ -96,6 +97,6 @@ def _show(cluster: LabCluster, *, result: LabResult) -> None:
         sent, received = result.sent_bytes[index] / 1e6, result.received_bytes[index] / 1e6
         table.add_row(node.name, str(node.ranks), rate, f"{sent:.3f}", f"{received:.3f}", " ".join(map(str, codes)))
         start += node.ranks
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     console.print(table)
     console.print(f"{result.wall_s:.1f} s" + ("" if result.ok else f"; {result.blame()}"))

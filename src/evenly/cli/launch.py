@@ -16,7 +16,9 @@ from typing import Annotated
 import psutil
 import typer
 
+from evenly.cli._devices import OPTION, as_bad_parameter, require_devices, shared_in_list
 from evenly.errors import LaunchError
+from evenly.launch.devices import VARIABLE, parse_devices, wrong_count
 from evenly.launch.ports import free_port
 from evenly.launch.settings import environment, overlay
 
@@ -38,6 +40,13 @@ def launch(
     master: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: a free port of node 0.")
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cuda:0,cpu,...",
+            help="The device of each rank that is started here, or of all ranks, in their order; gpu:0 and cpu:0 too.",
+        ),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
 ) -> None:
     """Start a script on nodes with unequal numbers of processes.
@@ -47,15 +56,20 @@ def launch(
         evenly launch --nodes 3,1 --node-rank 0 --master host0:29500 train.py
 
     Without --node-rank all nodes start on this machine; the library treats them as separate nodes.
+
+    Two GPUs and the CPU of this machine, as one node:
+
+        evenly launch --nodes 3 --devices cuda:0,cuda:1,cpu train.py
     """
     counts = _parse_nodes(nodes)
     host, port = _parse_master(master, node_rank=node_rank, num_nodes=len(counts))
     chosen = range(len(counts)) if node_rank is None else [_check_node(node_rank, num_nodes=len(counts))]
+    device_variables = {} if devices is None else _device_variables(devices, counts, chosen)
     _require_script(command[0], is_module=module)
     script = [*(["-m"] if module else []), "--", *command]  # without -- torchrun would parse the script's options
     commands = [_agent(counts, node=node, host=host, port=port, script=script) for node in chosen]
     shared = {**_threads(sum(counts)), "EVENLY_TOKEN": secrets.token_hex(16)} if node_rank is None else {}
-    raise typer.Exit(run_together(commands, environ=shared))
+    raise typer.Exit(run_together(commands, environ={**shared, **device_variables}))
 
 
 def run_together(commands: Sequence[Sequence[str]], *, environ: Mapping[str, str]) -> int:
@@ -150,6 +164,21 @@ def _agent(counts: Sequence[int], *, node: int, host: str, port: int, script: Se
         *(f"--master-addr={host}", f"--master-port={port}"),
         *script,
     ]
+
+
+def _device_variables(text: str, counts: Sequence[int], chosen: Sequence[int]) -> dict[str, str]:
+    """Returns the variable that names the device of each rank, once all that start here are known to exist."""
+    first, num_here = sum(counts[: chosen[0]]), sum(counts[node] for node in chosen)
+    with as_bad_parameter():
+        devices = parse_devices(text, source=OPTION)
+        if len(devices) not in (num_here, sum(counts)):
+            local_size, world_size = num_here, sum(counts)
+            raise LaunchError(wrong_count(devices, local_size=local_size, world_size=world_size, source=OPTION))
+        here = devices if len(devices) == num_here else devices[first : first + num_here]
+        require_devices(here, source=f"{OPTION} {text[:200]}")
+    for line in shared_in_list(here, first_rank=first):
+        typer.echo(f"evenly: {line}", err=True)
+    return {VARIABLE: ",".join(devices)}
 
 
 def _threads(num_processes: int) -> dict[str, str]:

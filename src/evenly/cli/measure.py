@@ -13,7 +13,7 @@ from rich.markup import escape
 from evenly.cli._documents import require_writable
 from evenly.cli._network import build, draw, examples
 from evenly.cli._quantities import memories_of
-from evenly.cli._show import say, say_doubts, table_of
+from evenly.cli._show import open_console, say, say_doubts, table_of
 from evenly.cli.console import LINE_S
 from evenly.errors import SpecError
 from evenly.reports import gigabytes, milliseconds, per_second
@@ -71,7 +71,7 @@ def measure(
         for value, path in ((profile, out), (session.cluster, cluster_out), (graph, graph_out)):
             if path is not None:
                 value.save(path)
-        console = Console(highlight=False)
+        console = open_console()
         show_profile(profile, session.cluster, console=console)
         say_doubts(profile, console=console)
         print(source)
@@ -109,7 +109,7 @@ def _profile(
         return cached or _placeholder(
             session, graph
         ), f"kept from an earlier time in {cache.path}; --fresh measures anew"
-    with progress(quick, console=Console(stderr=True, highlight=False) if session.rank == 0 else None) as tell:
+    with progress(quick, console=open_console(stderr=True) if session.rank == 0 else None) as tell:
         mine = None if limits is None else limits[session.rank]
         profile = measure_all(network, batch, quick=quick, memory_bytes=mine, tell=tell, timeout_s=timeout_s)
     if session.rank == 0 and not cache.keep(profile):

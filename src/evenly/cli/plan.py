@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from evenly.cli._documents import require_writable
 from evenly.cli._known import (
@@ -74,7 +73,7 @@ def plan(
         "memory_bytes": None if memory is None else memories_of(memory),
     }
     described = Options(model, inputs or (), dtype, *options).load()
-    from evenly.cli._show import say_doubts, show_plan
+    from evenly.cli._show import open_console, say_doubts, show_plan
     from evenly.planner import plan as find_plan
     from evenly.planner import simulate
 
@@ -87,8 +86,8 @@ def plan(
     if json:
         print(best_plan.to_json())
         return
-    show_plan(best_plan, forecast, described[0], console=Console(highlight=False))
-    say_doubts(described[1], best_plan, console=Console(highlight=False))
+    show_plan(best_plan, forecast, described[0], console=open_console())
+    say_doubts(described[1], best_plan, console=open_console())
 
 
 def _steps(plan: Plan) -> int:

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from evenly.cli._show import open_console
 from evenly.cli.console import show_phases, show_rows
 from evenly.reports import read_row
 from evenly.spec import Run
@@ -18,7 +18,8 @@ def report(
     """Print one row for each run: time, samples/s, MB across nodes, exchanges, accuracy.
 
     For a single run also print where the time of each rank went: computing, averaging inside its node, exchanges
-    across nodes, waiting for slower ranks, other things.
+    across nodes, waiting for slower ranks, other things; and, for a run with a plan that predicts, predicted and
+    measured times.
     """
     rows = [read_row(path) for path in runs]
     if json:
@@ -28,7 +29,7 @@ def report(
         for row in rows:
             print(dumps(asdict(row)))
         return
-    console = Console(highlight=False)
+    console = open_console()
     show_rows(rows, console=console)
     if len(runs) == 1:
         show_phases(Run.read(runs[0]), console=console)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from evenly.cli._documents import read, require_writable
 from evenly.cli._edits import plan_anew, require_samples, settled, with_device, with_link, with_period, with_slow
@@ -169,9 +168,9 @@ def _show(
 
         print(dumps({"before": before.model_dump(), "after": after.model_dump() if after else None}, indent=2))
         return
-    from evenly.cli._show import say, show_forecasts
+    from evenly.cli._show import open_console, say, show_forecasts
 
-    console = Console(highlight=False)
+    console = open_console()
     say([f"changed: {change}" for change in changed.changes] if changed else [], console)
     after_case = (changed.plan, after, changed.cluster) if changed and after else None
     show_forecasts((planned.plan, before, planned.cluster), after_case, console=console)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from evenly.cli._devices import device_of_this_rank
 from evenly.cli._quantities import numbers_between_commas
 from evenly.errors import SpecError
 
@@ -41,6 +42,13 @@ def train(
         Path | None,
         typer.Option(help="A plan that `evenly plan` wrote: who computes what, the batch, and the period."),
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cuda:0,cpu,...",
+            help="The device of each rank of a node, or of all ranks, in their order; gpu:0 and cpu:0 too.",
+        ),
+    ] = None,
     settings: Annotated[bool, typer.Option("--settings", help="List the recipe's settings and exit.")] = False,
 ) -> None:
     """Train a recipe. Start it once per rank: by torchrun, srun, mpirun, `evenly launch`, `evenly lab run`, or alone.
@@ -48,7 +56,8 @@ def train(
     Examples: `evenly train fashion --set every=50 --set epochs=2 --run runs/first`;
     `evenly launch --nodes 2,1 -m evenly train fashion --set every=global`;
     `evenly launch --nodes 3 -m evenly train cifar --shares 70,25,5 --data data/cifar10`;
-    `evenly launch --nodes 2,1 -m evenly train cifar --plan plan.json --data data/cifar10`.
+    `evenly launch --nodes 2,1 -m evenly train cifar --plan plan.json --data data/cifar10`;
+    `srun --ntasks 3 evenly train cifar --shares 70,25,5 --devices cuda:0,cuda:1,cpu --data data/cifar10`.
     """
     if recipe not in RECIPES:
         raise SpecError(f"there is no recipe {recipe!r}. Choose one of: {', '.join(RECIPES)}.")
@@ -68,11 +77,20 @@ def train(
     from evenly.cli.console import Watcher
     from evenly.spec import Plan
 
+    device = "auto" if devices is None else device_of_this_rank(devices)
     loaded_plan = None if plan is None else Plan.load(plan)
-    watcher = Watcher()
+    watcher = Watcher(says_shared_devices=devices is not None)
     try:
         recipe_config = kind.build(config, changes)
-        run(recipe_config, folder=folder, data=data, resume=not fresh, listener=watcher, plan=loaded_plan)
+        run(
+            recipe_config,
+            folder=folder,
+            data=data,
+            resume=not fresh,
+            listener=watcher,
+            plan=loaded_plan,
+            device=device,
+        )
     finally:
         watcher.close()
 

@@ -1,5 +1,6 @@
 """Calls the collectives of torch.distributed: ragged groups, waits that name missing ranks, failure monitor."""
 
+from evenly.comm.callbacks import call_when_done
 from evenly.comm.collectives import (
     CollectiveWaiter,
     ObjectGatherer,
@@ -49,6 +50,7 @@ __all__ = [
     "all_to_all",
     "backend_for",
     "broadcast",
+    "call_when_done",
     "close_groups",
     "count_of",
     "first_line",

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from evenly.comm.callbacks import call_when_done
 from evenly.comm.failure_monitor import FailureMonitor
 from evenly.comm.heartbeats import AwakeClock
 from evenly.errors import LockstepError, PeerError
@@ -60,7 +61,7 @@ class CollectiveWaiter:
         for work in works:
             done = threading.Lock()  # as an event that is set once; `threading.Event` takes longer to make
             done.acquire()
-            work.get_future().add_done_callback(partial(_release, done))
+            call_when_done(work.get_future(), partial(_release, done))
             while not done.acquire(timeout=0.1):
                 clock = clock or AwakeClock()
                 waited_s = clock.read()

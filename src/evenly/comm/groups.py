@@ -18,6 +18,7 @@ from evenly._torch.process_groups import (
     keep_until_exit,
     nccl,
 )
+from evenly.comm.callbacks import watch_group
 from evenly.comm.rank_group import RankGroup
 from evenly.errors import PeerError
 from evenly.launch.gloo import shared_device_key
@@ -180,6 +181,8 @@ def open_group(
             ) from None
         kind, device_types = dist.ProcessGroup.BackendType.GLOO, ["cpu", "cuda"]
     add_backend(group, engine, kind, devices=device_types)
+    if backend != "nccl":
+        watch_group(group)
     return group
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from evenly.comm import FailureMonitor, all_reduce, first_line
+from evenly.comm import FailureMonitor, all_reduce, call_when_done, first_line
 from evenly.errors import PeerError
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -153,7 +153,7 @@ class BucketAveraging:
     def _start(self, work: dist.Work) -> None:
         reduced = work.get_future()
         self._sums.append(reduced)
-        reduced.add_done_callback(self._arrived)
+        call_when_done(reduced, self._arrived)
 
     def _arrived(self, reduced: torch.futures.Future[object]) -> None:
         with self._lock:

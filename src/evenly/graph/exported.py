@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from evenly._torch import pytree
 from evenly._torch.modules import BatchNorm
+from evenly._torch.quiet_export import quiet_export
 from evenly._torch.tracing import constant_name, is_guard, output_spec
 from evenly.errors import SpecError
 from evenly.graph.decisions import Condition, Decisions
@@ -22,7 +23,8 @@ from evenly.graph.reads import MODULE_ATTRIBUTES
 def exported(model: nn.Module, example_inputs: dict[str, torch.Tensor]) -> tuple[fx.GraphModule, Decisions]:
     """Returns the exported network as a plain graph with a dynamic batch, and the conditions on the batch size."""
     shapes = {name: {0: Dim.AUTO} if tensor.ndim else None for name, tensor in example_inputs.items()}
-    program = export(model, (), kwargs=example_inputs, dynamic_shapes=shapes, strict=False)
+    with quiet_export():  # our error has the reason
+        program = export(model, (), kwargs=example_inputs, dynamic_shapes=shapes, strict=False)
     decisions = Decisions(conditions=_open_batch(program, list(example_inputs)))
     module = program.module()
     graph: fx.Graph = module.graph

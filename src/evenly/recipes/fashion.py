@@ -52,6 +52,7 @@ def train_fashion(
     resume: bool = True,
     listener: Callable[[Event], None] | None = None,
     plan: Plan | None = None,
+    device: str = "auto",
 ) -> float:
     """Trains on all ranks together, as `plan` says if there is one, and returns the test accuracy at the end."""
     train, test = load_fashion(data, limit=config.train_limit)
@@ -59,6 +60,7 @@ def train_fashion(
     accuracy = math.nan  # on a rank that the plan leaves out
     with Session(
         folder,
+        device=device,
         seed=config.seed,
         resume=resume,
         checkpoint_every=config.checkpoint_every,

@@ -75,6 +75,7 @@ def train_shares(
     resume: bool = True,
     listener: Callable[[Event], None] | None = None,
     plan: Plan | None = None,
+    device: str = "auto",
 ) -> float:
     """Trains on all ranks together, as `plan` says if there is one, and returns the test accuracy at the end."""
     build, load = CASES[case]
@@ -88,6 +89,7 @@ def train_shares(
     accuracy = math.nan  # on a rank that the plan leaves out
     with Session(
         folder,
+        device=device,
         seed=config.seed,
         resume=resume,
         checkpoint_every=config.checkpoint_every,

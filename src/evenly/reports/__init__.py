@@ -17,12 +17,14 @@ from evenly.reports.plan_table import (
     rank_rows,
     totals,
 )
+from evenly.reports.predictions import PREDICTION_HEADERS, prediction_rows
 from evenly.reports.table import HEADERS, TableRow, cells, notes, read_row, report, row_of
 
 __all__ = [
     "HEADERS",
     "PHASE_HEADERS",
     "PLAN_HEADERS",
+    "PREDICTION_HEADERS",
     "RANK_HEADERS",
     "BlockRow",
     "Panel",
@@ -40,6 +42,7 @@ __all__ = [
     "per_second",
     "phase_rows",
     "plan_cells",
+    "prediction_rows",
     "rank_cells",
     "rank_rows",
     "read_row",

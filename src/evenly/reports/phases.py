@@ -8,6 +8,7 @@ from evenly.spec import ExchangeDone, Phases, Rebalanced, Run, RunFinished, RunS
 from evenly.spec.plan import counted, travel_words
 
 PHASE_HEADERS = ("rank", "node", "compute", "gradients", "exchange", "waiting", "other", "MB grad.", "MB exch.")
+NOT_SUMMED = ("rank", "node", "step", "computing")  # of `Phases`; the last two are of one step
 LATE_S = 1e-3  # waiting less than this is no delay
 
 
@@ -67,7 +68,7 @@ def _series(numbers: Sequence[float]) -> str:
 
 
 def _sum(parts: Sequence[Phases]) -> Phases:
-    numbers = [name for name in Phases.model_fields if name not in ("rank", "node")]
+    numbers = [name for name in Phases.model_fields if name not in NOT_SUMMED]
     return parts[0].model_copy(update={name: sum(getattr(part, name) for part in parts) for name in numbers})
 
 

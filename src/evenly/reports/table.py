@@ -8,6 +8,7 @@ from typing import Literal
 
 from evenly.reports.fresh_start import since_fresh_start
 from evenly.reports.phases import PHASE_HEADERS, phase_rows, remarks
+from evenly.reports.predictions import PREDICTION_HEADERS, prediction_rows
 from evenly.spec import (
     Adaptive,
     Event,
@@ -91,7 +92,7 @@ def read_row(path: str | Path) -> TableRow:
 def report(*runs: Run | str | Path) -> str:
     """Returns a plain table of runs, given as values, run folders or `run.jsonl` files.
 
-    For a single run it also shows where the time of each rank went.
+    For a single run it also shows where the time of each rank went, and what its plan predicted.
     """
     rows = [row_of(run) if isinstance(run, Run) else read_row(run) for run in runs]
     lines = [*_table([HEADERS, *map(cells, rows)]), *notes(rows)]
@@ -99,6 +100,8 @@ def report(*runs: Run | str | Path) -> str:
         run = runs[0] if isinstance(runs[0], Run) else Run.read(runs[0])
         phases = phase_rows(run)
         lines += ["", *_table([PHASE_HEADERS, *phases])] if phases else []
+        predictions = prediction_rows(run)
+        lines += ["", *_table([PREDICTION_HEADERS, *predictions])] if predictions else []
         lines += remarks(run)
     return "\n".join(lines)
 

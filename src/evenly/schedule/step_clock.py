@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from evenly.schedule.time_samples import TimeSamples
+
 MOST = 64  # steps kept
 
 Moment = float | torch.cuda.Event
@@ -34,6 +36,7 @@ class StepClock:
         self._device = device
         self.is_wanted = False  # whether the times will be read
         self.computing_s = self.averaging_s = 0.0  # of all completed steps
+        self.computing_times = TimeSamples()  # of completed steps
         self._step = 0
         self._runs = False
         self._began: Moment | None = None
@@ -76,7 +79,9 @@ class StepClock:
         self._uncounted[-1].averaged = self._now()
         while self._uncounted and _is_over(self._uncounted[0].averaged):
             step = self._uncounted.pop(0)
-            self.computing_s += sum(_between(*span) for span in step.spans)
+            computing_s = sum(_between(*span) for span in step.spans)
+            self.computing_s += computing_s
+            self.computing_times.add(computing_s)
             if step.averaged is not None and step.spans:
                 self.averaging_s += _between(step.spans[-1][1], step.averaged)
 

@@ -9,8 +9,9 @@ import psutil
 from evenly.checkpoints.full_state import TrainedModel
 from evenly.exchange import ExchangeSummary
 from evenly.nodes import Synchronized
+from evenly.schedule.time_samples import TimeSamples
 from evenly.session.recorder import Recorder
-from evenly.spec import ExchangeDone, PeriodChosen, Phases, RunFinished, StepsDone
+from evenly.spec import ExchangeDone, PeriodChosen, Phases, Quartiles, RunFinished, StepsDone
 
 RECORD_S = 1.0  # progress is recorded at most this often
 
@@ -25,6 +26,7 @@ class Counters:
         self._exchange_s = self._waiting_s = 0.0  # in which training waited
         self._recorder = recorder
         self._models: list[Synchronized] = []
+        self._stepped_at: tuple[float, float] | None = None  # when, and how long exchanges had blocked training then
         self.start()
 
     @property
@@ -36,6 +38,7 @@ class Counters:
         """Starts the clock: training begins here."""
         self._began = self._recorded_at = time.monotonic()
         self._interfaces_before = interface_bytes()
+        self._stepped_at, self._step_times = None, TimeSamples()
 
     def watch(self, model: Synchronized) -> None:
         """Counts what this model does."""
@@ -52,6 +55,7 @@ class Counters:
 
     def _count_step(self, step: int, samples: float, *, epoch: int, times: float) -> None:
         """Adds a step, records progress from time to time; all ranks together take `times` this rank's samples."""
+        self._time_step()
         self.step = step
         self.steps_made += 1
         self.samples += samples
@@ -59,6 +63,14 @@ class Counters:
         if time.monotonic() - self._recorded_at > RECORD_S:
             self._recorded_at = time.monotonic()
             self._recorder.record(StepsDone, epoch=epoch, step=step, samples=round(self._all_samples))
+
+    def _time_step(self) -> None:
+        """Adds the time since the last step, less what exchanges took of it."""
+        now, blocked_s = time.monotonic(), self._exchange_s + self._waiting_s
+        if self._stepped_at is not None:
+            stepped_at, blocked_before_s = self._stepped_at
+            self._step_times.add(now - stepped_at - (blocked_s - blocked_before_s))
+        self._stepped_at = now, blocked_s
 
     def count_exchange(self, done: ExchangeSummary) -> None:
         """Adds an exchange and records it."""
@@ -75,8 +87,11 @@ class Counters:
         self._recorder.record(PeriodChosen, step=step, steps=steps, why=why)
 
     def sums(self) -> dict[str, float]:
-        """Returns the sums of this rank that the totals are made of."""
+        """Returns the sums of this rank that the totals are made of, and the quartiles of the times of its steps."""
+        computing = self._models[0].clock.computing_times.quartiles() if self._models else None
         return {
+            **_named_quartiles("step", self._step_times.quartiles()),
+            **_named_quartiles("computing", computing),
             "samples": self.samples,
             "sent_bytes": self.sent_bytes,
             "interface_bytes": interface_bytes() - self._interfaces_before,
@@ -133,9 +148,20 @@ def phases_of(
                     other_s=max(0.0, seconds - accounted_s),
                     gradient_bytes=int(row["gradient_bytes"]),
                     exchange_bytes=int(row["sent_bytes"]),
+                    step=_quartiles_named("step", row),
+                    computing=_quartiles_named("computing", row),
                 )
             )
     return tuple(sorted(phases_of_ranks, key=lambda phases: phases.rank))
+
+
+def _named_quartiles(name: str, times: Quartiles | None) -> dict[str, float]:
+    return {} if times is None else {f"{name}/{field}": value for field, value in times.model_dump().items()}
+
+
+def _quartiles_named(name: str, row: dict[str, float]) -> Quartiles | None:
+    fields = {field: row[f"{name}/{field}"] for field in Quartiles.model_fields if f"{name}/{field}" in row}
+    return Quartiles(**fields) if fields else None
 
 
 def interface_bytes() -> int:

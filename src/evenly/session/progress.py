@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 from evenly.batches import Feed
+from evenly.launch.terminal import is_terminal
 from evenly.spec import EpochDone, Event, Measured, RunStarted, RunStopped, StepsDone
 from evenly.spec.plan import counted
 
@@ -73,7 +74,7 @@ class ProgressDisplay:
             self._stream.flush()
 
     def _show_bar(self, at_s: float, epoch: int, step: int) -> None:
-        if self._stream is None or not self._stream.isatty():
+        if self._stream is None or not is_terminal(self._stream):
             return
         feed = self._feed()
         if self._bar is None:

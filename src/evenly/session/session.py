@@ -83,7 +83,8 @@ class Session:
 
         Args:
             folder: for `run.jsonl` and checkpoints; None writes nothing.
-            device: `"auto"`, `"cpu"`, `"cuda"` or `"cuda:1"`.
+            device: `"auto"` (as `evenly launch --devices` says, else the GPU of the local rank, else the CPU),
+                `"cpu"`, `"cuda"` or `"cuda:1"`.
             nodes: the ranks of each node; discovered if left out.
             seed: of the order of samples.
             checkpoint_every: a number of steps, `"epoch"`, or None to save only by `checkpoint()`.

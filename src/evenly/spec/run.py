@@ -1,8 +1,9 @@
 """The typed events of a run, one JSON object a line in `run.jsonl`."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import quantiles
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
@@ -131,6 +132,27 @@ class RunFailed(Value):
     error: str
 
 
+class Quartiles(Value):
+    """The times of many steps: half of them are between the outer two."""
+
+    lower_s: float
+    median_s: float
+    upper_s: float
+
+    @classmethod
+    def of(cls, times_s: Sequence[float]) -> Self | None:
+        """Returns the quartiles of some times; None without any.
+
+        >>> Quartiles.of([1.0, 2.0, 3.0, 4.0, 50.0])
+        Quartiles(lower_s=2.0, median_s=3.0, upper_s=4.0)
+        """
+        if not times_s:
+            return None
+        several_s = times_s if len(times_s) > 1 else [*times_s, *times_s]
+        lower_s, median_s, upper_s = quantiles(several_s, n=4, method="inclusive")
+        return cls(lower_s=lower_s, median_s=median_s, upper_s=upper_s)
+
+
 class Phases(Value):
     """Where the seconds of a rank went, and the bytes that it sent.
 
@@ -147,6 +169,8 @@ class Phases(Value):
     other_s: float
     gradient_bytes: int
     exchange_bytes: int
+    step: Quartiles | None = Field(default=None, description="one step of the program's loop, exchanges left out")
+    computing: Quartiles | None = Field(default=None, description="of one step")
 
 
 class RunFinished(Value):

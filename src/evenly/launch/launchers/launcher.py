@@ -20,6 +20,8 @@ class Launcher(ABC):
     name: ClassVar[str]
     variables: ClassVar[Mapping[str, str]]
     """Field of `Place` -> the variable of this launcher."""
+    forwards_output: ClassVar[bool] = False
+    """Whether it reads what ranks write, also from a pseudo terminal, and writes it elsewhere."""
 
     @abstractmethod
     def detects(self, environ: Environ) -> bool:

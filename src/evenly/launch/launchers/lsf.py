@@ -13,6 +13,7 @@ class Jsrun(Launcher):
     """Reads JSM_NAMESPACE_*; jsrun sets OpenMPI's variables too, with the same meaning."""
 
     name = "jsrun"
+    forwards_output = True
     variables: ClassVar[Mapping[str, str]] = {
         "rank": "JSM_NAMESPACE_RANK",
         "world_size": "JSM_NAMESPACE_SIZE",

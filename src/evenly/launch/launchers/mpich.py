@@ -17,6 +17,7 @@ class Mpich(Launcher):
     """Reads PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS; the node is the host as Hydra calls it."""
 
     name = "mpich"
+    forwards_output = True
     variables: ClassVar[Mapping[str, str]] = {
         "rank": "PMI_RANK",
         "world_size": "PMI_SIZE",

@@ -14,6 +14,7 @@ class OpenMpi(Launcher):
     """Reads OMPI_COMM_WORLD_*; it does not number nodes (its _NODE_RANK is a rank on the node, not the node)."""
 
     name = "openmpi"
+    forwards_output = True
     variables: ClassVar[Mapping[str, str]] = {
         "rank": "OMPI_COMM_WORLD_RANK",
         "world_size": "OMPI_COMM_WORLD_SIZE",
