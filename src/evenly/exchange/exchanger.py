@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from evenly.exchange.buffers import Buffers
 from evenly.exchange.exchange_state import ExchangeProgress, ExchangeState
 from evenly.exchange.loaded_weights import LoadedWeights
 from evenly.exchange.membership import Membership, Vote
+from evenly.exchange.payload import Payload
 from evenly.exchange.payload_builder import PayloadBuilder
 from evenly.exchange.pending import (
     BackgroundExchange,
@@ -30,7 +31,6 @@ from evenly.exchange.pending import (
     restored,
 )
 from evenly.exchange.replica_exchange import ReplicaExchange
-from evenly.exchange.tensors.averaged_tensors import trained_entries
 from evenly.exchange.tensors.fingerprint import NO_TENSORS, Fingerprint
 from evenly.schedule.adaptive import ExchangeCosts, PeriodChooser
 from evenly.schedule.step_counter import Schedule
@@ -112,6 +112,10 @@ class Exchanger:
                 self._payload_builder.snapshot(range(self._settings.fragments)).parts, verified=verified
             )
 
+    def follow_parameters(self, trained: Collection[str]) -> None:
+        """Takes over which parameters are trained from now on; the next exchange averages these."""
+        self._payload_builder.parameters.follow(trained)
+
     @property
     def samples(self) -> float:
         """The samples of this rank since the oldest of the last snapshots."""
@@ -155,7 +159,7 @@ class Exchanger:
                 self._merge(pending_exchange)
             overlap = 0 if waits else self._settings.overlap
             check_finite = self._take_finite_check()
-            pending_exchange, vote, fingerprint = self._prepare(tuple(fragments), overlap=overlap)
+            pending_exchange, vote, fingerprint = self._prepare(tuple(fragments), overlap=overlap, exact=exact)
             self._schedule.exchanged(fragments)
             self._forget_samples(fragments)
             vote = replace(vote, waits_for_all=exact)
@@ -202,7 +206,10 @@ class Exchanger:
             if self._schedule.since:
                 self.exchange(range(self._settings.fragments), waits=True, exact=True)
             else:
-                self._average_rest()
+                averaged = self._average_rest()
+                if averaged is not None:
+                    everything = range(self._settings.fragments)
+                    self._payload_builder.record_merged(averaged, everything, everything)
 
     def wait_for_all_nodes(self) -> None:
         """Exchanges until all nodes call this: some may have other exchanges to make before."""
@@ -287,6 +294,8 @@ class Exchanger:
             "settings": self._bound_settings(),
             "policies": dict(self.buffers.policies),
             "averaged": self._payload_builder.averaged_names,
+            "trained": sorted(self._payload_builder.parameters.trained),
+            "frozen": self._payload_builder.parameters.state(),
             "counts": self._groups.rank_group.size == 1 or self._replica_exchange.counts_samples,
             "restarts": self._restarts,
             "points": self._anchors.state(),
@@ -328,7 +337,7 @@ class Exchanger:
             return
         with self._reporting():
             self._drain()
-        entries, buffers = trained_entries(self._module), self.buffers.now()
+        entries, buffers = self._payload_builder.differing(), self.buffers.now()
         tensors = [*(entry.tensor for entry in entries), *buffers.values()]
         saved_values = [tensor.detach().clone() for tensor in tensors]
         agreed, may_differ = dict(self.buffers.agreed), self._may_differ
@@ -354,25 +363,28 @@ class Exchanger:
                 yield
         finally:
             self.buffers.agreed, self._may_differ = agreed, may_differ
-            with torch.no_grad():
+            with torch.no_grad(), self._payload_builder.parameters.written_by_exchange():
                 for tensor, value in zip(tensors, saved_values, strict=True):
                     tensor.copy_(value)
 
-    def _average_rest(self) -> None:
+    def _average_rest(self) -> Payload | None:
         """Averages what may differ although no step was made since the last exchange: buffers changed by a forward
         without a step, and parameters into which a change was merged, which leaves nodes different in the last bits.
 
-        There are no samples since then, so all replicas have equal weight.
+        Returns what was averaged, if anything was. There are no samples since then, so all replicas have equal weight.
         """
         changed = self.buffers.changes(self.buffers.snapshot()).bits()
         vote = replace(self._make_vote("evaluation", samples=0.0), changed=changed)
         fingerprint = self._payload_builder.fingerprint()
         quorum = self.run_collective(partial(self._agreement.vote, vote, fingerprint, since=0, everywhere=True))
         if quorum.may_differ or any(quorum.changed):
-            self._average_now(parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples))
+            return self._average_now(
+                parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples)
+            )
+        return None
 
-    def _average_now(self, *, parameters: bool, samples: float) -> None:
-        """Puts the average over all nodes into the module, without codec or outer optimizer."""
+    def _average_now(self, *, parameters: bool, samples: float) -> Payload | None:
+        """Puts the average over all nodes into the module, without codec or outer optimizer; returns it."""
         payload = self._payload_builder.snapshot_all() if parameters else self._payload_builder.snapshot(())
         snapshot = self.buffers.snapshot()
         description = self._payload_builder.describe(range(self._settings.fragments) if parameters else (), snapshot)
@@ -383,11 +395,12 @@ class Exchanger:
         )
         outcome = self.run_collective(agree)
         if outcome is None:  # no parameters differ
-            return
+            return None
         with torch.no_grad():
             self._payload_builder.apply(payload)
             self.buffers.put(outcome.buffers, snapshot, change=False)
         self._may_differ = False
+        return payload
 
     def take_loaded(self, *, everything: bool = False) -> None:
         """Takes the values loaded by `load_state_dict` since the last step as if nodes had agreed on them.
@@ -398,7 +411,7 @@ class Exchanger:
             return
         with self._reporting():
             names, is_optimizer_loaded = self._loaded_weights.take()
-            trained = {entry.home for entry in trained_entries(self._module)}
+            trained = {entry.home for entry in self._payload_builder.differing()}
             names |= {*trained, *self.buffers.policies} if everything else set()
             for pending_exchange in self._pending_exchanges:
                 pending_exchange.loaded |= names
@@ -427,13 +440,15 @@ class Exchanger:
         fields = self._settings.model_dump(mode="json")
         return {name: fields[name] for name in SETTINGS}
 
-    def _prepare(self, fragments: tuple[int, ...], *, overlap: int) -> tuple[PendingExchange, Vote, Fingerprint]:
+    def _prepare(
+        self, fragments: tuple[int, ...], *, overlap: int, exact: bool
+    ) -> tuple[PendingExchange, Vote, Fingerprint]:
         for fragment in fragments:
             self._counts[fragment] += 1
         stateful = tuple(f for f in fragments if self._counts[f] % self._settings.state_every == 0)
-        payload = self._payload_builder.snapshot(fragments, stateful=stateful, change=overlap > 0)
+        payload = self._payload_builder.snapshot(fragments, stateful=stateful, change=overlap > 0, exact=exact)
         snapshot = self.buffers.snapshot() if self._settings.fragments - 1 in fragments else {}
-        tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful)
+        tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful, exact=exact)
         description = f"{self._restarts} restarts\n{tensors}"
         samples = max(self._samples[fragment] for fragment in fragments)
         vote = self._make_vote(description, samples=samples)
@@ -473,6 +488,9 @@ class Exchanger:
             return
         with torch.no_grad():
             self._payload_builder.apply(pending_exchange.payload)
+            self._payload_builder.record_merged(
+                pending_exchange.payload, pending_exchange.fragments, pending_exchange.stateful
+            )
             self.buffers.put(outcome.buffers, pending_exchange.snapshot, change=pending_exchange.payload.change)
         self._may_differ = pending_exchange.payload.change
         if self._stream is not None:
@@ -517,4 +535,5 @@ class Exchanger:
 
     def _restored(self, saved: PendingState) -> PendingExchange:
         payload = self._payload_builder.snapshot(saved["fragments"], stateful=saved["stateful"], change=True)
+        payload.writes = {}  # at its snapshot they may have been trained
         return restored(saved, payload, self._next_label(), self._device)

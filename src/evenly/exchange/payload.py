@@ -97,6 +97,7 @@ class Payload:
         self.packed = packed
         self.slices = slices
         self.change = change
+        self.writes: dict[str, int] = {}  # to frozen parameters, at the snapshot
 
     @property
     def parts(self) -> list[Slice]:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from evenly._torch.autograd import in_backward
 from evenly._torch.scaler import watch_scaler
 from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, require_same
 from evenly.comm.blocks.replicas import shard_group_of
@@ -21,11 +22,13 @@ from evenly.exchange.exchanger import Exchanger
 from evenly.exchange.membership import Membership
 from evenly.exchange.pending import ExchangeSummary
 from evenly.exchange.replica_exchange import ReplicaExchange
+from evenly.exchange.tensors.averaged_tensors import require_resettable
 from evenly.gradients import DdpGradients, Gradients, ShardedGradients, Verdict, counted_samples, leading_dim
-from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
+from evenly.nodes.checks import require_dense, require_own_steps, require_trainable
 from evenly.nodes.closures import Arguments, has_closure, with_mean_loss
 from evenly.nodes.signature import describe
 from evenly.nodes.state_reads import StateReadWarning
+from evenly.nodes.trained_parameters import TrainedParameters, require_same_changes
 from evenly.schedule.period_timer import PeriodTimer
 from evenly.schedule.step_clock import StepClock
 from evenly.schedule.step_counter import Schedule
@@ -69,6 +72,7 @@ class Synchronized(torch.nn.Module):
         self._replica_exchange = replica_exchange
         self._count = count or leading_dim
         self._closed = self._was_resharded = self._is_in_agreed = False
+        self._changes = 0  # of the trained parameters or the optimizer's groups
         self._global_gradients = isinstance(period, EveryGradient)
         self._gradient_ranks = tuple(range(groups.rank_group.size)) if self._global_gradients else groups.ranks
         self._scaler = scaler
@@ -76,7 +80,7 @@ class Synchronized(torch.nn.Module):
         self._period_timer = period_timer
         try:
             self._check_and_broadcast(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
-            self._optimized = OptimizedParameters(module, optimizer)
+            self._trained = TrainedParameters(module, optimizer)
             self._gradients = self._make_gradients(find_unused_parameters=find_unused_parameters)
             self.clock = StepClock(next(module.parameters(), torch.empty(0)).device)
             self._gradients.on_backward_done = self.clock.end
@@ -127,6 +131,8 @@ class Synchronized(torch.nn.Module):
         if self._closed:
             raise SpecError("a synchronized model was called to train after close(). Train the plain network: .module.")
         self._gradients.step = self.schedule.step + 1
+        if self._trained.have_changed and not in_backward():  # inside, an activation checkpoint recomputes a forward
+            self._follow_changes()
         self.clock.begin(self._gradients.step)
         try:
             samples = counted_samples(self._count, args, kwargs)
@@ -135,6 +141,36 @@ class Synchronized(torch.nn.Module):
             raise
         self.batch_samples = samples
         return self._gradients.forward(samples, *args, **kwargs)
+
+    def _follow_changes(self) -> None:
+        """Goes on after parameters were frozen or unfrozen, or groups added to the optimizer, between two steps.
+
+        All ranks that average gradients with each other come here before the same backward.
+        """
+        self._changes += 1
+        waiter = CollectiveWaiter(
+            self._monitor,
+            label=f"change {self._changes} of the trained parameters",
+            step=self.schedule.step,
+            timeout_s=self._settings.timeout_s,
+        )
+        try:
+            if self._groups.rank_group.size > 1:
+                lines = describe(self.module, self._optimizer, "")
+                require_same_changes(self._trained.changes(), lines, self._gradient_ranks, waiter)
+            self._trained.require_known()
+            require_trainable(self.module, self._optimizer)
+            require_resettable(self._optimizer, self._settings)
+            if self._groups.rank_group.size > 1:
+                require_dense(self.module)
+            before = self._trained.names
+            self._trained.read()
+            if self._trained.names != before:
+                self._gradients.follow_parameters()
+                self._exchanger.follow_parameters(self._trained.names)
+        except Exception as error:
+            self._monitor.report(error)
+            raise
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuses to be copied or pickled."""
@@ -226,7 +262,8 @@ class Synchronized(torch.nn.Module):
 
         `agreed` are this rank's parts of the buffers after the last exchange, cut like the buffers now.
         """
-        self._was_resharded, self._optimized = True, OptimizedParameters(self.module, self._optimizer)
+        self._was_resharded = True
+        self._trained.read()
         self._exchanger.run_collective(self._rebuild_groups)
         self._exchanger.buffers.learn(agreed)
         self._exchanger.reset_anchors()
@@ -272,7 +309,7 @@ class Synchronized(torch.nn.Module):
 
     def _take_finite_check(self) -> Callable[[], None]:
         """Returns a check of the last step's gradients; it may stall a device, and may run in another thread."""
-        self._optimized.require_unchanged(thoroughly=True)
+        self._trained.require_same_members()
         reads_verdict = self._settings.nonfinite == "stop" and not self._gradients.pending
         return partial(self._require_finite, self._gradients.take_verdict(may_stall=True) if reads_verdict else None)
 
@@ -371,7 +408,7 @@ class Synchronized(torch.nn.Module):
         if self._groups.rank_group.size == 1:
             return
         try:
-            self._optimized.require_unchanged()
+            self._trained.require_unchanged()
             self._gradients.require_averaged()
         except SpecError as error:
             self._monitor.report(error)

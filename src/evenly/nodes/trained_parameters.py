@@ -1,0 +1,135 @@
+"""Which parameters a network trains, and with which groups of the optimizer, as ranks agreed on last."""
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from evenly.comm import CollectiveWaiter
+from evenly.errors import MismatchError, SpecError
+
+
+class TrainedParameters:
+    """The parameters that were trained, and the optimizer's groups, when `read` was called last.
+
+    Loops freeze and unfreeze layers and add groups between steps. A change counts at the next forward.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._module, self._optimizer = module, optimizer
+        self.read()
+
+    def read(self) -> None:
+        """Takes what is the case now."""
+        named = dict(self._module.named_parameters())
+        self._names, self._parameters = list(named), list(named.values())
+        self._flags = [parameter.requires_grad for parameter in self._parameters]
+        self._groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
+        self._sizes = [len(group) for group in self._groups]
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the parameters that were trained."""
+        return {name for name, is_trained in zip(self._names, self._flags, strict=True) if is_trained}
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether other parameters are trained now, or the optimizer has other groups.
+
+        A network without a trained parameter, such as a discriminator in the generator's step, trains nothing: that
+        alone is no change.
+        """
+        flags = [parameter.requires_grad for parameter in self._parameters]
+        return (flags != self._flags and any(flags)) or self._group_sizes() != self._sizes
+
+    def changes(self) -> list[str]:
+        """Returns what has changed, one line for each parameter and each group."""
+        flags = [parameter.requires_grad for parameter in self._parameters]
+        lines = [
+            f"the parameter {name!r} is {'trained' if now else 'frozen'}"
+            for name, before, now in zip(self._names, self._flags, flags, strict=True)
+            if before != now
+        ]
+        if self._group_sizes() != self._sizes:
+            lines.append(f"the optimizer has groups of {self._group_sizes()} parameters")
+        return lines
+
+    def require_known(self) -> None:
+        """Raises `SpecError` for a parameter that the network, or the optimizer, got after synchronize was called."""
+        known_ids = set(map(id, self._parameters))
+        for name, parameter in self._module.named_parameters():
+            if id(parameter) not in known_ids:
+                raise SpecError(
+                    f"the network got the parameter {name!r} after synchronize was called, which other ranks and "
+                    "exchanges do not know. Build it before synchronize, frozen by requires_grad_(False) if it is to "
+                    "be trained later, or call finish() and close(), then synchronize again."
+                )
+        for number, group in enumerate(self._optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in known_ids:
+                    raise SpecError(
+                        f"group {number} of the optimizer got a parameter of shape {list(parameter.shape)} that is not "
+                        "one of the network that synchronize was given: ranks would not share it. Add only parameters "
+                        "of the network, or call finish() and close(), then synchronize again."
+                    )
+
+    def require_unchanged(self) -> None:
+        """Raises `SpecError` if parameters were added or unfrozen since `read`, and a step is about to use them."""
+        if self._group_sizes() != self._sizes:
+            known_ids = {number for group in self._groups for number in group}
+            groups = self._optimizer.param_groups
+            self._raise_changed(
+                [p for group in groups for p in group["params"] if id(p) not in known_ids], "was given to the optimizer"
+            )
+        for parameter, was_trained in zip(self._parameters, self._flags, strict=True):
+            if parameter.requires_grad and not was_trained and parameter.grad is not None:
+                self._raise_changed([parameter], "was unfrozen")
+
+    def require_same_members(self) -> None:
+        """Raises `SpecError` if groups of the same sizes hold other parameters than when `read` was called."""
+        groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
+        if self._group_sizes() == self._sizes and groups != self._groups:
+            known_ids = {number for group in self._groups for number in group}
+            replaced = [p for group in self._optimizer.param_groups for p in group["params"] if id(p) not in known_ids]
+            self._raise_changed(replaced, "was put into a group of the optimizer in another's place")
+
+    def _raise_changed(self, parameters: list[torch.Tensor], case: str) -> None:
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        labels = [repr(names.get(id(p), f"of shape {list(p.shape)}, outside the model")) for p in parameters]
+        raise SpecError(
+            f"the parameter {labels[0] if labels else 'list'} {case} after the forward of this step, so its gradients "
+            "are not averaged with the other ranks. Freeze, unfreeze and add groups between optimizer.step() and the "
+            "next forward."
+        )
+
+    def _group_sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self._optimizer.param_groups]
+
+
+def require_same_changes(
+    changes: Sequence[str], lines: Sequence[str], ranks: Sequence[int], waiter: CollectiveWaiter
+) -> None:
+    """Waits until all of `ranks`, which average gradients with each other, have come to a change.
+
+    `lines` describe the model and the optimizer after it.
+
+    Raises:
+        MismatchError: on every rank, naming the first parameter or group that differs between them.
+    """
+    rows: list[list[str]] = [
+        json.loads(text) for text in waiter.gather_by_store(json.dumps(lines), ranks, why=changes[0])
+    ]
+    for others_rank, other in zip(ranks[1:], rows[1:], strict=True):
+        for ours, theirs in zip(rows[0], other, strict=False):
+            if ours != theirs:
+                raise MismatchError(
+                    f"ranks that average gradients with each other do not train the same after step {waiter.step}: "
+                    f"rank {ranks[0]} has {ours}; rank {others_rank} has {theirs}. Freeze, unfreeze and add parameter "
+                    "groups on all ranks alike."
+                )
+        if len(rows[0]) != len(other):
+            raise MismatchError(
+                f"ranks that average gradients with each other do not have the same groups of the optimizer after step "
+                f"{waiter.step}: rank {ranks[0]} describes model and optimizer in {len(rows[0])} lines, rank "
+                f"{others_rank} in {len(other)}. Add parameter groups on all ranks alike."
+            )
