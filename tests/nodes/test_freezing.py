@@ -4,6 +4,7 @@ import copy
 import re
 import threading
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
@@ -151,3 +152,22 @@ def test_every_step_equals_the_reference(story, every):
     groups, period = (ragged(3), None) if every == "global" else (nodes, every)
     expected = run_reference(story, groups, period)
     assert_equal_runs(run_ranks(3, train, story, nodes, every), expected, state=True)
+
+
+EXCHANGES = {
+    "overlap": {"overlap": 1},
+    "codec": {"codec": "int8"},
+    "outer": {"outer": "nesterov"},
+    "adam outside": {"outer": {"name": "Adam", "settings": {"lr": 0.01}}, "overlap": 2},
+    "fragments": {"fragments": 2, "overlap": 1, "codec": "bf16"},
+    "averaged": {"optimizer_state": "average", "overlap": 1},
+    "reset": {"optimizer_state": "reset", "fragments": 2, "outer": "nesterov", "codec": "int8"},
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+@pytest.mark.parametrize("story", ["there and back", "group added"])
+def test_all_nodes_end_with_the_same_bits(story, exchange):
+    runs = run_ranks(3, partial(train, **exchange), story, ragged(2, 1), 3)
+    for seen, _ in runs[1:]:
+        assert all(map(torch.equal, seen[-1][:6], runs[0][0][-1][:6]))

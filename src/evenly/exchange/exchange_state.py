@@ -30,6 +30,7 @@ class ExchangeState(TypedDict):
     averaged: NotRequired[list[str]]  # the parameters that exchanges average
     trained: NotRequired[list[str]]  # the parameters that the last forward trained
     frozen: NotRequired[FrozenState]
+    sent: NotRequired[list[str]]  # the parameters that the slices of anchors are of
     counts: NotRequired[bool]  # whether this rank counts the samples of its replica
     restarts: int
     points: dict[str, AnchorState]  # by the key of the slice

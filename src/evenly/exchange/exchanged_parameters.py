@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict, final
 
 import torch
@@ -92,6 +92,11 @@ class ExchangedParameters:
             earlier = self._frozen[name] if self._frozen[name].writes == now[name] else _Merged()
             was_exact = earlier.is_exact or len(fragments) == self._count
             self._frozen[name] = _Merged(now[name], earlier.fragments | set(fragments), is_exact and was_exact)
+
+    def make_exact(self, names: Collection[str]) -> None:
+        """Records that all nodes hold the same bits of frozen parameters that are sent no more."""
+        for name in self._frozen.keys() & set(names):
+            self._frozen[name] = replace(self._frozen[name], is_exact=True)
 
     def state(self) -> FrozenState:
         """Returns the state for a checkpoint."""

@@ -105,7 +105,7 @@ class Exchanger:
 
     def reset_anchors(self, *, verified: bool = True) -> None:
         """Sets the anchors to the current values; unless `verified`, the next exchange compares them between nodes."""
-        self._payload_builder.reset_fragments()
+        self._payload_builder.lay_out()
         self._loaded_weights.forget()
         if self._anchors.are_kept:
             self._anchors.reset(
@@ -113,8 +113,12 @@ class Exchanger:
             )
 
     def follow_parameters(self, trained: Collection[str]) -> None:
-        """Takes over which parameters are trained from now on; the next exchange averages these."""
+        """Takes over which parameters are trained from now on; the next exchange averages these.
+
+        All ranks of the node call it together, before a step changes parameters that were frozen.
+        """
         self._payload_builder.parameters.follow(trained)
+        self._follow_layout()
 
     @property
     def samples(self) -> float:
@@ -159,6 +163,7 @@ class Exchanger:
                 self._merge(pending_exchange)
             overlap = 0 if waits else self._settings.overlap
             check_finite = self._take_finite_check()
+            self._follow_layout()
             pending_exchange, vote, fingerprint = self._prepare(tuple(fragments), overlap=overlap, exact=exact)
             self._schedule.exchanged(fragments)
             self._forget_samples(fragments)
@@ -296,6 +301,7 @@ class Exchanger:
             "averaged": self._payload_builder.averaged_names,
             "trained": sorted(self._payload_builder.parameters.trained),
             "frozen": self._payload_builder.parameters.state(),
+            "sent": self._payload_builder.laid_out,
             "counts": self._groups.rank_group.size == 1 or self._replica_exchange.counts_samples,
             "restarts": self._restarts,
             "points": self._anchors.state(),
@@ -313,6 +319,9 @@ class Exchanger:
         self.buffers.learn(agreed)
         self._loaded_weights.forget()
         settings = self._bound_settings()
+        if state is not None and "frozen" in state and "sent" in state:
+            self._payload_builder.parameters.resume(state["frozen"])
+            self._lay_out_as_saved(state["sent"])
         if state is None or state["settings"] != settings or not self._anchors.fit(state["points"]):
             if state is not None and (self._schedule.since or state["trips"]):
                 changed = {name: value for name, value in state["settings"].items() if value != settings[name]}
@@ -327,6 +336,14 @@ class Exchanger:
         self._restarts = state["restarts"]
         self._anchors.resume(state["points"])
         self._pending_exchanges = [self._restored(saved) for saved in state["trips"]]
+
+    def _lay_out_as_saved(self, names: Collection[str]) -> None:
+        """Gives the anchors the slices that they had when a checkpoint was saved."""
+        if set(names) != set(self._payload_builder.laid_out):
+            self._payload_builder.lay_out(names)
+            if self._anchors.are_kept:
+                fragments = range(self._settings.fragments)
+                self._anchors.reset(self._payload_builder.snapshot(fragments).parts)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -420,6 +437,17 @@ class Exchanger:
                 self._may_differ = True
                 self._restart(names & trained, trained)
 
+    def _follow_layout(self) -> None:
+        """Gives the anchors the slices of the parameters that are exchanged now, if these have changed."""
+        if self._payload_builder.has_layout:
+            return
+        if not self._averages or not self._anchors.are_kept:
+            self._payload_builder.lay_out()
+            return
+        self._drain()  # pending exchanges still use the anchors
+        act = partial(self._payload_builder.follow_layout, self._anchors, nodes=len(self._groups.nodes))
+        self._run(act, self._next_label())
+
     def _restart(self, loaded: set[str], trained: set[str]) -> None:
         """Resets samples and anchors after weights were `loaded`."""
         if loaded == trained:
@@ -433,6 +461,7 @@ class Exchanger:
                 "weights that train at once, or load before synchronize."
             )
         self._drain()  # pending exchanges still use the anchors
+        self._payload_builder.lay_out()
         self._anchors.reset(self._payload_builder.snapshot(range(self._settings.fragments)).parts, verified=False)
         self._restarts += 1
 
@@ -488,16 +517,16 @@ class Exchanger:
             return
         with torch.no_grad():
             self._payload_builder.apply(pending_exchange.payload)
-            self._payload_builder.record_merged(
-                pending_exchange.payload, pending_exchange.fragments, pending_exchange.stateful
-            )
             self.buffers.put(outcome.buffers, pending_exchange.snapshot, change=pending_exchange.payload.change)
         self._may_differ = pending_exchange.payload.change
         if self._stream is not None:
             for buffer in outcome.buffers.values():  # allocated on the other stream, read on this one
                 buffer.record_stream(torch.cuda.current_stream(self._device))
         if not pending_exchange.is_state_loaded:
-            self._payload_builder.reset_state(pending_exchange.stateful)
+            self._payload_builder.reset_state(pending_exchange.payload, pending_exchange.stateful)
+        self._payload_builder.record_merged(
+            pending_exchange.payload, pending_exchange.fragments, pending_exchange.stateful
+        )
         self.period_chooser.choose(
             begun=pending_exchange.begun,
             steps=pending_exchange.steps,
@@ -534,6 +563,5 @@ class Exchanger:
             self._samples[fragment] = 0.0
 
     def _restored(self, saved: PendingState) -> PendingExchange:
-        payload = self._payload_builder.snapshot(saved["fragments"], stateful=saved["stateful"], change=True)
-        payload.writes = {}  # at its snapshot they may have been trained
+        payload = self._payload_builder.restored(saved["pieces"], saved["fragments"])
         return restored(saved, payload, self._next_label(), self._device)

@@ -6,12 +6,21 @@ from difflib import get_close_matches
 
 import torch
 
-from evenly.errors import SpecError
+from evenly.comm import CollectiveWaiter
+from evenly.errors import CheckpointError, SpecError
+from evenly.exchange.anchors import Anchors
 from evenly.exchange.exchanged_parameters import ExchangedParameters
-from evenly.exchange.payload import Payload
+from evenly.exchange.payload import Packed, Payload, PayloadEntry, PayloadEntryState
 from evenly.exchange.replica_exchange import ReplicaExchange
-from evenly.exchange.tensors.averaged_tensors import AveragedTensor, current_tensors, parameter_entries, reset_state
+from evenly.exchange.tensors.averaged_tensors import (
+    AveragedTensor,
+    Rows,
+    current_tensors,
+    parameter_entries,
+    reset_state,
+)
 from evenly.exchange.tensors.fingerprint import Fingerprint
+from evenly.exchange.tensors.flat import real, travelling_dtype
 from evenly.exchange.tensors.fragments import Piece, entries_in, split
 from evenly.exchange.tensors.memory import DistinctTensors
 from evenly.spec import Exchange
@@ -41,9 +50,12 @@ class PayloadBuilder:
         self._are_slots_checked = False
         self._fragments: list[Piece] = []
 
-    def reset_fragments(self) -> None:
-        """Computes the fragments anew, after parts of the network moved between ranks."""
-        self._names = []
+    def lay_out(self, names: Collection[str] | None = None) -> None:
+        """Splits the parameters that the next exchange sends into fragments, or those with these names."""
+        entries = self._sent() if names is None else self._named([n for n in self._parameter_names() if n in names])
+        sizes = self._replica_exchange.sizes([(entry.home, entry.tensor) for entry in entries])
+        self._names = [entry.home for entry in entries]
+        self._fragments = split(entries, sizes, self._settings.fragments, rows=self._replica_exchange.splits_rows)
 
     @property
     def averaged_names(self) -> list[str]:
@@ -51,9 +63,50 @@ class PayloadBuilder:
         return [entry.home for entry in self.differing()] if self._is_sent else []
 
     @property
+    def laid_out(self) -> list[str]:
+        """The names of the parameters in the fragments."""
+        return list(self._names)
+
+    @property
     def has_layout(self) -> bool:
         """Whether the fragments are those of the parameters that the next exchange sends."""
-        return self._names == [entry.home for entry in self._sent()]
+        return self._names == [entry.home for entry in self._sent()]  # others are trained, or some share memory now
+
+    def follow_layout(self, anchors: Anchors, waiter: CollectiveWaiter, *, nodes: int) -> None:
+        """Gives `anchors` the slices of the parameters that the next exchange sends; all ranks call it together.
+
+        Parameters that were sent before keep their anchors and the state of the outer optimizer. New ones are equal on
+        all nodes now. Those that are sent no more get the values of their anchors, which have the same bits everywhere.
+        """
+        former_entries, former_names = self._entries(range(self._settings.fragments)), self._names
+        self.lay_out()
+        new_values, slices = anchors.new_values(), {}
+        for name, vectors in anchors.vectors().items():
+            gathered = self._replica_exchange.gather_slices(former_entries, vectors, waiter)
+            tensors = {
+                entry.home: real(entry.tensor).to(travelling_dtype(entry.tensor), copy=True)
+                for entry in self._named(self._names)
+            }
+            if name == "agreed":
+                self._leave([piece for piece in gathered if piece.entry.home not in tensors])
+            else:
+                for tensor in tensors.values():
+                    tensor.fill_(new_values[name])
+            for piece in gathered:
+                target, rows = tensors.get(piece.entry.home), piece.entry.rows
+                if target is not None:
+                    (target if rows is None else target[rows.start : rows.stop]).copy_(piece.value)
+            entries = [AveragedTensor(home, home, tensor) for home, tensor in tensors.items()]
+            by_key = {f"{index}": entries_in(entries, piece) for index, piece in enumerate(self._fragments)}
+            slices[name] = self._replica_exchange.snapshot(by_key).parts
+        self.parameters.make_exact(set(former_names) - set(self._names))
+        anchors.rebuild(slices, nodes=nodes)
+
+    def _leave(self, pieces: Sequence[PayloadEntry]) -> None:
+        """Writes the agreed values of parameters that are sent no more."""
+        with self.parameters.written_by_exchange():
+            for piece in pieces:
+                piece.tensor.copy_(piece.value)
 
     def differing(self) -> list[AveragedTensor]:
         """Returns the parameters that may differ between nodes."""
@@ -69,6 +122,32 @@ class PayloadBuilder:
         entries = self._entries(fragments, exact=exact)
         payload = self._replica_exchange.snapshot(entries, self._state(stateful), change=change)
         payload.writes = self.parameters.writes(self.parameters.differing() if exact else self.parameters.sent())
+        payload.fragments = {fragment: self._fragments[fragment] for fragment in fragments}
+        return payload
+
+    def restored(self, pieces: Sequence[PayloadEntryState], fragments: Sequence[int]) -> Payload:
+        """Returns the payload of a checkpoint's pending exchange, to be merged.
+
+        Raises:
+            CheckpointError: where it has state that this optimizer lacks.
+        """
+        tensors = current_tensors(self._module, self._optimizer)
+        packed = []
+        for piece in pieces:
+            tensor = tensors.get((piece["home"], piece["slot"]))
+            if tensor is None:
+                raise CheckpointError(
+                    f"the checkpoint has a pending exchange with {piece['slot'] or 'values'} of {piece['home']!r}, "
+                    "which this run does not have. Go on with the same model, optimizer and settings to the next "
+                    "exchange."
+                )
+            rows = None if piece["rows"] is None else Rows(*piece["rows"])
+            part = tensor if rows is None else tensor[rows.start : rows.stop]
+            entry = AveragedTensor(piece["home"], piece["label"], part, piece["slot"], rows)
+            packed.append(Packed([entry], travelling_dtype(part)))
+        payload = Payload(packed, (), change=True)
+        payload.put(pieces)
+        payload.fragments = {fragment: self._fragments[fragment] for fragment in fragments}
         return payload
 
     def snapshot_all(self) -> Payload:
@@ -127,12 +206,11 @@ class PayloadBuilder:
                 raise SpecError(f"{case}. Name one of these.")
             logger.warning("%s so far", case)  # some optimizers create state later
 
-    def reset_state(self, fragments: Sequence[int]) -> None:
-        """Sets the optimizer's state of these fragments to zero where the settings say so."""
+    def reset_state(self, payload: Payload, fragments: Sequence[int]) -> None:
+        """Sets the optimizer's state of these fragments of a payload to zero where the settings say so."""
         if fragments and self._is_sent and self._settings.treats_state("reset"):
-            pieces = self._pieces(self._sent())
             for fragment in fragments:
-                reset_state(self._module, self._optimizer, pieces[fragment], self._is_reset)
+                reset_state(self._module, self._optimizer, payload.fragments[fragment], self._is_reset)
 
     def _is_reset(self, slot: str) -> bool:
         return self._settings.policy_of(slot) == "reset"
@@ -144,9 +222,8 @@ class PayloadBuilder:
         """Returns the parameters of each fragment, by the key of its anchors; "" for those without."""
         if not self._is_sent:
             return {}
-        entries = self._sent()
-        pieces = self._pieces(entries)
-        chosen = {f"{fragment}": entries_in(entries, pieces[fragment]) for fragment in fragments}
+        entries = self._named(self._names)
+        chosen = {f"{fragment}": entries_in(entries, self._fragments[fragment]) for fragment in fragments}
         inexact = parameter_entries(self.parameters.inexact()) if exact else []
         return {**chosen, "": inexact} if inexact else chosen
 
@@ -156,13 +233,11 @@ class PayloadBuilder:
             return []
         slots = self._replica_exchange.state(self._module, self._optimizer)
         slots = [entry for entry in slots if self._settings.policy_of(entry.slot) == "average"]
-        pieces = self._pieces(self._sent())
-        return [entry for fragment in fragments for entry in entries_in(slots, pieces[fragment])]
+        return [entry for fragment in fragments for entry in entries_in(slots, self._fragments[fragment])]
 
-    def _pieces(self, entries: Sequence[AveragedTensor]) -> list[Piece]:
-        """Returns the fragments of these entries."""
-        if self._names != [entry.home for entry in entries]:  # others are trained, or some share memory now
-            self._names = [entry.home for entry in entries]
-            sizes = self._replica_exchange.sizes([(entry.home, entry.tensor) for entry in entries])
-            self._fragments = split(entries, sizes, self._settings.fragments, rows=self._replica_exchange.splits_rows)
-        return self._fragments
+    def _named(self, names: Sequence[str]) -> list[AveragedTensor]:
+        parameters = dict(self._module.named_parameters())
+        return [AveragedTensor(name, name, parameters[name]) for name in names]
+
+    def _parameter_names(self) -> list[str]:
+        return [name for name, _ in self._module.named_parameters()]

@@ -214,7 +214,6 @@ class ExchangeOutcome:
 
 def restored(saved: PendingState, payload: Payload, label: str, device: torch.device) -> PendingExchange:
     """Returns the saved exchange, with its agreed values in `payload`."""
-    payload.put(saved["pieces"])
     (seconds, met_s), measured = saved["times"], tuple(saved["measured"])
     sent_bytes, squared_distance, squared_norm = saved["carried"]
     stats = TransferStats(int(sent_bytes), squared_distance, squared_norm)
