@@ -28,7 +28,6 @@ class ExchangeState(TypedDict):
     settings: dict[str, object]  # those of `Exchange` that must be equal to resume inside a period
     policies: NotRequired[dict[str, BufferPolicy]]
     averaged: NotRequired[list[str]]  # the parameters that exchanges average
-    trained: NotRequired[list[str]]  # the parameters that the last forward trained
     frozen: NotRequired[FrozenState]
     sent: NotRequired[list[str]]  # the parameters that the slices of anchors are of
     counts: NotRequired[bool]  # whether this rank counts the samples of its replica

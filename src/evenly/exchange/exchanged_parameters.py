@@ -43,11 +43,6 @@ class ExchangedParameters:
         self._frozen: dict[str, _Merged] = {}  # that were trained before
         self._own_writes: Counter[str] = Counter()  # by exchanges, to each parameter
 
-    @property
-    def trained(self) -> set[str]:
-        """The names of the parameters that were trained at the last forward."""
-        return set(self._trained)
-
     def follow(self, trained: Collection[str]) -> None:
         """Takes over which parameters are trained from now on."""
         newly_frozen = self._trained - set(trained)
@@ -107,8 +102,12 @@ class ExchangedParameters:
             "equal": sorted(self._frozen.keys() - sent - inexact),
         }
 
-    def resume(self, state: FrozenState) -> None:
-        """Restores a checkpoint's state, after its values were loaded."""
+    def resume(self, trained: Collection[str] | None, state: FrozenState | None) -> None:
+        """Restores a checkpoint's state, after its values were loaded; without one all nodes hold the same values."""
+        self._trained = self._trained if trained is None else set(trained)
+        self._frozen = {}
+        if state is None:
+            return
         parameters, everything = dict(self._module.named_parameters()), frozenset(range(self._count))
         self._frozen = dict.fromkeys(state["differ"], _Merged())
         for names, is_exact in ((state["inexact"], False), (state["equal"], True)):

@@ -299,7 +299,6 @@ class Exchanger:
             "settings": self._bound_settings(),
             "policies": dict(self.buffers.policies),
             "averaged": self._payload_builder.averaged_names,
-            "trained": sorted(self._payload_builder.parameters.trained),
             "frozen": self._payload_builder.parameters.state(),
             "sent": self._payload_builder.laid_out,
             "counts": self._groups.rank_group.size == 1 or self._replica_exchange.counts_samples,
@@ -308,8 +307,17 @@ class Exchanger:
             "trips": pending_exchanges,
         }
 
-    def resume(self, progress: ExchangeProgress, state: ExchangeState | None, agreed: Tensors | None) -> None:
-        """Restores a checkpoint; without a `state` anchors start from the module's values."""
+    def resume(
+        self,
+        progress: ExchangeProgress,
+        state: ExchangeState | None,
+        agreed: Tensors | None,
+        trained: Collection[str] | None = None,
+    ) -> None:
+        """Restores a checkpoint; without a `state` anchors start from the module's values.
+
+        `trained` are the parameters that its run trained; those that are trained now if left out.
+        """
         count = self._settings.fragments
         samples, counts = list(progress["samples"]), list(progress["counts"])
         self._samples = samples if len(samples) == count else [max(samples)] * count
@@ -319,9 +327,8 @@ class Exchanger:
         self.buffers.learn(agreed)
         self._loaded_weights.forget()
         settings = self._bound_settings()
-        if state is not None and "frozen" in state and "sent" in state:
-            self._payload_builder.parameters.resume(state["frozen"])
-            self._lay_out_as_saved(state["sent"])
+        self._payload_builder.parameters.resume(trained, None if state is None else state.get("frozen"))
+        self._lay_out_as_saved(None if state is None else state.get("sent"))
         if state is None or state["settings"] != settings or not self._anchors.fit(state["points"]):
             if state is not None and (self._schedule.since or state["trips"]):
                 changed = {name: value for name, value in state["settings"].items() if value != settings[name]}
@@ -337,13 +344,13 @@ class Exchanger:
         self._anchors.resume(state["points"])
         self._pending_exchanges = [self._restored(saved) for saved in state["trips"]]
 
-    def _lay_out_as_saved(self, names: Collection[str]) -> None:
-        """Gives the anchors the slices that they had when a checkpoint was saved."""
-        if set(names) != set(self._payload_builder.laid_out):
-            self._payload_builder.lay_out(names)
-            if self._anchors.are_kept:
-                fragments = range(self._settings.fragments)
-                self._anchors.reset(self._payload_builder.snapshot(fragments).parts)
+    def _lay_out_as_saved(self, names: Collection[str] | None) -> None:
+        """Gives the anchors the slices that they had when a checkpoint was saved; these are of the parameters `names`."""
+        if names is None and self._payload_builder.has_layout:
+            return
+        self._payload_builder.lay_out(names)
+        if self._anchors.are_kept:
+            self._anchors.reset(self._payload_builder.snapshot(range(self._settings.fragments)).parts)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

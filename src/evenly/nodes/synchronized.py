@@ -5,7 +5,7 @@ Reference: Moreno-Alvarez, Paoletti, Cavallaro, Haut, TNNLS 2023, 10.1109/TNNLS.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -131,7 +131,7 @@ class Synchronized(torch.nn.Module):
         if self._closed:
             raise SpecError("a synchronized model was called to train after close(). Train the plain network: .module.")
         self._gradients.step = self.schedule.step + 1
-        if self._trained.have_changed and not in_backward():  # inside, an activation checkpoint recomputes a forward
+        if self._trained.is_to_be_checked and not in_backward():  # inside, an activation checkpoint recomputes a forward
             self._follow_changes()
         self.clock.begin(self._gradients.step)
         try:
@@ -147,6 +147,13 @@ class Synchronized(torch.nn.Module):
 
         All ranks that average gradients with each other come here before the same backward.
         """
+        try:
+            self._trained.require_resumed()
+        except Exception as error:
+            self._monitor.report(error)
+            raise
+        if not self._trained.have_changed:
+            return
         self._changes += 1
         waiter = CollectiveWaiter(
             self._monitor,
@@ -336,10 +343,18 @@ class Synchronized(torch.nn.Module):
         progress: Progress,
         agreed: dict[str, torch.Tensor] | None = None,
         exchange_state: ExchangeState | None = None,
+        trained: Collection[str] | None = None,
     ) -> None:
-        """Restores a checkpoint; `agreed` are the buffers after the last exchange."""
+        """Restores a checkpoint; `agreed` are the buffers after the last exchange, `trained` the trained parameters."""
         self.schedule.resume(progress)
-        self._exchanger.resume(progress, exchange_state, agreed)
+        self._exchanger.resume(progress, exchange_state, agreed, trained)
+        if trained is not None:
+            self._trained.resume(trained)
+
+    @property
+    def trained_names(self) -> list[str]:
+        """The names of the parameters that the last forward trained."""
+        return sorted(self._trained.names)
 
     @property
     def samples(self) -> float:

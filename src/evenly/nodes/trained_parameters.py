@@ -1,12 +1,12 @@
 """Which parameters a network trains, and with which groups of the optimizer, as ranks agreed on last."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from evenly.comm import CollectiveWaiter
-from evenly.errors import MismatchError, SpecError
+from evenly.errors import CheckpointError, MismatchError, SpecError
 
 
 class TrainedParameters:
@@ -17,6 +17,7 @@ class TrainedParameters:
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._module, self._optimizer = module, optimizer
+        self._unlike_checkpoint: dict[str, bool] = {}  # parameters, and whether the checkpoint's run trained them
         self.read()
 
     def read(self) -> None:
@@ -31,6 +32,31 @@ class TrainedParameters:
     def names(self) -> set[str]:
         """The names of the parameters that were trained."""
         return {name for name, is_trained in zip(self._names, self._flags, strict=True) if is_trained}
+
+    def resume(self, trained: Collection[str]) -> None:
+        """Remembers which parameters a checkpoint's run trained: a change that it had made must be made here, too."""
+        self._unlike_checkpoint = {name: name in trained for name in self.names ^ set(trained)}
+
+    def require_resumed(self) -> None:
+        """Raises `CheckpointError` if a parameter is frozen or trained that was not in the checkpoint's run.
+
+        Those count that were so from the start; what this run has changed since it resumed is its own wish.
+        """
+        flags = dict(zip(self._names, (p.requires_grad for p in self._parameters), strict=True))
+        for name, was_trained in self._unlike_checkpoint.items():
+            if flags.get(name) != was_trained:
+                before, now = ("trained", "frozen") if was_trained else ("frozen", "trained")
+                raise CheckpointError(
+                    f"a run was to go on from a checkpoint in which the parameter {name!r} was {before}, but it is "
+                    f"{now} here: the run had changed it before. Repeat such changes when a run resumes, before the "
+                    "first forward: `if epoch >= 3:` in place of `if epoch == 3:`."
+                )
+        self._unlike_checkpoint = {}
+
+    @property
+    def is_to_be_checked(self) -> bool:
+        """Whether this is the first forward after a checkpoint, or other parameters or groups are trained now."""
+        return bool(self._unlike_checkpoint) or self.have_changed
 
     @property
     def have_changed(self) -> bool:
