@@ -103,11 +103,12 @@ class CollectiveWaiter:
             pause_s = min(2 * pause_s, 0.1)
         return store.get_all(keys)
 
-    def gather_by_store(self, value: str, ranks: Sequence[int], *, why: str) -> list[str]:
+    def gather_by_store(self, value: str, ranks: Sequence[int], *, why: str, after: str = "") -> list[str]:
         """Returns the `value` of each of `ranks`, once all wait with this label; uses the store only.
 
         For what only some ranks may have come to: a rank that begins a backward instead fails, and says `why` others
-        wait. All of `ranks` average gradients with each other.
+        wait. All of `ranks` average gradients with each other. `after` is the label of the call before, whose value is
+        removed: all ranks have read it.
         """
         store, rank = self.monitor.rank_group.store, self.monitor.rank_group.rank
         keys = {other: f"values/{self.label}/{other}" for other in ranks}
@@ -127,7 +128,10 @@ class CollectiveWaiter:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
         self.monitor.record_passed(self.label)
-        return [content.decode() for content in store.get_all(list(keys.values()))]
+        values = [content.decode() for content in store.get_all(list(keys.values()))]
+        if after:
+            store.delete(f"values/{after}/{rank}")
+        return values
 
     def _check_wait(self, waited_s: float, *, waits_for_ranks: bool) -> None:
         self.monitor.check()

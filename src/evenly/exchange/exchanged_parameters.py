@@ -50,6 +50,10 @@ class ExchangedParameters:
         self._frozen = {**kept, **dict.fromkeys(newly_frozen, _Merged())}
         self._trained = set(trained)
 
+    def description(self) -> str:
+        """Returns a text that is equal on ranks that train the same."""
+        return f"trained {sorted(self._trained)}, frozen since {sorted(self._frozen)}"
+
     def sent(self) -> dict[str, torch.Tensor]:
         """Returns the parameters that the next exchange averages, in the order of the model."""
         return self._chosen(self._is_sent)

@@ -345,7 +345,7 @@ class Exchanger:
         self._pending_exchanges = [self._restored(saved) for saved in state["trips"]]
 
     def _lay_out_as_saved(self, names: Collection[str] | None) -> None:
-        """Gives the anchors the slices that they had when a checkpoint was saved; these are of the parameters `names`."""
+        """Gives the anchors the slices that they had in a checkpoint; these are of the parameters `names`."""
         if names is None and self._payload_builder.has_layout:
             return
         self._payload_builder.lay_out(names)
@@ -402,9 +402,7 @@ class Exchanger:
         fingerprint = self._payload_builder.fingerprint()
         quorum = self.run_collective(partial(self._agreement.vote, vote, fingerprint, since=0, everywhere=True))
         if quorum.may_differ or any(quorum.changed):
-            return self._average_now(
-                parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples)
-            )
+            return self._average_now(parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples))
         return None
 
     def _average_now(self, *, parameters: bool, samples: float) -> Payload | None:
@@ -498,6 +496,7 @@ class Exchanger:
         return pending_exchange, vote, fingerprint
 
     def _make_vote(self, description: str, *, samples: float) -> Vote:
+        description = f"{self._payload_builder.parameters.description()}\n{description}"
         payload_hash = int.from_bytes(hashlib.sha256(description.encode()).digest()[:6])  # exact in a float64
         at = self._schedule
         return Vote(

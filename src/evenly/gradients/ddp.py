@@ -53,6 +53,9 @@ class DdpGradients(Gradients):
 
     def _wrap(self) -> None:
         """Wraps the module in a new DDP, over the parameters that are trained now; all ranks call it together."""
+        gradients = [parameter.grad for parameter in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None  # DDP would make it a view of a bucket, into which the dry run writes
         self._wrapped = _DdpModule(self._module)
         self._ddp = DistributedDataParallel(
             self._wrapped,
@@ -63,6 +66,8 @@ class DdpGradients(Gradients):
         )
         self._ddp.register_comm_hook(ref(self), _average)  # a strong reference would keep DDP and the group alive
         self._build_buckets()
+        for parameter, gradient in zip(self._trained, gradients, strict=True):
+            parameter.grad = gradient
         self._without_gradient: list[int] = []  # indices of parameters without one when buckets were sent
         self._missing: list[int] = []  # indices of parameters without a gradient after a backward to be averaged
         self._missing_samples = 0.0  # the samples of that backward
@@ -114,16 +119,11 @@ class DdpGradients(Gradients):
         DDP would rebuild its buckets after the first real backward, and with them the order of the sums: a resumed run
         would then differ from an uninterrupted one in the last bits of one step.
         """
-        gradients = [(parameter, parameter.grad) for parameter in self._trained]
-        for parameter in self._trained:
-            parameter.grad = None
         self._wrapped.is_dry_run = True
         with torch.enable_grad():
             self._ddp().backward()
         reducer.rebuild_buckets(self._ddp)
         self._wrapped.is_dry_run = False
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
     def take_verdict(self, *, may_stall: bool) -> BucketAveraging | None:
         """Returns the averaging of the last backward, once, to check whether all gradients were finite.

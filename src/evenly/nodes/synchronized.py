@@ -28,7 +28,7 @@ from evenly.nodes.checks import require_dense, require_own_steps, require_traina
 from evenly.nodes.closures import Arguments, has_closure, with_mean_loss
 from evenly.nodes.signature import describe
 from evenly.nodes.state_reads import StateReadWarning
-from evenly.nodes.trained_parameters import TrainedParameters, require_same_changes
+from evenly.nodes.trained_parameters import ChangeLog, TrainedParameters
 from evenly.schedule.period_timer import PeriodTimer
 from evenly.schedule.step_clock import StepClock
 from evenly.schedule.step_counter import Schedule
@@ -72,7 +72,6 @@ class Synchronized(torch.nn.Module):
         self._replica_exchange = replica_exchange
         self._count = count or leading_dim
         self._closed = self._was_resharded = self._is_in_agreed = False
-        self._changes = 0  # of the trained parameters or the optimizer's groups
         self._global_gradients = isinstance(period, EveryGradient)
         self._gradient_ranks = tuple(range(groups.rank_group.size)) if self._global_gradients else groups.ranks
         self._scaler = scaler
@@ -81,6 +80,8 @@ class Synchronized(torch.nn.Module):
         try:
             self._check_and_broadcast(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
             self._trained = TrainedParameters(module, optimizer)
+            in_step = period_timer is None and not self._global_gradients
+            self._change_log = ChangeLog(monitor, self.schedule, compares_nodes=in_step and len(groups.nodes) > 1)
             self._gradients = self._make_gradients(find_unused_parameters=find_unused_parameters)
             self.clock = StepClock(next(module.parameters(), torch.empty(0)).device)
             self._gradients.on_backward_done = self.clock.end
@@ -131,10 +132,10 @@ class Synchronized(torch.nn.Module):
         if self._closed:
             raise SpecError("a synchronized model was called to train after close(). Train the plain network: .module.")
         self._gradients.step = self.schedule.step + 1
-        if self._trained.is_to_be_checked and not in_backward():  # inside, an activation checkpoint recomputes a forward
-            self._follow_changes()
-        self.clock.begin(self._gradients.step)
         try:
+            if not in_backward() and (self._trained.is_to_be_checked or self._change_log.has_notes):
+                self._follow_changes()  # not where an activation checkpoint recomputes a forward
+            self.clock.begin(self._gradients.step)
             samples = counted_samples(self._count, args, kwargs)
         except Exception as error:
             self._monitor.report(error)
@@ -147,37 +148,21 @@ class Synchronized(torch.nn.Module):
 
         All ranks that average gradients with each other come here before the same backward.
         """
-        try:
-            self._trained.require_resumed()
-        except Exception as error:
-            self._monitor.report(error)
-            raise
-        if not self._trained.have_changed:
-            return
-        self._changes += 1
-        waiter = CollectiveWaiter(
-            self._monitor,
-            label=f"change {self._changes} of the trained parameters",
-            step=self.schedule.step,
-            timeout_s=self._settings.timeout_s,
-        )
-        try:
+        self._trained.require_resumed()
+        if self._trained.have_changed:
             if self._groups.rank_group.size > 1:
-                lines = describe(self.module, self._optimizer, "")
-                require_same_changes(self._trained.changes(), lines, self._gradient_ranks, waiter)
+                changes, lines = self._trained.changes(), describe(self.module, self._optimizer, "")
+                self._change_log.agree(changes, lines, self._gradient_ranks, timeout_s=self._settings.timeout_s)
+                require_dense(self.module)
             self._trained.require_known()
             require_trainable(self.module, self._optimizer)
             require_resettable(self._optimizer, self._settings)
-            if self._groups.rank_group.size > 1:
-                require_dense(self.module)
             before = self._trained.names
             self._trained.read()
             if self._trained.names != before:
                 self._gradients.follow_parameters()
                 self._exchanger.follow_parameters(self._trained.names)
-        except Exception as error:
-            self._monitor.report(error)
-            raise
+        self._change_log.require_same_as_nodes()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuses to be copied or pickled."""

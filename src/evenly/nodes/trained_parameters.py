@@ -2,11 +2,18 @@
 
 import json
 from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import zip_longest
+from weakref import ref
 
 import torch
 
-from evenly.comm import CollectiveWaiter
+from evenly.comm import CollectiveWaiter, FailureMonitor, FailureNote
 from evenly.errors import CheckpointError, MismatchError, SpecError
+from evenly.schedule.step_counter import Schedule
+
+CHANGE = "trained parameters"  # the kind of notes to other nodes
+KEPT_STEPS = 1000  # how long changes are remembered, for notes of nodes that are behind
 
 
 class TrainedParameters:
@@ -132,30 +139,93 @@ class TrainedParameters:
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
 
-def require_same_changes(
-    changes: Sequence[str], lines: Sequence[str], ranks: Sequence[int], waiter: CollectiveWaiter
-) -> None:
-    """Waits until all of `ranks`, which average gradients with each other, have come to a change.
+class ChangeLog:
+    """The changes of this rank and of other nodes, by the step after which they were made.
 
-    `lines` describe the model and the optimizer after it.
-
-    Raises:
-        MismatchError: on every rank, naming the first parameter or group that differs between them.
+    Nodes do not wait for each other at a change: a note tells the others, and a node that has gone on without it fails.
     """
-    rows: list[list[str]] = [
-        json.loads(text) for text in waiter.gather_by_store(json.dumps(lines), ranks, why=changes[0])
-    ]
-    for others_rank, other in zip(ranks[1:], rows[1:], strict=True):
-        for ours, theirs in zip(rows[0], other, strict=False):
-            if ours != theirs:
-                raise MismatchError(
-                    f"ranks that average gradients with each other do not train the same after step {waiter.step}: "
-                    f"rank {ranks[0]} has {ours}; rank {others_rank} has {theirs}. Freeze, unfreeze and add parameter "
-                    "groups on all ranks alike."
-                )
-        if len(rows[0]) != len(other):
+
+    def __init__(self, monitor: FailureMonitor, schedule: Schedule, *, compares_nodes: bool) -> None:
+        self._monitor, self._schedule = monitor, schedule
+        self._compares_nodes = compares_nodes
+        self._count = 0
+        self._changes: dict[int, list[str]] = {}  # of this rank
+        self._notes: list[FailureNote] = []  # of other nodes, for steps that this one has not come to
+        if compares_nodes:
+            monitor.subscribe(CHANGE, partial(_receive, ref(self)))  # it must not keep the monitor alive
+
+    def agree(self, changes: list[str], lines: Sequence[str], ranks: Sequence[int], *, timeout_s: float) -> None:
+        """Waits until all of `ranks`, which average gradients with each other, have come to a change.
+
+        `changes` are what it changes, `lines` describe the model and the optimizer after it.
+
+        Raises:
+            MismatchError: on every rank, naming the first parameter or group that differs between them.
+        """
+        step, self._count = self._schedule.step, self._count + 1
+        waiter = CollectiveWaiter(
+            self._monitor, label=f"change {self._count} of the trained parameters", step=step, timeout_s=timeout_s
+        )
+        former_label = f"change {self._count - 1} of the trained parameters" if self._count > 1 else ""
+        why = changes[0] if changes else "the optimizer has other groups"
+        texts = waiter.gather_by_store(json.dumps(lines), ranks, why=why, after=former_label)
+        rows: list[list[str]] = [json.loads(text) for text in texts]
+        for rank, row in zip(ranks[1:], rows[1:], strict=True):
+            _require_same_lines(rows[0], row, (ranks[0], rank), step=step)
+        self._changes = {number: made for number, made in self._changes.items() if number > step - KEPT_STEPS}
+        self._changes[step] = changes
+        if self._compares_nodes and self._monitor.rank_group.rank == ranks[0]:
+            self._monitor.post(CHANGE, json.dumps(changes), step=step)
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether another node has told of a change that this one has not been compared with."""
+        return bool(self._notes)
+
+    def require_same_as_nodes(self) -> None:
+        """Raises `MismatchError` if another node has made a change, at or before this step, that this one has not."""
+        notes, self._notes = self._notes, []
+        for note in notes:
+            if note.step > self._schedule.step:
+                self._notes.append(note)
+            elif (error := self._difference(note)) is not None:
+                raise error
+
+    def receive(self, note: FailureNote) -> None:
+        """Takes a note of another node; runs in the thread of the monitor."""
+        if note.step < self._schedule.step and (error := self._difference(note)) is not None:
+            self._monitor.report(error)
+            self._monitor.fail(error)
+        elif note.step >= self._schedule.step:
+            self._notes.append(note)
+
+    def _difference(self, note: FailureNote) -> MismatchError | None:
+        theirs, ours = json.loads(note.text), self._changes.get(note.step, [])
+        if theirs == ours or note.step <= self._schedule.step - KEPT_STEPS:
+            return None
+        case = next((line for line in theirs if line not in ours), "")
+        where, missing = f"rank {note.rank} on {note.host}", f"rank {self._monitor.rank_group.rank}"
+        if not case:
+            case = next(line for line in ours if line not in theirs)
+            where, missing = missing, where
+        return MismatchError(
+            f"nodes do not train the same after step {note.step}: on {where} {case}, but not on {missing}. Freeze, "
+            "unfreeze and add parameter groups on all ranks before the same step."
+        )
+
+
+def _receive(owner: "ref[ChangeLog]", note: FailureNote) -> None:
+    change_log = owner()
+    if change_log is not None:
+        change_log.receive(note)
+
+
+def _require_same_lines(ours: list[str], theirs: list[str], ranks: tuple[int, int], *, step: int) -> None:
+    """Raises `MismatchError` naming the first line that differs between two ranks."""
+    for one, other in zip_longest(ours, theirs, fillvalue="nothing more"):
+        if one != other:
             raise MismatchError(
-                f"ranks that average gradients with each other do not have the same groups of the optimizer after step "
-                f"{waiter.step}: rank {ranks[0]} describes model and optimizer in {len(rows[0])} lines, rank "
-                f"{others_rank} in {len(other)}. Add parameter groups on all ranks alike."
+                f"ranks that average gradients with each other do not train the same after step {step}: rank "
+                f"{ranks[0]} has {one}; rank {ranks[1]} has {other}. Freeze, unfreeze and add parameter groups on all "
+                "ranks alike."
             )
