@@ -23,9 +23,8 @@ class _Merged:
 class FrozenState(TypedDict):
     """The parameters in a checkpoint that were trained before and are frozen."""
 
-    differ: list[str]  # the next exchange averages these
-    inexact: list[str]  # nodes differ in the last bits
-    equal: list[str]
+    merged: dict[str, list[int]]  # the fragments of each that were averaged since it changed last
+    inexact: list[str]  # those of which nodes differ in the last bits
 
 
 @final
@@ -99,24 +98,27 @@ class ExchangedParameters:
 
     def state(self) -> FrozenState:
         """Returns the state for a checkpoint."""
-        sent, inexact = self._frozen.keys() & self.sent().keys(), self.inexact().keys()
+        writes = self.writes(self._frozen)
+        current = {name: merged for name, merged in self._frozen.items() if merged.writes == writes[name]}
         return {
-            "differ": sorted(sent),
-            "inexact": sorted(inexact),
-            "equal": sorted(self._frozen.keys() - sent - inexact),
+            "merged": {name: sorted(current.get(name, _Merged()).fragments) for name in sorted(self._frozen)},
+            "inexact": sorted(name for name, merged in current.items() if not merged.is_exact),
         }
 
     def resume(self, trained: Collection[str] | None, state: FrozenState | None) -> None:
         """Restores a checkpoint's state, after its values were loaded; without one all nodes hold the same values."""
         self._trained = self._trained if trained is None else set(trained)
         self._frozen = {}
-        if state is None:
-            return
-        parameters, everything = dict(self._module.named_parameters()), frozenset(range(self._count))
-        self._frozen = dict.fromkeys(state["differ"], _Merged())
-        for names, is_exact in ((state["inexact"], False), (state["equal"], True)):
-            for name in names:
-                self._frozen[name] = _Merged(self._writes(name, parameters[name]), everything, is_exact)
+        if state is not None:
+            self._frozen = dict.fromkeys(state["merged"], _Merged())
+            for name, writes in self.writes(self._frozen).items():
+                merged = frozenset(state["merged"][name])
+                self._frozen[name] = _Merged(writes, merged, name not in state["inexact"])
+
+    def unchanged_since(self, writes: Mapping[str, int]) -> list[str]:
+        """Returns the frozen parameters of `writes` that were not changed since."""
+        now = self.writes(writes)
+        return sorted(name for name in now if now[name] == writes[name])
 
     def _is_sent(self, name: str, parameter: torch.Tensor) -> bool:
         merged = self._frozen.get(name)

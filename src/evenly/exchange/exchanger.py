@@ -294,12 +294,16 @@ class Exchanger:
         self.take_loaded()
         with self._reporting():
             self._drain()
-        pending_exchanges = [pending_exchange.saved() for pending_exchange in self._pending_exchanges]
+        parameters = self._payload_builder.parameters
+        pending_exchanges: list[PendingState] = [
+            {**pending_exchange.saved(), "frozen": parameters.unchanged_since(pending_exchange.payload.writes)}
+            for pending_exchange in self._pending_exchanges
+        ]
         return {
             "settings": self._bound_settings(),
             "policies": dict(self.buffers.policies),
             "averaged": self._payload_builder.averaged_names,
-            "frozen": self._payload_builder.parameters.state(),
+            "frozen": parameters.state(),
             "sent": self._payload_builder.laid_out,
             "counts": self._groups.rank_group.size == 1 or self._replica_exchange.counts_samples,
             "restarts": self._restarts,
@@ -570,4 +574,5 @@ class Exchanger:
 
     def _restored(self, saved: PendingState) -> PendingExchange:
         payload = self._payload_builder.restored(saved["pieces"], saved["fragments"])
+        payload.writes = self._payload_builder.parameters.writes(saved.get("frozen", []))
         return restored(saved, payload, self._next_label(), self._device)
