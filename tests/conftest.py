@@ -63,6 +63,11 @@ SAMPLED = {  # of tests with many cases `make test` runs these, and `make test-a
     "nodes/test_shards.py::test_exchanges_of_cut_networks_beside_the_training": (
         "3|2-exchange0", "2|whole-exchange2"),
     "nodes/test_shards.py::test_two_nodes_with_different_splits": ("momentum-2", "adam-5"),
+    "nodes/test_freezing.py::test_every_step_equals_the_reference": (
+        "there and back-3", "another part-3", "group added-3", "group added-global"),
+    "nodes/test_freezing.py::test_all_nodes_end_with_the_same_bits": (
+        "there and back-outer", "there and back-fragments", "group added-codec", "group added-averaged"),
+    "nodes/test_shards.py::test_layers_of_cut_networks_are_frozen_and_unfrozen": ("2+2|3",),
     "nodes/test_shards.py::test_several_replicas_in_a_node": ("2+2-adam-2",),
     "nodes/test_shards.py::test_codes_of_cut_networks_end_in_the_same_values_everywhere": ("int4",),
     "nodes/test_faults.py::test_a_rank_that_never_arrives_is_named_at_the_time_limit": ("1",),

@@ -26,9 +26,15 @@ class Reference:
         self.average_state = average_state
         self.clip: float | None = None
 
-    def step(self, batches: Sequence[Batch], loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        *,
+        set_to_none: bool = True,
+    ) -> None:
         for replica, (x, y) in zip(self.replicas, batches, strict=True):
-            replica.zero_grad()
+            replica.zero_grad(set_to_none=set_to_none)
             loss(replica(x), y).backward()
         for ranks in self.nodes:
             self.average_gradients(ranks, [len(batches[rank][0]) for rank in ranks])
@@ -40,6 +46,8 @@ class Reference:
 
     def average_gradients(self, ranks: Sequence[int], counts: Sequence[int]) -> None:
         for parameters in zip(*(self.replicas[rank].parameters() for rank in ranks), strict=True):
+            if not parameters[0].requires_grad:  # frozen: what it has is averaged already, or None
+                continue
             mean = sum(count * p.grad for count, p in zip(counts, parameters, strict=True)) / sum(counts)
             for parameter in parameters:
                 parameter.grad = mean.clone()

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from evenly.exchange.codecs import find_codec
-from evenly.exchange.tensors.averaged_tensors import trained_entries
+from evenly.exchange.tensors.averaged_tensors import parameter_entries
 from evenly.exchange.tensors.buffer_policies import policies_of
 from evenly.exchange.tensors.fragments import split
 from evenly.schedule.adaptive import ExchangeCosts, choose
@@ -61,7 +61,7 @@ class Player:
         self.models = [copy.deepcopy(model) for _ in range(count)]
         self.optimizers = [make_optimizer(m) for m in self.models]
         self.schedule = Schedule(period, settings.fragments, least=settings.least_adaptive_steps)
-        entries = trained_entries(model)
+        entries = parameter_entries(dict(model.named_parameters()))
         self.pieces = split(entries, [e.tensor.numel() for e in entries], settings.fragments, rows=rows)
         self.trained = {entry.home for entry in entries}
         self.policies = policies_of(model, settings)

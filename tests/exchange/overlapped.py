@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from evenly.exchange.tensors.averaged_tensors import trained_entries
+from evenly.exchange.tensors.averaged_tensors import parameter_entries
 from evenly.exchange.tensors.fragments import split
 from tests.reference import Reference
 
@@ -14,7 +14,7 @@ class Overlapped(Reference):
     def __init__(self, model, make_optimizer, nodes, period, exchange, *, rows=True):
         super().__init__(model, make_optimizer, nodes)
         self.period, self.settings, self.made = period, exchange, 0
-        entries = trained_entries(model)
+        entries = parameter_entries(dict(model.named_parameters()))
         pieces = split(entries, [e.tensor.numel() for e in entries], exchange.fragments, rows=rows)
         self.fragments = [{name: rows and slice(rows.start, rows.stop) for name, rows in p.items()} for p in pieces]
         self.since = [[0.0] * len(self.replicas) for _ in self.fragments]

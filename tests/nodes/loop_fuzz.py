@@ -275,9 +275,10 @@ class Player:
         self.steps = self.since = 0
         self.pending = []  # exchanges to be merged: step, changes by rank
         self.is_poisoned = self.is_frozen = False
-        self.uses_frozen = False  # gradients since the last step were made with a parameter that is no longer trained
+        self.is_doubtful = False  # a parameter was frozen between a forward and its step, or its gradient set to zero
         self.forget()
         self.losses, self.counted = {}, set()
+        self.before_freezing = set()  # forwards
         self.foreign, self.is_local, self.has_averaged = False, False, False
 
     def forget(self) -> None:
@@ -309,24 +310,31 @@ class Player:
         if any(how != "model" for *_, how in found):
             self.foreign = True
             return
-        self.uses_frozen |= self.is_frozen
+        self.is_doubtful |= any(number in self.before_freezing for number in numbers)
         averages = any(not paused for _, _, paused, _ in found)
         fresh = [number for number in numbers if number not in self.counted]
         self.counted |= set(fresh)
-        if self.program.network == "penalty" and any(
-            not all(counts[rank] for _, counts, *_ in found)
-            and (
-                any(counts[rank] for _, counts, *_ in found)
-                or any(g and any(bool(t.any()) for t in g) for g in (self.local[rank], self.averaged[rank]))
+        if (
+            self.program.network == "penalty"
+            and not self.is_frozen
+            and any(  # it freezes the parameter of the penalty
+                not all(counts[rank] for _, counts, *_ in found)
+                and (
+                    any(counts[rank] for _, counts, *_ in found)
+                    or any(
+                        g and any(t is not None and bool(t.any()) for t in g)
+                        for g in (self.local[rank], self.averaged[rank])
+                    )
+                )
+                for rank in range(len(self.models))
             )
-            for rank in range(len(self.models))
         ):
             self.is_poisoned = True  # what the loss adds to its own parameter cannot be taken back
         totals, new = [], []
         for rank, model in enumerate(self.models):
             gradient = self._gradient(model, [losses[rank] for losses, counts, *_ in found if counts[rank]])
             local = self.local[rank]
-            gradient = gradient if local is None else [a + b for a, b in zip(local, gradient, strict=True)]
+            gradient = gradient if local is None else list(map(added_up, local, gradient))
             new.append(gradient)
             totals.append(self.local_samples[rank] + sum(counts[rank] for _, counts, *_ in found))
         added = [sum(self.losses[number][1][rank] for number in fresh) for rank in range(len(self.models))]
@@ -339,12 +347,14 @@ class Player:
             weight = sum(totals[rank] for rank in ranks)
             shares = [totals[rank] / weight if weight else 1 / len(ranks) for rank in ranks]
             mean = [
-                sum(share * gradient for share, gradient in zip(shares, gradients, strict=True))
+                None
+                if gradients[0] is None
+                else sum(share * gradient for share, gradient in zip(shares, gradients, strict=True))
                 for gradients in zip(*(new[rank] for rank in ranks), strict=True)
             ]
             for rank in ranks:
                 before = self.averaged[rank]
-                self.averaged[rank] = mean if before is None else [a + b for a, b in zip(before, mean, strict=True)]
+                self.averaged[rank] = mean if before is None else list(map(added_up, before, mean))
         self.behind = [sum(three) for three in zip(self.behind, added, self.local_samples, strict=True)]
         self.local, self.local_samples = [None] * len(self.models), [0.0] * len(self.models)
         self.is_local, self.has_averaged = False, True
@@ -352,10 +362,13 @@ class Player:
     @staticmethod
     def _gradient(model, losses) -> list[torch.Tensor]:
         parameters = list(model.parameters())
-        if not losses:
-            return [torch.zeros_like(parameter) for parameter in parameters]
-        found = torch.autograd.grad(sum(losses), parameters, retain_graph=True, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        found = [torch.zeros_like(parameter) for parameter in trained]
+        if losses:
+            gradients = torch.autograd.grad(sum(losses), trained, retain_graph=True, allow_unused=True)
+            found = [zeros if g is None else g for zeros, g in zip(found, gradients, strict=True)]
+        of_trained = iter(found)
+        return [next(of_trained) if parameter.requires_grad else None for parameter in parameters]
 
     def by_hand(self, number, batches) -> None:
         for rank, model in enumerate(self.models):
@@ -367,18 +380,19 @@ class Player:
 
     def clear(self, to_none) -> None:
         self.forget()
-        self.foreign = self.is_local = self.has_averaged = self.uses_frozen = False
+        self.foreign = self.is_local = self.has_averaged = False
+        self.is_doubtful |= self.is_frozen and not to_none
 
     def clip(self, norm) -> None:
         for rank, gradients in enumerate(self.averaged):
             if gradients is not None:
-                length = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in gradients]))
+                length = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in gradients if g is not None]))
                 factor = (norm / (length + 1e-6)).clamp(max=1.0)
-                self.averaged[rank] = [factor * gradient for gradient in gradients]
+                self.averaged[rank] = [None if gradient is None else factor * gradient for gradient in gradients]
 
     def step(self) -> None:
         has_gradients = self.averaged[0] is not None
-        if self.foreign or self.is_local or self.uses_frozen or (has_gradients and not self.has_averaged):
+        if self.foreign or self.is_local or (has_gradients and not self.has_averaged):
             self.is_poisoned = True
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             gradients = self.averaged[rank] or [None] * len(list(model.parameters()))
@@ -481,7 +495,11 @@ class Player:
     add_group = _poison
 
     def freeze(self) -> None:
-        self.is_frozen = True  # what was averaged before may still be used, but not everywhere
+        self.is_frozen = True
+        self.before_freezing |= set(self.losses)
+        self.is_doubtful |= any(gradients is not None for gradients in self.local)
+        for model in self.models:
+            next(model.parameters()).requires_grad_(False)
 
     @property
     def is_first_alone(self) -> bool:
@@ -503,6 +521,11 @@ class Player:
             self.losses = {}
 
 
+def added_up(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the sum of two gradients, of which that of a frozen parameter is None."""
+    return one if other is None else other if one is None else one + other
+
+
 def judge(program: Program) -> str:
     """Returns how a program ended: 'equal', 'refused', or what is wrong."""
     player = Player(program)
@@ -512,7 +535,9 @@ def judge(program: Program) -> str:
     except RankError as error:
         if not all(isinstance(one, EvenlyError) for one in error.errors):
             return f"wrong: not a typed error on all ranks: {error.errors}"
-        return "refused" if player.is_poisoned or player.is_frozen else f"wrong: refused: {error}"
+        return "refused" if player.is_poisoned or player.is_doubtful else f"wrong: refused: {error}"
+    if player.is_doubtful:
+        return "equal"
     if player.is_poisoned:
         return "wrong: what cannot be averaged was taken"
     for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):

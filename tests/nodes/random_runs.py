@@ -119,13 +119,14 @@ class Checkpoint(NamedTuple):
     progress: Any
     buffers: dict[str, torch.Tensor]
     exchange_state: Any
+    trained: list[str]
 
 
 def checkpoint_of(synchronized: Synchronized) -> Checkpoint:
     """Returns what a checkpoint would hold now; all ranks call it."""
     synchronized.prepare_checkpoint()
     buffers = {name: buffer.clone() for name, buffer in synchronized.agreed_buffers.items()}
-    return Checkpoint(synchronized.progress(), buffers, synchronized.exchange_state())
+    return Checkpoint(synchronized.progress(), buffers, synchronized.exchange_state(), synchronized.trained_names)
 
 
 class RandomTrainer:
@@ -146,6 +147,7 @@ class RandomTrainer:
         """Goes on in new objects from what a checkpoint holds."""
         checkpoint = checkpoint_of(self.synchronized)
         state, own = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
+        flags = [parameter.requires_grad for parameter in self.model.parameters()]
         self.synchronized.close()
         self.restarts += 1
         self.model = make_network(self.network)
@@ -155,3 +157,5 @@ class RandomTrainer:
         self.model.load_state_dict(state)
         self.optimizer.load_state_dict(own)
         self.synchronized.resume(*checkpoint)
+        for parameter, is_trained in zip(self.model.parameters(), flags, strict=True):
+            parameter.requires_grad_(is_trained)

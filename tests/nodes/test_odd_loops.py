@@ -103,21 +103,6 @@ def test_a_count_that_is_no_number_of_samples_is_refused(count):
     assert "count=" in str(second)
 
 
-@pytest.mark.parametrize("freed", [False, True])
-def test_parameters_that_are_frozen_or_freed_later_are_named(freed):
-    def act(rank_group):
-        model = linear()
-        model.bias.requires_grad_(not freed)
-        synchronized, optimizer = join(rank_group, ragged(1, 1), model, every=1)
-        model.bias.requires_grad_(freed)
-        with closing(synchronized):
-            synchronized(torch.ones(2, 4)).mean().backward()
-            optimizer.step()
-
-    for error in errors_of(2, act):
-        assert "the parameter 'bias' is" in str(error)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("exchange", [{}, {"overlap": 1}, {"codec": "bf16"}])
 def test_a_parameter_that_became_nan_is_not_merged(exchange, value):

@@ -511,3 +511,66 @@ def test_the_optimizer_of_the_uncut_network_is_refused():
     told = str(caught.value.errors[0])
     assert "shapes [8, 2, 3, 3], [8], [8] and 7 more that are not parameters of the model" in told
     assert told.endswith("make the optimizer after evenly.shard, over model.parameters().")
+
+
+def freeze_first(module):
+    for name, parameter in module.named_parameters():
+        if name.startswith(("0.", "1.")):
+            parameter.requires_grad_(False)
+
+
+def freeze_middle(module):
+    for name, parameter in module.named_parameters():
+        if name.startswith(("3.", "7.")):
+            parameter.requires_grad_(False)
+
+
+def unfreeze_all(module):
+    module.requires_grad_(True)
+
+
+CHANGES = {0: freeze_first, 3: unfreeze_all, 5: freeze_middle, 8: unfreeze_all}
+
+
+def train_with_changes(rank_group, world, make_optimizer, every, data, settings):
+    number = world.replica_of(rank_group.rank)
+    has_share = not world.flat[number] or world.flat[number][world.replicas[number].index(rank_group.rank)] > 0
+    trace = []
+    with world.joined(rank_group, make_optimizer, every, **settings) as (synchronized, optimizer):
+        for moment, row in enumerate(data):
+            CHANGES.get(moment, id)(synchronized.module)
+            step(synchronized, optimizer, *row[number])
+            trace.append(full_state(synchronized.module, has_share=has_share))
+        synchronized.finish()
+        trace.append(full_state(synchronized.module, has_share=has_share))
+    return trace, {}, []
+
+
+@pytest.mark.parametrize("shares", ["3|2", "2+2|3", "2|whole"])
+def test_layers_of_cut_networks_are_frozen_and_unfrozen(shares):
+    world, every = World(MODELS[shares]), 3
+    data = batches(len(world.replicas), 10)
+    momentum = OPTIMIZERS["momentum"]
+    reference, trace = Reference(network(), momentum, world.nodes_of_replicas), []
+    for moment, row in enumerate(data):
+        for replica in reference.replicas:
+            CHANGES.get(moment, id)(replica)
+        reference.step(row, nn.functional.cross_entropy)
+        if (moment + 1) % every == 0:
+            reference.exchange()
+        trace.append([[t.detach().clone() for t in tensors(r)] for r in reference.replicas])
+    reference.exchange()
+    trace.append([[t.detach().clone() for t in tensors(r)] for r in reference.replicas])
+    ranks = sum(map(len, world.replicas))
+    compare(world, run_ranks(ranks, train_with_changes, world, momentum, every, data, {}), trace)
+
+
+@pytest.mark.parametrize("settings", [{"outer": "nesterov", "overlap": 1}, {"codec": "int8", "fragments": 2}])
+def test_cut_networks_that_were_frozen_end_with_the_same_values(settings):
+    world = World(MODELS["3|2"])
+    data = batches(len(world.replicas), 10)
+    results = run_ranks(5, train_with_changes, world, OPTIMIZERS["momentum"], 3, data, settings)
+    parameters = len(list(network().parameters()))
+    for trace, *_ in results[1:]:
+        for one, other in zip(trace[-1][:parameters], results[0][0][-1][:parameters], strict=True):
+            assert torch.equal(one, other)

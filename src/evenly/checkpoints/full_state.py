@@ -55,6 +55,7 @@ def full_state(trained_model: TrainedModel) -> FullState:
             "exchanges": exchanges,
             "pending": pending,
             "form": _form(_state_dict(module), {**own_buffers, **parameters}, exchanges),
+            "trained": trained_model.model.trained_names,
         }
     full = full_state_dict(module, trained_model.optimizer, device="cpu")
     if not full:
@@ -78,6 +79,7 @@ def full_state(trained_model: TrainedModel) -> FullState:
         },
         "pending": [[_full_piece(module, piece) for piece in pending_exchange] for pending_exchange in pending],
         "form": _form(full["model"], saved, exchanges),
+        "trained": trained_model.model.trained_names,
     }
 
 

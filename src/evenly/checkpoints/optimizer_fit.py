@@ -28,7 +28,8 @@ def load_optimizer(
     own_sizes = [len(group["params"]) for group in optimizer.param_groups]
     if saved_sizes != own_sizes:
         raise _misfit(
-            f"its optimizer has groups of {saved_sizes} parameters, and this start's {own_name} of {own_sizes}"
+            f"its optimizer has groups of {saved_sizes} parameters, and this start's {own_name} of {own_sizes}. Groups "
+            "that the run added later are added before it resumes"
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state_keys = [set(optimizer.state.get(parameter, {})) for parameter in parameters]

@@ -211,6 +211,7 @@ def apply(state: Restored, trained_model: TrainedModel) -> None:
         rank["progress"],
         None if agreed is None else {name: part_of(buffers[name], value.to(device)) for name, value in agreed.items()},
         local_exchanges(trained_model, node, rank),
+        node.get("trained"),
     )
     if trained_model.feed is not None:
         trained_model.feed.resume(rank["feed"] or {})
@@ -277,6 +278,7 @@ def _node_state(full: FullState) -> NodeState:
         "optimizer": full["optimizer"],
         "pending": full["pending"],
         "form": full.get("form"),
+        "trained": full.get("trained", []),
     }
 
 

@@ -39,6 +39,7 @@ class NodeState(TypedDict):
     optimizer: Saved
     pending: list[list[PayloadEntryState]]  # the payload of pending exchanges
     form: NotRequired[StateForm | None]  # of the network's state_dict
+    trained: NotRequired[list[str]]  # the parameters that the last forward trained
 
 
 class FullState(NodeState):

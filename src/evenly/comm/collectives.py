@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -103,6 +103,36 @@ class CollectiveWaiter:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
         return store.get_all(keys)
+
+    def gather_by_store(self, value: str, ranks: Sequence[int], *, why: str, after: str = "") -> list[str]:
+        """Returns the `value` of each of `ranks`, once all wait with this label; uses the store only.
+
+        For what only some ranks may have come to: a rank that begins a backward instead fails, and says `why` others
+        wait. All of `ranks` average gradients with each other. `after` is the label of the call before, whose value is
+        removed: all ranks have read it.
+        """
+        store, rank = self.monitor.rank_group.store, self.monitor.rank_group.rank
+        keys = {other: f"values/{self.label}/{other}" for other in ranks}
+        store.set(keys[rank], value)
+        clock, pause_s = AwakeClock(), 0.002
+        while not store.check(list(keys.values())):
+            self.monitor.check()
+            self.monitor.require_store()
+            self.monitor.require_coming(self.label)
+            waited_s = clock.read()
+            if waited_s > min(SHORT_WAIT_S, self.timeout_s / 4):
+                self.monitor.waiting(self.label, self.step, why=why)
+            if waited_s > self.timeout_s:
+                error = self._timeout_error(waited_s, [other for other, key in keys.items() if not store.check([key])])
+                self.monitor.report(error)
+                raise error
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
+        self.monitor.record_passed(self.label)
+        values = [content.decode() for content in store.get_all(list(keys.values()))]
+        if after:
+            store.delete(f"values/{after}/{rank}")
+        return values
 
     def _check_wait(self, waited_s: float, *, waits_for_ranks: bool) -> None:
         self.monitor.check()

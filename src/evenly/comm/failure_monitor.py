@@ -186,11 +186,11 @@ class FailureMonitor:
         has_ended = host is not None and self._heartbeats.has_ended(host)
         return has_ended or any(parent._host_has_ended() for parent in self._parents)
 
-    def waiting(self, label: str, step: int) -> None:
-        """Reports to the others that this rank waits at `label` after `step` steps."""
+    def waiting(self, label: str, step: int, *, why: str = "") -> None:
+        """Reports to the others that this rank waits at `label` after `step` steps, and `why`."""
         if label not in self._posted and self.rank_group.size > 1:
             self._posted.add(label)
-            me = (self.rank_group.rank, self._host, "")
+            me = (self.rank_group.rank, self._host, why)
             self._post(
                 FailureNote(
                     "waiting",
@@ -331,17 +331,35 @@ class FailureMonitor:
                 return
         callback(note)
 
-    def _require_lockstep(self, note: FailureNote) -> None:
-        if self.backwards <= note.begun or note.place in self._passed:
+    def require_coming(self, label: str) -> None:
+        """Fails if a rank that averages gradients with this one waits elsewhere than at `label`."""
+        for note in list(self._open_notes.values()):
+            if note.place != label:
+                self._require_lockstep(note, backwards=self.backwards + 1)
+
+    def _require_lockstep(self, note: FailureNote, *, backwards: int | None = None) -> None:
+        """Fails if this rank is past the point where another one waits; it has begun so many `backwards`."""
+        begun = self.backwards if backwards is None else backwards
+        if begun <= note.begun or note.place in self._passed:
             return
-        error = errors.LockstepError(
-            f"rank {self.rank_group.rank} is in its step {note.step + self.backwards - note.begun} but rank "
+        error = self._unlike(note) if note.text else self._out_of_step(note, note.step + begun - note.begun)
+        self.report(error)
+        self.fail(error)
+
+    def _unlike(self, note: FailureNote) -> errors.MismatchError:
+        return errors.MismatchError(
+            f"on rank {note.rank} on {note.host} {note.text} since step {note.step + 1}, but not on rank "
+            f"{self.rank_group.rank}, which averages gradients with it. Freeze, unfreeze and add parameter groups on "
+            "all ranks before the same step."
+        )
+
+    def _out_of_step(self, note: FailureNote, step: int) -> errors.LockstepError:
+        return errors.LockstepError(
+            f"rank {self.rank_group.rank} is in its step {step} but rank "
             f"{note.rank} on {note.host} made only {note.step} steps and waits for the exchange: "
             "ranks were given unequal numbers of batches, or one called step() without a backward. "
             "Give every rank the same number of steps (evenly.feed does), or drop the surplus."
         )
-        self.report(error)
-        self.fail(error)
 
 
 def _end(stop: threading.Event, thread: threading.Thread, rank_group: RankGroup, heartbeats: Heartbeats) -> None:

@@ -10,8 +10,9 @@ are encoded too, and all nodes use the decoded sums, so g' is bit-identical ever
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NotRequired, TypedDict
 
 import torch
@@ -22,6 +23,7 @@ from evenly.comm.blocks.slice import Slice
 from evenly.errors import CheckpointError, MismatchError, NonFiniteError, SpecError
 from evenly.exchange.codecs import Codec, find_codec
 from evenly.exchange.membership import Quorum
+from evenly.exchange.outer_state import OuterState
 from evenly.spec import Exchange, Outer
 
 NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
@@ -192,6 +194,47 @@ class Anchors:
             self._anchors[key] = anchor
         self._unverified = {key for key, saved in state.items() if saved.get("loaded")}
 
+    def vectors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns what is kept for each element, by name and by the key of the slice.
+
+        All ranks return the same names, also those without a slice.
+        """
+        vectors = {"agreed": {key: anchor.agreed.detach() for key, anchor in self._anchors.items()}}
+        if self._codec is not None:
+            vectors["residual"] = {key: _flat_residual(anchor) for key, anchor in self._anchors.items()}
+        if self._outer is not None:
+            state = OuterState(partial(_make_outer, self._outer))
+            rows = {key: state.vectors(a.outer) for key, a in self._anchors.items() if a.outer is not None}
+            vectors |= {f"outer/{slot}": {key: row[slot] for key, row in rows.items()} for slot in state.new_values}
+        return vectors
+
+    def new_values(self) -> dict[str, float]:
+        """Returns the elements of `vectors`, by name, for a parameter that was not exchanged before.
+
+        Its anchor is its own value, which is equal on all nodes.
+        """
+        slots = {} if self._outer is None else OuterState(partial(_make_outer, self._outer)).new_values
+        return {"residual": 0.0, **{f"outer/{slot}": value for slot, value in slots.items()}}
+
+    def rebuild(self, parts: Mapping[str, Sequence[Slice]], *, nodes: int) -> None:
+        """Makes the anchors of other slices of the parameters, from what `vectors` returned for the former ones.
+
+        The encoding error of a sum, which one node keeps for all, is dropped: it is at most the rounding of one code.
+        """
+        values = {name: {part.key: part.values for part in slices} for name, slices in parts.items()}
+        is_verified, self._anchors = not self._unverified, {}
+        for key, agreed in values["agreed"].items():
+            anchor = self._new_anchor(agreed.clone())
+            if self._codec is not None and bool(values["residual"][key].any()):
+                rows = agreed.new_zeros(nodes, -(-agreed.numel() // nodes))
+                rows.view(-1)[: agreed.numel()].copy_(values["residual"][key])
+                anchor = replace(anchor, residual=rows)
+            if anchor.outer is not None and self._outer is not None:
+                state = OuterState(partial(_make_outer, self._outer))
+                state.put(anchor.outer, {slot: values[f"outer/{slot}"][key] for slot in state.new_values})
+            self._anchors[key] = anchor
+        self._unverified = set() if is_verified else set(self._anchors)
+
     def _new_anchor(self, agreed: torch.Tensor) -> _Anchor:
         if self._outer is None:
             return _Anchor(agreed)
@@ -268,6 +311,13 @@ class Anchors:
         if anchor.residual is not None:
             rows.add_(anchor.residual)
         return rows
+
+
+def _flat_residual(anchor: _Anchor) -> torch.Tensor:
+    """Returns the encoding error of each element of a slice."""
+    if anchor.residual is None:
+        return torch.zeros_like(anchor.agreed.detach())
+    return anchor.residual.view(-1)[: anchor.agreed.numel()]
 
 
 def of_node(stats: TransferStats, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> TransferStats:

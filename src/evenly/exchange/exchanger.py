@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from evenly.exchange.buffers import Buffers
 from evenly.exchange.exchange_state import ExchangeProgress, ExchangeState
 from evenly.exchange.loaded_weights import LoadedWeights
 from evenly.exchange.membership import Membership, Vote
+from evenly.exchange.payload import Payload
 from evenly.exchange.payload_builder import PayloadBuilder
 from evenly.exchange.pending import (
     BackgroundExchange,
@@ -30,7 +31,6 @@ from evenly.exchange.pending import (
     restored,
 )
 from evenly.exchange.replica_exchange import ReplicaExchange
-from evenly.exchange.tensors.averaged_tensors import trained_entries
 from evenly.exchange.tensors.fingerprint import NO_TENSORS, Fingerprint
 from evenly.schedule.adaptive import ExchangeCosts, PeriodChooser
 from evenly.schedule.step_counter import Schedule
@@ -108,12 +108,20 @@ class Exchanger:
 
         Unless `verified`, the next exchange compares the anchors between nodes.
         """
-        self._payload_builder.reset_fragments()
+        self._payload_builder.lay_out()
         self._loaded_weights.forget()
         if self._anchors.are_kept:
             self._anchors.reset(
                 self._payload_builder.snapshot(range(self._settings.fragments)).parts, verified=verified
             )
+
+    def follow_parameters(self, trained: Collection[str]) -> None:
+        """Takes over which parameters are trained from now on; the next exchange averages these.
+
+        All ranks of the node call it together, before a step changes parameters that were frozen.
+        """
+        self._payload_builder.parameters.follow(trained)
+        self._follow_layout()
 
     @property
     def samples(self) -> float:
@@ -158,7 +166,8 @@ class Exchanger:
                 self._merge(pending_exchange)
             overlap = 0 if waits else self._settings.overlap
             check_finite = self._take_finite_check()
-            pending_exchange, vote, fingerprint = self._prepare(tuple(fragments), overlap=overlap)
+            self._follow_layout()
+            pending_exchange, vote, fingerprint = self._prepare(tuple(fragments), overlap=overlap, exact=exact)
             self._schedule.exchanged(fragments)
             self._forget_samples(fragments)
             vote = replace(vote, waits_for_all=exact)
@@ -205,7 +214,10 @@ class Exchanger:
             if self._schedule.since:
                 self.exchange(range(self._settings.fragments), waits=True, exact=True)
             else:
-                self._average_rest()
+                averaged = self._average_rest()
+                if averaged is not None:
+                    everything = range(self._settings.fragments)
+                    self._payload_builder.record_merged(averaged, everything, everything)
 
     def wait_for_all_nodes(self) -> None:
         """Exchanges until all nodes call this: some may have other exchanges to make before."""
@@ -285,19 +297,34 @@ class Exchanger:
         self.take_loaded()
         with self._reporting():
             self._drain()
-        pending_exchanges = [pending_exchange.saved() for pending_exchange in self._pending_exchanges]
+        parameters = self._payload_builder.parameters
+        pending_exchanges: list[PendingState] = [
+            {**pending_exchange.saved(), "frozen": parameters.unchanged_since(pending_exchange.payload.writes)}
+            for pending_exchange in self._pending_exchanges
+        ]
         return {
             "settings": self._bound_settings(),
             "policies": dict(self.buffers.policies),
             "averaged": self._payload_builder.averaged_names,
+            "frozen": parameters.state(),
+            "sent": self._payload_builder.laid_out,
             "counts": self._groups.rank_group.size == 1 or self._replica_exchange.counts_samples,
             "restarts": self._restarts,
             "points": self._anchors.state(),
             "trips": pending_exchanges,
         }
 
-    def resume(self, progress: ExchangeProgress, state: ExchangeState | None, agreed: Tensors | None) -> None:
-        """Restores a checkpoint; without a `state` anchors start from the module's values."""
+    def resume(
+        self,
+        progress: ExchangeProgress,
+        state: ExchangeState | None,
+        agreed: Tensors | None,
+        trained: Collection[str] | None = None,
+    ) -> None:
+        """Restores a checkpoint; without a `state` anchors start from the module's values.
+
+        `trained` are the parameters that its run trained; those that are trained now if left out.
+        """
         count = self._settings.fragments
         samples, counts = list(progress["samples"]), list(progress["counts"])
         self._samples = samples if len(samples) == count else [max(samples)] * count
@@ -307,6 +334,8 @@ class Exchanger:
         self.buffers.learn(agreed)
         self._loaded_weights.forget()
         settings = self._bound_settings()
+        self._payload_builder.parameters.resume(trained, None if state is None else state.get("frozen"))
+        self._lay_out_as_saved(None if state is None else state.get("sent"))
         if state is None or state["settings"] != settings or not self._anchors.fit(state["points"]):
             if state is not None and (self._schedule.since or state["trips"]):
                 changed = {name: value for name, value in state["settings"].items() if value != settings[name]}
@@ -322,6 +351,14 @@ class Exchanger:
         self._anchors.resume(state["points"])
         self._pending_exchanges = [self._restored(saved) for saved in state["trips"]]
 
+    def _lay_out_as_saved(self, names: Collection[str] | None) -> None:
+        """Gives the anchors the slices that they had in a checkpoint; these are of the parameters `names`."""
+        if names is None and self._payload_builder.has_layout:
+            return
+        self._payload_builder.lay_out(names)
+        if self._anchors.are_kept:
+            self._anchors.reset(self._payload_builder.snapshot(range(self._settings.fragments)).parts)
+
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Puts the average over all nodes into the module; restores each node's state afterwards."""
@@ -331,7 +368,7 @@ class Exchanger:
             return
         with self._reporting():
             self._drain()
-        entries, buffers = trained_entries(self._module), self.buffers.now()
+        entries, buffers = self._payload_builder.differing(), self.buffers.now()
         tensors = [*(entry.tensor for entry in entries), *buffers.values()]
         saved_values = [tensor.detach().clone() for tensor in tensors]
         agreed, may_differ = dict(self.buffers.agreed), self._may_differ
@@ -357,25 +394,26 @@ class Exchanger:
                 yield
         finally:
             self.buffers.agreed, self._may_differ = agreed, may_differ
-            with torch.no_grad():
+            with torch.no_grad(), self._payload_builder.parameters.written_by_exchange():
                 for tensor, value in zip(tensors, saved_values, strict=True):
                     tensor.copy_(value)
 
-    def _average_rest(self) -> None:
+    def _average_rest(self) -> Payload | None:
         """Averages what may differ although no step was made since the last exchange: buffers changed by a forward
         without a step, and parameters into which a change was merged, which leaves nodes different in the last bits.
 
-        There are no samples since then, so all replicas have equal weight.
+        Returns what was averaged, if anything was. There are no samples since then, so all replicas have equal weight.
         """
         changed = self.buffers.changes(self.buffers.snapshot()).bits()
         vote = replace(self._make_vote("evaluation", samples=0.0), changed=changed)
         fingerprint = self._payload_builder.fingerprint()
         quorum = self.run_collective(partial(self._agreement.vote, vote, fingerprint, since=0, everywhere=True))
         if quorum.may_differ or any(quorum.changed):
-            self._average_now(parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples))
+            return self._average_now(parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples))
+        return None
 
-    def _average_now(self, *, parameters: bool, samples: float) -> None:
-        """Puts the average over all nodes into the module, without codec or outer optimizer."""
+    def _average_now(self, *, parameters: bool, samples: float) -> Payload | None:
+        """Puts the average over all nodes into the module, without codec or outer optimizer; returns it."""
         payload = self._payload_builder.snapshot_all() if parameters else self._payload_builder.snapshot(())
         snapshot = self.buffers.snapshot()
         description = self._payload_builder.describe(range(self._settings.fragments) if parameters else (), snapshot)
@@ -386,11 +424,12 @@ class Exchanger:
         )
         outcome = self.run_collective(agree)
         if outcome is None:  # no parameters differ
-            return
+            return None
         with torch.no_grad():
             self._payload_builder.apply(payload)
             self.buffers.put(outcome.buffers, snapshot, change=False)
         self._may_differ = False
+        return payload
 
     def take_loaded(self, *, everything: bool = False) -> None:
         """Takes the values loaded by `load_state_dict` since the last step as if nodes had agreed on them.
@@ -401,7 +440,7 @@ class Exchanger:
             return
         with self._reporting():
             names, is_optimizer_loaded = self._loaded_weights.take()
-            trained = {entry.home for entry in trained_entries(self._module)}
+            trained = {entry.home for entry in self._payload_builder.differing()}
             names |= {*trained, *self.buffers.policies} if everything else set()
             for pending_exchange in self._pending_exchanges:
                 pending_exchange.loaded |= names
@@ -409,6 +448,17 @@ class Exchanger:
             if names & trained:
                 self._may_differ = True
                 self._restart(names & trained, trained)
+
+    def _follow_layout(self) -> None:
+        """Gives the anchors the slices of the parameters that are exchanged now, if these have changed."""
+        if self._payload_builder.has_layout:
+            return
+        if not self._averages or not self._anchors.are_kept:
+            self._payload_builder.lay_out()
+            return
+        self._drain()  # pending exchanges still use the anchors
+        act = partial(self._payload_builder.follow_layout, self._anchors, nodes=len(self._groups.nodes))
+        self._run(act, self._next_label())
 
     def _restart(self, loaded: set[str], trained: set[str]) -> None:
         """Resets samples and anchors after weights were `loaded`."""
@@ -423,6 +473,7 @@ class Exchanger:
                 "weights that train at once, or load before synchronize."
             )
         self._drain()  # pending exchanges still use the anchors
+        self._payload_builder.lay_out()
         self._anchors.reset(self._payload_builder.snapshot(range(self._settings.fragments)).parts, verified=False)
         self._restarts += 1
 
@@ -430,13 +481,15 @@ class Exchanger:
         fields = self._settings.model_dump(mode="json")
         return {name: fields[name] for name in SETTINGS}
 
-    def _prepare(self, fragments: tuple[int, ...], *, overlap: int) -> tuple[PendingExchange, Vote, Fingerprint]:
+    def _prepare(
+        self, fragments: tuple[int, ...], *, overlap: int, exact: bool
+    ) -> tuple[PendingExchange, Vote, Fingerprint]:
         for fragment in fragments:
             self._counts[fragment] += 1
         stateful = tuple(f for f in fragments if self._counts[f] % self._settings.state_every == 0)
-        payload = self._payload_builder.snapshot(fragments, stateful=stateful, change=overlap > 0)
+        payload = self._payload_builder.snapshot(fragments, stateful=stateful, change=overlap > 0, exact=exact)
         snapshot = self.buffers.snapshot() if self._settings.fragments - 1 in fragments else {}
-        tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful)
+        tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful, exact=exact)
         description = f"{self._restarts} restarts\n{tensors}"
         samples = max(self._samples[fragment] for fragment in fragments)
         vote = self._make_vote(description, samples=samples)
@@ -450,6 +503,7 @@ class Exchanger:
         return pending_exchange, vote, fingerprint
 
     def _make_vote(self, description: str, *, samples: float) -> Vote:
+        description = f"{self._payload_builder.parameters.description()}\n{description}"
         payload_hash = int.from_bytes(hashlib.sha256(description.encode()).digest()[:6])  # exact in a float64
         at = self._schedule
         return Vote(
@@ -482,7 +536,10 @@ class Exchanger:
             for buffer in outcome.buffers.values():  # allocated on the other stream, read on this one
                 buffer.record_stream(torch.cuda.current_stream(self._device))
         if not pending_exchange.is_state_loaded:
-            self._payload_builder.reset_state(pending_exchange.stateful)
+            self._payload_builder.reset_state(pending_exchange.payload, pending_exchange.stateful)
+        self._payload_builder.record_merged(
+            pending_exchange.payload, pending_exchange.fragments, pending_exchange.stateful
+        )
         self.period_chooser.update(
             begun=pending_exchange.begun,
             steps=pending_exchange.steps,
@@ -519,5 +576,6 @@ class Exchanger:
             self._samples[fragment] = 0.0
 
     def _restored(self, saved: PendingState) -> PendingExchange:
-        payload = self._payload_builder.snapshot(saved["fragments"], stateful=saved["stateful"], change=True)
+        payload = self._payload_builder.restored(saved["pieces"], saved["fragments"])
+        payload.writes = self._payload_builder.parameters.writes(saved.get("frozen", []))
         return restored(saved, payload, self._next_label(), self._device)

@@ -14,7 +14,8 @@ from evenly.exchange.tensors.fingerprint import NO_FINGERPRINT, UNLIKE, Fingerpr
 NOTHING = (0.0,) * 5
 OTHER_TENSORS = (
     "are about to send other tensors: one calls agreed() where another one calls finish(), or averaged state of the "
-    "optimizer is missing on some because they have not used a parameter yet, or only some have loaded weights"
+    "optimizer is missing on some because they have not used a parameter yet, or only some have loaded weights, or "
+    "frozen or unfrozen a parameter"
 )
 
 
@@ -106,13 +107,13 @@ class StaticMembership(Membership):
         sibling_rows, work = all_gather(_row(vote), groups.node_votes)  # [ranks of the node, 21 + buffers]
         waiter.wait([work], waits_for_ranks=True)
         siblings = _VoteColumns.of(sibling_rows)
-        self._require_lockstep(siblings, groups.ranks, "rank")
+        self._require_lockstep(siblings, groups.ranks, "rank", waiter)
         fingerprints = [siblings.fingerprint[list(holders)].sum(0) for holders in vote.holders]  # of each replica: [7]
         node_row = _node_row(sibling_rows, fingerprints[0])
         votes = [all_gather(node_row, peers.votes) for peers in groups.peers]  # each [nodes, 21 + buffers]
         waiter.wait([work for _, work in votes], waits_for_ranks=True)
         for rows, _ in votes:
-            self._require_lockstep(_VoteColumns.of(rows), range(len(groups.nodes)), "node")
+            self._require_lockstep(_VoteColumns.of(rows), range(len(groups.nodes)), "node", waiter)
         nodes = _VoteColumns.of(votes[0][0])
         return Quorum(
             weights=fractions(nodes.samples.tolist()),
@@ -127,7 +128,7 @@ class StaticMembership(Membership):
             learning_rates=tuple(nodes.learning_rate.tolist()),
         )
 
-    def _require_lockstep(self, votes: _VoteColumns, names: Sequence[int], kind: str) -> None:
+    def _require_lockstep(self, votes: _VoteColumns, names: Sequence[int], kind: str, waiter: CollectiveWaiter) -> None:
         is_skip_possible = bool(votes.may_have_skipped_step.any())
         compared = [votes.exchange, votes.payload_hash]
         if kind == "rank" or self._in_step:
@@ -136,6 +137,7 @@ class StaticMembership(Membership):
                 compared.append(votes.backwards)
         if all(map(_are_equal, compared)):
             return
+        waiter.monitor.poll()  # other nodes may have told what is different there
         positions = ", ".join(
             f"{kind} {name}: step {int(step)}, exchange {int(exchange)}, {int(backwards)} backwards"
             for name, step, exchange, backwards in zip(names, votes.step, votes.exchange, votes.backwards, strict=True)

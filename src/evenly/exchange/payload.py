@@ -13,6 +13,7 @@ from evenly.comm.blocks.slice import Slice
 from evenly.errors import CheckpointError
 from evenly.exchange.tensors.averaged_tensors import AveragedTensor
 from evenly.exchange.tensors.flat import Flat, real
+from evenly.exchange.tensors.fragments import Piece
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf")
 MOMENTA = ("momentum_buffer", "exp_avg", "grad_avg", "ax", "prev")
@@ -97,6 +98,8 @@ class Payload:
         self.packed = packed
         self.slices = slices
         self.change = change
+        self.fragments: dict[int, Piece] = {}  # the parameters in each
+        self.writes: dict[str, int] = {}  # to frozen parameters, at the snapshot
 
     @property
     def parts(self) -> list[Slice]:

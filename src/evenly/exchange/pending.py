@@ -136,6 +136,7 @@ class PendingState(TypedDict):
     steps: int
     snapshot: Tensors
     is_state_loaded: NotRequired[bool]
+    frozen: NotRequired[list[str]]  # the frozen parameters that have not changed since the snapshot
     fragments: list[int]
     stateful: list[int]
     pieces: NotRequired[list[PayloadEntryState]]  # in files they belong to the state of the node
@@ -214,7 +215,6 @@ class ExchangeOutcome:
 
 def restored(saved: PendingState, payload: Payload, label: str, device: torch.device) -> PendingExchange:
     """Returns the saved exchange, with its agreed values in `payload`."""
-    payload.put(saved["pieces"])
     (seconds, met_s), measured = saved["times"], tuple(saved["measured"])
     sent_bytes, squared_distance, squared_norm = saved["carried"]
     stats = TransferStats(int(sent_bytes), squared_distance, squared_norm)

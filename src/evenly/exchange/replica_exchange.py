@@ -12,7 +12,7 @@ from evenly.comm.blocks.reducer import BlockReducer, Open, Ranks
 from evenly.comm.blocks.replicas import ReplicaRanks, find_replicas, full_shapes, named_tensors, whole_replicas
 from evenly.exchange.anchors import Anchors, TransferStats
 from evenly.exchange.membership import Quorum
-from evenly.exchange.payload import Packed, Payload
+from evenly.exchange.payload import Packed, Payload, PayloadEntry
 from evenly.exchange.tensors.averaged_tensors import AveragedTensor, StatePlacement, by_slot, state_entries
 from evenly.exchange.tensors.buffer_policies import policies_of
 from evenly.exchange.tensors.fingerprint import Fingerprint, fingerprint, placed_fingerprint
@@ -121,6 +121,26 @@ class ReplicaExchange:
             packed += new
             slices += self._across.pack([each.item for each in new], key=key, change=change)
         return Payload(packed, slices, change=change)
+
+    def gather_slices(
+        self,
+        entries: Mapping[str, Sequence[AveragedTensor]],
+        values: Mapping[str, torch.Tensor],
+        waiter: CollectiveWaiter,
+    ) -> list[PayloadEntry]:
+        """Returns the entries with the `values` that the ranks of this node keep for their slices, by key.
+
+        All ranks of the node call it together.
+        """
+        packed: list[Packed] = []
+        for key, chosen in entries.items():
+            new = self._pack(chosen)
+            for packed_slice in self._across.pack([each.item for each in new], key=key):
+                packed_slice.part.values.copy_(values[packed_slice.part.key])
+                packed_slice.unpack()
+            packed += new
+        self._across.broadcast([each.item for each in packed], waiter)
+        return [entry for each in packed for entry in each.entries()]
 
     def average(
         self,

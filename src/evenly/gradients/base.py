@@ -64,6 +64,24 @@ class Gradients(ABC):
         """Returns the last backward's verdict, once. If reading it would stall a device, and it may not, returns that
         of the backward before."""
 
+    def follow_parameters(self) -> None:
+        """Averages the gradients of the parameters that are trained now; all ranks that share them call it together.
+
+        Raises:
+            SpecError: where gradients of this step exist that were not averaged, and now may never be.
+        """
+        self._forget_abandoned()
+        if self._accumulated or self._has_local:
+            raise SpecError(
+                "parameters were frozen or unfrozen after a backward inside no_sync(), whose gradients are not yet "
+                "averaged with the other ranks. Do it between optimizer.step() and the next forward."
+            )
+        self._follow()
+
+    @abstractmethod
+    def _follow(self) -> None:
+        """Switches to the parameters of the module that are trained now."""
+
     @abstractmethod
     def close(self) -> None:
         """Removes the hooks from the module."""
@@ -108,15 +126,15 @@ class Gradients(ABC):
         frozen = [name for name, p in zip(self._names, self._trained, strict=True) if not p.requires_grad]
         if frozen:
             return (
-                f"{call} was called, but the parameter {frozen[0]!r} is no longer trained, which was different when "
-                "synchronize was called: gradients were not averaged with the other ranks. Freeze parameters before, "
-                "or call finish(), close() and synchronize again."
+                f"{call} was called, but the parameter {frozen[0]!r} is no longer trained, which was different in the "
+                "forward of this step: gradients were not averaged with the other ranks. Freeze parameters between "
+                "optimizer.step() and the next forward."
             )
         names = ", ".join(map(repr, missing[:3])) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         return (
             f"{call} was called after a backward that gave no gradient to {names}, so gradients were not averaged "
             "with the other ranks. Let each loss use all parameters (add up the losses of one step), freeze those that "
-            "are not trained before synchronize, or pass find_unused_parameters=True."
+            "are not trained, or pass find_unused_parameters=True."
         )
 
     def _samples_to_average(self, forwards: Sequence[Forward]) -> float:

@@ -47,20 +47,40 @@ class DdpGradients(Gradients):
         self._buckets: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # only if they may be restored
         self._latest: BucketAveraging | None = None
         self._earlier: BucketAveraging | None = None
-        self._wrapped = _DdpModule(module)
+        for parameter in module.parameters():
+            parameter.grad = None  # it was not averaged
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Wraps the module in a new DDP, over the parameters that are trained now; all ranks call it together."""
+        gradients = [parameter.grad for parameter in self._trained]
+        for parameter in self._trained:
+            parameter.grad = None  # DDP would make it a view of a bucket, into which the dry run writes
+        self._wrapped = _DdpModule(self._module)
         self._ddp = DistributedDataParallel(
             self._wrapped,
-            process_group=group,
+            process_group=self._group,
             init_sync=False,
             gradient_as_bucket_view=True,
             **reducer.no_buffer_broadcast(),
         )
         self._ddp.register_comm_hook(ref(self), _average)  # a strong reference would keep DDP and the group alive
         self._build_buckets()
+        for parameter, gradient in zip(self._trained, gradients, strict=True):
+            parameter.grad = gradient
         self._without_gradient: list[int] = []  # indices of parameters without one when buckets were sent
         self._missing: list[int] = []  # indices of parameters without a gradient after a backward to be averaged
         self._missing_samples = 0.0  # the samples of that backward
         self._prepare()
+
+    def _follow(self) -> None:
+        """Builds the buckets of the parameters that are trained now; gradients that exist stay as they are."""
+        self._require_complete()
+        reducer.remove_hooks(self._ddp)
+        self._read_parameters(self._module)
+        self._buckets = []
+        self._wrap()
+        self._record_gradients()
 
     def forward(self, samples: float, *args: object, **kwargs: object) -> object:
         """Runs the module on a batch of `samples` samples."""
@@ -100,11 +120,10 @@ class DdpGradients(Gradients):
         would then differ from an uninterrupted one in the last bits of one step.
         """
         self._wrapped.is_dry_run = True
-        self._ddp().backward()
+        with torch.enable_grad():
+            self._ddp().backward()
         reducer.rebuild_buckets(self._ddp)
         self._wrapped.is_dry_run = False
-        for parameter in self._wrapped.parameters():
-            parameter.grad = None
 
     def take_verdict(self, *, may_stall: bool) -> BucketAveraging | None:
         """Returns the averaging of the last backward, once, to check whether all gradients were finite.

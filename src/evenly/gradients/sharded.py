@@ -90,10 +90,13 @@ class ShardedGradients(Gradients):
 
     def follow(self, block_reducer: BlockReducer) -> None:
         """Switches to the current parameters of the module, reduced by `block_reducer`."""
-        self.close()
         self._reducer = block_reducer
+        self._follow()
+
+    def _follow(self) -> None:
+        self.close()
         self._read_parameters(self._module)
-        self._hooks = [_on_gradient(p, self._arrived) for p in self._module.parameters() if p.requires_grad]
+        self._hooks = [_on_gradient(p, self._arrived) for p in self._trained]
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -141,7 +144,7 @@ class ShardedGradients(Gradients):
         self._record_gradients()
 
     def _average(self, weight: float, waiter: CollectiveWaiter) -> None:
-        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        trained = dict(zip(self._names, self._trained, strict=True))
         gradients_by_name = {name: p.grad for name, p in trained.items() if p.grad is not None}
         if not weight:
             for gradient in gradients_by_name.values():

@@ -146,6 +146,10 @@ class BoundedStore:
         """Adds to a counter and returns it."""
         return int(self.run(lambda: self.raw.add(key, amount)))
 
+    def delete(self, key: str) -> None:
+        """Removes a key."""
+        self.run(lambda: self.raw.delete_key(key))
+
     def check(self, keys: Sequence[str]) -> bool:
         """Returns whether all keys are there."""
         return bool(self.run(lambda: self.raw.check(list(keys))))

@@ -30,38 +30,6 @@ def require_dense(module: torch.nn.Module) -> None:
             )
 
 
-class OptimizedParameters:
-    """The parameters of the optimizer when synchronize was called: only these are averaged."""
-
-    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._module, self._optimizer = module, optimizer
-        self._groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
-        self._sizes = [len(group) for group in self._groups]
-        optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._frozen = [parameter for parameter in optimized if not parameter.requires_grad]
-
-    def require_unchanged(self, *, thoroughly: bool = False) -> None:
-        """Raises `SpecError` if parameters were added or unfrozen later; a cheap check unless `thoroughly`."""
-        groups = self._optimizer.param_groups
-        if [len(group["params"]) for group in groups] != self._sizes or (
-            thoroughly and [list(map(id, group["params"])) for group in groups] != self._groups
-        ):
-            known_ids = {number for group in self._groups for number in group}
-            added = [p for group in groups for p in group["params"] if id(p) not in known_ids]
-            self._raise_changed(added, "was given to the optimizer")
-        for parameter in self._frozen:
-            if parameter.requires_grad:
-                self._raise_changed([parameter], "is trained")
-
-    def _raise_changed(self, parameters: list[torch.Tensor], case: str) -> None:
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        labels = [repr(names.get(id(p), f"of shape {list(p.shape)}, outside the model")) for p in parameters]
-        raise SpecError(
-            f"the parameter {labels[0] if labels else 'list'} {case} after synchronize was called, so its gradients "
-            "are not averaged with the other ranks. Call finish() and close(), then synchronize again."
-        )
-
-
 def require_own_steps(optimizer: torch.optim.Optimizer) -> None:
     """Raises `SpecError` for an object that is not a torch optimizer, or one that communicates with other ranks."""
     name = type(optimizer).__name__

@@ -5,13 +5,14 @@ Reference: Moreno-Alvarez, Paoletti, Cavallaro, Haut, TNNLS 2023, 10.1109/TNNLS.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
+from evenly._torch.autograd import in_backward
 from evenly._torch.scaler import watch_scaler
 from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, require_same
 from evenly.comm.blocks.replicas import shard_group_of
@@ -21,11 +22,13 @@ from evenly.exchange.exchanger import Exchanger
 from evenly.exchange.membership import Membership
 from evenly.exchange.pending import ExchangeSummary
 from evenly.exchange.replica_exchange import ReplicaExchange
+from evenly.exchange.tensors.averaged_tensors import require_resettable
 from evenly.gradients import DdpGradients, Gradients, ShardedGradients, Verdict, counted_samples, leading_dim
-from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
+from evenly.nodes.checks import require_dense, require_own_steps, require_trainable
 from evenly.nodes.closures import Arguments, has_closure, with_mean_loss
 from evenly.nodes.signature import describe
 from evenly.nodes.state_reads import StateReadWarning
+from evenly.nodes.trained_parameters import ChangeLog, TrainedParameters
 from evenly.schedule.period_timer import PeriodTimer
 from evenly.schedule.step_clock import StepClock
 from evenly.schedule.step_counter import Schedule
@@ -76,7 +79,9 @@ class Synchronized(torch.nn.Module):
         self._period_timer = period_timer
         try:
             self._check_and_broadcast(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
-            self._optimized = OptimizedParameters(module, optimizer)
+            self._trained = TrainedParameters(module, optimizer)
+            in_step = period_timer is None and not self._global_gradients
+            self._change_log = ChangeLog(monitor, self.schedule, compares_nodes=in_step and len(groups.nodes) > 1)
             self._gradients = self._make_gradients(find_unused_parameters=find_unused_parameters)
             self.clock = StepClock(next(module.parameters(), torch.empty(0)).device)
             self._gradients.on_backward_done = self.clock.end
@@ -127,14 +132,37 @@ class Synchronized(torch.nn.Module):
         if self._closed:
             raise SpecError("a synchronized model was called to train after close(). Train the plain network: .module.")
         self._gradients.step = self.schedule.step + 1
-        self.clock.begin(self._gradients.step)
         try:
+            if not in_backward() and (self._trained.is_to_be_checked or self._change_log.has_notes):
+                self._follow_changes()  # not where an activation checkpoint recomputes a forward
+            self.clock.begin(self._gradients.step)
             samples = counted_samples(self._count, args, kwargs)
         except Exception as error:
             self._monitor.report(error)
             raise
         self.batch_samples = samples
         return self._gradients.forward(samples, *args, **kwargs)
+
+    def _follow_changes(self) -> None:
+        """Goes on after parameters were frozen or unfrozen, or groups added to the optimizer, between two steps.
+
+        All ranks that average gradients with each other come here before the same backward.
+        """
+        self._trained.require_resumed()
+        if self._trained.have_changed:
+            if self._groups.rank_group.size > 1:
+                changes, lines = self._trained.changes(), describe(self.module, self._optimizer, "")
+                self._change_log.agree(changes, lines, self._gradient_ranks, timeout_s=self._settings.timeout_s)
+                require_dense(self.module)
+            self._trained.require_known()
+            require_trainable(self.module, self._optimizer)
+            require_resettable(self._optimizer, self._settings)
+            before = self._trained.names
+            self._trained.read()
+            if self._trained.names != before:
+                self._gradients.follow_parameters()
+                self._exchanger.follow_parameters(self._trained.names)
+        self._change_log.require_same_as_nodes()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuses to be copied or pickled."""
@@ -226,7 +254,8 @@ class Synchronized(torch.nn.Module):
 
         `agreed` are this rank's parts of the buffers after the last exchange, cut like the buffers now.
         """
-        self._was_resharded, self._optimized = True, OptimizedParameters(self.module, self._optimizer)
+        self._was_resharded = True
+        self._trained.read()
         self._exchanger.run_collective(self._rebuild_groups)
         self._exchanger.buffers.learn(agreed)
         self._exchanger.reset_anchors()
@@ -272,7 +301,7 @@ class Synchronized(torch.nn.Module):
 
     def _take_finite_check(self) -> Callable[[], None]:
         """Returns a check of the last step's gradients; it may stall a device, and may run in another thread."""
-        self._optimized.require_unchanged(thoroughly=True)
+        self._trained.require_same_members()
         reads_verdict = self._settings.nonfinite == "stop" and not self._gradients.pending
         return partial(self._require_finite, self._gradients.take_verdict(may_stall=True) if reads_verdict else None)
 
@@ -299,10 +328,18 @@ class Synchronized(torch.nn.Module):
         progress: Progress,
         agreed: dict[str, torch.Tensor] | None = None,
         exchange_state: ExchangeState | None = None,
+        trained: Collection[str] | None = None,
     ) -> None:
-        """Restores a checkpoint; `agreed` are the buffers after the last exchange."""
+        """Restores a checkpoint; `agreed` are the buffers after the last exchange, `trained` the trained parameters."""
         self.schedule.resume(progress)
-        self._exchanger.resume(progress, exchange_state, agreed)
+        self._exchanger.resume(progress, exchange_state, agreed, trained)
+        if trained is not None:
+            self._trained.resume(trained)
+
+    @property
+    def trained_names(self) -> list[str]:
+        """The names of the parameters that the last forward trained."""
+        return sorted(self._trained.names)
 
     @property
     def samples(self) -> float:
@@ -371,7 +408,7 @@ class Synchronized(torch.nn.Module):
         if self._groups.rank_group.size == 1:
             return
         try:
-            self._optimized.require_unchanged()
+            self._trained.require_unchanged()
             self._gradients.require_averaged()
         except SpecError as error:
             self._monitor.report(error)

@@ -49,12 +49,12 @@ def averages(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def trained_entries(model: torch.nn.Module, choose: Choose = distinct) -> list[AveragedTensor]:
-    """Returns the parameters that training changes, each once, in the model's order.
+def parameter_entries(parameters: Mapping[str, torch.Tensor], choose: Choose = distinct) -> list[AveragedTensor]:
+    """Returns these parameters, each once, in their order.
 
     Those that share the memory of another one (`b.data = a.data`) are left out: a change would be added twice.
     """
-    return [AveragedTensor(name, name, parameter) for name, parameter in choose(_trained(model)).items()]
+    return [AveragedTensor(name, name, parameter) for name, parameter in choose(parameters.items()).items()]
 
 
 def current_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], torch.Tensor]:
