@@ -10,7 +10,7 @@ from torch.fx.node import Argument
 from evenly.graph.shapes import MetaValue
 from evenly.spec.graph import Kind
 
-Option = bool | int | str | list[int]
+Option = bool | int | str | list[int] | list[str]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ UNARY = _words(
     expm1 float floor gelu half hardshrink hardsigmoid hardswish hardtanh leaky_relu log log10 log1p log2 log_sigmoid
     logsigmoid mish nan_to_num neg negative positive reciprocal relu relu6 round rsqrt selu sigmoid sign silu sin sinh
     softplus softshrink softsign sqrt square tan tanh tanhshrink threshold to trunc type type_as bfloat16 logical_not
-    isnan isinf float_mask ones_like zeros_like full_like ReLU ReLU6 GELU SiLU Sigmoid Tanh ELU CELU SELU LeakyReLU
+    isnan isinf float_mask ones_like zeros_like full_like empty_like ReLU ReLU6 GELU SiLU Sigmoid Tanh ELU CELU SELU LeakyReLU
     Hardswish Hardsigmoid Hardtanh Softplus Mish LogSigmoid Hardshrink Softshrink Softsign Tanhshrink Threshold Identity
     """
 )
@@ -77,12 +77,18 @@ SPATIAL = _words(
     ZeroPad ConstantPad ReflectionPad ReplicationPad CircularPad
     """
 )
-RANDOM = _words(
+DRAWS = _words(
     """
-    rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal poisson rrelu RReLU
-    feature_dropout alpha_dropout AlphaDropout FeatureAlphaDropout feature_alpha_dropout fractional_max_pool2d
+    rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal poisson draw_like
     """
 )
+RANDOM = _words(
+    """
+    rrelu RReLU feature_dropout alpha_dropout AlphaDropout FeatureAlphaDropout feature_alpha_dropout
+    fractional_max_pool2d
+    """
+)
+FILLED = _words("new_empty new_zeros new_ones new_full new_tensor")  # tensors that only take the dtype of another
 VIEWS = _words(
     "view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as reshape_as ravel Flatten Unflatten"
 )
@@ -206,6 +212,18 @@ def _batch_norm(call: OpInputs) -> OpKind:
     if call.ndim < 2:
         return opaque("its input has no channel dim")
     return OpKind("per channel", "batch_norm")
+
+
+def _functional_batch_norm(call: OpInputs) -> OpKind:
+    row = _batch_norm(call)
+    if row.op == "opaque":
+        return row
+    arguments = [
+        call.node.args[position] if len(call.node.args) > position else call.node.kwargs.get(key)
+        for position, key in enumerate(("running_mean", "running_var"), start=1)
+    ]
+    statistics = [argument.name for argument in arguments if isinstance(argument, fx.Node)]
+    return OpKind("per channel", "batch_norm", {"statistics": statistics})
 
 
 def _instance_norm(call: OpInputs) -> OpKind:
@@ -384,8 +402,13 @@ RULES: dict[str, Callable[[OpInputs], OpKind]] = {
     **dict.fromkeys(("interpolate", "upsample", "Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d"), _resized),
     **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
     **dict.fromkeys(("pixel_shuffle", "PixelShuffle"), _shuffled),
+    **dict.fromkeys(DRAWS, lambda call: OpKind("pointwise", "draw")),
+    **dict.fromkeys(FILLED, lambda call: OpKind("source", "constant")),
     **dict.fromkeys(RANDOM, lambda call: opaque("it draws random numbers")),
     "add_bias": lambda call: OpKind("per channel", "bias", {"dim": _positive(call.argument(2, "dim"), call.ndim)}),
+    "assign": lambda call: OpKind("joining", "assign"),
+    "batch_norm": _functional_batch_norm,
+    "overwrite": lambda call: opaque("forward writes into a part of a tensor"),
     "pad": _padded,
     "linear": _linear,
     "embedding": _embedding,

@@ -8,7 +8,9 @@ from torch.fx.node import Argument, Target
 from torch.nn import functional as F  # noqa: N812
 
 from evenly._torch.operators import OpOverload, out_of_place
+from evenly._torch.tracing import is_constant
 from evenly.errors import SpecError
+from evenly.graph.inserted import DRAWS_IN_PLACE, assign, draw_like, overwrite
 from evenly.graph.torch_code import function_name, is_torch_function, module_name
 
 IN_PLACE = {
@@ -31,7 +33,6 @@ VIEWS |= {"data", "diagonal", "unfold", "positive", "atleast_1d", "atleast_2d", 
 VIEWS |= {"dropout2d", "dropout3d", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "moveaxis", "adjoint", "conj"}
 VIEWS |= {"as_strided", "view_as_real", "view_as_complex", "hsplit", "vsplit", "dsplit", "resolve_conj", "resolve_neg"}
 VIEWS |= {"broadcast_to", "alias", "unsafe_chunk", "unsafe_split", "split_with_sizes", "getattr", "interpolate", "pad"}
-DRAWS = {"normal", "uniform", "exponential", "bernoulli", "random", "cauchy", "geometric", "log_normal"}
 CONVS = {
     F.conv1d,
     F.conv2d,
@@ -95,7 +96,7 @@ def lower(program: fx.GraphModule) -> None:
             _decompose_glu(node)
         elif node.target is getattr and node.args[1] == "mT":
             _decompose_transpose(node)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.is_impure() or node.target is assign)
     graph.lint()
 
 
@@ -123,42 +124,61 @@ def _share_attributes(program: fx.GraphModule) -> None:
 
 def _replace_in_place_operations(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        target: Target | None = None
         _refuse_overwriting(node)
-        if node.op == "call_function" and node.target in IN_PLACE:
-            target = IN_PLACE[node.target]
-        elif node.op == "call_function" and not is_torch_function(node.target):
-            target = None  # `Shapes` checks whether it changes its inputs
-        elif node.op == "call_function" and isinstance(node.target, OpOverload):
-            target = out_of_place(node.target)
-        elif node.op == "call_function" and name_of(node).endswith("_") and name_of(node)[0] != "_":
-            target = getattr(F, name_of(node)[:-1], None) or getattr(torch, name_of(node)[:-1], None)
-        elif node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"):
-            target = str(node.target).removesuffix("_")
-        elif node.op == "call_function" and node.kwargs.get("inplace"):
-            target = node.target
-            node.kwargs = {**node.kwargs, "inplace": False}
-        elif node.op == "call_module" and getattr(_module(node), "inplace", False):
-            target = node.target  # the copy of the module that is called has inplace=False
-        if target is None:
+        target = _out_of_place_target(node)
+        changed = node.args[0] if target is not None else None
+        if target is None or not isinstance(changed, fx.Node):
             continue
-        changed = node.args[0]
-        if not isinstance(changed, fx.Node):
-            continue
-        if name_of(node).rstrip("_") in DRAWS:
-            raise SpecError(
-                f"forward draws random numbers ({name_of(node)} at {node.name!r}); ranks would draw different ones. "
-                "Use dropout, or draw them outside and pass them as an input."
-            )
-        if changed.op == "get_attr":
+        is_state = changed.op == "get_attr" and not is_constant(str(changed.target))
+        if is_state and _is_parameter(changed):
             raise SpecError(
                 f"forward changes {changed.target!r} in place, which has no rule for a network whose layers are cut. "
                 "Change it outside of forward, or remove the change."
             )
+        if target is draw_like:
+            node.op, node.args = "call_function", (changed, name_of(node), *node.args[1:])
+        elif target is overwrite:
+            node.op = "call_function"
         node.target = target
         if not _is_number(changed):
             _refuse_views(changed, node)
             _redirect_later_users(changed, node)
+        if is_state:
+            with graph.inserting_after(node):
+                assigned = graph.call_function(assign, (changed, node))
+            assigned.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
+
+
+def _out_of_place_target(node: fx.Node) -> Target | None:
+    """Returns the operation that gives the result of an in-place one as a new tensor; None if it is not in place."""
+    target: Target | None = None
+    if node.target is operator.setitem:
+        target = overwrite
+    elif node.op == "call_method" and node.target in DRAWS_IN_PLACE:
+        target = draw_like
+    elif node.op == "call_function" and node.target in IN_PLACE:
+        target = IN_PLACE[node.target]
+    elif node.op == "call_function" and not is_torch_function(node.target):
+        target = None  # `Shapes` checks whether it changes its inputs
+    elif node.op == "call_function" and isinstance(node.target, OpOverload):
+        is_draw = name_of(node) in DRAWS_IN_PLACE
+        target = draw_like if is_draw else out_of_place(node.target)
+    elif node.op == "call_function" and name_of(node).endswith("_") and name_of(node)[0] != "_":
+        target = getattr(F, name_of(node)[:-1], None) or getattr(torch, name_of(node)[:-1], None)
+    elif node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"):
+        target = str(node.target).removesuffix("_")
+    elif node.op == "call_function" and node.kwargs.get("inplace"):
+        target = node.target
+        node.kwargs = {**node.kwargs, "inplace": False}
+    elif node.op == "call_module" and getattr(_module(node), "inplace", False):
+        target = node.target  # the copy of the module that is called has inplace=False
+    return target
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Whether a node reads a parameter of the network, and not a buffer."""
+    owner = node.graph.owning_module
+    return owner is None or isinstance(operator.attrgetter(str(node.target))(owner), nn.Parameter)
 
 
 def _refuse_overwriting(node: fx.Node) -> None:
@@ -166,9 +186,8 @@ def _refuse_overwriting(node: fx.Node) -> None:
     name = name_of(node)
     fills = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
     if (
-        node.target is operator.setitem
-        or node.kwargs.get("out") is not None
-        or (fills and name[:-1] not in DRAWS and not hasattr(torch.Tensor, name[:-1]))
+        node.kwargs.get("out") is not None
+        or (fills and name not in DRAWS_IN_PLACE and not hasattr(torch.Tensor, name[:-1]))
     ):
         raise SpecError(
             f"forward writes into a tensor ({name} at {node.name!r}), which has no rule for a network whose layers are "

@@ -14,6 +14,7 @@ from evenly._torch.autograd import version_of
 from evenly._torch.modules import RunningNorm
 from evenly._torch.operators import OpOverload, TorchDispatchMode, argument_names
 from evenly.errors import SpecError
+from evenly.graph.torch_code import function_name
 
 MetaValue: TypeAlias = Any
 """What a node computes for the example: a meta tensor, a number, a container of these, or what else forward uses."""
@@ -55,7 +56,9 @@ class Shapes(fx.Interpreter):
         return value
 
     def _is_lowered(self, n: fx.Node) -> bool:
-        """Whether a module works in place only here: the copy that is called later has inplace=False."""
+        """Whether a change in place is known: of statistics, of a buffer, or of a module whose copy has inplace=False."""
+        if n.op == "call_function" and function_name(n.target) in ("batch_norm", "assign"):
+            return True
         return n.op == "call_module" and bool(getattr(self.fetch_attr(str(n.target)), "inplace", False))
 
     def get_attr(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> MetaValue:

@@ -9,7 +9,7 @@ from evenly._torch.modules import replace_tables
 from evenly.comm import ShardGroup
 from evenly.errors import SpecError
 from evenly.graph import MODULE_ATTRIBUTES, Traced
-from evenly.shards.parts.local_shards import LocalShard, set_local_shard
+from evenly.shards.parts.local_shards import LocalShard, local_shard_of, set_local_shard
 from evenly.shards.run.rebinding import reachable, rebound
 from evenly.spec.layout import COPIED, REPLICATED, Layout, TensorPlacement
 
@@ -66,6 +66,22 @@ def _refuse_cut_in_whole(traced: Traced, placement_by_tensor: Mapping[int, Tenso
                 raise SpecError(
                     f"the module {layer.where!r} is computed whole ({layer.note}), but uses {name!r}, which another "
                     "layer needs cut. Give it a tensor of its own, or let it be traced."
+                )
+
+
+def refuse_cut_modules(traced: Traced, network: nn.Module) -> None:
+    """Raises `SpecError` if a trace calls a module as it is, but its parameters are cut in `network`."""
+    for node in traced.program.graph.nodes:
+        layer = next((x for x in traced.graph.layers if x.name == node.name), None) if node.op == "call_module" else None
+        if layer is None or layer.op != "opaque":
+            continue
+        for tensor in reachable(network.get_submodule(layer.where)):
+            shard = local_shard_of(tensor)
+            if shard is not None and shard.is_cut:
+                raise SpecError(
+                    f"the network was called in another mode, or with inputs of other sizes, than those it was cut by. "
+                    f"The module {layer.where!r} is then computed whole ({layer.note}), but its {shard.name!r} is cut. "
+                    "Shard the network with an example of these sizes, or let the module be traced."
                 )
 
 

@@ -12,7 +12,7 @@ from evenly._torch.operators import safe_softmax
 from evenly.comm import Redistribute, count_of
 from evenly.graph import name_of
 from evenly.shards.run import ops
-from evenly.shards.run.dropout import drop
+from evenly.shards.run.dropout import draw, drop
 from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance
 from evenly.shards.run.overlapped_layers import layer_options, overlapped_layer, to_autocast_dtype
 from evenly.spec.layout import TensorPlacement
@@ -296,15 +296,47 @@ def _instance_norm(op_instance: OpInstance) -> LocalOp:
 
 
 def _batch_norm(op_instance: OpInstance) -> LocalOp:
+    if op_instance.node.op != "call_module":
+        return _functional_batch_norm(op_instance)
     module = op_instance.run
     affine_keys = [(name, need) for name, need in op_instance.needs.items() if name.endswith((".weight", ".bias"))]
 
     def run_local(context: ForwardContext, x: torch.Tensor) -> NodeValue:
         if not isinstance(module, BatchNorm):
             return module(x)
-        return ops.batch_norm(
+        return ops.module_batch_norm(
             x, module, [context.values[key] for key in affine_keys], context.samples, context.shard_group
         )
+
+    return run_local
+
+
+def _functional_batch_norm(op_instance: OpInstance) -> LocalOp:
+    def run_local(
+        context: ForwardContext,
+        x: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+        *_: object,
+    ) -> torch.Tensor:
+        return ops.batch_norm(
+            x, running_mean, running_var, weight, bias, training, momentum, eps, context.samples, context.shard_group
+        )
+
+    return run_local
+
+
+def _draw(op_instance: OpInstance) -> LocalOp:
+    """Draws the numbers of the full tensor on every rank, by a generator that depends on the step and the layer."""
+    name, target = name_of(op_instance.node), op_instance.run
+
+    def run_local(context: ForwardContext, *args: NodeValue, **kwargs: NodeValue) -> torch.Tensor:
+        return draw(name, target, args, kwargs, context.dropout_stream.key(op_instance.number))
 
     return run_local
 
@@ -326,5 +358,6 @@ BUILDERS: dict[tuple[str, str], Callable[[OpInstance], LocalOp]] = {
     ("embedding", "rows"): _embedding_rows,
     ("cross_entropy", "vocabulary"): _vocabulary,
     ("dropout", "*"): _dropout,
+    ("draw", "*"): _draw,
     ("attention", "*"): _attention,
 }

@@ -106,26 +106,46 @@ def standardize(
     return result
 
 
-def batch_norm(
+def module_batch_norm(
     x: torch.Tensor, module: BatchNorm, affine: Sequence[torch.Tensor], samples: int, shard_group: ShardGroup
 ) -> torch.Tensor:
-    """Returns the batch norm of a batch of which this rank holds a part of `samples`; updates running statistics."""
+    """Returns a module's batch norm of a batch of which this rank holds a part of `samples`; counts the batch."""
     weight, bias = affine if affine else (None, None)
     mean, variance = module.running_mean, module.running_var
-    if not module.training and mean is not None:
-        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, module.eps)
-    dims = (0, *range(2, x.ndim))
-    count = samples * prod(x.shape[2:])
-    y: torch.Tensor
-    y, now_mean, now_variance = _Standard.apply(x, dims, count, module.eps, True, shard_group)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    rate = 0.0
     if module.training and mean is not None and variance is not None:
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
         rate = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked or 1)
-        mean.lerp_(now_mean.view(-1).to(mean.dtype), rate)
-        variance.lerp_(now_variance.view(-1).to(variance.dtype) * (count / max(1, count - 1)), rate)
+    is_training = module.training or mean is None
+    return batch_norm(x, mean, variance, weight, bias, is_training, rate, module.eps, samples, shard_group)
+
+
+def batch_norm(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    samples: int,
+    shard_group: ShardGroup,
+) -> torch.Tensor:
+    """Returns the batch norm of a batch of which this rank holds a part of `samples`; updates running statistics."""
+    if not training:
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+    dims = (0, *range(2, x.ndim))
+    count = samples * prod(x.shape[2:])
+    y: torch.Tensor
+    y, now_mean, now_variance = _Standard.apply(x, dims, count, eps, True, shard_group)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    if mean is not None and variance is not None:
+        mean.lerp_(now_mean.view(-1).to(mean.dtype), momentum)
+        variance.lerp_(now_variance.view(-1).to(variance.dtype) * (count / max(1, count - 1)), momentum)
     shape = (1, -1, *[1] * (x.ndim - 2))
-    return y if weight is None or bias is None else y * weight.view(shape) + bias.view(shape)
+    y = y if weight is None else y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
 
 
 def layer_norm(
