@@ -60,8 +60,9 @@ UNARY = _words(
     expm1 float floor gelu half hardshrink hardsigmoid hardswish hardtanh leaky_relu log log10 log1p log2 log_sigmoid
     logsigmoid mish nan_to_num neg negative positive reciprocal relu relu6 round rsqrt selu sigmoid sign silu sin sinh
     softplus softshrink softsign sqrt square tan tanh tanhshrink threshold to trunc type type_as bfloat16 logical_not
-    isnan isinf float_mask ones_like zeros_like full_like empty_like ReLU ReLU6 GELU SiLU Sigmoid Tanh ELU CELU SELU LeakyReLU
-    Hardswish Hardsigmoid Hardtanh Softplus Mish LogSigmoid Hardshrink Softshrink Softsign Tanhshrink Threshold Identity
+    isnan isinf float_mask ones_like zeros_like full_like empty_like ReLU ReLU6 GELU SiLU Sigmoid Tanh ELU CELU SELU
+    LeakyReLU Hardswish Hardsigmoid Hardtanh Softplus Mish LogSigmoid Hardshrink Softshrink Softsign Tanhshrink
+    Threshold Identity
     """
 )
 LINEAR = _words("neg negative contiguous clone to float double type type_as Identity positive")

@@ -165,8 +165,8 @@ def _out_of_place_target(node: fx.Node) -> Target | None:
         target = draw_like if is_draw else out_of_place(node.target)
     elif node.op == "call_function" and name_of(node).endswith("_") and name_of(node)[0] != "_":
         target = getattr(F, name_of(node)[:-1], None) or getattr(torch, name_of(node)[:-1], None)
-    elif node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"):
-        target = str(node.target).removesuffix("_")
+    elif node.op == "call_method" and name_of(node).endswith("_") and not name_of(node).endswith("__"):
+        target = name_of(node).removesuffix("_")
     elif node.op == "call_function" and node.kwargs.get("inplace"):
         target = node.target
         node.kwargs = {**node.kwargs, "inplace": False}
@@ -185,9 +185,8 @@ def _refuse_overwriting(node: fx.Node) -> None:
     """Raises `SpecError` for an operation that only exists in place and writes into a tensor."""
     name = name_of(node)
     fills = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
-    if (
-        node.kwargs.get("out") is not None
-        or (fills and name not in DRAWS_IN_PLACE and not hasattr(torch.Tensor, name[:-1]))
+    if node.kwargs.get("out") is not None or (
+        fills and name not in DRAWS_IN_PLACE and not hasattr(torch.Tensor, name[:-1])
     ):
         raise SpecError(
             f"forward writes into a tensor ({name} at {node.name!r}), which has no rule for a network whose layers are "

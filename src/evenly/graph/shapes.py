@@ -56,7 +56,7 @@ class Shapes(fx.Interpreter):
         return value
 
     def _is_lowered(self, n: fx.Node) -> bool:
-        """Whether a change in place is known: of statistics, of a buffer, or of a module whose copy has inplace=False."""
+        """Whether a change in place has a rule: of statistics, of a buffer, or in a module whose copy is not so."""
         if n.op == "call_function" and function_name(n.target) in ("batch_norm", "assign"):
             return True
         return n.op == "call_module" and bool(getattr(self.fetch_attr(str(n.target)), "inplace", False))

@@ -17,7 +17,7 @@ from evenly._torch.tracing import is_constant
 from evenly.errors import SpecError
 from evenly.graph.change_watch import ChangeWatch
 from evenly.graph.decisions import Decisions
-from evenly.graph.kinds import DRAWS, RANDOM, OpInputs, OpKind, opaque, row_of
+from evenly.graph.kinds import DRAWS, OpInputs, OpKind, opaque, row_of
 from evenly.graph.lowering import lower, name_of, path_of
 from evenly.graph.modes import Switches, mode_difference
 from evenly.graph.reads import Reads
@@ -291,7 +291,9 @@ def _layer(program: fx.GraphModule, node: fx.Node, value: object, shapes: Shapes
     inputs = tuple(n.name for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor))
     outputs = _outputs(node, value)
     row = _row(program, node, outputs, shapes, closed)
-    if node.name in shapes.random_nodes and row.op not in ("dropout", "attention", "draw"):
+    if node.name in shapes.random_nodes and row.kind == "opaque":
+        row = replace(row, op="random")
+    elif node.name in shapes.random_nodes and row.op not in ("dropout", "attention", "draw"):
         raise SpecError(
             f"{name_of(node)} at {path_of(node) or node.name!r} draws random numbers, for which it has no rule; "
             "ranks would draw different ones. Set its dropout to 0, or write it with layers that have a rule."
@@ -299,7 +301,7 @@ def _layer(program: fx.GraphModule, node: fx.Node, value: object, shapes: Shapes
     where = path_of(node)
     if node.op in ("call_module", "get_attr", "placeholder"):
         where = str(node.target)
-    module_inputs = _module_inputs(program, node) if node.op == "call_module" and row.op != "opaque" else ()
+    module_inputs = _module_inputs(program, node) if node.op == "call_module" and row.kind != "opaque" else ()
     return Layer(
         name=node.name,
         op=row.op,
@@ -347,11 +349,6 @@ def _row(
             return OpKind("source", "constant")
         return OpKind("source", "parameter" if isinstance(value, nn.Parameter) else "buffer")
     name = name_of(node)
-    if name in RANDOM:
-        raise SpecError(
-            f"forward draws random numbers ({name} at {node.name!r}); ranks would draw different ones. Use dropout, "
-            "or draw them outside and pass them as an input."
-        )
     tensors = [n for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor)]
     if not outputs:
         leaves = pytree.tree_leaves(shapes.values[node.name])
@@ -362,6 +359,8 @@ def _row(
                 f"forward creates a {type(unsupported[0]).__name__} of tensors at {node.name!r}, which has no rule. "
                 "Return tensors, tuples, lists, named tuples or dicts."
             )
+        if has_tensors and node.op == "call_module":
+            return opaque(f"{name} has no rule")
         return opaque("nested outputs") if has_tensors else OpKind("source", "number")
     if name == "getitem" and not isinstance(shapes.values[node.all_input_nodes[0].name], torch.Tensor):
         return opaque("a part of a nested output")

@@ -307,9 +307,7 @@ class ResizedExample:
         return node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function it is a function
 
 
-def open_up(
-    model: nn.Module, inputs: dict[str, torch.Tensor], *, closed: Mapping[str, str] | None = None
-) -> Opened:
+def open_up(model: nn.Module, inputs: dict[str, torch.Tensor], *, closed: Mapping[str, str] | None = None) -> Opened:
     """Returns the traced network.
 
     Args:
@@ -357,6 +355,8 @@ def _traced(model: nn.Module, tracer: Tracer, default_arguments: dict[str, objec
     with forward_of_class(model):
         graph = tracer.trace(model, concrete_args=default_arguments or None)
         _refuse_unregistered(model, graph)  # fx.GraphModule would register them as buffers
+        for node in graph.nodes:
+            node.meta.pop("is_wrapped", None)  # fx marks what a function of `fx.wrap` returns, also if it was opened
         return fx.GraphModule(model, graph)
 
 

@@ -66,7 +66,7 @@ def intercepting_torch() -> Iterator[None]:
 
     def refuse_traced_attribute(plain: Callable[..., object]) -> Callable[..., object]:
         def set_attribute(module: nn.Module, name: str, value: object) -> None:
-            if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value)):
+            if any(isinstance(leaf, fx.Proxy) and _uses_inputs(leaf) for leaf in pytree.tree_leaves(value)):
                 raise fx.proxy.TraceError(f"it keeps a tensor in its attribute {name!r}")
             plain(module, name, value)
 
@@ -150,7 +150,7 @@ def refusing_python_random() -> Iterator[None]:
 
 
 def restoring_attributes(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.GraphModule:
-    """Returns `make()` and restores the network's attributes; refuses a forward that changes them."""
+    """Returns `make()` and restores the network's attributes; refuses a forward that changes them, except caches."""
     before = {module: _attributes_of(module) for module in model.modules()}
     try:
         program = make()
@@ -189,10 +189,11 @@ def _attributes_of(module: nn.Module) -> dict[str, object]:
 
 
 def _restore(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    """Restores a module's attributes and returns the names of those that had changed."""
+    """Restores a module's attributes and returns the names of those that had changed, without caches."""
     attributes = vars(module)
     changed = [key for key in attributes if key not in before or not _is_same(attributes[key], before[key])]
     changed += [key for key in before if key not in attributes]
+    caches = [key for key in changed if _is_cache(attributes.get(key), before.get(key))]
     for key in changed:
         if type(attributes.get(key)) in (list, dict, set) and type(attributes[key]) is type(before.get(key)):
             container = attributes[key]
@@ -202,7 +203,35 @@ def _restore(module: nn.Module, before: dict[str, Any]) -> list[str]:
             attributes[key] = before[key]
         else:
             del attributes[key]
-    return changed
+    return [key for key in changed if key not in caches]
+
+
+def _is_cache(now: object, before: object) -> bool:
+    """Whether forward only added tensors that do not depend on its inputs: computed anew, they are the same."""
+    if isinstance(now, dict) and isinstance(before, dict):
+        if any(key not in now or now[key] is not before[key] for key in before):
+            return False
+        added: object = [value for key, value in now.items() if key not in before]
+    elif before is None:
+        added = now
+    else:
+        return False
+    leaves = pytree.tree_leaves(added)
+    return bool(leaves) and all(
+        not _uses_inputs(leaf) if isinstance(leaf, fx.Proxy) else isinstance(leaf, torch.Tensor) for leaf in leaves
+    )
+
+
+def _uses_inputs(proxy: fx.Proxy) -> bool:
+    """Whether a traced value is computed from an input of the network."""
+    pending, visited = [proxy.node], {proxy.node}
+    while pending:
+        node = pending.pop()
+        if node.op == "placeholder":
+            return True
+        pending += [n for n in node.all_input_nodes if n not in visited]
+        visited |= set(pending)
+    return False
 
 
 def _is_same(now: object, before: object) -> bool:

@@ -147,7 +147,9 @@ class Search:
     def steps(self, layer: Layer, input_states: Sequence[State]) -> list[SearchStep]:
         """Returns every step that computes this layer from inputs in these states."""
         if layer.kind == "source":
-            is_free = layer.op in ("parameter", "buffer") and layer.where not in self.placed  # placed at their first use
+            is_free = (
+                layer.op in ("parameter", "buffer") and layer.where not in self.placed
+            )  # placed at their first use
             states: dict[str, State] = (
                 {} if is_free else {t.name: frozenset([self._placement(layer, t)]) for t in layer.outputs}
             )

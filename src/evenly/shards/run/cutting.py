@@ -58,7 +58,7 @@ def _refuse_cut_in_whole(traced: Traced, placement_by_tensor: Mapping[int, Tenso
     """Raises `SpecError` if a module that is computed whole uses a tensor that another layer needs cut."""
     modules = {node.name for node in traced.program.graph.nodes if node.op == "call_module"}
     for layer in traced.graph.layers:
-        if layer.op != "opaque" or layer.name not in modules:
+        if layer.kind != "opaque" or layer.name not in modules:
             continue
         for tensor in reachable(traced.model.get_submodule(layer.where)):
             if placement_by_tensor.get(id(tensor), REPLICATED).state == "sharded":
@@ -72,8 +72,10 @@ def _refuse_cut_in_whole(traced: Traced, placement_by_tensor: Mapping[int, Tenso
 def refuse_cut_modules(traced: Traced, network: nn.Module) -> None:
     """Raises `SpecError` if a trace calls a module as it is, but its parameters are cut in `network`."""
     for node in traced.program.graph.nodes:
-        layer = next((x for x in traced.graph.layers if x.name == node.name), None) if node.op == "call_module" else None
-        if layer is None or layer.op != "opaque":
+        layer = (
+            next((x for x in traced.graph.layers if x.name == node.name), None) if node.op == "call_module" else None
+        )
+        if layer is None or layer.kind != "opaque":
             continue
         for tensor in reachable(network.get_submodule(layer.where)):
             shard = local_shard_of(tensor)

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from evenly._torch import pytree
 from evenly._torch.modules import BatchNorm, Dropout
 from evenly._torch.operators import safe_softmax
 from evenly.comm import Redistribute, count_of
+from evenly.errors import SpecError
 from evenly.graph import name_of
 from evenly.shards.run import ops
-from evenly.shards.run.dropout import draw, drop
+from evenly.shards.run.dropout import draw, drop, seeded
 from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance
 from evenly.shards.run.overlapped_layers import layer_options, overlapped_layer, to_autocast_dtype
 from evenly.spec.layout import TensorPlacement
@@ -283,6 +285,23 @@ def _attention(op_instance: OpInstance) -> LocalOp:
     return run_local
 
 
+def _random(op_instance: OpInstance) -> LocalOp:
+    """Runs an operation without a rule that draws random numbers itself, from the same seed on every rank."""
+
+    def run_local(context: ForwardContext, *args: NodeValue, **kwargs: NodeValue) -> NodeValue:
+        devices = {x.device.type for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        if devices - {"cpu"}:
+            raise SpecError(
+                f"{op_instance.layer.where or op_instance.layer.name!r} is computed whole and draws random numbers on "
+                f"{sorted(devices)}, whose generators differ from those of other devices. Write it with dropout, or "
+                "draw the numbers outside and pass them as an input."
+            )
+        with seeded(context.dropout_stream.key(op_instance.number)):
+            return op_instance.run(*args, **kwargs)
+
+    return run_local
+
+
 def _instance_norm(op_instance: OpInstance) -> LocalOp:
     module: Any = op_instance.run  # its forward would expect the channels of all ranks
 
@@ -359,5 +378,6 @@ BUILDERS: dict[tuple[str, str], Callable[[OpInstance], LocalOp]] = {
     ("cross_entropy", "vocabulary"): _vocabulary,
     ("dropout", "*"): _dropout,
     ("draw", "*"): _draw,
+    ("random", "*"): _random,
     ("attention", "*"): _attention,
 }

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from evenly._torch.modules import BatchNorm
 from evenly._torch.operators import assert_async
-from evenly.comm import ShardGroup
+from evenly.comm import Redistribute, ShardGroup
 from evenly.spec.layout import Segments
 
 
@@ -41,6 +41,8 @@ class _LinkedZeros(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _ZerosContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True: the zeros belong to the graph, as on the other ranks
+            return None, *(linked_zeros(shape, gradient.to(device, dtype)) for shape, dtype, device in ctx.inputs)
         return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs)
 
 
@@ -50,9 +52,15 @@ def linked_zeros(shape: Sequence[int], *inputs: torch.Tensor) -> torch.Tensor:
     return zeros
 
 
+def _summed_for_ranks(x: torch.Tensor, shard_group: ShardGroup) -> torch.Tensor:
+    """Returns the sum over ranks, which each rank uses for its own part; differentiable as often as needed."""
+    return Redistribute(shard_group, "copy")(Redistribute(shard_group, "reduce")(x))
+
+
 class _StandardContext(AutogradContext, Protocol):
     dims: tuple[int, ...]
     count: int
+    eps: float
     centred: bool
     shard_group: ShardGroup
 
@@ -79,23 +87,37 @@ class _Standard(torch.autograd.Function):
         scale = torch.rsqrt(variance + eps)
         ctx.dims = dims
         ctx.count = count
+        ctx.eps = eps
         ctx.centred = centred
         ctx.shard_group = shard_group
-        standard = shifted * scale
-        ctx.save_for_backward(standard, scale)
+        ctx.save_for_backward(x, mean, scale)
         ctx.mark_non_differentiable(mean, variance)
-        return standard.to(x.dtype), mean, variance
+        return (shifted * scale).to(x.dtype), mean, variance
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: _StandardContext, gradient: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
-        standard, scale = ctx.saved_tensors
+        x, mean, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            standard = _standard(x, ctx.dims, ctx.count, ctx.eps, ctx.centred, ctx.shard_group)
+            return *torch.autograd.grad(standard, x, gradient, create_graph=True), None, None, None, None, None
+        standard = ((x.float() if x.dtype.itemsize < 4 else x) - mean) * scale
         wide = gradient.to(standard.dtype)
         slope = (wide * standard).sum(ctx.dims, keepdim=True)
         sums = torch.stack([wide.sum(ctx.dims, keepdim=True), slope]) if ctx.centred else slope[None]
         sums = ctx.shard_group.sum(sums, name="moments").wait() / ctx.count
         back = wide - standard * sums[-1] - (sums[0] if ctx.centred else 0.0)
         return (back * scale).to(gradient.dtype), None, None, None, None, None
+
+
+def _standard(
+    x: torch.Tensor, dims: tuple[int, ...], count: int, eps: float, centred: bool, shard_group: ShardGroup
+) -> torch.Tensor:
+    """Returns what `_Standard` computes, as operations that can be differentiated twice."""
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    if centred:
+        wide = wide - _summed_for_ranks(wide.sum(dims, keepdim=True), shard_group) / count
+    variance = _summed_for_ranks((wide * wide).sum(dims, keepdim=True), shard_group) / count
+    return (wide * torch.rsqrt(variance + eps)).to(x.dtype)
 
 
 def standardize(
@@ -173,6 +195,7 @@ def rms_norm(
 
 class _GroupContext(AutogradContext, Protocol):
     count: int
+    eps: float
     shard_group: ShardGroup
 
 
@@ -192,22 +215,39 @@ class _GroupStandard(torch.autograd.Function):
             total = shard_group.sum(per_channel @ member.T, name="moments").wait() / count
             return (total @ member).unsqueeze(-1)
 
-        shifted = wide - over_group(wide.sum(-1))
+        mean = over_group(wide.sum(-1))
+        shifted = wide - mean
         scale = torch.rsqrt(over_group((shifted * shifted).sum(-1)) + eps)
-        ctx.shard_group, ctx.count = shard_group, count
-        standard = shifted * scale
-        ctx.save_for_backward(standard, scale, member)
-        return standard.to(x.dtype)
+        ctx.shard_group, ctx.count, ctx.eps = shard_group, count, eps
+        ctx.save_for_backward(x, mean, scale, member)
+        return (shifted * scale).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: _GroupContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        standard, scale, member = ctx.saved_tensors
+        x, mean, scale, member = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            standard = _group_standard(x, member, ctx.count, ctx.eps, ctx.shard_group)
+            return *torch.autograd.grad(standard, x, gradient, create_graph=True), None, None, None, None
+        standard = ((x.float() if x.dtype.itemsize < 4 else x) - mean) * scale
         wide = gradient.to(standard.dtype)
         sums = torch.stack([wide.sum(-1), (wide * standard).sum(-1)]) @ member.T  # [2, n, groups]
         sums = (ctx.shard_group.sum(sums, name="moments").wait() / ctx.count) @ member
         back = (wide - sums[0].unsqueeze(-1) - standard * sums[1].unsqueeze(-1)) * scale
         return back.to(gradient.dtype), None, None, None, None
+
+
+def _group_standard(
+    x: torch.Tensor, member: torch.Tensor, count: int, eps: float, shard_group: ShardGroup
+) -> torch.Tensor:
+    """Returns what `_GroupStandard` computes, as operations that can be differentiated twice."""
+    wide = x.float() if x.dtype.itemsize < 4 else x
+
+    def over_group(per_channel: torch.Tensor) -> torch.Tensor:
+        total = _summed_for_ranks(per_channel @ member.T, shard_group) / count
+        return (total @ member).unsqueeze(-1)
+
+    shifted = wide - over_group(wide.sum(-1))
+    return (shifted * torch.rsqrt(over_group((shifted * shifted).sum(-1)) + eps)).to(x.dtype)
 
 
 def group_norm(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from evenly.comm import Redistribute
@@ -74,7 +73,7 @@ class _OverlappedLayer(torch.autograd.Function):
         moved_input = redistribute.forward(x).wait()
         # With a frozen weight, backward needs only the input's shape.
         saved_input = moved_input if ctx.needs_input_grad[1] else moved_input.new_empty(1).expand(moved_input.shape)
-        ctx.save_for_backward(saved_input, weight)
+        ctx.save_for_backward(saved_input, weight, *([x] if ctx.needs_input_grad[1] else []))
         ctx.redistribute = redistribute
         ctx.layer_name = name
         ctx.options = options
@@ -84,14 +83,27 @@ class _OverlappedLayer(torch.autograd.Function):
             return run(moved_input, weight, bias, **options)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: _LayerContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with ctx.redistribute.shard_group.reporting():
+            if torch.is_grad_enabled():  # create_graph=True
+                return _OverlappedLayer._differentiable_gradients(ctx, gradient)
             return _OverlappedLayer._gradients(ctx, gradient)
 
     @staticmethod
+    def _differentiable_gradients(ctx: _LayerContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved_input, weight, *inputs = ctx.saved_tensors
+        x = ctx.redistribute(inputs[0]) if inputs else saved_input  # what forward saved has no graph
+        gradients = _linear if ctx.layer_name == "linear" else _conv
+        for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
+        local_gradient, weight_gradient, bias_gradient = gradients(
+            ctx, gradient, x, weight, (for_input, for_weight, for_bias)
+        )
+        input_gradient = None if local_gradient is None else ctx.redistribute.adjoint(local_gradient)
+        return input_gradient, weight_gradient, bias_gradient, None, None, None
+
+    @staticmethod
     def _gradients(ctx: _LayerContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, *_ = ctx.saved_tensors
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
         gradients = _linear if ctx.layer_name == "linear" else _conv
         local_gradient = gradients(ctx, gradient, x, weight, (True, False, False))[0] if for_input else None

@@ -182,7 +182,6 @@ class TracedProgram:
         """Returns a checksum of a trace, which must be equal on all ranks."""
         return self._stamps[id(traced)]
 
-
     def _stamp(self, traced: Traced, modes: Modes) -> None:
         self._stamps[id(traced)] = _stamp(traced, modes)
         if traced.evaluation is not None:

@@ -204,7 +204,7 @@ class Sharded(WatchedModule):
 
     def _update_program(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Selects the program for this call; raises if the network cannot be traced for it."""
-        self._running = self._program_of(self._traced_program.update(inputs, training=self.training))
+        self._running = self._program_in_current_modes(inputs)
 
     def _program_of(self, traced: Traced) -> Program:
         """Returns the program of a trace; other traces than the first use the parameters as they are cut already."""
@@ -244,6 +244,10 @@ class Sharded(WatchedModule):
             return None
         self._traced_program.update(arguments, training=self.training)
         return self._program_of(self._traced_program.traced_for(arguments))
+
+    def _program_in_current_modes(self, arguments: Mapping[str, Any]) -> Program:
+        """Returns the program for the current modes of all modules; the arguments are not checked here."""
+        return self._program_of(self._traced_program.update(arguments, training=self.training))
 
     def _bind(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
         if not kwargs and len(args) == len(self._positional):  # faster than `bind`
@@ -425,8 +429,11 @@ def _without_data(traced: Traced) -> Traced:
         memo[id(tensor)] = (
             nn.Parameter(meta_tensor, requires_grad=tensor.requires_grad) if is_parameter else meta_tensor
         )
+
     def copied(one: Traced) -> Traced:
-        decisions = tuple(replace(decision, program=copy.deepcopy(decision.program, memo)) for decision in one.decisions)
+        decisions = tuple(
+            replace(decision, program=copy.deepcopy(decision.program, memo)) for decision in one.decisions
+        )
         program = copy.deepcopy(one.program, memo)
         evaluation = None if one.evaluation is None else copied(one.evaluation)
         return replace(one, model=nn.Module(), program=program, decisions=decisions, evaluation=evaluation)

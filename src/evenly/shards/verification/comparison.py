@@ -135,6 +135,13 @@ class _Comparison:
                 f"verify was called, but the network's dropout at {always[0]!r} is on in every mode, so two runs never "
                 "agree. Let it follow the module's mode (training=self.training), or build it with p=0."
             )
+        if self._traced.evaluation is not None:  # without dropout it runs other operations
+            with self._state_restored():
+                sharded.train()
+                for path in self._dropout_owners:
+                    sharded.get_submodule(path).training = False
+                self._program = sharded._program_in_current_modes(bound)
+                self._traced = self._program.traced
 
     def report(self) -> Report:
         """Runs the comparison and returns its report."""
