@@ -1,8 +1,18 @@
-"""Excludes functions from torch.compile."""
+"""Excludes functions from torch.compile, and finds the modules inside of compiled ones.
 
+The class OptimizedModule with its child `_orig_mod`, and the attribute that `nn.Module.compile` sets, are the same in
+torch 2.11 and 2.13; torch's DDP and FSDP use them too.
+"""
+
+import sys
+
+from torch import nn
 from torch._compile import _disable_dynamo
 
-__all__ = ["disable_compile"]
+__all__ = ["COMPILED_CALL", "Uncompiled", "disable_compile", "uncompiled"]
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute of a module on which `compile()` was called: what runs in place of its forward."""
 
 disable_compile = _disable_dynamo
 """Decorates a function that torch.compile calls without tracing it.
@@ -10,3 +20,20 @@ disable_compile = _disable_dynamo
 `torch.compiler.disable` does the same, but imports the compiler at once, which takes a second; this imports it at the
 first call. torch.optim uses it in the same way (torch 2.11 and 2.13).
 """
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Returns the module that `torch.compile` was given; any other module as it is."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # not loaded: nothing was compiled
+    if eval_frame is None or not isinstance(module, eval_frame.OptimizedModule):
+        return module
+    original: nn.Module = module._orig_mod
+    return original
+
+
+class Uncompiled(nn.Module):
+    """The copy of a compiled module in a cut network: its child keeps its name, and is called as it is."""
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Returns the child's outputs."""
+        return self.get_submodule("_orig_mod")(*args, **kwargs)

@@ -123,17 +123,21 @@ def _share_attributes(program: fx.GraphModule) -> None:
 
 
 def _replace_in_place_operations(graph: fx.Graph) -> None:
+    states: dict[fx.Node, fx.Node] = {}  # the parameter or buffer that a node is, after changes in place
     for node in list(graph.nodes):
+        if node.op == "get_attr" and not is_constant(str(node.target)):
+            states[node] = node
         _refuse_overwriting(node)
         target = _out_of_place_target(node)
         changed = node.args[0] if target is not None else None
         if target is None or not isinstance(changed, fx.Node):
             continue
-        is_state = changed.op == "get_attr" and not is_constant(str(changed.target))
-        if is_state and _is_parameter(changed):
+        state = states.get(_viewed(changed))
+        if state is not None and (_is_parameter(state) or changed not in states):
+            part = "" if changed in states else " a part of"
             raise SpecError(
-                f"forward changes {changed.target!r} in place, which has no rule for a network whose layers are cut. "
-                "Change it outside of forward, or remove the change."
+                f"forward changes{part} {state.target!r} in place, which has no rule for a network whose layers are "
+                "cut. Change it outside of forward, or remove the change."
             )
         if target is draw_like:
             node.op, node.args = "call_function", (changed, name_of(node), *node.args[1:])
@@ -143,9 +147,10 @@ def _replace_in_place_operations(graph: fx.Graph) -> None:
         if not _is_number(changed):
             _refuse_views(changed, node)
             _redirect_later_users(changed, node)
-        if is_state:
+        if state is not None:
+            states[node] = state
             with graph.inserting_after(node):
-                assigned = graph.call_function(assign, (changed, node))
+                assigned = graph.call_function(assign, (state, node))
             assigned.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
 
 
@@ -173,6 +178,13 @@ def _out_of_place_target(node: fx.Node) -> Target | None:
     elif node.op == "call_module" and getattr(_module(node), "inplace", False):
         target = node.target  # the copy of the module that is called has inplace=False
     return target
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """Returns the tensor of which a node is a view; the node itself if it is none."""
+    while name_of(node) in VIEWS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is_parameter(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.fx.node import Argument
 
 from evenly._torch import pytree
+from evenly._torch.compiler import uncompiled
 from evenly._torch.tracing import is_constant
 from evenly.errors import SpecError
 from evenly.graph.change_watch import ChangeWatch
@@ -74,12 +75,13 @@ def trace_module(model: nn.Module, example: Example, *, modes: Mapping[str, bool
     """Returns the traced network, ready to be cut.
 
     Args:
-        model: the network; it is not changed.
+        model: the network; it is not changed. Of a compiled one the uncompiled network is traced.
         example: a batch as forward takes it.
         modes: `training` of each module; by default the network is traced in training and in evaluation.
     """
     if not isinstance(model, nn.Module):
         raise SpecError(f"a network was to be traced, but this is a {type(model).__name__}. Give a torch.nn.Module.")
+    model = uncompiled(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise SpecError("a TorchScript module was given, whose layers cannot be cut. Give the module it was made of.")
     lazy_names = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]

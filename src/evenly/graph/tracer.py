@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch.fx.node import Argument, Target
 
 from evenly._torch import pytree
+from evenly._torch.compiler import uncompiled
 from evenly._torch.modules import Convolution
 from evenly._torch.tracing import PROXY_FIELDS, PlainTracer, is_constant
 from evenly.errors import SpecError
@@ -88,6 +89,10 @@ class TracedValue(fx.Proxy):
         if name not in PROXY_FIELDS:
             raise fx.proxy.TraceError(f"it sets the attribute {name!r} of a tensor")
         object.__setattr__(self, name, value)
+
+    def __setitem__(self, index: object, value: object) -> None:
+        """Writes into a part of a tensor, which other names of it see too."""
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def __float__(self) -> float:
         """Returns a size as a number."""
@@ -215,6 +220,8 @@ class Tracer(PlainTracer):
         """Whether a module is a single operation."""
         if module_qualified_name in self.closed:
             return True
+        if uncompiled(m) is not m:
+            return False
         return torch_class_of(m) is type(m) and not isinstance(m, (*OPENED, nn.Sequential))
 
     def getattr(self, attr: str, attr_val: object, parameter_proxy_cache: dict[str, fx.Proxy]) -> object:
@@ -233,12 +240,24 @@ class Tracer(PlainTracer):
         rewrite = REWRITES.get(torch_class_of(m) or type(None))
         if name in self.closed:
             refuse_overridden_call(m, name)
+            _refuse_compiled(m, name)
+        elif uncompiled(m) is not m:
+            forward = uncompiled(m)
         elif rewrite is not None:
             forward = lambda *a, **k: rewrite(m, *a, **k)  # noqa: E731
         self.open_modules.append(name)
         result = super().call_module(m, forward, args, kwargs)
         self.open_modules.pop()  # not after an error: `open_up` then needs the innermost module
         return result
+
+
+def _refuse_compiled(module: nn.Module, path: str) -> None:
+    """Raises `SpecError` if a module that is called as it is holds a compiled one: that uses the uncut parameters."""
+    if any(uncompiled(inner) is not inner for inner in module.modules()):
+        raise SpecError(
+            f"the module {path!r} cannot be traced, so it is called as it is, but a module in it was compiled with the "
+            "parameters of the uncut network. Do not compile it before sharding."
+        )
 
 
 def _is_users(target: Target) -> TypeGuard[FunctionType]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from evenly._torch.compiler import COMPILED_CALL, Uncompiled, uncompiled
 from evenly._torch.modules import replace_tables
 from evenly.comm import ShardGroup
 from evenly.errors import SpecError
@@ -144,8 +145,9 @@ def _copied(model: nn.Module, replace_tensor: Callable[[str, torch.Tensor], torc
     def copied(module: nn.Module, prefix: str) -> nn.Module:
         if id(module) in modules:
             return modules[id(module)]
-        copy = modules[id(module)] = object.__new__(type(module))
-        copy.__dict__ = dict(module.__dict__)
+        kind = type(module) if uncompiled(module) is module else Uncompiled
+        copy = modules[id(module)] = object.__new__(kind)
+        copy.__dict__ = {name: value for name, value in module.__dict__.items() if name != COMPILED_CALL}
         replace_tables(
             copy,
             tensor=lambda name, tensor: replaced(prefix + name, tensor),

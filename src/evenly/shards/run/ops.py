@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -23,32 +23,57 @@ class AutogradContext(Protocol):
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         """Makes these the `saved_tensors` of backward."""
 
+    def set_materialize_grads(self, value: bool) -> None:
+        """Says whether backward gets zeros, and not None, for outputs without a gradient."""
+
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
         """Declares outputs that get no gradient."""
 
 
+Dependence = Literal["gradient", "product", "all"]
+
+
 class _ZerosContext(AutogradContext, Protocol):
     inputs: list[tuple[torch.Size, torch.dtype, torch.device]]
+    dependence: Dependence
 
 
 class _LinkedZeros(torch.autograd.Function):
     """Zeros that depend on tensors in autograd's graph, so that backward runs on a rank that computes nothing."""
 
     @staticmethod
-    def forward(ctx: _ZerosContext, shape: Sequence[int], like: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: _ZerosContext, shape: Sequence[int], dependence: Dependence, like: torch.Tensor, *inputs: torch.Tensor
+    ) -> torch.Tensor:
         ctx.inputs = [(x.shape, x.dtype, x.device) for x in (like, *inputs)]
+        ctx.dependence = dependence
+        ctx.save_for_backward(*([] if dependence == "gradient" else [like, *inputs]))
         return like.new_zeros(tuple(shape))
 
     @staticmethod
     def backward(ctx: _ZerosContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True: the zeros belong to the graph, as on the other ranks
-            return None, *(linked_zeros(shape, gradient.to(device, dtype)) for shape, dtype, device in ctx.inputs)
-        return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs)
+        if not torch.is_grad_enabled():
+            zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs)
+            return None, None, *zeros
+        linked: list[torch.Tensor] = []  # with create_graph=True they belong to the graph, as on the other ranks
+        for index, (shape, dtype, device) in enumerate(ctx.inputs):
+            factors: Sequence[torch.Tensor] = ctx.saved_tensors
+            if ctx.dependence == "product":
+                factors = factors[1 - index : 2 - index]  # of the input the weight, of the weight the input
+            linked.append(linked_zeros(shape, *(x.to(device, dtype) for x in (gradient, *factors)), dependence="all"))
+        return None, None, *linked
 
 
-def linked_zeros(shape: Sequence[int], *inputs: torch.Tensor) -> torch.Tensor:
-    """Returns zeros of `shape` whose gradient reaches the inputs as zeros."""
-    zeros: torch.Tensor = _LinkedZeros.apply(shape, *inputs)  # type: ignore[no-untyped-call]  # torch has no annotation here
+def linked_zeros(shape: Sequence[int], *inputs: torch.Tensor, dependence: Dependence = "gradient") -> torch.Tensor:
+    """Returns zeros of `shape` whose gradient reaches the inputs as zeros.
+
+    Args:
+        shape: that of the zeros.
+        *inputs: tensors that get a gradient of zeros.
+        dependence: what the gradients of the operation depend on, for gradients of gradients: only the gradient of its
+            output ("gradient"), also the other factor of a product of two inputs ("product"), or also all inputs.
+    """
+    zeros: torch.Tensor = _LinkedZeros.apply(shape, dependence, *inputs)  # type: ignore[no-untyped-call]  # torch has no annotation here
     return zeros
 
 

@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from evenly._torch import pytree
 from evenly._torch.autograd import without_hooks
+from evenly._torch.compiler import uncompiled
 from evenly._torch.modules import Dropout, buffer_table
 from evenly.errors import MismatchError, SpecError
 from evenly.graph import Example
@@ -88,7 +89,7 @@ def verify(
         rtol: the largest relative difference that passes; by default 1e-9 for float64, 1e-4 for float32, 2e-2 for
             smaller types.
     """
-    report, sharded = None, sharded_of(sharded)
+    report, model, sharded = None, uncompiled(model), sharded_of(uncompiled(sharded))
     with sharded.shard_group.reporting():
         program = sharded._program_for_both_modes(_bind(sharded, example))
         if program is not None:
