@@ -70,10 +70,11 @@ def _torchvision_networks() -> dict[str, Network]:
         "regnet_x_400mf regnet_y_400mf"
     )
     networks = {name: Network("torchvision", partial(getattr(models, name), **plain())) for name in names.split()}
-    networks["wide_resnet50_2"] = replace(networks["wide_resnet50_2"], size=128)
+    for name in ("wide_resnet50_2", "regnet_x_400mf"):  # statistics of more numbers: less rounding noise
+        networks[name] = replace(networks[name], size=128)
     for name in ("googlenet", "inception_v3"):
         build = partial(getattr(models, name), **plain(init_weights=False))
-        networks[name] = Network("torchvision", build, size=128)
+        networks[name] = Network("torchvision", build, size=128 if name == "googlenet" else 299)
     swin = partial(
         SwinTransformer,
         patch_size=[4, 4],
@@ -113,7 +114,7 @@ def _torchvision_networks() -> dict[str, Network]:
     networks["ssdlite320"] = Network(
         "torchvision",
         lambda: ssdlite.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None).backbone,
-        size=320,
+        size=160,
     )
     return networks
 

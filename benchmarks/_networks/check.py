@@ -41,9 +41,8 @@ def check_network(network: Network, *, steps: int, limit_s: int) -> Row:
         model, example = network.build().double(), network.example()
         still = copy.deepcopy(model)
         row["random"] = _set_rates_to_zero(still)
-        layout = compare(
-            lambda: still, example, SHARES, steps=steps, smaller=False, optimizer=OPTIMIZER, tolerance=TOLERANCE
-        )
+        train = partial(compare, steps=steps, smaller=False, optimizer=OPTIMIZER, tolerance=TOLERANCE)
+        layout = train(lambda: still, example, SHARES)
         row |= _description(layout)
         if row["random"]:
             _require_split_independent(model, example)

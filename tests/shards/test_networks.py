@@ -169,6 +169,7 @@ NOISE: dict[str, Callable[[], nn.Module]] = {
     "randint": lambda: Noise(lambda x: torch.randint(3, (x.shape[0], 1, 1, 1))),
     "RReLU": nn.RReLU,
     "alpha dropout": nn.AlphaDropout,
+    "gumbel softmax": lambda: Noise(lambda x: F.gumbel_softmax(x, dim=1)),
     "a module that cannot be traced": HiddenNoise,
 }
 

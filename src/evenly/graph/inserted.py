@@ -1,8 +1,23 @@
 """Operations that tracing inserts into graphs in place of operations that change tensors or draw random numbers."""
 
+import operator
 from typing import Any
 
 import torch
+from torch import fx
+
+IN_PLACE = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    operator.ifloordiv: operator.floordiv,
+    operator.imod: operator.mod,
+    operator.ipow: operator.pow,
+    operator.ixor: operator.xor,
+    operator.iand: operator.and_,
+    operator.ior: operator.or_,
+}
 
 DRAWS_IN_PLACE = frozenset(
     {"normal_", "uniform_", "exponential_", "bernoulli_", "random_", "cauchy_", "geometric_", "log_normal_"}
@@ -11,9 +26,19 @@ DRAWS_IN_PLACE = frozenset(
 
 @torch.no_grad()
 def assign(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Writes `value` into a buffer, which forward changed in place, and returns it."""
+    """Writes `value` into a buffer, which forward changed, and returns it."""
+    if buffer.shape != value.shape or buffer.dtype != value.dtype or value.requires_grad:
+        raise RuntimeError(
+            f"forward sets a buffer of {tuple(buffer.shape)} {buffer.dtype} to a tensor of {tuple(value.shape)} "
+            f"{value.dtype}{' that requires a gradient' if value.requires_grad else ''}"
+        )
     buffer.copy_(value)
     return value
+
+
+def is_in_place(node: fx.Node, changed: fx.Node) -> bool:
+    """Whether a node is an operator such as `+=` on `changed`."""
+    return (node.target in IN_PLACE and node.args[0] is changed) or node is changed
 
 
 def overwrite(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:

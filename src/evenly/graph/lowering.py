@@ -10,21 +10,9 @@ from torch.nn import functional as F  # noqa: N812
 from evenly._torch.operators import OpOverload, out_of_place
 from evenly._torch.tracing import is_constant
 from evenly.errors import SpecError
-from evenly.graph.inserted import DRAWS_IN_PLACE, assign, draw_like, overwrite
+from evenly.graph.inserted import DRAWS_IN_PLACE, IN_PLACE, assign, draw_like, overwrite
 from evenly.graph.torch_code import function_name, is_torch_function, module_name
 
-IN_PLACE = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    operator.ifloordiv: operator.floordiv,
-    operator.imod: operator.mod,
-    operator.ipow: operator.pow,
-    operator.ixor: operator.xor,
-    operator.iand: operator.and_,
-    operator.ior: operator.or_,
-}
 VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel", "Flatten"}
 VIEWS |= {"Unflatten", "permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "chunk", "split", "tensor_split"}
 VIEWS |= {"unbind", "narrow", "select", "getitem", "expand", "expand_as", "detach", "contiguous", "Identity", "to"}
@@ -123,10 +111,14 @@ def _share_attributes(program: fx.GraphModule) -> None:
 
 
 def _replace_in_place_operations(graph: fx.Graph) -> None:
+    _follow_replaced_buffers(graph)
     states: dict[fx.Node, fx.Node] = {}  # the parameter or buffer that a node is, after changes in place
     for node in list(graph.nodes):
         if node.op == "get_attr" and not is_constant(str(node.target)):
             states[node] = node
+        if node.target is assign:
+            states[node.args[1]] = node.args[0]
+            continue
         _refuse_overwriting(node)
         target = _out_of_place_target(node)
         changed = node.args[0] if target is not None else None
@@ -241,8 +233,11 @@ def _module(node: fx.Node) -> nn.Module | None:
     return owner.get_submodule(str(node.target)) if owner is not None else None
 
 
-def _redirect_later_users(changed: fx.Node, result: fx.Node) -> None:
-    """Makes users of `changed` that come after the in-place operation use its result."""
+def _redirect_later_users(changed: Argument, result: fx.Node, *, value: Argument | None = None) -> None:
+    """Makes users of `changed` that come after the in-place operation `result` use its result, or `value`."""
+    if not isinstance(changed, fx.Node):
+        return
+    new = value if isinstance(value, fx.Node) else result
     is_after_result = False
     later = set()
     for node in result.graph.nodes:
@@ -250,8 +245,29 @@ def _redirect_later_users(changed: fx.Node, result: fx.Node) -> None:
             later.add(node)
         is_after_result = is_after_result or node is result
     for user in list(changed.users):
-        if user in later:
-            user.replace_input_with(changed, result)
+        if user in later and user.target is assign and user.args[0] is changed:
+            user.args = (changed, new if user.args[1] is changed else user.args[1])
+        elif user in later:
+            user.replace_input_with(changed, new)
+
+
+def _follow_replaced_buffers(graph: fx.Graph) -> None:
+    """Makes operations after `self.count = self.count + 1` use the new value; those before it get a copy of the old."""
+    assignments = [node for node in graph.nodes if node.target is assign]
+    for node in reversed(assignments):
+        _redirect_later_users(node.args[0], node, value=node.args[1])
+    for buffer in dict.fromkeys(node.args[0] for node in assignments):
+        _clone_for_readers(buffer)
+
+
+def _clone_for_readers(buffer: Argument) -> None:
+    """Gives those that read a buffer before forward replaces it a copy: backward may need the old values."""
+    readers = [user for user in buffer.users if user.target is not assign] if isinstance(buffer, fx.Node) else []
+    if isinstance(buffer, fx.Node) and readers:
+        with buffer.graph.inserting_after(buffer):
+            clone = buffer.graph.call_method("clone", (buffer,))
+        for user in readers:
+            user.replace_input_with(buffer, clone)
 
 
 def _split_bias(node: fx.Node, position: int, *, dim: int) -> None:

@@ -14,10 +14,11 @@ from torch import fx, nn
 
 from evenly._torch import pytree
 from evenly._torch.autograd import has_hooks
-from evenly._torch.modules import HOOKS, global_module_hooks
+from evenly._torch.modules import HOOKS, buffer_table, global_module_hooks
 from evenly._torch.operators import OpOverload, TorchDispatchMode
 from evenly._torch.tracing import FakeTensor, intercepted, is_constant, with_class_forward
 from evenly.errors import SpecError
+from evenly.graph.inserted import assign, is_in_place
 from evenly.graph.reads import MODULE_ATTRIBUTES, is_user_code
 from evenly.graph.shapes import is_random
 
@@ -66,6 +67,9 @@ def intercepting_torch() -> Iterator[None]:
 
     def refuse_traced_attribute(plain: Callable[..., object]) -> Callable[..., object]:
         def set_attribute(module: nn.Module, name: str, value: object) -> None:
+            if isinstance(value, fx.Proxy) and name in buffer_table(module):
+                _assign_buffer(module, name, value)
+                return
             if any(isinstance(leaf, fx.Proxy) and _uses_inputs(leaf) for leaf in pytree.tree_leaves(value)):
                 raise fx.proxy.TraceError(f"it keeps a tensor in its attribute {name!r}")
             plain(module, name, value)
@@ -107,6 +111,15 @@ def intercepting_torch() -> Iterator[None]:
         is_grad_enabled=refuse_grad_mode_query,
     ):
         yield
+
+
+def _assign_buffer(module: nn.Module, name: str, value: fx.Proxy) -> None:
+    """Records that a traced value becomes a buffer; `self.count += 1` has changed it in place already."""
+    buffer = getattr(module, name)  # traced
+    if isinstance(buffer, fx.Proxy) and not is_in_place(value.node, buffer.node):
+        value.tracer.create_proxy("call_function", assign, (buffer, value), {})
+    elif not isinstance(buffer, fx.Proxy):
+        raise fx.proxy.TraceError(f"it keeps a tensor in its attribute {name!r}")
 
 
 @contextmanager
