@@ -114,7 +114,7 @@ def _torchvision_networks() -> dict[str, Network]:
     networks["ssdlite320"] = Network(
         "torchvision",
         lambda: ssdlite.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None).backbone,
-        size=160,
+        size=256,
     )
     return networks
 
@@ -131,7 +131,7 @@ TIMM: dict[str, dict[str, Any]] = {  # arguments that make a network small; "siz
     "davit_tiny": {"depths": (1, 1, 1, 1), "embed_dims": (32, 64, 96, 128), "num_heads": (1, 2, 3, 4)},
     "deit_tiny_distilled_patch16_224": {"img_size": 64, "depth": 3},
     "densenet121": {"drop_rate": 0.1},
-    "dla46_c": {},
+    "dla46_c": {"size": 128},
     "dpn48b": {},
     "edgenext_xx_small": {},
     "efficientformer_l1": {"size": 224},

@@ -307,6 +307,24 @@ def test_a_network_that_keeps_its_activations_is_still_refused() -> None:
         compare(lambda: Keeping().double(), images(), SHARES)
 
 
+class Positions(nn.Module):
+    """Replaces a buffer by one of another shape, depending on values, so that it cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("grid", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grid.numel() != x.shape[-1] or bool(self.grid.sum() < 0):
+            self.grid = torch.arange(x.shape[-1], dtype=x.dtype)
+        return x + self.grid
+
+
+def test_a_module_that_is_computed_whole_may_replace_its_buffers() -> None:
+    layout = compare(partial(blocks_of, Positions()), images(), SHARES)
+    assert "it cannot be traced" in layout.explain()
+
+
 class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -27,13 +27,22 @@ DRAWS_IN_PLACE = frozenset(
 @torch.no_grad()
 def assign(buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Writes `value` into a buffer, which forward changed, and returns it."""
-    if buffer.shape != value.shape or buffer.dtype != value.dtype or value.requires_grad:
-        raise RuntimeError(
-            f"forward sets a buffer of {tuple(buffer.shape)} {buffer.dtype} to a tensor of {tuple(value.shape)} "
-            f"{value.dtype}{' that requires a gradient' if value.requires_grad else ''}"
-        )
+    reason = cannot_hold(buffer, value)
+    if reason:
+        raise RuntimeError(f"forward sets a buffer to {reason}")
     buffer.copy_(value)
     return value
+
+
+def cannot_hold(buffer: torch.Tensor | None, value: object) -> str:
+    """Returns why a value cannot be written into a buffer; an empty text if it can."""
+    if buffer is None or not isinstance(value, torch.Tensor):
+        return "another type"
+    if value.requires_grad:
+        return "a tensor that requires a gradient"
+    if (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+        return f"{tuple(value.shape)} {value.dtype}, but it is {tuple(buffer.shape)} {buffer.dtype}"
+    return ""
 
 
 def is_in_place(node: fx.Node, changed: fx.Node) -> bool:

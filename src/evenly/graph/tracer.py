@@ -169,6 +169,10 @@ class Tracer(PlainTracer):
         self.open_functions.pop()  # not after an error: `open_up` then closes the innermost function
         return result
 
+    def for_example(self, obj: fx.Proxy) -> MetaValue:
+        """Returns a traced value for the example, with tensors on the meta device."""
+        return self._resized_examples[0].value(obj.node)
+
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decides a branch that depends on sizes other than the batch."""
         first, *others = self._values_by_batch_size(obj)

@@ -18,7 +18,7 @@ from evenly._torch.modules import HOOKS, buffer_table, global_module_hooks
 from evenly._torch.operators import OpOverload, TorchDispatchMode
 from evenly._torch.tracing import FakeTensor, intercepted, is_constant, with_class_forward
 from evenly.errors import SpecError
-from evenly.graph.inserted import assign, is_in_place
+from evenly.graph.inserted import assign, cannot_hold, is_in_place
 from evenly.graph.reads import MODULE_ATTRIBUTES, is_user_code
 from evenly.graph.shapes import is_random
 
@@ -116,10 +116,13 @@ def intercepting_torch() -> Iterator[None]:
 def _assign_buffer(module: nn.Module, name: str, value: fx.Proxy) -> None:
     """Records that a traced value becomes a buffer; `self.count += 1` has changed it in place already."""
     buffer = getattr(module, name)  # traced
-    if isinstance(buffer, fx.Proxy) and not is_in_place(value.node, buffer.node):
-        value.tracer.create_proxy("call_function", assign, (buffer, value), {})
-    elif not isinstance(buffer, fx.Proxy):
+    if not isinstance(buffer, fx.Proxy):
         raise fx.proxy.TraceError(f"it keeps a tensor in its attribute {name!r}")
+    if not is_in_place(value.node, buffer.node):
+        reason = cannot_hold(buffer_table(module)[name], value.tracer.for_example(value))  # type: ignore[attr-defined]  # our tracer
+        if reason:
+            raise fx.proxy.TraceError(f"it sets the buffer {name!r} to {reason}")
+        value.tracer.create_proxy("call_function", assign, (buffer, value), {})
 
 
 @contextmanager

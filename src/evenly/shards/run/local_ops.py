@@ -13,6 +13,7 @@ from evenly._torch.operators import safe_softmax
 from evenly.comm import Redistribute, count_of
 from evenly.errors import SpecError
 from evenly.graph import name_of
+from evenly.shards.parts.local_shards import LocalShard, local_shard_of, set_local_shard
 from evenly.shards.run import ops
 from evenly.shards.run.dropout import draw, drop, seeded
 from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance
@@ -285,8 +286,26 @@ def _attention(op_instance: OpInstance) -> LocalOp:
     return run_local
 
 
+def _whole_module(op_instance: OpInstance) -> LocalOp:
+    """Calls a module that is computed whole; buffers that it replaces are whole on every rank, as the old ones."""
+    run, path = op_instance.run, str(op_instance.node.target)
+    if op_instance.node.op != "call_module":
+        return lambda context, *args, **kwargs: run(*args, **kwargs)
+    module = op_instance.model.get_submodule(path)
+
+    def run_local(context: ForwardContext, *args: NodeValue, **kwargs: NodeValue) -> NodeValue:
+        result = run(*args, **kwargs)
+        for name, buffer in module.named_buffers(prefix=path):
+            if local_shard_of(buffer) is None:
+                set_local_shard(buffer, LocalShard(name, buffer.shape, context.shard_group))
+        return result
+
+    return run_local
+
+
 def _random(op_instance: OpInstance) -> LocalOp:
     """Runs an operation without a rule that draws random numbers itself, from the same seed on every rank."""
+    run = _whole_module(op_instance)
 
     def run_local(context: ForwardContext, *args: NodeValue, **kwargs: NodeValue) -> NodeValue:
         devices = {x.device.type for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
@@ -297,7 +316,7 @@ def _random(op_instance: OpInstance) -> LocalOp:
                 "draw the numbers outside and pass them as an input."
             )
         with seeded(context.dropout_stream.key(op_instance.number)):
-            return op_instance.run(*args, **kwargs)
+            return run(context, *args, **kwargs)
 
     return run_local
 
@@ -379,5 +398,6 @@ BUILDERS: dict[tuple[str, str], Callable[[OpInstance], LocalOp]] = {
     ("dropout", "*"): _dropout,
     ("draw", "*"): _draw,
     ("random", "*"): _random,
+    ("opaque", "*"): _whole_module,
     ("attention", "*"): _attention,
 }
