@@ -70,7 +70,7 @@ def _torchvision_networks() -> dict[str, Network]:
         "regnet_x_400mf regnet_y_400mf"
     )
     networks = {name: Network("torchvision", partial(getattr(models, name), **plain())) for name in names.split()}
-    for name in ("wide_resnet50_2", "regnet_x_400mf"):  # statistics of more numbers: less rounding noise
+    for name in ("resnet50", "wide_resnet50_2", "regnet_x_400mf"):  # statistics of more numbers: less rounding noise
         networks[name] = replace(networks[name], size=128)
     for name in ("googlenet", "inception_v3"):
         build = partial(getattr(models, name), **plain(init_weights=False))
@@ -151,7 +151,7 @@ TIMM: dict[str, dict[str, Any]] = {  # arguments that make a network small; "siz
     "hiera_tiny_224": {"size": 224},
     "hrnet_w18_small": {},
     "inception_next_atto": {},
-    "inception_v4": {"size": 96},
+    "inception_v4": {"size": 160},
     "levit_128s": {"size": 224},
     "test_mambaout": {},
     "coatnet_pico_rw_224": {"size": 224},

@@ -25,6 +25,7 @@ from evenly.spec.layout import Layout
 
 SHARES = [2, 1]
 RATES = {"StochasticDepth": "p", "DropPath": "drop_prob", "DropBlock2d": "drop_prob"}  # of modules, besides dropout
+FUNCTION_RATES = ("drop_rate", "dropout")  # attributes that modules pass to functions
 CUT_MODES = ("partitioned", "reduced", "grouped", "columns", "rows")
 TOLERANCE = 1e-9
 OPTIMIZER = partial(torch.optim.SGD, lr=1e-4, momentum=0.9)  # a larger rate diverges on two small images: noise grows
@@ -81,9 +82,10 @@ def _set_rates_to_zero(model: nn.Module) -> bool:
     is_random = False
     for module in model.modules():
         attribute = "p" if isinstance(module, Dropout) else RATES.get(type(module).__name__)
-        if attribute is not None and getattr(module, attribute):
-            is_random = True
-            setattr(module, attribute, 0.0)
+        for name in (attribute, *FUNCTION_RATES):
+            if name is not None and isinstance(getattr(module, name, None), float) and getattr(module, name) > 0:
+                is_random = True
+                setattr(module, name, 0.0)
     return is_random
 
 

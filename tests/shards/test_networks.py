@@ -439,3 +439,12 @@ def test_a_compiled_network_is_cut_as_the_uncompiled_one(name: str) -> None:
 
     for found in run_ranks(len(SHARES), act):
         torch.testing.assert_close(found, plain(images()).detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_a_tensor_that_only_gives_its_shape_is_not_sent() -> None:
+    class Shaped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(2).reshape_as(x).view_as(x)
+
+    layout = compare(partial(blocks_of, Shaped()), images(), SHARES)
+    assert not [move.name for move in layout.moves if move.name.startswith("gather")]

@@ -64,6 +64,7 @@ KEPT = {
     "a squeeze of everything": lambda m, x: m.second(m.first(x)).unsqueeze(1).squeeze(),
     "numbers read as another type": lambda m, x: m.second(m.first(x)).view(torch.int64).view(torch.float64) * 2,
     "a part that is overwritten": lambda m, x: m.second(_filled(m, x)),
+    "a tensor that is overwritten": lambda m, x: m.second(m.first(x).fill_(0.5)) + m.second(m.first(x)),
     "a power in place": lambda m, x: _powered(m.first(x)),
     "a loss as old programs wrote it": lambda m, x: F.cross_entropy(
         m.second(m.first(x)), torch.arange(4), size_average=False
@@ -132,7 +133,6 @@ REFUSED = {
     "a list of what it saw": (_listing, "changes its attribute 'notes'"),
     "a turned tensor that is changed": (lambda m, x: _turned(m.first(x)), "shares memory"),
     "random numbers as a constant": (lambda m, x: m.first(x) + torch.randn(8), "random numbers"),
-    "a tensor that is overwritten": (lambda m, x: m.first(x).zero_(), "writes into a tensor"),
     "a result written into a tensor": (lambda m, x: torch.add(h := m.first(x), 1, out=h), "writes into a tensor"),
     "a change that another name sees": (lambda m, x: _changed(m.first(x)), "shares memory"),
 }

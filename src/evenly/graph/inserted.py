@@ -57,6 +57,11 @@ def overwrite(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     return copy
 
 
+def fill(x: torch.Tensor, value: Any = 0) -> torch.Tensor:
+    """Returns a tensor of the shape of x with one value: `x.fill_(value)` and `x.zero_()` as a new tensor."""
+    return torch.full_like(x, value)
+
+
 def draw_like(x: torch.Tensor, method: str, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Returns random numbers in the shape of x, drawn by a method such as `bernoulli_`."""
     drawn: torch.Tensor = getattr(torch.empty_like(x), method)(*args, **kwargs)

@@ -409,6 +409,7 @@ RULES: dict[str, Callable[[OpInputs], OpKind]] = {
     "add_bias": lambda call: OpKind("per channel", "bias", {"dim": _positive(call.argument(2, "dim"), call.ndim)}),
     "assign": lambda call: OpKind("joining", "assign"),
     "batch_norm": _functional_batch_norm,
+    "fill": _unary,
     "overwrite": lambda call: opaque("forward writes into a part of a tensor"),
     "pad": _padded,
     "linear": _linear,

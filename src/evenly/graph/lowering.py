@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from evenly._torch.operators import OpOverload, out_of_place
 from evenly._torch.tracing import is_constant
 from evenly.errors import SpecError
-from evenly.graph.inserted import DRAWS_IN_PLACE, IN_PLACE, assign, draw_like, overwrite
+from evenly.graph.inserted import DRAWS_IN_PLACE, IN_PLACE, assign, draw_like, fill, overwrite
 from evenly.graph.torch_code import function_name, is_torch_function, module_name
 
 VIEWS = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel", "Flatten"}
@@ -21,6 +21,8 @@ VIEWS |= {"data", "diagonal", "unfold", "positive", "atleast_1d", "atleast_2d", 
 VIEWS |= {"dropout2d", "dropout3d", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "moveaxis", "adjoint", "conj"}
 VIEWS |= {"as_strided", "view_as_real", "view_as_complex", "hsplit", "vsplit", "dsplit", "resolve_conj", "resolve_neg"}
 VIEWS |= {"broadcast_to", "alias", "unsafe_chunk", "unsafe_split", "split_with_sizes", "getattr", "interpolate", "pad"}
+FILLS = {"zero_", "fill_"}
+SHAPED_LIKE = {"view_as": "view", "reshape_as": "reshape", "expand_as": "expand"}  # of another tensor only the shape
 CONVS = {
     F.conv1d,
     F.conv2d,
@@ -70,6 +72,8 @@ def lower(program: fx.GraphModule) -> None:
         name = name_of(node)
         if node.op in ("call_function", "call_method"):
             node.kwargs = {_NUMPY.get(key, key): value for key, value in node.kwargs.items()}
+        if node.op == "call_method" and node.target in SHAPED_LIKE:
+            _shape_like(node)
         if node.op != "call_function" or not is_torch_function(node.target):
             continue
         _make_positional(node, name)
@@ -133,11 +137,12 @@ def _replace_in_place_operations(graph: fx.Graph) -> None:
             )
         if target is draw_like:
             node.op, node.args = "call_function", (changed, name_of(node), *node.args[1:])
-        elif target is overwrite:
+        elif target in (overwrite, fill):
             node.op = "call_function"
         node.target = target
+        written = node if _is_number(changed) else _write_into_base(changed, node)
         if not _is_number(changed):
-            _refuse_views(changed, node)
+            _refuse_views(changed, node, written)
             _redirect_later_users(changed, node)
         if state is not None:
             states[node] = state
@@ -153,6 +158,8 @@ def _out_of_place_target(node: fx.Node) -> Target | None:
         target = overwrite
     elif node.op == "call_method" and node.target in DRAWS_IN_PLACE:
         target = draw_like
+    elif node.op == "call_method" and node.target in FILLS:
+        target = fill
     elif node.op == "call_function" and node.target in IN_PLACE:
         target = IN_PLACE[node.target]
     elif node.op == "call_function" and not is_torch_function(node.target):
@@ -190,12 +197,26 @@ def _refuse_overwriting(node: fx.Node) -> None:
     name = name_of(node)
     fills = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
     if node.kwargs.get("out") is not None or (
-        fills and name not in DRAWS_IN_PLACE and not hasattr(torch.Tensor, name[:-1])
+        fills and name not in DRAWS_IN_PLACE | FILLS and not hasattr(torch.Tensor, name[:-1])
     ):
         raise SpecError(
             f"forward writes into a tensor ({name} at {node.name!r}), which has no rule for a network whose layers are "
             "cut. Make a new tensor instead: torch.where, torch.cat, x = x + 1."
         )
+
+
+def _write_into_base(changed: fx.Node, node: fx.Node) -> fx.Node:
+    """Makes a change of `x[index]` in place, as in `x[0].zero_()`, a change of x; returns the last node of it."""
+    if changed.target is not operator.getitem or _is_number(changed):
+        return node
+    base, index = changed.args
+    if not isinstance(base, fx.Node) or name_of(base) in VIEWS or base.op in ("placeholder", "get_attr"):
+        return node
+    with node.graph.inserting_after(node):
+        written = node.graph.call_function(overwrite, (base, index, node))
+    written.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
+    _redirect_later_users(base, written)
+    return written
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -208,7 +229,7 @@ def _is_number(node: fx.Node) -> bool:
     return node.op == "call_function" and bool(made_of) and all(_is_number(n) for n in made_of)
 
 
-def _refuse_views(changed: fx.Node, node: fx.Node) -> None:
+def _refuse_views(changed: fx.Node, node: fx.Node, written: fx.Node) -> None:
     """Raises `SpecError` if a tensor that shares memory with the changed one is used afterwards."""
     order = {n: position for position, n in enumerate(node.graph.nodes)}
     aliases, pending = {changed}, [changed]
@@ -220,7 +241,7 @@ def _refuse_views(changed: fx.Node, node: fx.Node) -> None:
         neighbours += alias.all_input_nodes[:1] if name_of(alias) in VIEWS else []
         pending += [n for n in neighbours if n not in aliases]
         aliases |= set(neighbours)
-    used_later = [n for n in aliases - {changed} for user in n.users if order[user] > order[node]]
+    used_later = [n for n in aliases - {changed} for user in n.users if order[user] > order[written]]
     if used_later:
         raise SpecError(
             f"forward changes {changed.name!r} in place, but {used_later[0].name!r}, which shares memory with it, is "
@@ -311,6 +332,15 @@ def _subsample(program: fx.GraphModule, node: fx.Node) -> None:
         subsampled = node.graph.call_function(operator.getitem, (x, strided_index))
     subsampled.meta.update({key: node.meta[key] for key in ("nn_module_stack",) if key in node.meta})
     node.args = (subsampled, weight, node.args[2], (1,) * len(kernel), *node.args[4:])
+
+
+def _shape_like(node: fx.Node) -> None:
+    """Makes `x.view_as(other)` a view with the shape of the other tensor, which then need not be sent."""
+    x, other = (*node.args, *node.kwargs.values())
+    if isinstance(other, fx.Node):
+        with node.graph.inserting_before(node):
+            shape = node.graph.call_function(getattr, (other, "shape"))
+        node.target, node.args, node.kwargs = SHAPED_LIKE[str(node.target)], (x, shape), {}
 
 
 def _decompose_addmm(node: fx.Node) -> None:
