@@ -114,7 +114,7 @@ def _torchvision_networks() -> dict[str, Network]:
     networks["ssdlite320"] = Network(
         "torchvision",
         lambda: ssdlite.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None).backbone,
-        size=256,
+        size=320,
     )
     return networks
 
@@ -170,8 +170,8 @@ TIMM: dict[str, dict[str, Any]] = {  # arguments that make a network small; "siz
     "resnest14d": {},
     "resnet10t": {"drop_path_rate": 0.1, "drop_block_rate": 0.1},
     "resnetv2_50": {"layers": (1, 1, 1, 1)},
-    "rexnet_100": {},
-    "selecsls42": {},
+    "rexnet_100": {"size": 128},
+    "selecsls42": {"size": 128},
     "legacy_seresnet18": {},
     "sequencer2d_s": {"img_size": 64, "layers": (1, 1, 1, 1)},
     "skresnet18": {},

@@ -122,7 +122,12 @@ class TracedProgram:
             paths = [name for name, _ in self._network.named_modules()]
             is_example = key[0] == self._sizes
             example = self._inputs if is_example else {n: shape_of(x) for n, x in self._tensors(inputs).items()}
-            traced = self._trace_again(None if modes is None else dict(zip(paths, modes, strict=True)), example)
+            try:
+                traced = self._trace_again(None if modes is None else dict(zip(paths, modes, strict=True)), example)
+            except SpecError as error:
+                sizes = [(tuple(x.shape), tuple(self._inputs[name].shape)) for name, x in example.items()]
+                case = " and ".join(f"an input is {now}, in the example it was {before}" for now, before in sizes)
+                raise SpecError(f"{self._model} was called where {case}. It cannot be traced so: {error}") from error
             self._stamp(traced, modes or ())
         self._variants[key] = traced
         if len(self._variants) > MOST_TRACES:
