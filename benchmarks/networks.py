@@ -2,8 +2,8 @@
 
 40 networks of torchvision (classification, segmentation, backbones of detectors) and families of timm, each in a small
 form with small images, in float64. Every network trains 3 steps whole and cut over shares 2 to 1; outputs, gradients,
-buffers and parameters may differ by 1e-9 of their size. A network that differs by more, but by no more than 4 times what
-one rounding of its weights changes in the whole network, is "noisy": batch norm of very few numbers magnifies rounding.
+buffers and parameters may differ by 1e-9 of their size. A network that differs by more, but by no more than 4 times
+what one rounding of its weights changes in the whole network, is "noisy": batch norm of very few numbers magnifies it.
 Dropout and stochastic depth are off there; with them on, one rank and two must give the same first step. "cut" counts
 the layers with weights that are cut, "whole" the operations that every rank computes whole, with the reasons that
 `explain()` gives.

@@ -21,6 +21,7 @@ class Network:
     library: str
     build: Callable[[], nn.Module]
     size: int = 64
+    learning_rate: float = 1e-4  # smaller where two small images make training diverge, so that rounding grows
 
     def example(self) -> torch.Tensor:
         """Returns a batch of random images in float64."""
@@ -115,11 +116,12 @@ def _torchvision_networks() -> dict[str, Network]:
         "torchvision",
         lambda: ssdlite.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None).backbone,
         size=320,
+        learning_rate=1e-6,
     )
     return networks
 
 
-TIMM: dict[str, dict[str, Any]] = {  # arguments that make a network small; "size" is that of its images
+TIMM: dict[str, dict[str, Any]] = {  # arguments that make a network small, besides `Network`'s own
     "beit_base_patch16_224": {"depth": 2, "embed_dim": 48, "num_heads": 4, "img_size": 64},
     "test_byobnet": {"drop_path_rate": 0.1},
     "cait_xxs24_224": {"depth": 2, "img_size": 64},
@@ -151,7 +153,7 @@ TIMM: dict[str, dict[str, Any]] = {  # arguments that make a network small; "siz
     "hiera_tiny_224": {"size": 224},
     "hrnet_w18_small": {},
     "inception_next_atto": {},
-    "inception_v4": {"size": 160},
+    "inception_v4": {"size": 160, "learning_rate": 1e-6},
     "levit_128s": {"size": 224},
     "test_mambaout": {},
     "coatnet_pico_rw_224": {"size": 224},
@@ -170,7 +172,7 @@ TIMM: dict[str, dict[str, Any]] = {  # arguments that make a network small; "siz
     "resnest14d": {},
     "resnet10t": {"drop_path_rate": 0.1, "drop_block_rate": 0.1},
     "resnetv2_50": {"layers": (1, 1, 1, 1)},
-    "rexnet_100": {"size": 128},
+    "rexnet_100": {"size": 128, "learning_rate": 1e-6},
     "selecsls42": {"size": 128},
     "legacy_seresnet18": {},
     "sequencer2d_s": {"img_size": 64, "layers": (1, 1, 1, 1)},
@@ -197,7 +199,8 @@ def _timm_networks() -> dict[str, Network]:
 
     networks = {}
     for name, options in TIMM.items():
-        arguments = {key: value for key, value in options.items() if key != "size"}
+        own = {key: options[key] for key in ("size", "learning_rate") if key in options}
+        arguments = {key: value for key, value in options.items() if key not in own}
         build = partial(timm.create_model, name, num_classes=CLASSES, **arguments)
-        networks[f"timm {name}"] = Network("timm", build, size=options.get("size", 64))
+        networks[f"timm {name}"] = Network("timm", build, **own)
     return networks

@@ -29,7 +29,6 @@ FUNCTION_RATES = ("drop_rate", "dropout")  # attributes that modules pass to fun
 CUT_MODES = ("partitioned", "reduced", "grouped", "columns", "rows")
 TOLERANCE = 1e-9
 NOISE_FACTOR = 4.0  # of the change that one rounding makes in the whole network
-OPTIMIZER = partial(torch.optim.SGD, lr=1e-4, momentum=0.9)  # a larger rate diverges on two small images: noise grows
 
 
 def check_network(network: Network, *, steps: int, limit_s: int) -> Row:
@@ -43,13 +42,14 @@ def check_network(network: Network, *, steps: int, limit_s: int) -> Row:
         model, example = network.build().double(), network.example()
         still = copy.deepcopy(model)
         row["random"] = _set_rates_to_zero(still)
-        train = partial(compare, steps=steps, smaller=False, optimizer=OPTIMIZER, tolerance=TOLERANCE)
+        optimizer = partial(torch.optim.SGD, lr=network.learning_rate, momentum=0.9)
+        train = partial(compare, steps=steps, smaller=False, optimizer=optimizer, tolerance=TOLERANCE)
         try:
             layout = train(lambda: copy.deepcopy(still), example, SHARES)
         except AssertionError as error:
             if hasattr(error, "errors"):  # of a rank, not a difference
                 raise
-            noise = _own_noise(still, example, steps)
+            noise = _own_noise(still, example, optimizer, steps)
             layout = train(lambda: still, example, SHARES, tolerance=NOISE_FACTOR * noise)
             row |= {"result": "noisy", "note": f"rounding its weights once changes its own outputs by {noise:.0e}"}
         row |= _description(layout)
@@ -68,22 +68,24 @@ def check_network(network: Network, *, steps: int, limit_s: int) -> Row:
     return {**row, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _own_noise(model: nn.Module, example: torch.Tensor, steps: int) -> float:
-    """Returns how much the outputs of the whole network change, relatively, if its weights are rounded otherwise."""
+def _own_noise(
+    model: nn.Module, example: torch.Tensor, build: Callable[..., torch.optim.Optimizer], steps: int
+) -> float:
+    """Returns how much outputs and state of the whole network change, relatively, if its weights are rounded once."""
     plain, rounded = copy.deepcopy(model), copy.deepcopy(model)
     with torch.no_grad():
         for parameter in rounded.parameters():
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * torch.randn_like(parameter).sign())
     runs = []
     for network in (plain, rounded):
-        optimizer, outputs = OPTIMIZER(network.parameters()), []
+        optimizer, outputs = build(network.parameters()), []
         for _ in range(steps):
             optimizer.zero_grad()
             outputs += (found := _tensors(network(example.clone())))
             sum((x * _weights(x)).sum() / x.numel() ** 0.5 for x in found).backward()
             optimizer.step()
-        runs.append([x.detach() for x in outputs])
-    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*runs, strict=True))
+        runs.append([x.detach() for x in (*outputs, *network.parameters())])
+    return max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-3)) for a, b in zip(*runs, strict=True))
 
 
 def _weights(x: torch.Tensor) -> torch.Tensor:
