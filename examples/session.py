@@ -37,8 +37,7 @@ def main() -> None:
 
     with evenly.Session(wish.folder) as session:
         plan = session.plan(batch_size=50, every=5)
-        if session.rank == 0:
-            print(plan.explain())
+        session.print(plan.explain())
         model, optimizer, loader = session.prepare(model, optimizer, data, plan=plan)
         session.track(schedule=schedule)  # kept in checkpoints too
 
@@ -49,15 +48,15 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             schedule.step()
-            session.log(loss=loss.item())
+            session.log(loss=loss)
 
+        right = 0.0
         with torch.no_grad():  # all ranks hold the same model now, so each may look at its part of the data
-            points, labels = (tensor[session.rank :: session.world_size].to(session.device) for tensor in data.tensors)
-            right = (model(points).argmax(1) == labels).sum().item()
+            for x, y in session.feed(data, train=False, batch_size=500):
+                right += (model(x).argmax(1) == y).sum().item()
         accuracy = session.sum(right)[0] / len(data)
         session.log(accuracy=accuracy)
-        if session.rank == 0:
-            print(f"{100 * accuracy:.1f} % right")
+        session.print(f"{100 * accuracy:.1f} % right")
 
 
 if __name__ == "__main__":

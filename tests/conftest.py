@@ -37,6 +37,7 @@ SLOW = (  # over ten seconds each on a busy core; `make test-all` runs them
     "exchange/test_loaded_weights.py::test_cut_networks_load_too",
     "exchange/test_fuzz_exchanges.py::test_a_random_run_of_a_cut_network",
     "session/test_planning.py::test_batches_follow_no_further_than_memory_reaches",
+    "session/test_planning.py::test_units_of_a_cut_network_follow_a_device_that_becomes_slow_and_the_losses_stay",
     "session/test_resume.py::test_other_settings_of_the_exchange_are_refused_inside_a_period",
     "session/test_resume.py::test_resumed_inside_a_period_bit_for_bit",  # with an exchange under way: in `make test`
     "calibration/test_corrections.py::test_a_rank_needs_less_by_itself_while_others_rest",
@@ -66,8 +67,6 @@ SAMPLED = {  # of tests with many cases `make test` runs these, and `make test-a
     "nodes/test_shards.py::test_codes_of_cut_networks_end_in_the_same_values_everywhere": ("int4",),
     "nodes/test_faults.py::test_a_rank_that_never_arrives_is_named_at_the_time_limit": ("1",),
     "session/test_planning.py::test_a_run_with_ranks_left_out_goes_on_from_its_checkpoint": ("False",),
-    "session/test_planning.py::test_units_of_a_cut_network_follow_a_device_that_becomes_slow_and_the_losses_stay": (
-        "1",),
     "session/test_resume.py::test_a_failing_rank_ends_all_at_once": ("raise-2", "kill-0"),
     "session/test_verifying.py::test_replicas_that_are_cut_differently_are_compared_each_and_train_as_without": (
         "float64",),

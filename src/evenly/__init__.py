@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from evenly import shards as shards
     from evenly import spec as spec
     from evenly.batches import feed
+    from evenly.checkpoints import load_weights
     from evenly.errors import EvenlyError
     from evenly.graph import trace
     from evenly.planner import plan
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "evenly.errors": ["EvenlyError"],
     "evenly.batches": ["feed"],
+    "evenly.checkpoints": ["load_weights"],
     "evenly.graph": ["trace"],
     "evenly.reports": ["report"],
     "evenly.planner": ["plan"],
@@ -52,6 +54,7 @@ __all__ = [
     "Session",
     "discover",
     "feed",
+    "load_weights",
     "measure",
     "plan",
     "report",

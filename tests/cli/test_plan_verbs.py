@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
-from evenly import EveryEpoch, EverySteps, Graph, Plan
-from evenly.spec import Forecast
+from evenly import EveryEpoch, EverySteps, Graph, Plan, Run
+from evenly.errors import SpecError
+from evenly.spec import Forecast, RunFinished, RunStarted
+from tests.recipes.images import write_images
 
 NETWORKS = "tests/cli/networks.py"
 
@@ -160,6 +162,15 @@ def test_what_if(evenly, files, given, tmp_path, words, said, slower):
     assert len(figures(text)["a step, ms"]) == 3
 
 
+def test_a_period_of_several_epochs(evenly, files, given, tmp_path):
+    text = evenly("plan", *given, "--every", "5 epochs", "--out", tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").period == EveryEpoch(5)
+    assert "every 5 epochs (of 1000 steps each)" in " ".join(text.split())
+    found = evenly("simulate", "--plan", files["plan"], *given, "--period", "5 epochs", "--json")
+    after = json.loads(found)["after"]
+    assert after["exchanges"] == after["steps"] / 5000
+
+
 def test_a_larger_part_of_the_time_lets_nodes_exchange_more_often(evenly, files, given):
     command = ("simulate", "--plan", files["plan"], *given, "--json", "--period")
     rare, often = (json.loads(evenly(*command, part))["after"]["exchanges"] for part in ("1%", "40%"))
@@ -192,3 +203,23 @@ def test_a_period_that_is_given_replaces_that_of_the_plan(evenly, files, given):
     assert found["after"]["exchanges"] == 1000
     assert Plan.load(files["plan"]).period == EverySteps(10)
     assert Graph.load(files["graph"]).batch_size == 100
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_a_plan_from_a_file_says(evenly, tmp_path):
+    data, folder, plan = write_images(tmp_path / "data"), tmp_path / "run", tmp_path / "plan.json"
+    speeds = ("--speeds", "3,1", "--nodes", "1,1", "--batch-size", "16", "--every", "2", "--no-cut")
+    evenly("plan", "fashion", *speeds, "--flops", "1G", "--across", "10Gbit,1us", "--out", plan)
+    words = ["launch", "--nodes", "1,1", "-m", "evenly", "train", "fashion", "--set", "epochs=1", "--plan", str(plan)]
+    command = [sys.executable, "-m", "evenly", *words, "--data", str(data), "--run", str(folder)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    run = Run.read(folder)
+    assert run.last(RunStarted).plan == Plan.load(plan)
+    assert [role.samples for role in run.last(RunStarted).plan.roles] == [12, 4]
+    assert run.last(RunFinished).steps == 4
+
+
+def test_settings_that_a_plan_has_are_refused_beside_it(evenly, tmp_path):
+    for words in (("--set", "every=3"), ("--set", "batch_size=8")):
+        with pytest.raises(SpecError, match="was given beside --plan"):
+            evenly("train", "fashion", *words, "--plan", tmp_path / "plan.json")

@@ -92,6 +92,9 @@ def test_an_interruption_ends_all(number: signal.Signals, code: int) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
     assert gone(greetings(line + out))
+    assert "Traceback" not in err
+    assert "node 0 on " in err
+    assert f"interrupted by {signal.Signals(number).name}" in err
 
 
 def test_what_does_not_listen_is_killed_with_all_that_it_started(

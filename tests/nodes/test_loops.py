@@ -1,11 +1,13 @@
 """The loops people write: accumulation, mixed precision, GANs, frozen and tied parameters, third-party optimizers."""
 
 import copy
+import pickle
 import threading
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from evenly.nodes import join_nodes
 from evenly.spec import EveryEpoch, EverySteps, Exchange, period_of
@@ -200,6 +202,39 @@ def test_the_period_of_an_epoch_waits_for_its_end():
     assert results[0][0] == [0, 0, 0, 1, 1, 1]
     assert results[0][1] == 2
     assert same(results[0][2], results[1][2])
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_period_of_several_epochs_waits_for_the_last_of_them(told):
+    """Calls are counted, or say which epoch has ended; a run that resumes goes on in the same period."""
+
+    def train(rank_group, epochs, progress=None):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        synchronized = join(rank_group, ragged(1, 1), model, optimizer, every=period_of("3 epochs"))
+        if progress is not None:
+            synchronized.resume(progress)
+        exchanges = []
+        for epoch in epochs:
+            for step in range(2):
+                loss_of(synchronized, batch(rank_group.rank, 10 * epoch + step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            synchronized.end_epoch(*[epoch + 1] * told)
+            synchronized.end_epoch(*[epoch + 1] * told)  # told twice, counted once
+            exchanges.append(synchronized.schedule.exchanges)
+        progress = synchronized.progress()
+        synchronized.finish()
+        synchronized.close()
+        return exchanges, synchronized.schedule.exchanges, progress
+
+    def act(rank_group):
+        _, _, progress = train(rank_group.scoped("first"), range(2))
+        return train(rank_group.scoped("all"), range(8))[:2], train(rank_group.scoped("then"), range(2, 4), progress)[0]
+
+    for whole, resumed in run_ranks(2, act):
+        assert whole == ([0, 0, 1, 1, 1, 2, 2, 2], 3)
+        assert resumed == [1, 1]
 
 
 def test_frozen_tied_and_channels_last_parameters_stay_what_they_are():
@@ -401,3 +436,60 @@ def test_any_period_below_one_is_refused():
     for wish in (0, -1):
         with pytest.raises(Exception, match="at least 1"):
             period_of(wish)
+
+
+def test_a_state_read_while_nodes_differ_is_warned_of_once(caplog):
+    nodes = ragged(2, 1)
+
+    def act(rank_group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        synchronized = join(rank_group, nodes, model, optimizer, every=3)
+        hooks = []
+        for step in range(4):
+            loss_of(synchronized, batch(rank_group.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with synchronized.agreed():
+                model.state_dict()  # the average of all nodes
+            if step == 2:
+                model.state_dict()  # just exchanged
+                hooks.append(len(caplog.records))
+        copied = copy.deepcopy(model)
+        pickle.loads(pickle.dumps(model)).state_dict()
+        copied.state_dict()
+        hooks.append(len(caplog.records))
+        synchronized.module.state_dict()
+        synchronized.state_dict()
+        synchronized.finish()
+        synchronized.close()
+        return hooks, dict(model._state_dict_pre_hooks)
+
+    results = run_ranks(3, act)
+    assert [left for _, left in results] == [{}, {}, {}], "close() leaves the network as it was"
+    warnings = [record.getMessage() for record in caplog.records if "state_dict()" in record.getMessage()]
+    assert len(warnings) == 3, "one on each rank"
+    assert all("1 step after the last exchange" in text and "agreed()" in text for text in warnings)
+
+
+def test_a_moving_average_that_is_updated_at_exchanges_is_the_same_on_all_nodes():
+    nodes = ragged(2, 1)
+
+    def act(rank_group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        synchronized = join(rank_group, nodes, model, optimizer, every=2)
+        moving = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        synchronized.on_exchange.append(lambda _: moving.update_parameters(model))
+        for step in range(6):
+            loss_of(synchronized, batch(rank_group.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        synchronized.finish()
+        synchronized.close()
+        return parameters(moving.module), parameters(model), int(moving.n_averaged)
+
+    results = run_ranks(3, act)
+    assert all(same(result[0], results[0][0]) for result in results)
+    assert results[0][2] == 3
+    assert not same(results[0][0], results[0][1])

@@ -262,6 +262,14 @@ def test_a_plan_without_samples_is_not_simulated(graph):
         simulate(Plan.even(cluster), cluster, Profile.from_speeds(cluster, graph, [1, 1]), graph)
 
 
+def test_a_period_of_epochs_is_simulated_with_as_many_steps(graph):
+    cluster = cluster_of(1, 1)
+    profile = Profile.from_speeds(cluster, graph, [1, 1])
+    made = plan(cluster, profile, graph, every="5 epochs")
+    assert simulate(made, cluster, profile, graph, steps=10_000).exchanges == 2
+    assert simulate(made, cluster, profile, graph, steps=200, steps_per_epoch=10).exchanges == 4
+
+
 def test_a_plan_is_the_same_every_time(graph):
     assert planned(graph, [5, 3, 2, 2], 2, 2, fast=False) == planned(graph, [5, 3, 2, 2], 2, 2, fast=False)
 

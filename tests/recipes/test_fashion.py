@@ -69,6 +69,13 @@ def losses(config, data):
     return [event.values for event in heard if isinstance(event, Measured)]
 
 
+def test_a_run_with_a_listener_writes_nothing_of_its_own(data, capsys):
+    train_fashion(TINY, data=data, listener=lambda _: None)
+    assert capsys.readouterr() == ("", "")
+    train_fashion(TINY, data=data)
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["epoch 1/2", "epoch 2/2"]
+
+
 def test_limits_and_bfloat16(data):
     heard = []
     config = FashionConfig(epochs=1, batch_size=8, width=2, train_limit=20, test_limit=5, precision="bf16")

@@ -41,6 +41,7 @@ def test_a_report_of_one_run_says_where_the_time_went():
         "2 exchanges took 0.4 s, training waited for 0.4 s, 1 of them merged late; the node of rank 0 was 0 % "
         "away from the average of all at the last, 2 % at most"
     ]
+    assert remarks(Run(events=(started(), exchange(waited_s=0.3), ended())))[0].startswith("1 exchange took 0.2 s")
     plan = run.events[0].plan.model_copy(update={"exchange": Exchange(overlap=3, codec="int8", outer="nesterov")})
     coded = Run(events=(run.events[0].model_copy(update={"plan": plan}), *run.events[1:]))
     assert remarks(coded)[0].startswith("2 exchanges (beside 3 steps, as int8, with SGD outside) took 0.4 s")

@@ -59,7 +59,13 @@ def test_no_rows_have_no_bars():
 
 @pytest.mark.parametrize(
     ("every", "words"),
-    [(20, "every 20 steps"), (1, "after every step"), ("epoch", "once an epoch"), ("global", "of gradients")],
+    [
+        (20, "every 20 steps"),
+        (1, "after every step"),
+        ("epoch", "once an epoch"),
+        ("global", "of gradients"),
+        ("5 epochs", "every 5 epochs (of 1000 steps each)"),
+    ],
 )
 def test_the_whole_is_said_in_sentences(every, words):
     made, told, _ = planned(2, 1, speeds=[60, 30, 10], every=every)

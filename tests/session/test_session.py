@@ -8,7 +8,7 @@ from torch import nn
 
 import evenly
 from evenly.checkpoints.tree import flatten, restore
-from evenly.errors import CheckpointError, DataError, SpecError
+from evenly.errors import CheckpointError, SpecError
 from evenly.spec import CheckpointSaved, Measured, Run, RunFailed, RunFinished, RunStarted
 from tests.session.programs import dataset, network
 
@@ -259,11 +259,3 @@ def test_a_loader_of_ones_own_is_refused_where_the_session_has_made_one():
         synchronized, optimizer, _ = session.prepare(model, optimizer, plan=session.plan(batch_size=8))
         nn.functional.cross_entropy(synchronized(x), y).backward()
         assert all(parameter.grad.any() for parameter in model.parameters())
-
-
-def test_a_loader_is_no_dataset():
-    own = torch.utils.data.DataLoader(dataset(), batch_size=8)
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with evenly.Session() as session, pytest.raises(DataError, match=r"Give loader\.dataset"):
-        session.prepare(model, optimizer, own, plan=session.plan(batch_size=8))

@@ -23,6 +23,17 @@ def test_a_number_of_steps_as_number_or_text(steps):
 def test_the_words():
     assert period_of("epoch") == EveryEpoch()
     assert period_of("global") == EveryGradient()
+    assert period_of("5 epochs") == period_of(" 5epochs") == EveryEpoch(5) == EveryEpoch(epochs=5)
+    assert period_of("1 epoch") == EveryEpoch()
+    assert EveryEpoch.model_validate({"kind": "epoch", "warmup": 2}) == EveryEpoch(warmup=2)  # of an older file
+
+
+@pytest.mark.parametrize("epochs", [0, -1, True, 1.5, "2"])
+def test_epochs_are_a_whole_number_from_1(epochs):
+    with pytest.raises(SpecError, match="EveryEpoch is not valid: epochs: "):
+        EveryEpoch(epochs)
+    with pytest.raises(SpecError, match="EveryEpoch is not valid: epochs: "):
+        period_of("0 epochs")
 
 
 @pytest.mark.parametrize("wish", [0, -1, "0", "-1", " -7 "])

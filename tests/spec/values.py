@@ -42,7 +42,7 @@ nonnegative = st.floats(min_value=0, allow_infinity=False)
 
 periods = st.one_of(
     st.builds(EverySteps, steps=st.integers(1), warmup=counts),
-    st.builds(EveryEpoch, warmup=counts),
+    st.builds(EveryEpoch, epochs=st.integers(1), warmup=counts),
     st.builds(EveryGradient),
 )
 devices = st.builds(

@@ -1,4 +1,4 @@
-"""Excludes functions from torch.compile, and finds the modules inside of compiled ones.
+"""Excludes functions from torch.compile, and finds the modules and names inside of compiled networks.
 
 The class OptimizedModule with its child `_orig_mod`, and the attribute that `nn.Module.compile` sets, are the same in
 torch 2.11 and 2.13; torch's DDP and FSDP use them too.
@@ -9,10 +9,13 @@ import sys
 from torch import nn
 from torch._compile import _disable_dynamo
 
-__all__ = ["COMPILED_CALL", "Uncompiled", "disable_compile", "uncompiled"]
+__all__ = ["COMPILED_CALL", "Uncompiled", "disable_compile", "plain_name", "uncompiled"]
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute of a module on which `compile()` was called: what runs in place of its forward."""
+
+COMPILED = "_orig_mod"
+"""The child in which `torch.compile(module)` keeps the module."""
 
 disable_compile = _disable_dynamo
 """Decorates a function that torch.compile calls without tracing it.
@@ -22,13 +25,21 @@ first call. torch.optim uses it in the same way (torch 2.11 and 2.13).
 """
 
 
+def plain_name(name: str) -> str:
+    """Returns the name that a tensor or module has in the network before torch.compile.
+
+    >>> plain_name("_orig_mod.block._orig_mod.weight"), plain_name("_orig_mod")
+    ('block.weight', '')
+    """
+    return ".".join(part for part in name.split(".") if part != COMPILED)
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """Returns the module that `torch.compile` was given; any other module as it is."""
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # not loaded: nothing was compiled
     if eval_frame is None or not isinstance(module, eval_frame.OptimizedModule):
         return module
-    original: nn.Module = module._orig_mod
-    return original
+    return module.get_submodule(COMPILED)
 
 
 class Uncompiled(nn.Module):
@@ -36,4 +47,4 @@ class Uncompiled(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Returns the child's outputs."""
-        return self.get_submodule("_orig_mod")(*args, **kwargs)
+        return self.get_submodule(COMPILED)(*args, **kwargs)

@@ -41,9 +41,12 @@ __all__ = [
     "own_tensors",
     "remove_load_hook",
     "replace_tables",
+    "set_versions",
     "share_tables",
+    "tensor_reader",
     "tensor_tables",
     "uses_one_projection",
+    "versions_of",
 ]
 
 TABLES = ("_modules", "_parameters", "_buffers")
@@ -79,6 +82,16 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     `setattr` would go through a `__setattr__` of the module's class.
     """
     return module._parameters, module._buffers
+
+
+def tensor_reader(module: nn.Module, name: str) -> Callable[[], torch.Tensor | None] | None:
+    """Returns a function that reads a module's own parameter or buffer, faster than `getattr`; None for others."""
+    attributes = vars(module)  # a table may be replaced, as `__setstate__` does
+    if name in module._parameters:
+        return lambda: attributes["_parameters"][name]
+    if name in module._buffers:
+        return lambda: attributes["_buffers"][name]
+    return None
 
 
 def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -166,6 +179,18 @@ def copy_versions(state: Any, source: Mapping[str, object], *, if_missing: bool 
     """
     if if_missing or hasattr(source, "_metadata"):
         state._metadata = getattr(source, "_metadata", None)
+
+
+def versions_of(state: Mapping[str, object]) -> dict[str, dict[str, Any]] | None:
+    """Returns what a state_dict says about each module, by the module's name: its version; None if it says nothing."""
+    versions = getattr(state, "_metadata", None)
+    return None if versions is None else {str(prefix): dict(entry) for prefix, entry in versions.items()}
+
+
+def set_versions(state: OrderedDict[str, Any], versions: Mapping[str, Mapping[str, Any]] | None) -> None:
+    """Writes the versions of modules into a state_dict; without them torch takes it for one of an early version."""
+    if versions is not None:
+        state._metadata = OrderedDict((prefix, dict(entry)) for prefix, entry in versions.items())  # type: ignore[attr-defined]  # torch's own attribute
 
 
 class WatchedModule(nn.Module):

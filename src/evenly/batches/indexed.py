@@ -14,13 +14,13 @@ class IndexedSource:
 
     def __init__(self, dataset: Dataset[object], ordering: Ordering, rules: Rules) -> None:
         self.size, self.rules = ordering.size, rules
-        self._dataset, self._ordering = dataset, ordering
+        self._dataset, self.order = dataset, ordering.of
         self._current = _Current()
         self._persistent_loader: DataLoader[object] | None = None  # kept if workers outlive an epoch
 
     def begin(self, epoch: int) -> "IndexedEpoch":
         """Returns an epoch, to be loaded from any offset."""
-        return IndexedEpoch(self, epoch, self._ordering.of(epoch))
+        return IndexedEpoch(self, epoch, self.order(epoch))
 
     def batches(self, indices: Iterator[list[object]], *, epoch: int, offset: int) -> Iterator[object]:
         """Returns the batches of these indices; the workers' random numbers depend on epoch, offset and rank."""

@@ -7,6 +7,8 @@ from typing import Any, Unpack
 import torch
 from torch.utils.data import Dataset
 
+from evenly._torch.tensors import samples_in
+from evenly.batches.data_loaders import Samples, without_loader
 from evenly.batches.device import to_device
 from evenly.batches.loading import FeedOptions, LoaderOptions
 from evenly.batches.parts import Epoch, Rules, check_samples
@@ -41,8 +43,10 @@ class Feed:
         self.offset = 0  # samples of this epoch that all ranks together have taken
         self.samples = 0
         self._is_under_way = False  # an epoch has begun and not ended
+        self._current: Epoch | None = None
         self.between: list[Callable[[], None]] = []  # called when a step is over and another follows
         self.on_end: list[Callable[[], None]] = []
+        self.ends_early = False  # set between two steps: the epoch yields no further batch
         self._device = device
         self._drop_last = drop_last
         self._name = type(dataset).__name__
@@ -70,19 +74,27 @@ class Feed:
         rank_samples = self._shares[self._rank]
         return self.global_batch / rank_samples if rank_samples else len(self._shares)
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the batch yielded last is the last one of its epoch."""
+        return self._is_under_way and self._current is not None and not self._has_next(self._current)
+
     def __len__(self) -> int:
         """Returns the number of steps in an epoch, equal on all ranks; `TypeError` for a stream without a length."""
         whole, remainder = divmod(self._source.size(), self.global_batch)
         return whole + (remainder > 0 and not (self._drop_last and whole))
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._source.begin(self.epoch)
+        epoch = self._current = self._source.begin(self.epoch)
         while self._has_next(epoch):
             self.offset, self.samples, batch = epoch.take()
             self._is_under_way = True
             yield batch if self._device is None else to_device(batch, self._device)
             for tell in self.between if self._has_next(epoch) else ():
                 tell()
+            if self.ends_early:
+                self._is_under_way = False
+                return
         self._is_under_way = False
         if self.offset == 0:
             raise DataError(
@@ -101,8 +113,8 @@ class Feed:
         leading dim of the first tensor.
         """
         if not self._is_under_way and not module.training:
-            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim)
-            return float(next((len(tensor) for tensor in tensors), 1))
+            samples = samples_in((*args, *kwargs.values()))
+            return 1.0 if samples is None else float(samples)
         if not self._is_under_way:
             raise SpecError(
                 "the model was called for training with a batch that is not from the loader of prepare(), so its "
@@ -166,7 +178,8 @@ def feed(
 
     Args:
         dataset: a map-style dataset, or a stream: an `IterableDataset`, or anything else that can be iterated over. Of
-            a stream every rank reads all samples, in the same order, and takes its part.
+            a stream every rank reads all samples, in the same order, and takes its part. Or a `DataLoader`: its
+            dataset, order, `collate_fn` and workers are taken, its batch size is not.
         plan: gives the samples that each rank takes of a global batch.
         rank: this rank; that of the open process group if left out.
         device: where batches are moved to; they stay where they are if left out.
@@ -187,7 +200,37 @@ def feed(
         )
     replica = plan.replica_of(own_rank)
     taker = own_rank if replica is None else replica.ranks[0]  # a replica takes one batch
+    return open_feed(dataset, plan, taker=plan.takers.index(taker), device=device, **loading)
+
+
+def open_feed(
+    dataset: Samples, plan: Plan, *, taker: int, device: torch.device | None = None, **loading: Unpack[FeedOptions]
+) -> Feed:
+    """Returns the batches of a rank or network, given by its place among those that take batches."""
     shares = plan.batch_shares
     if not all(shares):
         raise DataError("feed was given a plan without samples per rank. Make it with a batch_size, or set them.")
-    return Feed(dataset, rank=plan.takers.index(taker), samples=shares, device=device, **loading)
+    if isinstance(dataset, Feed):
+        raise DataError(
+            "a loader that feed has made was given as dataset, but it yields whole batches. Give the dataset itself."
+        )
+    samples, options = without_loader(dataset, loading)
+    return Feed(samples, rank=taker, samples=shares, device=device, **options)
+
+
+def steps_per_epoch(dataset: Samples, plan: Plan, *, accumulate: int = 1, **loading: Unpack[FeedOptions]) -> int:
+    """Returns the optimizer steps of an epoch, equal on all ranks; each uses `accumulate` batches, the last one fewer.
+
+    Raises:
+        DataError: for a stream without a length.
+    """
+    if accumulate < 1:
+        raise SpecError(f"accumulate={accumulate} was asked for, but a step uses at least 1 batch. Give 1 or more.")
+    try:
+        batches = len(open_feed(dataset, plan, taker=0, **loading))
+    except TypeError:
+        raise DataError(
+            f"the steps of an epoch were asked for, but {type(dataset).__name__} has no length. Give it a __len__, or "
+            "count the steps yourself."
+        ) from None
+    return -(-batches // accumulate)

@@ -47,7 +47,7 @@ def save_dcp(
         try:
             if optimizer is not None and by == "name":
                 state["optimizer"] = _by_name(state["optimizer"], parameter_names(model, optimizer))
-            _write(Path(folder), state)
+            write_state(Path(folder), state)
         except CheckpointError as error:
             problem = str(error)
     problem = model._all_ranks_group.broadcast_object(problem, model._source)
@@ -68,7 +68,7 @@ def load_dcp(
         strict: whether the checkpoint must hold exactly the network's parameters and buffers.
     """
     sections = SECTIONS if optimizer is not None else ("model", "dropout")
-    load_full_state_dict(model, _read(Path(folder), sections), optimizer, strict=strict)
+    load_full_state_dict(model, read_state(Path(folder), sections), optimizer, strict=strict)
 
 
 def _by_name(slots: StateDict, names: Sequence[str]) -> StateDict:
@@ -82,7 +82,8 @@ def _by_name(slots: StateDict, names: Sequence[str]) -> StateDict:
     return {**slots, "state": state, "param_groups": groups}
 
 
-def _write(folder: Path, state: StateDict) -> None:
+def write_state(folder: Path, state: StateDict) -> None:
+    """Writes a nested state as a checkpoint of one process."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     if (folder / ".metadata").exists():
@@ -93,7 +94,7 @@ def _write(folder: Path, state: StateDict) -> None:
         save(state, checkpoint_id=folder, no_dist=True)
 
 
-def _read(folder: Path, sections: Sequence[str]) -> StateDict:
+def read_state(folder: Path, sections: Sequence[str]) -> StateDict:
     """Returns the sections of a checkpoint, or all of it if it has no section `model`."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

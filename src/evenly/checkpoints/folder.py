@@ -5,19 +5,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from evenly.checkpoints.states import Manifest
-from evenly.checkpoints.tree import flatten, restore
+from evenly.checkpoints.tree import entry_at, flatten, restore
 from evenly.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+BEST = "best.json"  # the values of checkpoints, beside them
 VERSION = 3
 NAME = re.compile(r"step-[0-9]{9,}")
 EARLIER = re.compile(r"earlier-[0-9]{1,18}")
@@ -32,7 +33,7 @@ def write_part(folder: Path, name: str, value: object) -> dict[str, str]:
     digests = {}
     for file in (folder / f"{name}.safetensors", folder / f"{name}.json"):
         digests[file.name] = _digest(file)
-        _flush(file)
+        flush(file)
     return digests
 
 
@@ -47,13 +48,39 @@ def read_part(folder: Path, name: str, digests: dict[str, str]) -> Any:
         raise _damaged(folder / name, str(error)) from None
 
 
+def read_entries(folder: Path, name: str, digests: dict[str, str], paths: Sequence[tuple[str, ...]]) -> list[Any]:
+    """Returns the values at some `paths` of what `write_part` wrote; only their tensors are held in memory.
+
+    Both files are checked as a whole. A path that is not there gives None.
+    """
+    for file_name in (f"{name}.safetensors", f"{name}.json"):
+        _require_intact(folder / file_name, digests.get(file_name))
+    try:
+        content = json.loads((folder / f"{name}.json").read_text())
+        with safe_open(folder / f"{name}.safetensors", framework="pt") as tensors:
+            return [restore(entry_at(content, path), _Stored(tensors)) for path in paths]
+    except (SafetensorError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise _damaged(folder / name, str(error)) from None
+
+
+class _Stored(dict[str, torch.Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__()
+        self._file = file
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        return cast("torch.Tensor", self._file.get_tensor(name))
+
+
 def seal(partial: Path, final: Path, manifest: Mapping[str, object]) -> None:
     """Makes the folder `partial` the checkpoint `final`: from here on it exists and is complete."""
     file = partial / MANIFEST
     text = {"version": VERSION, **manifest}
     file.write_text(json.dumps({**text, "sha256": _digest_of(text)}, indent=1))
-    _flush(file)
-    _flush(partial)
+    flush(file)
+    flush(partial)
     if final.exists():  # saved at the same step before: keep the older one until the newer is in place
         previous = final.with_name(f".{final.name}.old")
         shutil.rmtree(previous, ignore_errors=True)
@@ -62,7 +89,7 @@ def seal(partial: Path, final: Path, manifest: Mapping[str, object]) -> None:
         shutil.rmtree(previous, ignore_errors=True)
     else:
         partial.rename(final)
-    _flush(final.parent)
+    flush(final.parent)
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -106,15 +133,15 @@ def set_aside(root: Path) -> None:
         numbers = [int(path.name[len("earlier-") :]) for path in root.iterdir() if EARLIER.fullmatch(path.name)]
         aside = root / f"earlier-{1 + max(numbers, default=0)}"
         aside.mkdir()
-        for path in paths:
+        for path in [*paths, *root.glob(BEST)]:
             path.rename(aside / path.name)
 
 
-def clear(root: Path, *, keep: int) -> None:
-    """Removes folders that a killed run left half written, and all but the last `keep` checkpoints."""
+def clear(root: Path, *, keep: int, best: Collection[str] = ()) -> None:
+    """Removes folders that a killed run left half written, and all but the last `keep` checkpoints and the `best`."""
     for path in root.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in checkpoints(root)[:-keep]:
+    for path in (path for path in checkpoints(root)[:-keep] if path.name not in best):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -142,7 +169,8 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Writes a file or folder to disk now."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

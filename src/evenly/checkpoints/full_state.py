@@ -1,16 +1,22 @@
 """The state of a trained model in full tensors, whether its network is cut over ranks or not."""
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from evenly.batches import Feed
+from evenly.checkpoints.optimizer_fit import load_optimizer
+from evenly.checkpoints.state_form import StateForm, form_of
 from evenly.checkpoints.states import FullState, LocalState, NodeState
 from evenly.errors import CheckpointError
 from evenly.exchange import ExchangeState, PayloadEntryState, PendingState
 from evenly.nodes import Synchronized
 from evenly.shards import Sharded, full_state_dict, load_full_state_dict, local_shard_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,26 +32,29 @@ class TrainedModel:
         """Returns the samples of all ranks over those of this rank."""
         return ranks if self.feed is None else self.feed.times
 
-    def close(self) -> None:
-        """Closes the process groups of the module."""
-        self.model.close()
+    def close(self, *, is_interrupted: bool = False) -> None:
+        """Closes the process groups of the module; nodes of an interrupted run may hold different parameters."""
+        self.model.close(may_differ=is_interrupted)
         if isinstance(self.model.module, Sharded):
             self.model.module.close()
 
 
 def full_state(trained_model: TrainedModel) -> FullState:
     """Returns parameters, optimizer state, buffers and the buffers of the last exchange, all in full tensors."""
-    module, agreed = trained_model.model.module, dict(trained_model.model.agreed_buffers)
-    exchanges = trained_model.model.exchange_state()
+    module, exchanges = trained_model.model.module, trained_model.model.exchange_state()
+    agreed = dict(trained_model.model.agreed_buffers)  # after exchange_state, which takes loaded weights into account
     pending = [pending_exchange.pop("pieces") for pending_exchange in exchanges["trips"]]
     if not isinstance(module, Sharded):
+        parameters: dict[str, torch.Tensor] = dict(module.named_parameters())
+        own_buffers = dict(module.named_buffers())
         return {
-            "parameters": dict(module.named_parameters()),
-            "optimizer": trained_model.optimizer.state_dict(),
-            "buffers": dict(module.named_buffers()),
+            "parameters": parameters,
+            "optimizer": {**trained_model.optimizer.state_dict(), "class": type(trained_model.optimizer).__name__},
+            "buffers": own_buffers,
             "agreed": agreed,
             "exchanges": exchanges,
             "pending": pending,
+            "form": _form(_state_dict(module), {**own_buffers, **parameters}, exchanges),
         }
     full = full_state_dict(module, trained_model.optimizer, device="cpu")
     if not full:
@@ -55,10 +64,11 @@ def full_state(trained_model: TrainedModel) -> FullState:
         )
     buffers = dict(module.named_buffers())
     names = {name for name, _ in module.named_parameters()}
+    saved = {name: value for name, value in full["model"].items() if name in names or name in buffers}
     return {
-        "parameters": {name: value for name, value in full["model"].items() if name in names},
+        "parameters": {name: value for name, value in saved.items() if name in names},
         "optimizer": {**full["optimizer"], "dropout": full["dropout"], "class": full["optimizer_class"]},
-        "buffers": {name: value for name, value in full["model"].items() if name in buffers},
+        "buffers": {name: value for name, value in saved.items() if name in buffers},
         "agreed": {name: _full_tensor(buffers[name], value) for name, value in agreed.items()},
         "exchanges": {
             **exchanges,
@@ -67,7 +77,27 @@ def full_state(trained_model: TrainedModel) -> FullState:
             ],
         },
         "pending": [[_full_piece(module, piece) for piece in pending_exchange] for pending_exchange in pending],
+        "form": _form(full["model"], saved, exchanges),
     }
+
+
+def _state_dict(module: torch.nn.Module) -> Mapping[str, object] | None:
+    """Returns the state_dict of a network; None if the network refuses it: its tensors are saved nevertheless."""
+    try:
+        return module.state_dict(keep_vars=True)
+    except Exception:
+        logger.warning("a checkpoint is saved without the names of the state_dict, which failed", exc_info=True)
+        return None
+
+
+def _form(
+    state: Mapping[str, object] | None, tensors: Mapping[str, torch.Tensor], exchanges: ExchangeState
+) -> StateForm | None:
+    """Returns how the state_dict of a network is made of its tensors."""
+    if state is None:
+        return None
+    exchanged = {*exchanges.get("averaged", ()), *exchanges.get("policies", ())}
+    return form_of(state, tensors, {name: tensor for name, tensor in tensors.items() if name in exchanged})
 
 
 def local_exchanges(trained_model: TrainedModel, node: NodeState, rank: LocalState) -> ExchangeState | None:
@@ -100,12 +130,13 @@ def _with_buffers(
 
 def put_state(trained_model: TrainedModel, node: NodeState, rank: LocalState) -> None:
     """Loads a state in full tensors into the network and its optimizer."""
-    module, optimizer = trained_model.model.module, dict(node["optimizer"])
-    dropout, kind = optimizer.pop("dropout", None), optimizer.pop("class", type(trained_model.optimizer).__name__)
+    module, optimizer, saved = trained_model.model.module, trained_model.optimizer, dict(node["optimizer"])
+    dropout, kind = saved.pop("dropout", None), saved.pop("class", None)
     if isinstance(module, Sharded):
         model = {**node["parameters"], **rank["buffers"]}
-        state = {"model": model, "optimizer": optimizer, "optimizer_class": kind, "dropout": dropout}
-        load_full_state_dict(module, state, trained_model.optimizer, strict=False)
+        state = {"model": model, "optimizer": saved, "dropout": dropout}
+        load = partial(load_full_state_dict, module, state, optimizer, strict=False)
+        load_optimizer(optimizer, saved, kind, load)
         return
     with torch.no_grad():
         for name, buffer in _in_copy_order(module.named_buffers(), set(module.state_dict())):
@@ -114,7 +145,7 @@ def put_state(trained_model: TrainedModel, node: NodeState, rank: LocalState) ->
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         for name, parameter in _in_copy_order(module.named_parameters(), trained):
             parameter.copy_(node["parameters"][name])
-    trained_model.optimizer.load_state_dict(optimizer)
+    load_optimizer(optimizer, saved, kind, partial(optimizer.load_state_dict, saved))
 
 
 def _in_copy_order(

@@ -4,10 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
+from evenly.checkpoints.averages import (
+    averaged_buffers,
+    averaged_parameters,
+    merge_pending_parameters,
+    node_weights,
+)
 from evenly.checkpoints.states import LocalState, NodeState, RankState, Saved, Tensors
-from evenly.errors import CheckpointError
-from evenly.exchange import SQUARES, Progress, add_change, extreme, fractions, is_torn, same
-from evenly.spec import BufferPolicy
+from evenly.exchange import SQUARES, Progress, same
 
 
 def merge(
@@ -17,22 +21,19 @@ def merge(
     node, rank = nodes[0], ranks[0]
     trained_models: dict[str, LocalState] = {}
     for name, local in rank["trainees"].items():
-        rank_samples = [max(r["trainees"][name]["progress"]["samples"]) for r in ranks]
-        weights = fractions([sum(rank_samples[r] for r in members) for members in layout])
-        policies, rank_weights = _policies(local), _weights_of_ranks(weights, rank_samples, layout)
-        for saved in nodes:
-            _merge_pending(saved[name])
-        for rank_state in ranks:
-            _merge_pending_buffers(rank_state["trainees"][name], policies)
-        state = node[name]
-        state["parameters"] = _average([n[name]["parameters"] for n in nodes], weights)
-        slots = state["optimizer"]["state"]
+        states, locals_ = [saved[name] for saved in nodes], [rank_state["trainees"][name] for rank_state in ranks]
+        weights = node_weights(locals_, layout)
+        for state in states:
+            merge_pending_parameters(state)
+            _merge_pending_slots(state)
+        slots = node[name]["optimizer"]["state"]
         for key in slots:
             slots[key] |= _average(
-                [_averaged_slots(n[name]["optimizer"]["state"].get(key, {})) for n in nodes], weights
+                [_averaged_slots(state["optimizer"]["state"].get(key, {})) for state in states], weights
             )
+        node[name]["parameters"] = averaged_parameters(states, locals_, weights)
         trained_models[name] = {
-            "buffers": _buffers([r["trainees"][name]["buffers"] for r in ranks], policies, rank_weights),
+            "buffers": averaged_buffers(locals_, weights, layout),
             "agreed": None,
             "progress": _at_an_exchange(local["progress"]),
             "exchanges": None,
@@ -41,64 +42,17 @@ def merge(
     return node, {"trainees": trained_models, "tracked": rank["tracked"], "random": None}
 
 
-def _merge_pending(state: NodeState) -> None:
-    """Merges pending exchanges into a node's parameters and its optimizer's state."""
-    for piece in (piece for pending_exchange in state["pending"] for piece in pending_exchange):
-        target = state["parameters"].get(piece["home"])
-        if piece["slot"]:
-            index = int(piece["label"].split(".")[0])
-            target = state["optimizer"]["state"].get(index, {}).get(piece["slot"])
+def _merge_pending_slots(state: NodeState) -> None:
+    """Merges pending exchanges into a node's optimizer state."""
+    for piece in (piece for pending_exchange in state["pending"] for piece in pending_exchange if piece["slot"]):
+        index = int(piece["label"].split(".")[0])
+        target = state["optimizer"]["state"].get(index, {}).get(piece["slot"])
         if target is not None:
             start, stop = piece["rows"] or (0, target.shape[0] if target.ndim else 1)
             rows = target[start:stop] if target.ndim else target
             rows.add_(piece["value"].to(rows.dtype))
             if piece["slot"] in SQUARES:
                 (torch.view_as_real(rows) if rows.is_complex() else rows).clamp_(min=0)
-
-
-def _policies(local: LocalState) -> dict[str, BufferPolicy]:
-    """Returns the policy for each buffer; those that exchanges leave alone are kept."""
-    exchanges = local["exchanges"]
-    saved = None if exchanges is None else exchanges.get("policies")
-    if saved is None:
-        return {name: "average" if _is_number(value) else "max" for name, value in local["buffers"].items()}
-    return {name: saved.get(name, "keep") for name in local["buffers"]}
-
-
-def _merge_pending_buffers(state: LocalState, policies: dict[str, BufferPolicy]) -> None:
-    """Merges pending exchanges into a rank's buffers."""
-    exchanges = state["exchanges"]
-    for pending_exchange in exchanges["trips"] if exchanges is not None else []:
-        for name, agreed in pending_exchange["buffers"].items():
-            add_change(state["buffers"][name], agreed, pending_exchange["snapshot"][name], policies[name])
-
-
-def _buffers(rows: list[Tensors], policies: dict[str, BufferPolicy], weights: Sequence[float]) -> Tensors:
-    """Returns the buffers that an exchange would give; those that are kept or taken from one rank are rank 0's."""
-    merged = {}
-    for name, result in rows[0].items():
-        values, policy = [row.get(name, result) for row in rows], policies[name]
-        if policy in ("max", "min"):
-            result = extreme(values, smallest=policy == "min")
-        elif policy == "average":
-            result = _mean(values, weights)
-            if any(bool(is_torn(result, value)) for value in values):
-                raise CheckpointError(
-                    f"the buffer {name!r} of a checkpoint was to be averaged for another cluster, but on some ranks "
-                    "elements of it are infinite that are finite on others. Resume on the cluster that saved it, or "
-                    f"train with buffers={{{name!r}: 'max'}}, 'min', 'first' or 'keep'."
-                )
-        merged[name] = result
-    return merged
-
-
-def _weights_of_ranks(weights: Sequence[float], samples: Sequence[float], layout: list[list[int]]) -> list[float]:
-    """Returns the weight of each rank: its fraction of its node's weight."""
-    rank_weights = [0.0] * len(samples)
-    for weight, members in zip(weights, layout, strict=True):
-        for rank, share in zip(members, fractions([samples[rank] for rank in members]), strict=True):
-            rank_weights[rank] = weight * share
-    return rank_weights
 
 
 def _at_an_exchange(progress: Progress) -> Progress:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from evenly.checkpoints import folder
+from evenly.checkpoints.best import KeptCheckpoints
 from evenly.checkpoints.full_state import TrainedModel, full_state, local_exchanges, part_of, put_state
 from evenly.checkpoints.merge import merge
 from evenly.checkpoints.ownership import FolderOwner
@@ -57,10 +58,20 @@ class Checkpoints:
         self._leads = nodes[self._node][0] == rank
 
     def save(
-        self, step: int, trained_models: list[TrainedModel], tracked: Mapping[str, Stateful], *, epoch: int, keep: int
+        self,
+        step: int,
+        trained_models: list[TrainedModel],
+        tracked: Mapping[str, Stateful],
+        *,
+        epoch: int,
+        keep: KeptCheckpoints,
+        ended_epochs: int | None = None,
     ) -> Path:
-        """Writes the run's state as the checkpoint of `step` and returns its folder."""
-        token, step = self._together(lambda: self._begin(step), "begin a checkpoint in", self.root)[0]
+        """Writes the run's state as the checkpoint of `step` and returns its folder.
+
+        `ended_epochs`: the run has ended, in a loop over so many epochs, and is not resumed to make as many.
+        """
+        token, step, best = self._together(lambda: self._begin(step, keep), "begin a checkpoint in", self.root)[0]
         name = f"step-{step:09d}"
         partial = self.root / f".{name}.{token}"
         owner = self._open(partial)
@@ -74,13 +85,20 @@ class Checkpoints:
             "models": {trained_model.name: _form(trained_model.model.module) for trained_model in trained_models},
             "files": {file: digest for part in digests for file, digest in part.items()},
         }
+        if ended_epochs is not None:
+            manifest["ended_epochs"] = ended_epochs
 
         def finish() -> None:
             if owner:
                 folder.seal(partial, self.root / name, manifest)
 
         self._together(finish, "complete the checkpoint", self.root / name)
-        self._together(lambda: folder.clear(self.root, keep=keep) if owner else None, "clear", self.root)
+
+        def clear() -> None:
+            if owner:
+                folder.clear(self.root, keep=keep.newest, best=best)
+
+        self._together(clear, "clear", self.root)
         return self.root / name
 
     def latest(self) -> Path | None:
@@ -110,11 +128,14 @@ class Checkpoints:
         self._together(lambda: read.append(self._read(path)), "read the checkpoint", path)
         return read[0]
 
-    def _begin(self, step: int) -> tuple[str, int]:
-        """Returns a new token and the step; those of rank 0 count, as nodes may have made unequal numbers of steps."""
+    def _begin(self, step: int, keep: KeptCheckpoints) -> tuple[str, int, list[str]]:
+        """Returns a new token, the step and the best checkpoints that stay.
+
+        Those of rank 0 count: nodes may have made unequal numbers of steps, and may log different values.
+        """
         if self._owner is not None:
             self._owner.require()
-        return secrets.token_hex(4), step
+        return secrets.token_hex(4), step, keep.choose(self.root, step) if self.rank == 0 else []
 
     def _open(self, partial: Path) -> bool:
         """Makes the folder to write into; returns whether this rank owns it (each file system has one owner)."""
@@ -195,6 +216,28 @@ def apply(state: Restored, trained_model: TrainedModel) -> None:
         trained_model.feed.resume(rank["feed"] or {})
 
 
+def load_tracked(state: Restored | None, things: Mapping[str, Stateful]) -> None:
+    """Loads the states that tracked objects have in a checkpoint, if there is one."""
+    if state is None:
+        return
+    saved, step = state["rank"]["tracked"], state["manifest"]["step"]
+    for name, stateful in things.items():
+        if name not in saved:
+            raise CheckpointError(
+                f"track({name}=...) was called in a run that goes on, but its checkpoint of step {step} has no "
+                f"{name!r}; it has {', '.join(map(repr, saved)) or 'nothing tracked'}. Give the name that it was saved "
+                "under, or track an object that is new in this start inside the loop over session.epochs()."
+            )
+        try:
+            stateful.load_state_dict(saved[name])
+        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"track({name}=...) was called in a run that goes on, but {type(stateful).__name__} refuses what its "
+                f"checkpoint of step {step} has ({type(error).__name__}: {error}). Track the object that was saved "
+                "under this name, or start anew with Session(folder, resume=False)."
+            ) from error
+
+
 def restore_random_state(state: Restored) -> None:
     """Restores torch's, Python's and numpy's generators; a new rank keeps its own."""
     saved = state["rank"]["random"]
@@ -229,7 +272,12 @@ def _uses_cuda() -> bool:
 
 
 def _node_state(full: FullState) -> NodeState:
-    return {"parameters": full["parameters"], "optimizer": full["optimizer"], "pending": full["pending"]}
+    return {
+        "parameters": full["parameters"],
+        "optimizer": full["optimizer"],
+        "pending": full["pending"],
+        "form": full.get("form"),
+    }
 
 
 def _local_state(trained_model: TrainedModel, full: FullState) -> LocalState:

@@ -1,9 +1,10 @@
 """Types of a checkpoint's content: the state of a run, of its nodes and of its ranks, in full tensors."""
 
-from typing import Any, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import torch
 
+from evenly.checkpoints.state_form import StateForm
 from evenly.exchange import ExchangeState, PayloadEntryState, Progress
 
 Tensors = dict[str, torch.Tensor]
@@ -28,6 +29,7 @@ class Manifest(TypedDict):
     nodes: list[list[int]]
     models: dict[str, dict[str, str]]  # the dtype and shape of each tensor
     files: dict[str, str]
+    ended_epochs: NotRequired[int]  # the run ended, finished or stopped early, in a loop over so many epochs
 
 
 class NodeState(TypedDict):
@@ -36,6 +38,7 @@ class NodeState(TypedDict):
     parameters: Tensors
     optimizer: Saved
     pending: list[list[PayloadEntryState]]  # the payload of pending exchanges
+    form: NotRequired[StateForm | None]  # of the network's state_dict
 
 
 class FullState(NodeState):

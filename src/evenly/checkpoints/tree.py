@@ -1,5 +1,6 @@
 """Nested state -> tensors for safetensors and the rest as JSON, and back; no pickle anywhere."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,18 @@ def flatten(value: object, prefix: str, tensors: dict[str, torch.Tensor]) -> Jso
         f"a checkpoint was to hold {prefix}, which is a {_kind(value)}. Plain tensors, numbers, texts, lists, tuples "
         "and dicts can be saved; give the object a state_dict made of these."
     )
+
+
+def entry_at(value: Any, path: Sequence[str]) -> Any:
+    """Returns what `flatten` made of the entry at a path of dict keys; None if it is not there.
+
+    >>> entry_at(flatten({"a": {"b": 3}}, "x", {}), ("a", "b"))
+    3
+    """
+    for key in path:
+        pairs = value.get("$dict", []) if isinstance(value, dict) else []
+        value = next((item for entry_key, item in pairs if entry_key == key), None)
+    return value
 
 
 def restore(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

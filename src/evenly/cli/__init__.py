@@ -10,6 +10,7 @@ import typer
 from evenly import __version__
 from evenly.cli import lab
 from evenly.cli.discover import discover
+from evenly.cli.export import export
 from evenly.cli.launch import CONTEXT_SETTINGS, launch
 from evenly.cli.measure import measure
 from evenly.cli.plan import plan
@@ -32,6 +33,7 @@ app.command("simulate")(simulate)
 app.command("train")(train)
 app.command("launch", context_settings=CONTEXT_SETTINGS)(launch)
 app.command("report")(report)
+app.command("export")(export)
 app.add_typer(lab.app, name="lab")
 
 

@@ -67,6 +67,11 @@ def run_together(commands: Sequence[Sequence[str]], *, environ: Mapping[str, str
             return _first_failure(agents, signals)
         finally:
             _end(agents, signals)
+            if signals:
+                name = signal.Signals(signals[0]).name
+                typer.echo(
+                    f"interrupted by {name}; a session that saves checkpoints resumes with the same command", err=True
+                )
 
 
 def _first_failure(agents: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> int:

@@ -44,7 +44,9 @@ def plan(
     ] = None,
     every: Annotated[
         str | None,
-        typer.Option(metavar="K|30s|2%|epoch|adaptive|global", help="The period K'; chosen by --budget if left out."),
+        typer.Option(
+            metavar="K|30s|2%|epoch|5 epochs|adaptive|global", help="The period K'; chosen by --budget if left out."
+        ),
     ] = None,
     budget: Annotated[float, typer.Option(help="Part of the time for exchanges between nodes.")] = 0.05,
     memory: Annotated[

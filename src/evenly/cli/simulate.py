@@ -50,7 +50,7 @@ def simulate(
     ] = None,
     jitter: Annotated[float, typer.Option(help="How much a rank's time varies: deviation over mean.")] = 0.0,
     period: Annotated[
-        str | None, typer.Option(metavar="K|30s|2%|epoch|adaptive|global", help="What if: another period K'.")
+        str | None, typer.Option(metavar="K|30s|2%|epoch|5 epochs|adaptive|global", help="What if: another period K'.")
     ] = None,
     link: Annotated[float | None, typer.Option(help="What if: so many times the bandwidth between nodes.")] = None,
     slow: Annotated[

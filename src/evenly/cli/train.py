@@ -19,6 +19,8 @@ RECIPES = {
     "mnist": "the published convolution net on MNIST, its layers cut in --shares",
 }
 
+OF_PLAN = ("every", "batch_size", "shares", "cut_batch", "overlap", "fragments", "codec", "outer", "optimizer_state")
+
 
 def train(
     recipe: Annotated[str, typer.Argument(help="; ".join(f"{name}: {text}" for name, text in RECIPES.items()))],
@@ -35,19 +37,26 @@ def train(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of the data set's files.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not go on from a checkpoint in the run folder.")] = False,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="A plan that `evenly plan` wrote: who computes what, the batch, and the period."),
+    ] = None,
     settings: Annotated[bool, typer.Option("--settings", help="List the recipe's settings and exit.")] = False,
 ) -> None:
     """Train a recipe. Start it once per rank: by torchrun, srun, mpirun, `evenly launch`, `evenly lab run`, or alone.
 
     Examples: `evenly train fashion --set every=50 --set epochs=2 --run runs/first`;
     `evenly launch --nodes 2,1 -m evenly train fashion --set every=global`;
-    `evenly launch --nodes 3 -m evenly train cifar --shares 70,25,5 --data data/cifar10`.
+    `evenly launch --nodes 3 -m evenly train cifar --shares 70,25,5 --data data/cifar10`;
+    `evenly launch --nodes 2,1 -m evenly train cifar --plan plan.json --data data/cifar10`.
     """
     if recipe not in RECIPES:
         raise SpecError(f"there is no recipe {recipe!r}. Choose one of: {', '.join(RECIPES)}.")
     kind, run = _recipe(recipe)
     if shares is not None and "shares" not in kind.model_fields:
         raise SpecError(f"--shares was given, but the recipe {recipe!r} does not cut layers. Use cifar or mnist.")
+    if plan is not None:
+        _refuse_beside_plan(change or [], shares)
     changes = [
         *(change or []),
         *([f"shares={numbers_between_commas(shares, '--shares')}"] if shares is not None else []),
@@ -57,12 +66,25 @@ def train(
             print(f"{name} = {field.default}" + (f"  ({field.description})" if field.description else ""))
         return
     from evenly.cli.console import Watcher
+    from evenly.spec import Plan
 
+    loaded_plan = None if plan is None else Plan.load(plan)
     watcher = Watcher()
     try:
-        run(kind.build(config, changes), folder=folder, data=data, resume=not fresh, listener=watcher)
+        recipe_config = kind.build(config, changes)
+        run(recipe_config, folder=folder, data=data, resume=not fresh, listener=watcher, plan=loaded_plan)
     finally:
         watcher.close()
+
+
+def _refuse_beside_plan(changes: list[str], shares: str | None) -> None:
+    """Raises `SpecError` for settings that the plan already has."""
+    names = [*(change.partition("=")[0].strip() for change in changes), *(["shares"] if shares is not None else [])]
+    twice = [name for name in names if name in OF_PLAN]
+    if twice:
+        raise SpecError(
+            f"{twice[0]} was given beside --plan, which has its own. Leave it out, or make a plan with it: evenly plan."
+        )
 
 
 def _recipe(name: str) -> tuple[type["RecipeConfig"], Callable[..., float]]:

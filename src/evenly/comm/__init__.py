@@ -12,7 +12,7 @@ from evenly.comm.collectives import (
 )
 from evenly.comm.consistency import learning_rate, require_same
 from evenly.comm.context import GroupContext, open_context, open_temporarily, report_on_error
-from evenly.comm.failure_monitor import FailureMonitor
+from evenly.comm.failure_monitor import FailureMonitor, FailureNote
 from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups, owners_of_slices
 from evenly.comm.host_copies import to_device, to_host
 from evenly.comm.local_shard import (
@@ -33,6 +33,7 @@ __all__ = [
     "MOVES",
     "CollectiveWaiter",
     "FailureMonitor",
+    "FailureNote",
     "GroupContext",
     "Groups",
     "LocalShard",

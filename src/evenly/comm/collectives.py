@@ -173,14 +173,19 @@ def all_to_all(
 
 def gather_json(value: T, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> list[T]:
     """Returns every member's `value`, in the members' order; values must be JSON, and tuples become lists."""
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes, work = all_gather(torch.tensor([text.numel()]), group)
+    return [json.loads(content) for content in gather_bytes(json.dumps(value).encode(), group, waiter)]
+
+
+def gather_bytes(content: bytes, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> list[bytes]:
+    """Returns every member's `content`, in the members' order; it may have any length."""
+    sizes, work = all_gather(torch.tensor([len(content)]), group)
     waiter.wait([work], waits_for_ranks=True)
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-    padded[: text.numel()] = text
+    if content:
+        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     rows, work = all_gather(padded, group)
     waiter.wait([work])
-    return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes[:, 0], strict=True)]
+    return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes[:, 0], strict=True)]
 
 
 class ObjectGatherer:
@@ -211,6 +216,14 @@ class ObjectGatherer:
                 "of the session in the same order: move the call out of what only some ranks run."
             )
         return [rank_value for _, rank_value in rows]
+
+    def gather_bytes(self, content: bytes, what: str) -> list[bytes]:
+        """Returns every rank's `content`; all ranks have made the same `gather` before."""
+        self._number += 1
+        waiter = CollectiveWaiter(self._monitor, label=f"{what} (call {self._number})", timeout_s=self._timeout_s)
+        contents = gather_bytes(content, self._group, waiter)
+        self._monitor.record_passed(waiter.label)
+        return contents
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -28,9 +29,9 @@ LOST_S = 3.0  # ranks that still wait so long after the host of the store is gon
 
 @dataclass(frozen=True)
 class FailureNote:
-    """A message of one rank to the others: it failed, or it has been waiting for a while."""
+    """A message of one rank to the others: it failed, it has been waiting for a while, or what `post` was given."""
 
-    kind: str  # "failed" or "waiting"
+    kind: str  # "failed", "waiting", or one that was subscribed to
     rank: int
     host: str
     text: str
@@ -50,6 +51,8 @@ class FailureMonitor:
     ) -> None:
         self.rank_group = rank_group
         self.backwards = 0  # backwards whose gradients this rank has started to average
+        self._callbacks: dict[str, Callable[[FailureNote], None]] = {}  # for notes of other kinds
+        self._undelivered: list[FailureNote] = []  # of kinds that have no callback yet
         self._parents = [parent] if parent is not None else []  # their failures fail here too
         self._averages_with = averages_with
         self._host = socket.gethostname()
@@ -199,6 +202,19 @@ class FailureMonitor:
                 )
             )
 
+    def post(self, kind: str, text: str, *, step: int, begun: int = 0) -> None:
+        """Sends a note to the ranks that have subscribed to its `kind`."""
+        if self.rank_group.size > 1:
+            self._post(FailureNote(kind, self.rank_group.rank, self._host, text, step=step, begun=begun))
+
+    def subscribe(self, kind: str, callback: Callable[[FailureNote], None]) -> None:
+        """Calls `callback` with note of other ranks of this `kind`, also with earlier ones; in its own thread."""
+        with self._lock:
+            self._callbacks[kind] = callback
+            notes = [note for note in self._undelivered if note.kind == kind]
+        for note in notes:
+            callback(note)
+
     def record_passed(self, label: str) -> None:
         """Records that the collective `label` is complete: no rank waits there any more."""
         self._passed.add(label)
@@ -296,7 +312,9 @@ class FailureMonitor:
     def _handle(self, note: FailureNote) -> None:
         if note.rank == self.rank_group.rank:
             return
-        if note.kind == "waiting":
+        if note.kind not in ("failed", "waiting"):
+            self._deliver(note)
+        elif note.kind == "waiting":
             self._waiting.setdefault(note.place, set()).add(note.rank)
             if self.rank_group.rank in note.averages_with and note.place not in self._passed:
                 self._open_notes[note.rank, note.place] = note
@@ -304,6 +322,14 @@ class FailureMonitor:
         else:
             kind = getattr(errors, note.error, errors.PeerError)
             self.fail(kind(f"rank {note.rank} on {note.host} (pid {note.pid}) stopped: {note.text}"))
+
+    def _deliver(self, note: FailureNote) -> None:
+        with self._lock:
+            callback = self._callbacks.get(note.kind)
+            if callback is None:
+                self._undelivered.append(note)
+                return
+        callback(note)
 
     def _require_lockstep(self, note: FailureNote) -> None:
         if self.backwards <= note.begun or note.place in self._passed:

@@ -106,12 +106,12 @@ class BufferChanges:
         """
         chosen = {name: self.snapshot[name] for name, bit in zip(self.snapshot, changed, strict=True) if bit}
         keys = {name: self._keys(name, buffer) for name, buffer in chosen.items() if not self._is_averaged(name)}
-        added = {name: b - _finite(self.before[name]) for name, b in chosen.items() if self._is_averaged(name)}
+        added = {name: b - finite_part(self.before[name]) for name, b in chosen.items() if self._is_averaged(name)}
         return keys, added
 
     def agreed(self, keys: Tensors, added: Tensors) -> Tensors:
         """Returns the values of the buffers from the largest keys and the averaged changes."""
-        averaged = {name: _finite(self.before[name]) + move for name, move in added.items()}
+        averaged = {name: finite_part(self.before[name]) + move for name, move in added.items()}
         self._require_finite_mix(averaged)
         largest = {name: from_ordered(k, self.snapshot[name], smallest=self._is_min(name)) for name, k in keys.items()}
         return {**largest, **averaged}
@@ -174,5 +174,6 @@ def _all_same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (one == other).all()
 
 
-def _finite(values: torch.Tensor) -> torch.Tensor:
+def finite_part(values: torch.Tensor) -> torch.Tensor:
+    """Returns the values, with 0 for those that are not finite."""
     return torch.where(values.isfinite(), values, torch.zeros_like(values))

@@ -26,6 +26,8 @@ class ExchangeState(TypedDict):
 
     settings: dict[str, object]  # those of `Exchange` that must be equal to resume inside a period
     policies: NotRequired[dict[str, BufferPolicy]]
+    averaged: NotRequired[list[str]]  # the parameters that exchanges average
+    counts: NotRequired[bool]  # whether this rank counts the samples of its replica
     restarts: int
     points: dict[str, AnchorState]  # by the key of the slice
     trips: list[PendingState]

@@ -35,6 +35,7 @@ from evenly.exchange.tensors.fingerprint import NO_TENSORS, Fingerprint
 from evenly.schedule.adaptive import ExchangeCosts, PeriodChooser
 from evenly.schedule.step_counter import Schedule
 from evenly.spec import EverySeconds, Exchange
+from evenly.spec.plan import counted
 
 logger = logging.getLogger(__name__)
 
@@ -214,8 +215,11 @@ class Exchanger:
         for pending_exchange in list(self._pending_exchanges):
             self._merge(pending_exchange)
 
-    def close(self) -> bool:
-        """Waits shortly for background exchanges; returns whether they ended."""
+    def close(self, *, may_differ: bool = False) -> bool:
+        """Waits shortly for background exchanges; returns whether they ended.
+
+        Logs a warning if nodes hold different parameters, unless they `may_differ`.
+        """
         self._loaded_weights.close()
         backgrounds = [
             pending_exchange.background
@@ -224,11 +228,11 @@ class Exchanger:
         ]
         have_ended = not backgrounds or backgrounds[-1].ends_within(CLOSING_S)  # they run in order
         steps, pending_exchanges = self._schedule.since if self._averages else 0, len(self._pending_exchanges)
-        if (steps or pending_exchanges) and not self._monitor.has_failed:
+        if (steps or pending_exchanges) and not may_differ and not self._monitor.has_failed:
             case = (
-                f"{pending_exchanges} pending exchanges are dropped"
+                f"{counted(pending_exchanges, 'pending exchange')} {'is' if pending_exchanges == 1 else 'are'} dropped"
                 if pending_exchanges
-                else f"{steps} steps came after an exchange"
+                else f"{counted(steps, 'step')} came after an exchange"
             )
             logger.warning("%s, so nodes hold different parameters: call finish() before close()", case)
         return have_ended
@@ -282,6 +286,8 @@ class Exchanger:
         return {
             "settings": self._bound_settings(),
             "policies": dict(self.buffers.policies),
+            "averaged": self._payload_builder.averaged_names,
+            "counts": self._groups.rank_group.size == 1 or self._replica_exchange.counts_samples,
             "restarts": self._restarts,
             "points": self._anchors.state(),
             "trips": pending_exchanges,

@@ -44,6 +44,11 @@ class PayloadBuilder:
         """Computes the fragments anew, after parts of the network moved between ranks."""
         self._trained, self._names = _trained(self._module), []
 
+    @property
+    def averaged_names(self) -> list[str]:
+        """The names of the parameters that exchanges average."""
+        return [entry.home for entry in trained_entries(self._module, self._distinct)] if self._is_sent else []
+
     def snapshot(self, fragments: Sequence[int], *, stateful: Sequence[int] = (), change: bool = False) -> Payload:
         """Returns a snapshot of these fragments; those in `stateful` include the optimizer's state."""
         return self._replica_exchange.snapshot(self._entries(fragments), self._state(stateful), change=change)

@@ -19,6 +19,7 @@ PLAIN = (
 CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 CLOSED = (torch.nn.Module, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 OF_MODULES = frozenset(vars(torch.nn.Module()))
+LIBRARY = f"{__name__.split('.', maxsplit=1)[0]}."  # its objects keep no outputs, and those of a cut network are large
 NO_ATTRIBUTES = (list, tuple, set, frozenset, collections.deque, dict, collections.OrderedDict, collections.defaultdict)
 
 
@@ -128,7 +129,9 @@ class KeptTensors:
     def _search(self, module: torch.nn.Module) -> None:
         for part in module.modules():
             for name, value in vars(part).items():
-                if name not in OF_MODULES and any(map(_has_graph, Outputs(value).tensors)):
+                if name in OF_MODULES or type(value).__module__.startswith(LIBRARY):
+                    continue
+                if any(map(_has_graph, Outputs(value).tensors)):
                     self._kept_in[id(part), name] = (weakref.ref(part), name)
 
 

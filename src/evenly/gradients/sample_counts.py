@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
+from evenly._torch.tensors import samples_in
 from evenly.errors import SpecError
 
 LEAST, MOST = 1e-6, 1e12  # samples of a batch, so that products with gradients stay precise
@@ -26,10 +25,10 @@ def counted_samples(count: Callable[..., float], args: Sequence[object], kwargs:
 
 
 def leading_dim(*args: object, **kwargs: object) -> float:
-    """Returns the leading dim of the first tensor among the arguments: the samples of a batch."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return float(value.shape[0])
+    """Returns the leading dim of the first tensor in the arguments, also inside dicts and lists: a batch's samples."""
+    samples = samples_in((*args, *kwargs.values()))
+    if samples is not None:
+        return float(samples)
     raise SpecError(
         "the samples of a batch are counted by the leading dim of the first tensor given to forward; none was given. "
         "Pass count=, a function of forward's arguments that returns the number of samples."

@@ -90,6 +90,7 @@ def lower(program: fx.GraphModule) -> None:
             _decompose_transpose(node)
     graph.eliminate_dead_code(lambda node: node.is_impure() or node.target is assign)
     graph.lint()
+    program.recompile()  # its code is compared between ranks
 
 
 def _make_positional(node: fx.Node, name: str) -> None:

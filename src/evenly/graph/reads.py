@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from evenly._torch.tracing import reading_attributes
+from evenly.errors import SpecError
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}  # attributes of every module
 ALL_ATTRIBUTES = "*"  # read through __dict__: any attribute may have been used
@@ -72,7 +73,7 @@ def recording_reads(model: nn.Module) -> Iterator[Reads]:
         elif event == "return" and ignored_frames and ignored_frames[-1] is frame:
             ignored_frames.pop()
 
-    profiler_before = sys.getprofile()
+    profiler_before = _profiler()
     with reading_attributes(recording_reader):
         sys.setprofile(record_call)
         try:
@@ -82,6 +83,18 @@ def recording_reads(model: nn.Module) -> Iterator[Reads]:
     reads.code_globals = {
         code: module_globals for code, module_globals in called.values() if is_user_code(module_globals)
     }
+
+
+def _profiler() -> Any:
+    """Returns the profiler of this thread; raises `SpecError` for one that could not be resumed after the trace."""
+    profiler = sys.getprofile()
+    if profiler is not None and not callable(profiler) and not hasattr(profiler, "enable"):
+        raise SpecError(
+            f"a network was to be traced while a profiler records Python's frames ({type(profiler).__name__}), which "
+            "tracing needs to do itself. Call evenly.shard before the profiler starts, or use "
+            "torch.profiler.profile(with_stack=False)."
+        )
+    return profiler
 
 
 def _resume_profiler(profiler: Any) -> None:

@@ -25,6 +25,7 @@ class Shapes(fx.Interpreter):
 
     def __init__(self, program: fx.GraphModule, *, may_overwrite: bool = False) -> None:
         super().__init__(program)
+        self.extra_traceback = False  # it would be added to messages of ours
         self._may_overwrite = may_overwrite  # whether an operation may change its input in place
         self.values: dict[str, MetaValue] = {}
         self.flops: dict[str, int] = {}

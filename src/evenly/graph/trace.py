@@ -95,12 +95,12 @@ def trace_module(model: nn.Module, example: Example, *, modes: Mapping[str, bool
     with _TRACING:
         torch.backends.mha.set_fastpath_enabled(False)  # in evaluation torch would fuse whole encoder layers
         try:
-            return _follow(model, arguments, modes)
+            return _trace(model, arguments, modes)
         finally:
             torch.backends.mha.set_fastpath_enabled(was_fastpath_enabled)
 
 
-def _follow(model: nn.Module, arguments: dict[str, torch.Tensor | None], modes: Mapping[str, bool] | None) -> Traced:
+def _trace(model: nn.Module, arguments: dict[str, torch.Tensor | None], modes: Mapping[str, bool] | None) -> Traced:
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     names = [name for name, _ in model.named_modules()]
     if modes is not None:

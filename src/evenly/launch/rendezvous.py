@@ -16,6 +16,8 @@ from evenly.launch.limits import BoundedStore, NoAnswerError, call_within
 from evenly.launch.serving import serve_store
 from evenly.launch.settings import environment
 
+RESOLVE_S = 6.0  # a host name that is unknown for so long is wrong; name services may be slow at the start of a job
+
 _num_rendezvous: Counter[tuple[str, int]] = Counter()  # at each address, in this process
 
 
@@ -29,7 +31,7 @@ def meet(place: Place, *, timeout_s: float) -> Store:
     prefix = f"evenly/{environment('TORCHELASTIC_RESTART_COUNT') or 0}/{_num_rendezvous[master]}"
     missing: list[int] = []
     reason = ""
-    own_token = secrets.token_hex(16)
+    own_token, began = secrets.token_hex(16), time.monotonic()
     for remaining_s in _tries(timeout_s):
         try:
             limit_s = max(remaining_s, 1.0)
@@ -45,8 +47,12 @@ def meet(place: Place, *, timeout_s: float) -> Store:
                     return run_store.raw
         except (NoAnswerError, PeerError):
             reason = "something listened there but gave no answer"
-        except (OSError, UnicodeError) as error:  # nothing listens there yet, or the host name is unknown or invalid
+        except (socket.gaierror, UnicodeError) as error:  # the host name is unknown or invalid
             reason = str(getattr(error, "strerror", None) or error)
+            if time.monotonic() - began > min(RESOLVE_S, 0.9 * timeout_s):
+                raise _unresolved(place, reason) from None
+        except OSError as error:  # nothing listens there yet
+            reason = str(error.strerror or error)
         except dist.DistError as error:  # the store ended with a rank 0 that gave up or restarts
             reason = str(error).splitlines()[0]
     raise _absent(place, missing=missing, timeout_s=timeout_s) if missing else _unreachable(place, reason, timeout_s)
@@ -86,6 +92,7 @@ def _connect(place: Place, *, timeout_s: float) -> TCPStore:
     """Returns the store at the master's address, which rank 0 serves unless torchrun's agent does."""
     addr, port = _master(place)
     serves = place.rank == 0 and not _agent_serves(place)
+    socket.getaddrinfo(addr, port)  # raises if the host is unknown; torch would try until its limit
     if not serves:  # a plain connection first: torch's attempts exceed their limit and fill the log
         socket.create_connection((addr, port), timeout=timeout_s).close()
     is_local = place.local_size == place.world_size
@@ -131,6 +138,15 @@ def _absent(place: Place, *, missing: list[int], timeout_s: float) -> LaunchErro
         f"{missing_text} of {place.world_size} did not arrive within {timeout_s:g} s, says rank {place.rank} on "
         f"{socket.gethostname()}; the ranks meet at {place.master_addr}:{place.master_port}. "
         "Look at the output of the missing ranks, or allow more time with timeout_s."
+    )
+
+
+def _unresolved(place: Place, reason: str) -> LaunchError:
+    return LaunchError(
+        f"rank {place.rank} of {place.world_size} on {socket.gethostname()} was to meet the others at "
+        f"{place.master_addr}:{place.master_port}, but {socket.gethostname()} does not know the host "
+        f"{place.master_addr!r} ({reason}). Set MASTER_ADDR to a name or IP address of the host of rank 0 that all "
+        "hosts can reach, the same on all ranks."
     )
 
 

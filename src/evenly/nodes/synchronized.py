@@ -25,6 +25,7 @@ from evenly.gradients import DdpGradients, Gradients, ShardedGradients, Verdict,
 from evenly.nodes.checks import OptimizedParameters, require_dense, require_own_steps, require_trainable
 from evenly.nodes.closures import Arguments, has_closure, with_mean_loss
 from evenly.nodes.signature import describe
+from evenly.nodes.state_reads import StateReadWarning
 from evenly.schedule.period_timer import PeriodTimer
 from evenly.schedule.step_clock import StepClock
 from evenly.schedule.step_counter import Schedule
@@ -61,6 +62,7 @@ class Synchronized(torch.nn.Module):
         self.module = module
         self.schedule = Schedule(period, exchange.fragments, least=exchange.least_adaptive_steps)
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
+        self.batch_samples: float | None = None  # of the last forward with gradients
         self._optimizer = optimizer
         self._settings = exchange
         self._groups = groups
@@ -100,11 +102,20 @@ class Synchronized(torch.nn.Module):
             replica_exchange.close(failed=True)
             groups.close(failed=True)
             raise
+        state_hook = module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # torch has no annotation here
+            StateReadWarning(self._steps_apart)
+        )
         self._removers = [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
             watch_scaler(scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._on_scaler_skip),
+            state_hook.remove,
         ]
+
+    def _steps_apart(self) -> int:
+        """Returns the steps that nodes have made since they held the same parameters; 0 inside `agreed()`."""
+        averages = len(self._groups.nodes) > 1 and not self._global_gradients
+        return self.schedule.since if averages and not self._is_in_agreed else 0
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
@@ -122,6 +133,7 @@ class Synchronized(torch.nn.Module):
         except Exception as error:
             self._monitor.report(error)
             raise
+        self.batch_samples = samples
         return self._gradients.forward(samples, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -137,13 +149,16 @@ class Synchronized(torch.nn.Module):
         with self._gradients.paused():
             yield
 
-    def end_epoch(self) -> None:
-        """Marks the end of a pass over the data; exchanges if the period is an epoch."""
+    def end_epoch(self, epochs: int | None = None) -> None:
+        """Marks the end of a pass over the data; exchanges if the period is one of epochs and over.
+
+        `epochs` is the number of passes that have ended; calls are counted if it is left out.
+        """
         self._require_outside_agreed("end_epoch()")
         self.advance_after_skipped_step()
         if self._period_timer is not None:
             self.wait_for_all_nodes()
-        elif self.schedule.due_at_epoch_end():
+        elif self.schedule.due_at_epoch_end(epochs):
             self._exchanger.exchange(range(self.schedule.fragments))
 
     def finish(self) -> None:
@@ -183,15 +198,18 @@ class Synchronized(torch.nn.Module):
         if self._is_in_agreed:
             raise SpecError(f"{what} was called inside agreed(), where the model is an average. Leave the block first.")
 
-    def close(self) -> None:
-        """Removes the hooks and ends the background thread; the plain network stays in `module`."""
+    def close(self, *, may_differ: bool = False) -> None:
+        """Removes the hooks and ends the background thread; the plain network stays in `module`.
+
+        Logs a warning if nodes hold different parameters, unless they `may_differ`.
+        """
         self._closed = True
         for remove in self._removers:
             remove()
         if self._shard_group is not None:
             self._shard_group.watch(None)
         self._gradients.close()
-        failed = not self._exchanger.close() or self._monitor.has_failed
+        failed = not self._exchanger.close(may_differ=may_differ) or self._monitor.has_failed
         self._monitor.close()
         self._replica_exchange.close(failed=failed)
         self._groups.close(failed=failed)

@@ -53,7 +53,7 @@ def why_left_out(
     others = [other for other in node if other != rank]
     helped = min(others, key=lambda other: profile.devices[other].alone, default=rank)
     if others and (eased := profile.devices[helped].alone) < EASED:
-        return f"rank {helped}, of its node, needs only {eased:.0%} of its time while this one rests"
+        return f"rank {helped} of its node runs {1 / eased:.1f}x faster while this rank is idle"
     if own_s + averaging_s > step_s:
         return f"a sample takes it {_ms(own_s)} and averaging {_ms(averaging_s)}, longer than the step"
     if not others:

@@ -11,7 +11,7 @@ from evenly.planner.replica_options import ReplicaOption, eased
 from evenly.spec.cluster import Cluster
 from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph
-from evenly.spec.period import Adaptive, EveryEpoch, EveryGradient, EverySeconds, EverySteps
+from evenly.spec.period import EPOCH_STEPS, Adaptive, EveryEpoch, EveryGradient, EverySeconds, EverySteps
 from evenly.spec.plan import Plan
 from evenly.spec.profile import Profile
 
@@ -28,7 +28,7 @@ def simulate(
     *,
     steps: int = 1000,
     jitter: float = 0.0,
-    steps_per_epoch: int = 1000,
+    steps_per_epoch: int = EPOCH_STEPS,
     seed: int = 0,
 ) -> Forecast:
     """Returns the time and traffic of a plan on a cluster, simulated step by step.
@@ -43,7 +43,7 @@ def simulate(
         graph: the network.
         steps: how many to simulate.
         jitter: how much a rank's time varies from step to step: the standard deviation over the mean.
-        steps_per_epoch: for plans that exchange once an epoch.
+        steps_per_epoch: for plans whose period is counted in epochs.
         seed: of the jitter.
     """
     if len(plan.roles) != cluster.world_size or len(profile.devices) != cluster.world_size:
@@ -64,8 +64,8 @@ def _every(plan: Plan, steps_per_epoch: int) -> int:
     match plan.period:
         case EverySteps(steps=number):
             return number
-        case EveryEpoch():
-            return steps_per_epoch
+        case EveryEpoch(epochs=number):
+            return number * steps_per_epoch
         case Adaptive(start=number):
             return number
         case EverySeconds():

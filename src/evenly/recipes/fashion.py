@@ -14,7 +14,7 @@ from evenly.recipes.config import RecipeConfig
 from evenly.recipes.fashion_data import load_fashion
 from evenly.recipes.resnet import SmallResNet
 from evenly.session import Session
-from evenly.spec import Event
+from evenly.spec import Event, Plan
 from evenly.spec.exchange import StatePolicy
 
 
@@ -51,18 +51,25 @@ def train_fashion(
     data: Path | None = None,
     resume: bool = True,
     listener: Callable[[Event], None] | None = None,
+    plan: Plan | None = None,
 ) -> float:
-    """Trains on all ranks together and returns the test accuracy of the final model."""
+    """Trains on all ranks together, as `plan` says if there is one, and returns the test accuracy at the end."""
     train, test = load_fashion(data, limit=config.train_limit)
     torch.manual_seed(config.seed)
     accuracy = math.nan  # on a rank that the plan leaves out
-    with Session(folder, seed=config.seed, resume=resume, checkpoint_every=config.checkpoint_every) as session:
+    with Session(
+        folder,
+        seed=config.seed,
+        resume=resume,
+        checkpoint_every=config.checkpoint_every,
+        progress=listener is None,
+    ) as session:
         if listener is not None:
             session.listen(listener)
         model = SmallResNet(config.width, blocks=config.blocks)
         wishes = config.model_dump(include={"overlap", "fragments", "codec", "outer", "optimizer_state"})
-        plan = session.plan(batch_size=config.batch_size, every=config.every, **wishes)
-        steps = config.epochs * math.ceil(len(train) / (config.batch_size * session.world_size))
+        plan = plan or session.plan(batch_size=config.batch_size, every=config.every, **wishes)
+        steps = config.epochs * math.ceil(len(train) / sum(plan.batch_shares))
         size = sum(parameter.numel() for parameter in model.parameters())
         session.describe(**config.model_dump(), total_steps=steps, parameters=size)
         optimizer = torch.optim.SGD(

@@ -20,7 +20,7 @@ from evenly.recipes.mnist_data import load_mnist
 from evenly.recipes.published import PublishedCifarNet, PublishedMnistNet
 from evenly.session import Session
 from evenly.shards import Adafactor
-from evenly.spec import Event
+from evenly.spec import Event, Plan
 from evenly.spec.layout import check_shares
 
 CASES = {"cifar": (PublishedCifarNet, load_cifar10), "mnist": (PublishedMnistNet, load_mnist)}
@@ -74,8 +74,9 @@ def train_shares(
     data: Path | None = None,
     resume: bool = True,
     listener: Callable[[Event], None] | None = None,
+    plan: Plan | None = None,
 ) -> float:
-    """Trains on all ranks together and returns the test accuracy of the final network."""
+    """Trains on all ranks together, as `plan` says if there is one, and returns the test accuracy at the end."""
     build, load = CASES[case]
     if data is None:
         fetched = {"cifar": "cifar10"}.get(case, case)  # as scripts/fetch-data.py names it
@@ -85,7 +86,13 @@ def train_shares(
     train, test = load(data, limit=config.train_limit)
     torch.manual_seed(config.seed)
     accuracy = math.nan  # on a rank that the plan leaves out
-    with Session(folder, seed=config.seed, resume=resume, checkpoint_every=config.checkpoint_every) as session:
+    with Session(
+        folder,
+        seed=config.seed,
+        resume=resume,
+        checkpoint_every=config.checkpoint_every,
+        progress=listener is None,
+    ) as session:
         if listener is not None:
             session.listen(listener)
         sizes: Sizes = {}
@@ -95,7 +102,7 @@ def train_shares(
             sizes["hidden"] = config.hidden
         model = build(**sizes)
         example = train.tensors[0][: config.batch_size]
-        plan = session.plan(
+        plan = plan or session.plan(
             model,
             example,
             batch_size=config.batch_size,

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from evenly.reports.plan_table import RankRow, milliseconds, per_second
 from evenly.spec import Forecast
+from evenly.spec.plan import counted
 
 RANK_HEADERS = ("rank", "node", "samples", "computes ms", "wires ms", "waits ms")
 
@@ -48,7 +49,7 @@ def _figures(forecast: Forecast) -> Iterator[tuple[str, float, str]]:
     yield "samples/s", forecast.samples_per_s, per_second(forecast.samples_per_s)
     yield "worst wait, part of the time", forecast.worst_wait, f"{forecast.worst_wait:.1%}"
     yield "exchanges, part of the time", exchanging, f"{exchanging:.1%}"
-    yield f"exchanges in {forecast.steps} steps", float(forecast.exchanges), str(forecast.exchanges)
+    yield f"exchanges in {counted(forecast.steps, 'step')}", float(forecast.exchanges), str(forecast.exchanges)
 
 
 def _difference(before: float, after: float, *, is_part: bool) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from evenly.reports.fresh_start import since_fresh_start
 from evenly.reports.plan_table import by_reason, named
 from evenly.spec import ExchangeDone, Phases, Rebalanced, Run, RunFinished, RunStarted
-from evenly.spec.plan import travel_words
+from evenly.spec.plan import counted, travel_words
 
 PHASE_HEADERS = ("rank", "node", "compute", "gradients", "exchange", "waiting", "other", "MB grad.", "MB exch.")
 LATE_S = 1e-3  # waiting less than this is no delay
@@ -45,7 +45,8 @@ def _exchange_words(run: Run) -> list[str]:
     late = sum(done.merged > done.step and done.waited_s > LATE_S for done in exchanges)
     beside = f", {late} of them merged late" if any(done.merged > done.step for done in exchanges) else ""
     return [
-        f"{len(exchanges)} exchanges{_form(run)} took {seconds:.3g} s, training waited for {waited_s:.3g} s{beside}; "
+        f"{counted(len(exchanges), 'exchange')}{_form(run)} took {seconds:.3g} s, "
+        f"training waited for {waited_s:.3g} s{beside}; "
         f"the node of rank 0 was {_percent(exchanges[-1].drift)} away from the average of all at the last, "
         f"{_percent(max(d.drift for d in exchanges))} at most"
     ]

@@ -16,6 +16,7 @@ from evenly.spec import (
     Plan,
 )
 from evenly.spec.layout import Choice
+from evenly.spec.period import EPOCH_STEPS
 
 WEIGHTED = ("conv", "linear", "embedding", "attention", "recurrent")
 MOST_NAMED = 8  # ranks named in a line
@@ -153,10 +154,12 @@ def _often(plan: Plan) -> str:
             return "after every step" if steps == 1 else f"every {steps} steps"
         case EverySeconds(seconds=seconds):
             return f"every {seconds:g} s"
-        case EveryEpoch():
-            return "once an epoch (taken as 1000 steps)"
+        case EveryEpoch(epochs=1):
+            return f"once an epoch (taken as {EPOCH_STEPS} steps)"
+        case EveryEpoch(epochs=epochs):
+            return f"every {epochs} epochs (of {EPOCH_STEPS} steps each)"
         case Adaptive(start=steps):
-            return f"every {steps} steps at first, then as measured"
+            return f"every {'step' if steps == 1 else f'{steps} steps'} at first, then as measured"
         case EveryGradient():
             return "of gradients at every step"
 

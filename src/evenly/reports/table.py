@@ -19,6 +19,7 @@ from evenly.spec import (
     RunFailed,
     RunFinished,
     RunStarted,
+    RunStopped,
 )
 
 
@@ -29,7 +30,7 @@ class TableRow:
     name: str
     cluster: str
     period: str
-    state: Literal["done", "failed", "stopped"]
+    state: Literal["done", "failed", "stopped", "stopped early"]
     note: str  # of an unfinished run: the error, or its last step
     seconds: float | None
     samples_per_s: float | None
@@ -41,7 +42,7 @@ class TableRow:
 def row_of(run: Run, *, name: str = "") -> TableRow:
     """Returns the row of one run."""
     whole = since_fresh_start(run)
-    started, parts = run.last(RunStarted), whole.of(RunFinished)
+    started, parts = whole.last(RunStarted), whole.of(RunFinished)
     seconds = sum(part.seconds for part in parts)
     state, note = _state(whole)
     return TableRow(
@@ -107,8 +108,11 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _state(whole: Run) -> tuple[Literal["done", "failed", "stopped"], str]:
+def _state(whole: Run) -> tuple[Literal["done", "failed", "stopped", "stopped early"], str]:
     latest = list(takewhile(lambda event: not isinstance(event, RunStarted), reversed(whole.events)))
+    for event in latest:
+        if isinstance(event, RunStopped):
+            return "stopped early", f"after step {event.step}, in epoch {event.epoch}: {event.reason}"
     for event in latest:
         if isinstance(event, RunFinished):
             return "done", ""
@@ -130,8 +134,8 @@ def _period(started: RunStarted | None) -> str:
             return str(steps)
         case EverySeconds(seconds=seconds):
             return f"{seconds:g} s"
-        case EveryEpoch():
-            return "epoch"
+        case EveryEpoch(epochs=epochs):
+            return "epoch" if epochs == 1 else f"{epochs} epochs"
         case Adaptive():
             return "adaptive"
     return "?"

@@ -8,6 +8,7 @@ from statistics import median
 
 from evenly.schedule.step_counter import Schedule
 from evenly.spec import Adaptive, Exchange
+from evenly.spec.plan import counted
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def choose(period: Adaptive, exchange: Exchange, now: int, costs: ExchangeCosts)
         steps = round(costs.steps * factor)
         why = (
             f"a node went {100 * costs.drift:.2g} % of the length of the parameters away from the average in "
-            f"{costs.steps:.0f} steps, and may go {100 * period.drift:.3g} %"
+            f"{counted(round(costs.steps), 'step')}, and may go {100 * period.drift:.3g} %"
         )
         if steps < exchange.least_adaptive_steps:
             why = f"{why}, but no period is shorter than twice the overlap"

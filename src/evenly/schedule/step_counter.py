@@ -1,7 +1,7 @@
 """The step counter that all ranks agree on, and the exchanges that are due."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from evenly.spec import Adaptive, AnyPeriod, EveryEpoch, EveryGradient, EverySteps
 
@@ -13,6 +13,7 @@ class ScheduleProgress(TypedDict):
     since: list[int]  # steps since the last exchange of each fragment
     exchanges: int
     period: list[int]  # the step at which it began, its length, and that of the next one
+    epochs: NotRequired[list[int]]  # epochs that have ended, and the step at which the last one did
 
 
 class Schedule:
@@ -28,6 +29,7 @@ class Schedule:
         self.next_length = _length(period, least)
         self._begun, self._length = 0 if isinstance(period, EveryGradient) else period.warmup, self.next_length
         self._since = [0] * fragments  # steps since the last exchange of each fragment
+        self._epochs = self._epoch_end = 0  # epochs that have ended, and the step at which the last one did
 
     @property
     def since(self) -> int:
@@ -58,9 +60,19 @@ class Schedule:
             self._begun = self.step
         return [f for f in range(self.fragments) if steps == -(-length * (f + 1) // self.fragments)]
 
-    def due_at_epoch_end(self) -> bool:
-        """Returns whether the end of an epoch calls for an exchange."""
-        return self.since > 0 and isinstance(self.period, EveryEpoch | EveryGradient)
+    def due_at_epoch_end(self, epochs: int | None = None) -> bool:
+        """Returns whether the end of an epoch calls for an exchange.
+
+        `epochs` is the number of epochs that have ended. If left out, calls are counted; a second one after the same
+        step is that of the same epoch.
+        """
+        if epochs is not None:
+            self._epochs = epochs
+        elif self.step > self._epoch_end:
+            self._epochs += 1
+        self._epoch_end = self.step
+        is_over = isinstance(self.period, EveryEpoch) and self._epochs % self.period.epochs == 0
+        return self.since > 0 and (is_over or isinstance(self.period, EveryGradient))
 
     def exchanged(self, fragments: Sequence[int]) -> None:
         """Records that an exchange of these fragments began."""
@@ -71,11 +83,18 @@ class Schedule:
     def progress(self) -> ScheduleProgress:
         """Returns the counters for a checkpoint."""
         lengths = [self._begun, self._length, self.next_length]
-        return {"step": self.step, "since": list(self._since), "exchanges": self.exchanges, "period": lengths}
+        return {
+            "step": self.step,
+            "since": list(self._since),
+            "exchanges": self.exchanges,
+            "period": lengths,
+            "epochs": [self._epochs, self._epoch_end],
+        }
 
     def resume(self, progress: ScheduleProgress) -> None:
         """Restores the counters; a period other than the saved one starts anew."""
         self.step, self.exchanges = progress["step"], progress["exchanges"]
+        self._epochs, self._epoch_end = progress.get("epochs", (0, 0))
         saved = list(progress["since"])
         self._since = saved if len(saved) == self.fragments else [max(saved)] * self.fragments
         begun, length, following = progress["period"]

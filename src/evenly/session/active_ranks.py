@@ -97,15 +97,16 @@ class ActiveRanks:
             self._restored = [restored]
         return self._restored[0]
 
-    def begin(self, epoch: int, epochs: int) -> None:
-        """Releases the checkpoint: the run has resumed from it at `epoch`."""
+    def begin(self, epoch: int, epochs: int, *, has_ended: bool = False) -> None:
+        """Releases the checkpoint: the run has resumed from it at `epoch`, or has ended there already."""
         self._restored = [None]
-        if epoch >= epochs and self.rank_group.rank == 0:
+        if (epoch >= epochs or has_ended) and self.rank_group.rank == 0:
             logger.warning(
-                "nothing is left to train: the run in this folder has made %d of %d epochs. Session(folder, "
+                "nothing is left to train: the run in this folder has made %d of %d epochs%s. Session(folder, "
                 "resume=False) starts afresh, and another folder a new run",
                 epoch,
                 epochs,
+                " and was stopped early; more epochs than these continue it" if epoch < epochs else "",
             )
 
     def take_part(self, plan: Plan) -> tuple["ActiveRanks", Plan]:

@@ -139,7 +139,7 @@ def synchronize(
         model: the network, on the device it trains on, or what `shard` made of it: then gradients are averaged over the
             replicas of a node, and each replica may be cut in its own way. All ranks start with the weights of rank 0.
         optimizer: any torch optimizer over the parameters of `model`.
-        every: the period K': a number of steps, `EverySteps(k, warmup=w)`, `"epoch"`, `"30s"`, `"5m"`,
+        every: the period K': a number of steps, `EverySteps(k, warmup=w)`, `"epoch"`, `"5 epochs"`, `"30s"`, `"5m"`,
             `Adaptive(...)`, `"2%"` (of the time may be spent on exchanges), `"adaptive"`, or `"global"`, in which all
             ranks average gradients at every step.
         nodes: the ranks of each node, such as `[[0], [1, 2, 3]]`; discovered if left out.

@@ -27,6 +27,11 @@ class Counters:
         self._models: list[Synchronized] = []
         self.start()
 
+    @property
+    def all_samples(self) -> float:
+        """The samples of all ranks so far, reckoned from those of this one."""
+        return self._all_samples
+
     def start(self) -> None:
         """Starts the clock: training begins here."""
         self._began = self._recorded_at = time.monotonic()

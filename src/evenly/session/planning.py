@@ -141,3 +141,12 @@ def require_epochs(plan: Plan, checkpoint_every: int | str | None, *, models: in
             f"checkpoint_every={checkpoint_every} steps was asked for, but with a period of {plan.period.seconds:g} s "
             "nodes make unequal numbers of them. Save every 'epoch', or count the period in steps."
         )
+
+
+def require_evaluation(*, train: bool) -> None:
+    """Raises `SpecError` for batches to train with, which only `prepare` makes."""
+    if train:
+        raise SpecError(
+            "feed(train=True) was called, but batches to train with come from prepare(), which counts their samples. "
+            "Give the dataset to prepare(); feed(train=False) is for evaluation."
+        )

@@ -1,19 +1,31 @@
 """Session: opens the world, prepares models, saves checkpoints, records the run, closes."""
 
+import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-from evenly.batches import FeedOptions, feed
+from evenly.batches import (
+    EvaluationFeed,
+    EvaluationPart,
+    Feed,
+    FeedOptions,
+    evaluation_part,
+    feed,
+    steps_per_epoch,
+)
+from evenly.checkpoints.averaged_model import save_average
+from evenly.checkpoints.best import KeepBest, KeptCheckpoints
 from evenly.checkpoints.full_state import TrainedModel
-from evenly.checkpoints.saving import apply, restore_random_state
+from evenly.checkpoints.saving import apply, load_tracked, restore_random_state
 from evenly.checkpoints.states import Stateful
 from evenly.comm import FailureMonitor, rank_group_of
 from evenly.errors import SpecError
@@ -21,12 +33,30 @@ from evenly.graph import Example
 from evenly.launch import Place, find_place, open_world, pick_device
 from evenly.nodes import Synchronized
 from evenly.nodes.composition import compose_synchronized
+from evenly.session.accumulation import AccumulatedBatch, Accumulation
 from evenly.session.active_ranks import LINGER_S, ActiveRanks, LeftOut
 from evenly.session.by_hand import regroup, survey_rank_group
-from evenly.session.planning import exchange_of, plan_run, require_epochs, require_numbers
+from evenly.session.epoch_loop import EpochLoop
+from evenly.session.planning import exchange_of, plan_run, require_epochs, require_evaluation, require_numbers
+from evenly.session.progress import ProgressDisplay
 from evenly.session.rebalancing import attach_rebalancer
+from evenly.session.reductions import Number, gather_values, mean_value, numbers_of
+from evenly.session.seeding import seed_program
 from evenly.session.sharding import shard_for
-from evenly.spec import CheckpointSaved, EpochDone, Event, Every, ExchangeWishes, Measured, Plan, Profile, RunStarted
+from evenly.session.stopping import RunInterrupted, StopAgreement
+from evenly.spec import (
+    CheckpointSaved,
+    Event,
+    Every,
+    EverySeconds,
+    ExchangeWishes,
+    Measured,
+    Plan,
+    Profile,
+    RunStarted,
+)
+
+logger = logging.getLogger(__name__)
 
 Setting = str | int | float | bool | None
 
@@ -43,9 +73,11 @@ class Session:
         seed: int = 0,
         checkpoint_every: int | Literal["epoch"] | None = "epoch",
         keep: int = 2,
+        keep_best: KeepBest | None = None,
         resume: bool = True,
         timeout_s: float = 600.0,
         place: Place | None = None,
+        progress: bool = True,
     ) -> None:
         """Opens nothing yet.
 
@@ -56,15 +88,18 @@ class Session:
             seed: of the order of samples.
             checkpoint_every: a number of steps, `"epoch"`, or None to save only by `checkpoint()`.
             keep: how many checkpoints stay on disk.
+            keep_best: the name of a number that `log` gets, whose best checkpoint stays, too: `"accuracy"`, or
+                `("loss", "min", 3)` for the three smallest.
             resume: whether to go on from the newest checkpoint in `folder`.
             timeout_s: how long a rank may wait for the others.
             place: this process among the others; found in the environment if left out.
+            progress: whether rank 0 writes a line per epoch to stderr, and a progress bar if that is a terminal.
         """
         self._folder = Path(folder) if folder is not None else None
         self._requested_device = device
         self._requested_nodes = nodes
         self._seed = seed
-        self._keep = max(keep, 1)
+        self._keep = KeptCheckpoints(max(keep, 1), keep_best, folder=self._folder)
         require_numbers(seed=seed, checkpoint_every=checkpoint_every)
         self._checkpoint_every = checkpoint_every
         self._place = place
@@ -73,7 +108,10 @@ class Session:
         self._monitor: FailureMonitor | None = None
         self._entered: ActiveRanks | None = None
         self._trained_models: list[TrainedModel] = []
-        self._epoch = self._saved_step = 0
+        self._accumulation = Accumulation(self._trained_models)
+        self._plan: Plan | None = None  # of the first model
+        self._progress = ProgressDisplay(lambda: self._counters.all_samples, self._first_feed) if progress else None
+        self._loop: EpochLoop | None = None  # once a model is prepared
         self._tracked, self._settings = dict[str, Stateful](), dict[str, Setting]()
 
     def __enter__(self) -> Self:
@@ -108,6 +146,9 @@ class Session:
                 holding=self._closing,
             )
         )
+        if self._progress is not None:
+            self.listen(self._progress)
+            self._closing.callback(self._progress.close)
 
     @property
     def _active_ranks(self) -> ActiveRanks:
@@ -132,13 +173,16 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        left_out = isinstance(error, LeftOut)
-        error = None if left_out else error
+        left_out, is_interrupted = isinstance(error, LeftOut), isinstance(error, RunInterrupted)
+        error = None if left_out or is_interrupted else error
         try:
             if isinstance(error, RuntimeError) and self._monitor is not None:
                 self._monitor.check()  # a lost rank may be the cause of torch's error
             if error is None and not left_out:
-                self.finish()
+                if self._loop is not None:
+                    self._loop.require_ended()
+                if not is_interrupted:
+                    self.finish()
                 sums = self._gatherer.gather(self._counters.sums(), "the end of the run")
                 self._counters.record_totals(sums, self.cluster.rank_lists())
         except BaseException as problem:
@@ -245,35 +289,42 @@ class Session:
         return synchronized, optimizer, batches
 
     def track(self, **things: Stateful) -> None:
-        """Saves objects with `state_dict` and `load_state_dict` (schedulers, a GradScaler) in the checkpoints."""
+        """Saves objects with `state_dict` and `load_state_dict` (schedulers, a GradScaler) in the checkpoints.
+
+        In a run that resumes their states are loaded at once. `CheckpointError` if the checkpoint has no such name; an
+        object that is new in this start is tracked inside the loop over `epochs`.
+        """
+        load_tracked(self._active_ranks.restored(), things)
         self._tracked.update(things)
-        restored = self._active_ranks.restored()
-        for name, stateful in things.items():
-            if restored is not None and name in restored["rank"]["tracked"]:
-                stateful.load_state_dict(restored["rank"]["tracked"][name])
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yields the epochs still to do; exchanges, records and saves at the end of each, and finishes the run."""
+        """Yields the epochs still to do; exchanges, records and saves at the end of each, and finishes the run.
+
+        Left early, by `break`, `return` or `stop()`, the run ends in the same way: with an exchange and a checkpoint,
+        and a second start trains nothing. After SIGTERM or SIGUSR1 all ranks save a checkpoint after the same step and
+        the program ends; a second start resumes there.
+        """
+        if self._loop is None:
+            raise SpecError("epochs() was called before prepare(): nothing would be trained. Prepare a model first.")
+        loop = self._loop
         if (restored := self._active_ranks.restored()) is not None:
-            self._epoch = int(restored["manifest"]["epoch"])
+            loop.epoch = int(restored["manifest"]["epoch"])
+            loop.has_ended = count <= restored["manifest"].get("ended_epochs", 0)
             restore_random_state(restored)
-            self._active_ranks.begin(self._epoch, count)
+            self._active_ranks.begin(loop.epoch, count, has_ended=loop.has_ended)
         self._counters.start()
-        while self._epoch < count:
-            for trained_model in self._trained_models:
-                if trained_model.feed is not None:
-                    trained_model.feed.epoch = self._epoch
-            yield self._epoch
-            self._epoch += 1
-            for trained_model in self._trained_models:
-                trained_model.model.end_epoch()
-                if trained_model.feed is not None:
-                    trained_model.feed.resume({"epoch": self._epoch, "offset": 0})
-            self._recorder.record(EpochDone, epoch=self._epoch, step=self._counters.step)
-            if self._checkpoint_every == "epoch" and self._folder is not None:
-                self.checkpoint()
-            self._between_steps()
-        self.finish()
+        if self._progress is not None:
+            self._progress.begin(count)
+        yield from loop.run(count)
+
+    def stop(self, reason: str = "stop() was called") -> None:
+        """Ends the run early: all ranks stop after the same step, exchange and save, and `epochs` yields no more.
+
+        Any rank may call it, at any point of the loop; the others need not.
+        """
+        if self._loop is None:
+            raise SpecError("stop() was called, but nothing is trained yet. Call it after prepare(), in the loop.")
+        self._loop.stopping.request(reason)
 
     def finish(self) -> None:
         """Makes the last exchange of every model, so that all ranks have the same parameters."""
@@ -282,20 +333,38 @@ class Session:
 
     def checkpoint(self) -> Path:
         """Saves the run now, on all ranks together, and returns the folder."""
+        return self._save()
+
+    def _save(self, ended_epochs: int | None = None) -> Path:
         if self._active_ranks.checkpoints is None:
             raise SpecError("a checkpoint was asked for, but the session has no folder. Use Session('runs/name').")
         began = time.monotonic()
         for trained_model in self._trained_models:
             trained_model.model.prepare_checkpoint()
-        step = self._saved_step = self._counters.step
+        step, epoch = self._counters.step, 0
+        if self._loop is not None:
+            self._loop.saved_step, epoch = step, self._loop.epoch
         save = self._active_ranks.checkpoints.save
-        path = save(step, self._trained_models, self._tracked, epoch=self._epoch, keep=self._keep)
+        path = save(step, self._trained_models, self._tracked, epoch=epoch, keep=self._keep, ended_epochs=ended_epochs)
         self._recorder.record(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
         return path
 
-    def log(self, **values: float | None) -> None:
-        """Records numbers such as losses and accuracies; those of rank 0 are written."""
-        self._recorder.record(Measured, step=self._counters.step, values=values)
+    def save(self, path: str | Path, *, name: str | None = None) -> Path:
+        """Writes the weights of a model, averaged over all nodes, to one file; all ranks call it together.
+
+        Args:
+            path: a file that ends in `.safetensors`, `.pt` or `.pth`, or a folder that ends in a slash, for
+                torch.distributed.checkpoint. What is there is replaced once the new one is complete.
+            name: the name of the model, if several are prepared.
+        """
+        return save_average(path, self._trained_models, name=name, gatherer=self._gatherer, rank=self.rank)
+
+    def log(self, **values: Number | None) -> None:
+        """Records numbers, also tensors of one, such as losses and accuracies; those of rank 0 are written."""
+        if self.is_main:
+            numbers = numbers_of(values)
+            self._recorder.record(Measured, step=self._counters.step, values=numbers)
+            self._keep.log(self._counters.step, numbers)
 
     def describe(self, **settings: Setting) -> None:
         """Adds settings of the program to the record of the run."""
@@ -307,21 +376,117 @@ class Session:
 
     def sum(self, *numbers: float) -> list[float]:
         """Returns the sums of each number over all ranks."""
-        for trained_model in self._trained_models:
-            trained_model.model.wait_for_all_nodes()
+        self._wait_for_all_nodes()
         rows = self._gatherer.gather([float(number) for number in numbers], f"a sum of {len(numbers)} over ranks")
         return [float(sum(column)) for column in zip(*rows, strict=True)]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the value of every rank: a tensor of any shape, a number, a text, or lists and dicts of these.
+
+        All ranks call it together. Tensors come back on the CPU.
+        """
+        self._wait_for_all_nodes()
+        return gather_values(self._gatherer, value, "a gathering of values")
+
+    def mean(self, value: Number, *, count: float | None = None) -> Any:
+        """Returns the mean over all ranks, weighted by the samples `count` behind each value; equal if left out.
+
+        All ranks call it together. Of a tensor with dims it is the mean of each element.
+        """
+        self._wait_for_all_nodes()
+        return mean_value(self._gatherer, value, count)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self._active_ranks.rank_group.rank == 0
+
+    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+        """Prints on rank 0 only."""
+        if self.is_main:
+            sys.stdout.write(sep.join(map(str, values)) + end)
+            sys.stdout.flush()
+
+    def seed_everything(self, seed: int) -> None:
+        """Seeds Python, numpy and torch, alike on all ranks, and the order of samples of loaders made afterwards."""
+        seed_program(seed)
+        self._seed = seed
+
+    def accumulate(self, count: int, *, is_last: bool = False) -> AbstractContextManager[AccumulatedBatch]:
+        """Opens a block for one of `count` batches that make one step, weighted by their samples.
+
+        Inside the block call the model and `batch.backward(loss)`; step after it if `batch.is_last`, which is also true
+        of the last batch of an epoch. `is_last` ends the step early: for a loader that is not the session's.
+        """
+        return self._accumulation.batch(count, is_last=is_last)
+
+    def feed(
+        self,
+        dataset: Dataset[object] | Iterable[object],
+        *,
+        train: bool = False,
+        batch_size: int | None = None,
+        **loading: Unpack[FeedOptions],
+    ) -> EvaluationFeed:
+        """Returns this rank's batches of a dataset for evaluation: over all ranks every sample comes once.
+
+        It can be made before and after `prepare`. Ranks take samples in proportion to the plan.
+
+        Args:
+            dataset: a map-style dataset, a stream, or a DataLoader.
+            train: False; `prepare` makes the loader to train with.
+            batch_size: most samples of a batch; if left out those of the DataLoader, of this rank's role in the plan,
+                or 32.
+            loading: as in `prepare`; samples are not shuffled by default.
+        """
+        require_evaluation(train=train)
+        size = dataset.batch_size if batch_size is None and isinstance(dataset, DataLoader) else batch_size
+        options: FeedOptions = {"seed": self._seed, **loading}
+        return EvaluationFeed(dataset, lambda: self._evaluation_part(size), device=self.device, **options)
+
+    def steps_per_epoch(
+        self,
+        dataset: Dataset[object] | Iterable[object],
+        plan: Plan,
+        *,
+        accumulate: int = 1,
+        **loading: Unpack[FeedOptions],
+    ) -> int:
+        """Returns the optimizer steps of an epoch, before `prepare`: for schedulers that need their number.
+
+        Args:
+            dataset: what is given to `prepare`.
+            plan: what is given to `prepare`.
+            accumulate: the batches of a step.
+            loading: what is given to `prepare`.
+        """
+        return steps_per_epoch(dataset, plan, accumulate=accumulate, **loading)
+
+    def _evaluation_part(self, batch_size: int | None) -> EvaluationPart:
+        return evaluation_part(self._plan, rank=self.rank, ranks=self.world_size, batch_size=batch_size)
+
+    def _first_feed(self) -> Feed | None:
+        return self._trained_models[0].feed if self._trained_models else None
+
+    def _wait_for_all_nodes(self) -> None:
+        for trained_model in self._trained_models:
+            trained_model.model.wait_for_all_nodes()
+
     def _register(self, trained_model: TrainedModel, plan: Plan) -> None:
         self._trained_models.append(trained_model)
-        self._closing.callback(trained_model.close)
+        self._plan = self._plan or plan
+        self._closing.callback(
+            lambda: trained_model.close(is_interrupted=self._loop is not None and self._loop.is_interrupted)
+        )
         self._counters.watch(trained_model.model)
         if trained_model.feed is not None:
-            trained_model.feed.on_end.append(trained_model.model.end_epoch)
+            feed, end_epoch = trained_model.feed, trained_model.model.end_epoch
+            feed.on_end.append(lambda: end_epoch(feed.epoch))
         attach_rebalancer(trained_model, plan, self._active_ranks)
         if len(self._trained_models) == 1:
-            self._counters.step = self._saved_step = trained_model.model.schedule.step
-            self._counters.count_steps(trained_model, lambda: self._epoch, ranks=self.world_size)
+            self._counters.step = trained_model.model.schedule.step
+            loop = self._loop = self._new_loop(plan)
+            self._counters.count_steps(trained_model, lambda: loop.epoch, ranks=self.world_size)
             fields = {
                 "settings": self._settings,
                 "resumed_step": self._counters.step,
@@ -330,12 +495,22 @@ class Session:
             self._recorder.record(RunStarted, name=self._folder.name if self._folder else "run", plan=plan, **fields)
 
     def _between_steps(self) -> None:
-        """Saves after every `checkpoint_every` steps, once per step: a step may take several batches."""
-        for trained_model in self._trained_models:
-            trained_model.model.advance_after_skipped_step()
-        every, step = self._checkpoint_every, self._counters.step
-        if self._folder and isinstance(every, int) and step % every == 0 and step > self._saved_step:
-            self.checkpoint()
+        if self._loop is not None:
+            self._loop.between_steps()
+
+    def _new_loop(self, plan: Plan) -> EpochLoop:
+        nodes, is_timed = self.cluster.rank_lists(), isinstance(plan.period, EverySeconds)
+        in_step = next(node for node in nodes if self.rank in node) if is_timed else range(self.world_size)
+        return EpochLoop(
+            self._trained_models,
+            self._counters,
+            self._recorder,
+            stopping=StopAgreement(self._active_ranks.monitor, ranks=in_step, timeout_s=self._timeout_s),
+            save=self._save if self._folder is not None else None,
+            saves_every=self._checkpoint_every,
+            report=self._report,
+            is_main=self.is_main,
+        )
 
     def _report(self, error: BaseException) -> None:
         for trained_model in self._trained_models:

@@ -41,6 +41,7 @@ from evenly.spec.run import (
     RunFailed,
     RunFinished,
     RunStarted,
+    RunStopped,
     StepsDone,
 )
 
@@ -89,6 +90,7 @@ __all__ = [
     "RunFailed",
     "RunFinished",
     "RunStarted",
+    "RunStopped",
     "StepsDone",
     "Tensor",
     "check_speeds",

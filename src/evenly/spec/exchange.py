@@ -169,7 +169,8 @@ def misfit(period: AnyPeriod, exchange: Exchange) -> str:
         case = f"exchanges overlap with {exchange.overlap} steps, but a new one begins after {period.steps}"
         return f"{case}; let them overlap with fewer"
     if exchange.fragments > period.steps:
-        return f"{exchange.fragments} fragments were asked for in a period of {period.steps} steps; take fewer"
+        length = "1 step" if period.steps == 1 else f"{period.steps} steps"
+        return f"{exchange.fragments} fragments were asked for in a period of {length}; take fewer"
     return ""
 
 

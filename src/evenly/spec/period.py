@@ -10,6 +10,7 @@ from evenly.errors import SpecError
 from evenly.spec._value import Value
 
 BUDGET = 0.02  # of the time, for exchanges
+EPOCH_STEPS = 1000  # steps of an epoch in a prediction, where the data are not known
 UNITS_S = {"s": 1, "m": 60, "min": 60, "h": 3600}
 WARMUP = Field(default=0, ge=0, strict=True, description="first steps, each followed by an exchange")
 
@@ -53,10 +54,20 @@ class EverySeconds(Value):
 
 
 class EveryEpoch(Value):
-    """An exchange after every pass over the data."""
+    """An exchange after every pass over the data, or after every `epochs`-th, counted from 1.
+
+    >>> EveryEpoch(5)
+    EveryEpoch(kind='epoch', epochs=5, warmup=0)
+    """
 
     kind: Literal["epoch"] = "epoch"
+    epochs: int = Field(default=1, ge=1, strict=True)
     warmup: int = WARMUP
+    _positional: ClassVar[tuple[str, ...]] = ("epochs",)
+
+    if TYPE_CHECKING:
+
+        def __init__(self, epochs: int = 1, *, warmup: int = 0) -> None: ...
 
 
 class EveryGradient(Value):
@@ -99,10 +110,15 @@ Period = Annotated[AnyPeriod, Field(discriminator="kind")]
 
 
 def known_steps(period: AnyPeriod) -> int:
-    """Returns the steps of a period, or of the first of adaptive ones; 0 if the data or the clock decide."""
+    """Returns the steps of a period, or of the first of adaptive ones; 0 if the clock decides.
+
+    An epoch counts as `EPOCH_STEPS`.
+    """
     match period:
         case EverySteps(steps=number) | Adaptive(start=number):
             return number
+        case EveryEpoch(epochs=number):
+            return EPOCH_STEPS * number
         case _:
             return 0
 
@@ -113,10 +129,10 @@ Every = AnyPeriod | int | str  # what `period_of` understands
 def period_of(wish: Every) -> AnyPeriod:
     """Returns the period that `wish` means.
 
-    A period, a number of steps, `"30s"`, `"5m"`, `"epoch"`, `"adaptive"`, `"2%"` of the time, `"global"`.
+    A period, a number of steps, `"30s"`, `"5m"`, `"epoch"`, `"5 epochs"`, `"adaptive"`, `"2%"` of the time, `"global"`.
 
-    >>> period_of(8), period_of("epoch")
-    (EverySteps(kind='steps', steps=8, warmup=0), EveryEpoch(kind='epoch', warmup=0))
+    >>> period_of(8), period_of("5 epochs")
+    (EverySteps(kind='steps', steps=8, warmup=0), EveryEpoch(kind='epoch', epochs=5, warmup=0))
     """
     if isinstance(wish, AnyPeriod):
         return wish
@@ -126,6 +142,8 @@ def period_of(wish: Every) -> AnyPeriod:
         return EverySeconds(float(timed[1]) * UNITS_S[timed[2]])
     if isinstance(wish, str) and (part := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*", wish)):
         return Adaptive(exchange_budget=float(part[1]) / 100)
+    if isinstance(wish, str) and (passes := re.fullmatch(r"\s*([0-9]{1,300})\s*epochs?\s*", wish)):
+        return EveryEpoch(int(passes[1]))
     if isinstance(wish, int) and not isinstance(wish, bool):
         if wish < 1:
             raise SpecError(
@@ -141,5 +159,6 @@ def period_of(wish: Every) -> AnyPeriod:
         return EveryGradient()
     raise SpecError(
         f"every={wish!r} is not a period. Give a number of steps, a time such as '30s' or '5m', a part of the time for "
-        "exchanges such as '2%', 'epoch', 'adaptive', 'global', EverySteps(k), EveryEpoch() or Adaptive(drift=0.05)."
+        "exchanges such as '2%', 'epoch', '5 epochs', 'adaptive', 'global', EverySteps(k), EveryEpoch() or "
+        "Adaptive(drift=0.05)."
     )

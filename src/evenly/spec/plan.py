@@ -199,8 +199,8 @@ def _period_words(plan: Plan) -> str:
             return f"gradients are averaged over all {'networks' if plan.replicas else 'ranks'} at every step"
         case EverySteps(steps=steps, warmup=warmup):
             often = "step" if steps == 1 else f"{steps} steps"
-        case EveryEpoch(warmup=warmup):
-            often = "epoch"
+        case EveryEpoch(epochs=epochs, warmup=warmup):
+            often = "epoch" if epochs == 1 else f"{epochs} epochs"
         case EverySeconds(seconds=seconds, warmup=warmup):
             often = f"{seconds:g} s"
         case Adaptive(warmup=warmup):

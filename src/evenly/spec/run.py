@@ -112,6 +112,16 @@ class CheckpointSaved(Value):
     seconds: float
 
 
+class RunStopped(Value):
+    """The run was stopped before its last epoch: by the program, or by a signal, after which it can be resumed."""
+
+    event: Literal["stopped"] = "stopped"
+    at_s: float
+    epoch: int
+    step: int
+    reason: str
+
+
 class RunFailed(Value):
     """The run ended in an error."""
 
@@ -167,6 +177,7 @@ Event = Annotated[
     | EpochDone
     | Measured
     | CheckpointSaved
+    | RunStopped
     | RunFailed
     | RunFinished,
     Field(discriminator="event"),

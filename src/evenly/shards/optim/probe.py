@@ -30,7 +30,7 @@ from evenly.shards.optim.trial_steps import RAMP, RANK_SUMMING, SCALES, describe
 from evenly.shards.parts.guard import CutTensors, cut_tensors_of, guard, trial_mode, unguard
 from evenly.shards.parts.local_shards import local_shard_of, local_shards_of
 from evenly.shards.parts.part_tensors import PartParameter, called_by_us
-from evenly.shards.run.rank_check import StepTally, settings_of, tally_of, tally_of_uncut
+from evenly.shards.run.rank_check import StepTally, packed_settings, tally_of, tally_of_uncut
 
 SIZES = ((6, 4, 3, 3, 2), (136, 130))  # of the dims: some optimizers treat large tensors differently
 STEPS = (30, len(RAMP) + len(SCALES))  # for each size; some optimizers act only every few steps
@@ -112,31 +112,43 @@ _checked: "weakref.WeakKeyDictionary[Optimizer, _Checked]" = weakref.WeakKeyDict
 
 
 class _Settings:
-    """The values of an optimizer and its groups in its last step, and what follows from them.
+    """The plain values of an optimizer and its groups, and what follows from them.
 
-    Most steps use the very same objects, which takes little time to see.
+    Most steps use the very same objects, which takes little time to see. Other objects are not kept: they may refer to
+    the optimizer, which would then never be freed.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._values = _values_of(optimizer)
+        self._packed: tuple[bytes, float] | None = None  # for the count of steps, once it is needed
+        self._values = _plain_values(optimizer)
         options = [group[name] for group in optimizer.param_groups for name in group.keys() - {"params", "param_names"}]
         self._may_change_in_place = any(isinstance(value, torch.Tensor | list) for value in options)
         self.signs = [_signs(group) for group in optimizer.param_groups], _signs(vars(optimizer))
-        self.numbers = settings_of(optimizer)
-        self.lr = learning_rate(optimizer)
 
     def is_current(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer still has the same values."""
-        values = _values_of(optimizer)
+        values = _plain_values(optimizer)
         is_same = len(values) == len(self._values) and all(map(is_, values, self._values))
         return is_same and not self._may_change_in_place
 
+    def count_step(self, optimizer: Optimizer, tallies: Sequence[StepTally]) -> None:
+        """Counts a step with these settings."""
+        if self._packed is None:
+            self._packed = packed_settings(optimizer), learning_rate(optimizer)
+        for tally in tallies:
+            tally.add(*self._packed)
 
-def _values_of(optimizer: Optimizer) -> list[object]:
+
+def _plain_values(optimizer: Optimizer) -> list[object]:
+    """Returns the numbers, texts and tuples of these; None in the place of everything else."""
     values = [*vars(optimizer).values()]
     for group in optimizer.param_groups:
         values += group.values()
-    return values
+    return [value if type(value) in PLAIN_TYPES or _is_plain_tuple(value) else None for value in values]
+
+
+def _is_plain_tuple(value: object) -> bool:
+    return type(value) is tuple and all(type(item) in PLAIN_TYPES for item in value)
 
 
 def _settings_now(optimizer: Optimizer) -> _Settings:
@@ -156,20 +168,21 @@ def _before_step(
         return None
     checked = _checked.get(optimizer)
     if checked is None or not _is_valid(checked, optimizer):
-        parameter_key, change_key = _parameter_key(optimizer), _change_key(optimizer)
-        check_elementwise(optimizer, args[1:], kwargs)  # the first is the optimizer
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        cut = cut_tensors_of(parameters)
         local_shards = local_shards_of(parameters)
+        uncut = list({id(tally): tally for tally in map(tally_of_uncut, parameters) if tally is not None}.values())
+        parameter_key = _parameter_key(optimizer)
+        change_key = _change_key(optimizer) if local_shards or uncut else None
+        check_elementwise(optimizer, args[1:], kwargs)  # the first is the optimizer
+        cut = cut_tensors_of(parameters)
         shard_groups = [
             shard_group
             for shard_group in dict.fromkeys(local_shard.shard_group for local_shard in local_shards)
             if shard_group.size > 1
         ]
-        uncut = list({id(tally): tally for tally in map(tally_of_uncut, parameters) if tally is not None}.values())
         checked = _Checked(
             parameter_key=parameter_key,
-            change_key=change_key if local_shards or uncut else None,
+            change_key=change_key,
             cut=cut,
             parameters=parameters if cut else [],
             shard_groups=shard_groups,
@@ -198,9 +211,7 @@ def _after_step(optimizer: Optimizer, _: object, __: object) -> None:
     checked = None if trial_mode.is_on else _checked.get(optimizer)
     if checked is not None and checked.shard_groups:
         guard(checked.cut)
-        settings = _settings_now(optimizer)
-        for tally in checked.tallies:
-            tally.add(settings.numbers, settings.lr)
+        _settings_now(optimizer).count_step(optimizer, checked.tallies)
 
 
 def _refuse_idle_step(optimizer: Optimizer, checked: _Checked) -> None:

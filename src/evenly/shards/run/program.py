@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from evenly._torch import pytree
 from evenly._torch.autograd import in_backward
-from evenly._torch.modules import tensor_tables
+from evenly._torch.modules import tensor_reader
 from evenly._torch.tracing import is_constant
 from evenly.comm import ShardGroup
 from evenly.errors import SpecError
@@ -259,10 +259,8 @@ class Program:
         if self._layers[name].op == "constant":
             return partial(operator.attrgetter(path), self.traced.program)
         parent, _, attribute = path.rpartition(".")
-        for table in tensor_tables(self._model.get_submodule(parent)):
-            if attribute in table:
-                return partial(operator.getitem, table, attribute)  # faster than the module's __getattr__
-        return partial(operator.attrgetter(path), self._model)
+        reader = tensor_reader(self._model.get_submodule(parent), attribute)
+        return partial(operator.attrgetter(path), self._model) if reader is None else reader
 
     def _move_runner(self, move: Move) -> Callable[[ForwardContext], None]:
         before, after = (move.tensor, move.before), (move.tensor, move.after)

@@ -4,6 +4,7 @@ Each rank trains its parts from its own loss. A skipped step, another learning r
 leave parts of different networks. The ranks compare a row of numbers every few forward passes.
 """
 
+import math
 import struct
 import weakref
 import zlib
@@ -20,7 +21,8 @@ from evenly.shards.parts.local_shards import local_shard_of
 
 EARLY_PASSES = (2, 3, 16, 32, 64)  # most mistakes show at once
 EVERY = 128  # passes between comparisons later; each takes about half of a tiny step
-SAMPLED = 1 << 15  # elements of a tensor that are read: a slow rank needs a millisecond for them
+SAMPLED = 1 << 20  # elements of a batch or of a gradient of an output that are read
+SAMPLED_OF_PARAMETER = 1 << 15  # those of parameters differ everywhere; a slow rank needs a millisecond for them
 NUMBERS = (bool, int, float)
 _UNCUT = "_evenly_uncut"
 ADVICE = "All ranks of a cut network must make the same calls with the same batches, labels and settings."
@@ -36,7 +38,7 @@ class StepTally:
         self.passes: int | None = None  # with gradients since the last step; None where no network counts them
 
     def add(self, settings: bytes, lr: float) -> None:
-        """Counts a step of an optimizer with these `settings_of` it."""
+        """Counts a step of an optimizer with these packed settings."""
         self.steps += 1
         self.passes = None if self.passes is None else 0
         self.settings = zlib.crc32(settings, self.settings)
@@ -75,8 +77,12 @@ class RankCheck:
         self._comparisons = 0
         self._output_gradients: list[float] = [0.0, 0.0, 0.0]  # sum of sizes, weighted sum, tolerance
 
+    def begin_pass(self) -> None:
+        """Counts a forward pass of the network."""
+        self.passes += 1
+
     def before_pass(self) -> None:
-        """Counts a pass with gradients, and compares the ranks if a comparison is due."""
+        """Notes whether the pass has gradients, and compares the ranks if a comparison is due."""
         if torch.is_grad_enabled() and self._tally.passes is not None:
             self._tally.passes += 1
         if _is_due(self.passes):
@@ -103,7 +109,7 @@ class RankCheck:
         name = list(tensors)[self._comparisons % len(tensors)] if tensors else ""  # one per comparison, in turn
         self._comparisons += 1
         local_row = [self._tally.steps, self._tally.settings, self._tally.lr, *self._output_gradients]
-        local_row += _digest_and_tolerance(tensors[name]) if name else [0.0, 0.0, 0.0]
+        local_row += _digest_and_tolerance(tensors[name], most=SAMPLED_OF_PARAMETER) if name else [0.0, 0.0, 0.0]
         first, *others = rows = self._shard_group.gather_numbers(local_row, self._device())
         if any(row[0] != first[0] for row in others):
             counts = {rank: int(row[0]) for rank, row in enumerate(rows)}
@@ -150,8 +156,8 @@ def _is_due(number: int) -> bool:
     return number in EARLY_PASSES or number % EVERY == 0
 
 
-def settings_of(optimizer: Optimizer) -> bytes:
-    """Returns the numeric settings of all parameter groups."""
+def packed_settings(optimizer: Optimizer) -> bytes:
+    """Returns the numeric settings of all parameter groups, packed for a checksum."""
     values = [float(value) for group in optimizer.param_groups for value in _numbers(group)]
     return struct.pack(f"{len(values)}d", *values)
 
@@ -170,18 +176,23 @@ def _numbers(group: Mapping[str, object]) -> Iterable[float]:
             yield float(value)
 
 
-def digest(tensor: torch.Tensor) -> list[float]:
-    """Returns the sum of absolute values and a weighted sum, which differ for different data."""
+def digest(tensor: torch.Tensor, *, most: int = SAMPLED) -> list[float]:
+    """Returns the sum of absolute values and a weighted sum, which differ for different data.
+
+    Of a larger tensor about `most` elements are read, at a distance that meets all columns of its rows.
+    """
     flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.reshape(-1)
-    step = max(1, -(-flat.numel() // SAMPLED))
+    step = max(1, -(-flat.numel() // most))
+    while math.gcd(step, flat.numel()) > 1:
+        step += 1
     sample = flat[::step].double()
     positions = torch.arange(1, sample.numel() + 1, dtype=torch.float64, device=sample.device)
     return list(torch.stack([sample.abs().sum(), (sample * positions.cos()).sum()]).tolist())
 
 
-def _digest_and_tolerance(tensor: torch.Tensor) -> list[float]:
+def _digest_and_tolerance(tensor: torch.Tensor, *, most: int = SAMPLED) -> list[float]:
     """Returns the digest, and the relative difference of it that rounding may cause."""
-    return [*digest(tensor), max(1e-4, 4 * torch.finfo(tensor.dtype).eps)]
+    return [*digest(tensor, most=most), max(1e-4, 4 * torch.finfo(tensor.dtype).eps)]
 
 
 def _alike(mine: Sequence[float], theirs: Sequence[float], offset: int) -> bool:

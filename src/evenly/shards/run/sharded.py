@@ -190,7 +190,7 @@ class Sharded(WatchedModule):
 
     def _agree_on_batch(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Compares the batch with the other ranks' whenever its size, the mode or the trace has changed."""
-        self._rank_check.passes += 1
+        self._rank_check.begin_pass()
         tensors = [inputs[name] for name in self._shapes if self._shapes[name]]
         if self._running is None or self.shard_group.size == 1 or not tensors:
             return
@@ -250,7 +250,7 @@ class Sharded(WatchedModule):
         return self._program_of(self._traced_program.update(arguments, training=self.training))
 
     def _bind(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
-        if not kwargs and len(args) == len(self._positional):  # faster than `bind`
+        if self._positional is not None and not kwargs and len(args) == len(self._positional):  # faster than `bind`
             return dict(zip(self._positional, args, strict=True))
         try:
             return self._signature.bind(*args, **kwargs).arguments
@@ -404,11 +404,11 @@ def sharded_of(model: nn.Module) -> Sharded:
     return inner
 
 
-def _positional_names(forward: Signature) -> tuple[str, ...]:
-    """Returns the names of the parameters of forward if all of them can be given by position; otherwise none."""
+def _positional_names(forward: Signature) -> tuple[str, ...] | None:
+    """Returns the names of the parameters of forward if all of them can be given by position; otherwise None."""
     parameters = forward.parameters.values()
     is_simple = all(parameter.kind is Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
-    return tuple(forward.parameters) if is_simple else ()
+    return tuple(forward.parameters) if is_simple else None
 
 
 def _refuse_transforms() -> None:
