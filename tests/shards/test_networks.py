@@ -191,7 +191,11 @@ def _trained(rank_group: RankGroup, model: nn.Module, shares: Sequence[float], s
 
 @pytest.mark.parametrize("name", NOISE)
 def test_random_numbers_do_not_depend_on_the_cut(name: str) -> None:
-    models = [seeded(lambda: blocks(NOISE[name]())) for _ in range(3)]
+    _require_same_numbers(NOISE[name])
+
+
+def _require_same_numbers(build: Callable[[], nn.Module]) -> None:
+    models = [seeded(lambda: blocks(build())) for _ in range(3)]
     runs = [
         run_ranks(len(shares), _trained, model, shares, 2)
         for model, shares in zip(models, ([1], [3, 2], [5, 3, 1]), strict=True)
@@ -391,17 +395,80 @@ def test_gradients_of_gradients(norm: Callable[[int], nn.Module], shares: list[f
             torch.testing.assert_close(ours, parameter.grad, rtol=1e-9, atol=1e-9)
 
 
-def test_an_lstm_is_named_as_what_it_is() -> None:
-    class Recurrent(nn.Module):
+class Recurrent(nn.Module):
+    def __init__(self, kind: Callable[..., nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.rnn = kind(6, 5, **options)
+        self.first, self.head = nn.Linear(4, 6), nn.LazyLinear(3)
+        self.has_cells = self.rnn.mode == "LSTM"
+        self(torch.zeros(2, 3, 4))  # gives the head its size
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, states = self.rnn(self.first(x))
+        return self.head(y), states[0][-1] + states[1][0].mean() if self.has_cells else states[-1]
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": partial(Recurrent, nn.LSTM, batch_first=True),
+    "LSTM, steps first": partial(Recurrent, nn.LSTM),
+    "LSTM with projections": partial(Recurrent, nn.LSTM, batch_first=True, proj_size=3, num_layers=2),
+    "GRU of both directions": partial(Recurrent, nn.GRU, batch_first=True, bidirectional=True, bias=False),
+    "RNN": partial(Recurrent, nn.RNN, batch_first=True, nonlinearity="relu", num_layers=2),
+}
+SEQUENCES = torch.randn(5, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("cut_batch", [False, True])
+def test_recurrent_layers_are_cut_along_the_batch(name: str, cut_batch: bool) -> None:
+    build = lambda: RECURRENT[name]().double()  # noqa: E731
+    layout = compare(build, SEQUENCES, [5, 3, 1], cut_batch=cut_batch, rates=MANY_MESSAGES)
+    (choice,) = [choice for choice in layout.choices if choice.op == "recurrent"]
+    assert choice.mode == "bystander"
+    cut_dim = "4 / 2 / 1 of 7 indices of dim 1" if name == "LSTM, steps first" else "3 / 2 / 0 of 5 samples"
+    assert cut_dim in layout.explain()
+
+
+def test_a_recurrent_layer_that_is_faster_whole_is_named_as_what_it_is() -> None:
+    layout = compare(lambda: RECURRENT["LSTM"]().double(), SEQUENCES, SHARES)
+    assert "recurrent  whole        whole on every rank" in layout.explain()
+    assert "LSTM has no rule for its units; cutting its batch takes longer" in layout.explain()
+    single = compare(lambda: RECURRENT["LSTM"]().double(), SEQUENCES[:1], SHARES, smaller=False)
+    assert "LSTM has no rule for its units; cutting its batch is not possible here" in single.explain()
+
+
+class GivenStates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.start = nn.LSTM(4, 5, num_layers=2, batch_first=True), nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.start(x[:, 0]).unflatten(1, (2, 5)).transpose(0, 1)
+        y, (hidden, cells) = self.rnn(x, (start, start.tanh()))
+        return y * cells[-1].unsqueeze(1) + self.rnn(x, (hidden, cells))[0]
+
+
+def test_states_that_are_given_and_used_again() -> None:
+    compare(lambda: GivenStates().double(), SEQUENCES, SHARES, rates=MANY_MESSAGES)
+
+
+def test_dropout_between_recurrent_layers_does_not_depend_on_the_cut() -> None:
+    class Pixels(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.lstm, self.head = nn.Linear(4, 6), nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+            self.rnn = nn.GRU(8, 8, num_layers=3, dropout=0.4, batch_first=True)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.lstm(self.first(x))[0])
+            return x + self.rnn(x.flatten(2).transpose(1, 2))[0].transpose(1, 2).view(x.shape)
 
-    layout = compare(lambda: Recurrent().double(), torch.randn(3, 7, 4, dtype=torch.float64), SHARES)
-    assert "LSTM has no rule" in layout.explain()
+    _require_same_numbers(Pixels)
+
+
+def test_sequences_of_other_lengths_through_recurrent_layers() -> None:
+    sequences = [torch.randn(n, steps, 4, dtype=torch.float64) for n, steps in ((5, 7), (1, 7), (2, 4), (6, 9), (5, 7))]
+    build = partial(seeded, RECURRENT["GRU of both directions"])
+    assert play(build, SEQUENCES, [5, 3, 1], [Act(x) for x in sequences], cut_batch=True) == ""
 
 
 class Compiled(nn.Module):

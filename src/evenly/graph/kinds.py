@@ -45,6 +45,11 @@ class OpInputs:
         return value
 
     @property
+    def tensor_nodes(self) -> list[fx.Node]:
+        """The inputs that are tensors."""
+        return [node for node in self.node.all_input_nodes if isinstance(self.values[node.name], torch.Tensor)]
+
+    @property
     def ndim(self) -> int:
         """The number of dims of the first tensor."""
         return self.first.ndim
@@ -116,8 +121,7 @@ def _positive(dim: int, ndim: int) -> int:
 
 
 def _unary(call: OpInputs) -> OpKind:
-    tensors = [node for node in call.node.all_input_nodes if isinstance(call.values[node.name], torch.Tensor)]
-    if len(tensors) > 1:
+    if len(call.tensor_nodes) > 1:
         return OpKind("joining", "join", {"linear": False})
     out = call.values[call.node.name]  # a cast to integers is not linear
     return OpKind(
@@ -126,9 +130,8 @@ def _unary(call: OpInputs) -> OpKind:
 
 
 def _join(call: OpInputs) -> OpKind:
-    tensors = [node for node in call.node.all_input_nodes if isinstance(call.values[node.name], torch.Tensor)]
     positions = [isinstance(call.argument(i, ""), torch.Tensor) for i in range(len(call.node.args))]
-    if len(tensors) == 1 and sum(positions) == 1:
+    if len(call.tensor_nodes) == 1 and sum(positions) == 1:
         plain = positions[0] and call.node.kwargs.get("rounding_mode") is None
         scaled = call.name in ("mul", "multiply") or (call.name in ("div", "divide", "truediv") and plain)
         return OpKind("pointwise", "unary", {"linear": scaled})
@@ -223,7 +226,8 @@ def _functional_batch_norm(call: OpInputs) -> OpKind:
         call.node.args[position] if len(call.node.args) > position else call.node.kwargs.get(key)
         for position, key in enumerate(("running_mean", "running_var"), start=1)
     ]
-    statistics = [argument.name for argument in arguments if isinstance(argument, fx.Node)]
+    nodes = call.tensor_nodes
+    statistics = [nodes.index(argument) for argument in arguments if isinstance(argument, fx.Node)]
     return OpKind("per channel", "batch_norm", {"statistics": statistics})
 
 
@@ -374,6 +378,17 @@ def _cross_entropy(call: OpInputs) -> OpKind:
     return OpKind("mixing", "cross_entropy")
 
 
+def _recurrent(call: OpInputs) -> OpKind:
+    states = call.node.args[1]
+    names = {node.name for node in states if isinstance(node, fx.Node)} if isinstance(states, list | tuple) else set()
+    options: dict[str, Option] = {
+        "name": str(call.argument(3, "mode")),
+        "states": len(names),
+        "batch": 0 if call.argument(8, "batch_first") else 1,
+    }
+    return OpKind("mixing", "recurrent", options)
+
+
 def _matmul(call: OpInputs) -> OpKind:
     shapes = [call.values[node.name].ndim for node in call.node.all_input_nodes]
     return (
@@ -422,6 +437,7 @@ RULES: dict[str, Callable[[OpInputs], OpKind]] = {
     "narrow": _narrow,
     "select": _select,
     "expand": lambda call: OpKind("reshaping", "expand"),
+    "recurrent": _recurrent,
     "repeat_interleave": _repeat,
     "scaled_dot_product_attention": _attention,
     "cross_entropy": _cross_entropy,

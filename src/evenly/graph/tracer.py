@@ -46,6 +46,7 @@ OPENED = (
     nn.PReLU,
     nn.MultiheadAttention,
     nn.GLU,
+    nn.RNNBase,
     nn.TransformerEncoderLayer,
     nn.TransformerEncoder,
     nn.TransformerDecoderLayer,

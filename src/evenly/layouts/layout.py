@@ -39,9 +39,13 @@ def lay_out(
     members = tuple(rank for rank, share in enumerate(numbers) if share > 0)
     if cut_batch and graph.batch_size < 2:
         raise SpecError("cut_batch=True was asked for, but the example has fewer than 2 samples. Give a larger one.")
-    cuts = DimCuts([numbers[rank] for rank in members], batch=graph.batch_size if cut_batch else 0)
+    may_cut_batch = cut_batch or any(layer.op == "recurrent" for layer in graph.layers)
+    batch_size = graph.batch_size if may_cut_batch and graph.batch_size > 1 else 0
+    cuts = DimCuts([numbers[rank] for rank in members], batch=batch_size)
     shares_by_tensor = _shares_by_tensor(graph, {} if layer_shares is None else layer_shares, len(numbers), members)
-    search = Search(graph, cuts, rates or TransferCosts(), modes or {}, shares_by_tensor, placed or {})
+    search = Search(
+        graph, cuts, rates or TransferCosts(), modes or {}, shares_by_tensor, cut_batch=cut_batch, placed=placed or {}
+    )
     steps = search.run().steps()
     return Layout(
         graph=graph.fingerprint,

@@ -108,8 +108,8 @@ def _batch_norm(context: LayerContext) -> Iterator[LayerOption]:
             channels = context.inputs[0].shape[1]
             statistics = context.layer.options.get("statistics", ())
             needs = tuple(
-                REPLICATED if t.name in statistics or t.name.endswith((".running_mean", ".running_var")) else COPIED
-                for t in context.inputs[1:]
+                REPLICATED if i in statistics or t.name.endswith((".running_mean", ".running_var")) else COPIED
+                for i, t in enumerate(context.inputs[1:], start=1)
             )
             yield LayerOption("moments", (placement, *needs), (placement,), *_moments(context, channels))
 
@@ -230,6 +230,19 @@ def _mask_need(mask: Tensor, query: Tensor, placement: TensorPlacement) -> Tenso
     return TensorPlacement("sharded", mask_dim, placement.cut) if has_dim else COPIED
 
 
+def _recurrent(context: LayerContext) -> Iterator[LayerOption]:
+    """Yields options that cut the batch: a cut of the units would send every step's states, which takes longer."""
+    x, batch, num_states = context.inputs[0], context.layer.options["batch"], context.layer.options["states"]
+    placements = [placement for placement in context.cut_dims(0) if placement.dim == batch]
+    samples = context.batches.get(x.name)
+    if not placements and samples is not None:  # where steps are dim 0 of the inputs, they count as samples
+        placements = [samples if samples.dim == batch else context.own_cut(x, batch)]
+    for placement in placements:
+        state = TensorPlacement("sharded", 1, placement.cut)
+        needs = others(context, [placement, *[state] * num_states], COPIED)
+        yield LayerOption("bystander", needs, (placement, *[state] * (len(context.layer.outputs) - 1)))
+
+
 def _cross_entropy(context: LayerContext) -> Iterator[LayerOption]:
     logits = context.inputs[0]
     rows = logits.numel // logits.shape[1]
@@ -268,5 +281,6 @@ RULES: dict[str, Callable[[LayerContext], Iterator[LayerOption]]] = {
     "pixel_shuffle": shape_rules.pixel_shuffle,
     "matmul": _matmul,
     "attention": _attention,
+    "recurrent": _recurrent,
     "cross_entropy": _cross_entropy,
 }

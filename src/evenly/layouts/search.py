@@ -75,6 +75,7 @@ class Search:
     rates: TransferCosts
     allowed: Mapping[str, Sequence[str]]
     shares: Mapping[str, tuple[float, ...]]  # of tensors whose layer has its own
+    cut_batch: bool = True  # whether all layers may be cut along the batch, or only recurrent ones
     placed: Mapping[str, Placed] = field(default_factory=dict)  # how parameters and buffers are cut already, by name
     tensors: dict[str, Tensor] = field(init=False)
     preferred_units: PreferredUnits = field(init=False)
@@ -156,7 +157,8 @@ class Search:
             return [
                 SearchStep(states, Choice(layer=layer.name, mode="source", gives=(REPLICATED,) * len(layer.outputs)))
             ]
-        context = self._context(layer, input_states, self.batches)
+        may_cut_batch = self.cut_batch or layer.op == "recurrent"
+        context = self._context(layer, input_states, self.batches if may_cut_batch else {})
         options = [option for option in options_of(context) if self._allows(layer, option)]
         return [step for option in options if (step := self.take(context, option)) is not None]
 
@@ -220,9 +222,16 @@ class Search:
                 gives=option.gives,
                 messages=option.messages if self.size > 1 else 0,
                 sent_bytes=sent,
-                note=layer.note,
+                note=self._note(layer) if option.is_whole else layer.note,
             )
         return self._choices[key]
+
+    def _note(self, layer: Layer) -> str:
+        """Returns why an operation is computed whole; an empty text if it is one that follows the cut of its inputs."""
+        if layer.op != "recurrent":
+            return layer.note
+        reason = "takes longer" if layer.inputs[0] in self.batches else "is not possible here"
+        return f"{layer.options['name'].partition('_')[0]} has no rule for its units; cutting its batch {reason}"
 
     def reach(self, tensor: Tensor, state: State, need: TensorPlacement) -> tuple[State, list[Move]] | None:
         """Returns the states of a tensor once it is redistributed to `need`, and the moves for that."""
@@ -291,7 +300,7 @@ class Search:
 
 def _changed_names(layer: Layer) -> Sequence[str]:
     """Returns the buffers that an operation changes in place: they cannot be redistributed for it."""
-    return layer.inputs[:1] if layer.op == "assign" else layer.options.get("statistics", ())
+    return layer.inputs[:1] if layer.op == "assign" else [layer.inputs[i] for i in layer.options.get("statistics", ())]
 
 
 def _width(context: LayerContext) -> int:

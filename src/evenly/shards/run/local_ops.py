@@ -286,6 +286,27 @@ def _attention(op_instance: OpInstance) -> LocalOp:
     return run_local
 
 
+def _recurrent(op_instance: OpInstance) -> LocalOp:
+    """Runs recurrent layers on this rank's samples; a rank without samples gives empty outputs."""
+    run = op_instance.run
+
+    def run_local(
+        context: ForwardContext,
+        x: torch.Tensor,
+        states: list[torch.Tensor],
+        weights: list[torch.Tensor],
+        *options: NodeValue,
+    ) -> NodeValue:
+        if x.numel():
+            return run(x, states, weights, *options)
+        inputs = (x, list(states), list(weights))
+        shapes = run(*pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("meta"), inputs), *options)
+        linked = [x, *states, *weights]
+        return tuple(ops.linked_zeros(output.shape, *linked, dependence="all") for output in shapes)
+
+    return run_local
+
+
 def _whole_module(op_instance: OpInstance) -> LocalOp:
     """Calls a module that is computed whole; buffers that it replaces are whole on every rank, as the old ones."""
     run, path = op_instance.run, str(op_instance.node.target)
@@ -400,4 +421,5 @@ BUILDERS: dict[tuple[str, str], Callable[[OpInstance], LocalOp]] = {
     ("random", "*"): _random,
     ("opaque", "*"): _whole_module,
     ("attention", "*"): _attention,
+    ("recurrent", "bystander"): _recurrent,
 }
