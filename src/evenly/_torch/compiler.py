@@ -39,7 +39,8 @@ def uncompiled(module: nn.Module) -> nn.Module:
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # not loaded: nothing was compiled
     if eval_frame is None or not isinstance(module, eval_frame.OptimizedModule):
         return module
-    return module.get_submodule(COMPILED)
+    original: nn.Module = module.get_submodule(COMPILED)
+    return original
 
 
 class Uncompiled(nn.Module):

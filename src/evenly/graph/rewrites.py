@@ -1,6 +1,7 @@
 """Traceable versions of torch modules whose own forward branches on values."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -157,7 +158,7 @@ def recurrent_module(
     """Returns the outputs and last states of an LSTM, GRU or RNN; with dropout, layer by layer."""
     if input.ndim != 3:
         raise NotImplementedError(f"{type(m).__name__} without a batch dim has no rule")
-    first_states = () if hx is None else hx if m.mode == "LSTM" else (hx,)
+    first_states: Any = () if hx is None else hx if m.mode == "LSTM" else (hx,)  # a traced value may be a tuple
     directions = 2 if m.bidirectional else 1
     layers_per_call = 1 if m.dropout else m.num_layers  # dropout comes between layers
     x, last_states = input, []
@@ -215,7 +216,7 @@ def recurrent(
     states = list(states) or [x.new_zeros(shape) for shape in shapes]
     if x.is_meta:
         return _recurrent_shapes(x, states, weights, mode, num_layers, has_biases, bidirectional, batch_first)
-    run = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[mode]
+    run: Any = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[mode]
     first = states if mode == "LSTM" else states[0]
     return tuple(run(x, first, weights, has_biases, num_layers, 0.0, training, bidirectional, batch_first))
 
