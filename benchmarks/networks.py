@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,8 +88,25 @@ def report(rows: list[dict[str, object]], *, save: bool) -> None:
 
 
 def write_page(rows: list[dict[str, object]]) -> None:
-    """Writes the table of all networks into the page, after its mark."""
-    lines = ["| network | library | result | layers cut | computed whole | why |", "|---|---|---|---|---|---|"]
+    """Writes the counts and the table of all networks into the page, after its mark."""
+    from benchmarks.common import describe_machine
+
+    machine = describe_machine()
+    seconds = sum(float(str(row["seconds"])) for row in rows)
+    lines = [
+        "| library | networks | exact | of these partly whole | noisy | refused | wrong |",
+        "|---|---|---|---|---|---|---|",
+        *(_counts_line(name, [row for row in rows if row["library"] == name]) for name in ("torchvision", "timm")),
+        _counts_line("both", rows),
+        "",
+        f"The check of all of them took {seconds / 60:.0f} minutes of one core ({machine['architecture']}, torch "
+        f"{machine['torch']}).",
+        "",
+        "## Networks",
+        "",
+        "| network | library | result | layers cut | computed whole | why |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         name = str(row["network"]).removeprefix("timm ")
         why = row["note"] or "; ".join(row["reasons"])  # type: ignore[call-overload]
@@ -98,6 +116,15 @@ def write_page(rows: list[dict[str, object]]) -> None:
         )
     head = PAGE.read_text().split(MARK)[0]
     PAGE.write_text(head + MARK + "\n".join(lines) + "\n")
+
+
+def _counts_line(library: str, rows: list[dict[str, object]]) -> str:
+    counts = Counter(str(row["result"]) for row in rows)
+    partly = sum(row["result"] == "exact" and bool(row["whole"]) for row in rows)
+    wrong = counts["wrong"] + counts["failed"]
+    return (
+        f"| {library} | {len(rows)} | {counts['exact']} | {partly} | {counts['noisy']} | {counts['refused']} | {wrong} |"
+    )
 
 
 if __name__ == "__main__":

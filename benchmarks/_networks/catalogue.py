@@ -153,7 +153,7 @@ TIMM: dict[str, dict[str, Any]] = {  # arguments that make a network small, besi
     "hiera_tiny_224": {"size": 224},
     "hrnet_w18_small": {},
     "inception_next_atto": {},
-    "inception_v4": {"size": 160, "learning_rate": 1e-6},
+    "inception_v4": {"size": 160, "learning_rate": 1e-8},
     "levit_128s": {"size": 224},
     "test_mambaout": {},
     "coatnet_pico_rw_224": {"size": 224},

@@ -508,6 +508,31 @@ def test_a_compiled_network_is_cut_as_the_uncompiled_one(name: str) -> None:
         torch.testing.assert_close(found, plain(images()).detach(), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by torch.compile
+def test_a_cut_network_runs_uncompiled_inside_of_a_compiled_function() -> None:
+    plain = seeded(partial(Compiled, False))
+    models = [seeded(partial(Compiled, False)) for _ in SHARES]
+    compiled_names: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        compiled_names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def act(rank_group: RankGroup) -> list[Tensor]:
+        sharded = shard_model(models[rank_group.rank], images(), rank_group=rank_group, shares=SHARES)
+        step = torch.compile(lambda x: sharded(x * 2.0).cos(), backend=backend)
+        try:
+            return [step(images(samples)).detach() for samples in (4, 3)]
+        finally:
+            sharded.close()
+
+    for found in run_ranks(len(SHARES), act):
+        for ours, samples in zip(found, (4, 3), strict=True):
+            torch.testing.assert_close(ours, plain(images(samples) * 2.0).cos().detach(), rtol=1e-9, atol=1e-9)
+    assert any("mul" in name for name in compiled_names)
+    assert not any("conv" in name or "linear" in name for name in compiled_names)
+
+
 def test_a_tensor_that_only_gives_its_shape_is_not_sent() -> None:
     class Shaped(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
