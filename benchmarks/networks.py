@@ -99,8 +99,7 @@ def write_page(rows: list[dict[str, object]]) -> None:
         *(_counts_line(name, [row for row in rows if row["library"] == name]) for name in ("torchvision", "timm")),
         _counts_line("both", rows),
         "",
-        f"The check of all of them took {seconds / 60:.0f} minutes of one core ({machine['architecture']}, torch "
-        f"{machine['torch']}).",
+        f"Together the checks took {seconds / 60:.0f} minutes ({machine['architecture']}, torch {machine['torch']}).",
         "",
         "## Networks",
         "",
@@ -121,10 +120,8 @@ def write_page(rows: list[dict[str, object]]) -> None:
 def _counts_line(library: str, rows: list[dict[str, object]]) -> str:
     counts = Counter(str(row["result"]) for row in rows)
     partly = sum(row["result"] == "exact" and bool(row["whole"]) for row in rows)
-    wrong = counts["wrong"] + counts["failed"]
-    return (
-        f"| {library} | {len(rows)} | {counts['exact']} | {partly} | {counts['noisy']} | {counts['refused']} | {wrong} |"
-    )
+    numbers = [len(rows), counts["exact"], partly, counts["noisy"], counts["refused"], counts["wrong"] + counts["failed"]]
+    return f"| {library} | {' | '.join(map(str, numbers))} |"
 
 
 if __name__ == "__main__":
