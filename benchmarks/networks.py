@@ -120,7 +120,8 @@ def write_page(rows: list[dict[str, object]]) -> None:
 def _counts_line(library: str, rows: list[dict[str, object]]) -> str:
     counts = Counter(str(row["result"]) for row in rows)
     partly = sum(row["result"] == "exact" and bool(row["whole"]) for row in rows)
-    numbers = [len(rows), counts["exact"], partly, counts["noisy"], counts["refused"], counts["wrong"] + counts["failed"]]
+    wrong = counts["wrong"] + counts["failed"]
+    numbers = [len(rows), counts["exact"], partly, counts["noisy"], counts["refused"], wrong]
     return f"| {library} | {' | '.join(map(str, numbers))} |"
 
 

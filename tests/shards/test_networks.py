@@ -12,7 +12,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from evenly.comm import RankGroup
 from evenly.errors import SpecError
-from evenly.layouts import TransferCosts
+from evenly.graph import trace
+from evenly.layouts import TransferCosts, lay_out
 from evenly.shards import Sharded, local_shard_of, shard_model, verify
 from evenly.shards.run import retrace
 from evenly.shards.run.dropout import draw
@@ -195,10 +196,10 @@ def test_random_numbers_do_not_depend_on_the_cut(name: str) -> None:
 
 
 def _require_same_numbers(build: Callable[[], nn.Module]) -> None:
-    models = [seeded(lambda: blocks(build())) for _ in range(3)]
+    models = [seeded(lambda: blocks(build())) for _ in range(2)]
     runs = [
         run_ranks(len(shares), _trained, model, shares, 2)
-        for model, shares in zip(models, ([1], [3, 2], [5, 3, 1]), strict=True)
+        for model, shares in zip(models, ([1], [5, 3, 1]), strict=True)
     ]
     alone = runs[0][0]
     assert not torch.equal(alone[0], alone[1]), "every step draws anew"
@@ -332,28 +333,27 @@ def test_a_module_that_is_computed_whole_may_replace_its_buffers() -> None:
 class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.attend = nn.Embedding(11, 8), nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)
+        self.embed, self.attend = nn.Embedding(11, 8), nn.MultiheadAttention(8, 2, batch_first=True)
         self.head = nn.Linear(8, 11)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.attend(self.embed(ids)))
+        x = self.embed(ids)
+        return self.head(x + self.attend(x, x, x, need_weights=False)[0])
 
 
-def test_images_of_other_sizes() -> None:
+@pytest.mark.parametrize("cut_batch", [False, True])
+def test_images_of_other_sizes(cut_batch: bool) -> None:
     net = lambda: seeded(lambda: blocks(NormAct(8), nn.MaxPool2d(2), nn.Dropout(0.0)))  # noqa: E731
     evaluate = lambda model: model.eval()  # noqa: E731
-    sizes = [6, 10, 8, 6, 10]
-    acts = [Act(images(size=size)) for size in sizes] + [Act(images(3, size=12), evaluate, trains=False)]
-    assert play(net, images(), SHARES, acts) == ""
-    assert play(net, images(), SHARES, acts, cut_batch=True) == ""
+    acts = [Act(images(size=size)) for size in (6, 10, 8, 6)] + [Act(images(3, size=12), evaluate, trains=False)]
+    assert play(net, images(), SHARES, acts, cut_batch=cut_batch) == ""
 
 
 def test_sequences_of_other_lengths_and_a_limit_of_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrace, "MOST_TRACES", 2)
-    ids = [
-        torch.randint(11, (3, length), generator=torch.Generator().manual_seed(length)) for length in (5, 7, 4, 9, 5)
-    ]
-    assert play(partial(seeded, Tokens), ids[0], SHARES, [Act(x) for x in (*ids, *ids)]) == ""
+    lengths = (5, 7, 4, 9, 7, 5)
+    ids = [torch.randint(11, (3, length), generator=torch.Generator().manual_seed(length)) for length in lengths]
+    assert play(partial(seeded, Tokens), ids[0], SHARES, [Act(x) for x in ids]) == ""
 
 
 def test_a_size_that_the_network_does_not_take_is_the_networks_own_error() -> None:
@@ -374,9 +374,18 @@ def _penalized(model: nn.Module) -> tuple[Tensor, Tensor]:
     return loss.detach(), x.grad
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d, NormAct, partial(nn.GroupNorm, 1), partial(nn.GroupNorm, 4)])
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "BatchNorm2d": nn.BatchNorm2d,
+    "NormAct": NormAct,
+    "GroupNorm of one group": partial(nn.GroupNorm, 1),
+    "GroupNorm of four groups": partial(nn.GroupNorm, 4),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("shares", [[2, 1], [9, 5, 1]])
-def test_gradients_of_gradients(norm: Callable[[int], nn.Module], shares: list[float]) -> None:
+def test_gradients_of_gradients(name: str, shares: list[float]) -> None:
+    norm = NORMS[name]
     models = [seeded(lambda: blocks(norm(8), nn.Tanh(), nn.Conv2d(8, 8, 1, groups=2))) for _ in range(len(shares) + 1)]
     truth = _penalized(models[-1])
 
@@ -434,7 +443,7 @@ def test_a_recurrent_layer_that_is_faster_whole_is_named_as_what_it_is() -> None
     layout = compare(lambda: RECURRENT["LSTM"]().double(), SEQUENCES, SHARES)
     assert "recurrent  whole        whole on every rank" in layout.explain()
     assert "LSTM has no rule for its units; cutting its batch takes longer" in layout.explain()
-    single = compare(lambda: RECURRENT["LSTM"]().double(), SEQUENCES[:1], SHARES, smaller=False)
+    single = lay_out(trace(RECURRENT["LSTM"]().double(), SEQUENCES[:1]), SHARES)
     assert "LSTM has no rule for its units; cutting its batch is not possible here" in single.explain()
 
 
@@ -457,16 +466,16 @@ def test_dropout_between_recurrent_layers_does_not_depend_on_the_cut() -> None:
     class Pixels(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.rnn = nn.GRU(8, 8, num_layers=3, dropout=0.4, batch_first=True)
+            self.rnn = nn.GRU(8, 8, num_layers=2, dropout=0.4, batch_first=True)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.rnn(x.flatten(2).transpose(1, 2))[0].transpose(1, 2).view(x.shape)
+            return x + self.rnn(x.mean(-1).transpose(1, 2))[0].transpose(1, 2).unsqueeze(-1)
 
     _require_same_numbers(Pixels)
 
 
 def test_sequences_of_other_lengths_through_recurrent_layers() -> None:
-    sequences = [torch.randn(n, steps, 4, dtype=torch.float64) for n, steps in ((5, 7), (1, 7), (2, 4), (6, 9), (5, 7))]
+    sequences = [torch.randn(n, steps, 4, dtype=torch.float64) for n, steps in ((1, 7), (2, 4), (5, 7))]
     build = partial(seeded, RECURRENT["GRU of both directions"])
     assert play(build, SEQUENCES, [5, 3, 1], [Act(x) for x in sequences], cut_batch=True) == ""
 
