@@ -137,10 +137,10 @@ def test_code_that_is_put_in_place_of_torchs_runs(name: str) -> None:
     assert play(partial(build, REWRITTEN[name]), TOKENS, SHARES, acts) == ""
 
 
-def test_a_patched_batch_norm_is_refused_by_name() -> None:
+def test_a_patched_batch_norm_is_followed() -> None:
     parts = lambda: (nn.Linear(8, 8), patched(nn.BatchNorm1d(8), "forward", tripled), nn.Linear(8, 3))  # noqa: E731
     said = play(partial(build, lambda: nn.Sequential(*parts())), ROWS, SHARES, [Act(ROWS)])
-    assert "1.num_batches_tracked" in said
+    assert said == ""
 
 
 def test_another_way_to_be_called_is_followed_or_refused_by_name() -> None:
@@ -202,6 +202,17 @@ class Wrapping(Custom):
         return out
 
 
+@fx.wrap
+def on_values(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+class WrappingValues(Custom):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(on_values(self.first(x)))
+        return out
+
+
 class Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -232,7 +243,6 @@ class Called:
 CUSTOM: dict[str, Callable[[], nn.Module]] = {
     "operator": lambda: Custom(torch.ops.evenly_tests.clip),
     "overload": lambda: Custom(torch.ops.evenly_tests.clip.default),
-    "wrapped": lambda: Wrapping(torch.relu),
     "autograd function": lambda: nn.Sequential(nn.Linear(8, 6), ByName(), nn.Linear(6, 4)),
 }
 
@@ -246,6 +256,15 @@ def test_operations_with_a_name_of_torchs_are_computed_whole(name: str) -> None:
     assert whole[0].note in graph.explain()
     assert "rule" in whole[0].note or "autograd function" in whole[0].note
     assert play(partial(build, CUSTOM[name]), ROWS, SHARES, [Act(ROWS), Act(ROWS[:3])]) == ""
+
+
+def test_a_function_that_fx_does_not_trace_is_traced_or_computed_whole() -> None:
+    assert not [x for x in trace(build(lambda: Wrapping(torch.relu)), ROWS).layers if x.op == "opaque"]
+    for kind in (Wrapping, WrappingValues):
+        assert play(partial(build, partial(kind, torch.relu)), ROWS, SHARES, [Act(ROWS), Act(ROWS[:3])]) == ""
+    whole = [x.note for x in trace(build(lambda: WrappingValues(torch.relu)), ROWS).layers if x.op == "opaque"]
+    assert len(whole) == 1
+    assert "on_values has no rule" in whole[0]
 
 
 def test_a_callable_object_with_a_name_of_torchs_is_followed() -> None:

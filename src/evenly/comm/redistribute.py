@@ -11,11 +11,10 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from evenly.comm.shard_group import PendingTensor, Segments, ShardGroup, take
 
@@ -28,6 +27,14 @@ MOVES: dict[str, tuple[Map, Map]] = {
     "gather_for_ranks": ("gather", "scatter_sum"),
     "gather_for_all": ("gather", "take"),
     "slice": ("take", "gather"),
+}
+ADJOINTS = {
+    "copy": "reduce",
+    "reduce": "copy",
+    "reduce_scatter": "gather_for_ranks",
+    "gather_for_ranks": "reduce_scatter",
+    "gather_for_all": "slice",
+    "slice": "gather_for_all",
 }
 
 
@@ -47,6 +54,11 @@ class Redistribute:
     def backward(self, gradient: torch.Tensor) -> PendingTensor:
         """Starts the adjoint redistribution of a gradient."""
         return self._start(MOVES[self.name][1], gradient)
+
+    @property
+    def adjoint(self) -> "Redistribute":
+        """The redistribution of the gradient, as one that can be differentiated again."""
+        return replace(self, name=ADJOINTS[self.name])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the redistributed tensor, differentiable."""
@@ -81,7 +93,8 @@ class _Redistributed(torch.autograd.Function):
         return result.view_as(result) if result is x else result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         with ctx.redistribute.shard_group.reporting():
+            if torch.is_grad_enabled():  # create_graph=True
+                return ctx.redistribute.adjoint(gradient), None
             return ctx.redistribute.backward(gradient).wait(), None

@@ -3,6 +3,7 @@
 from evenly.graph.change_watch import Change, ChangeWatch
 from evenly.graph.lowering import name_of, path_of
 from evenly.graph.reads import MODULE_ATTRIBUTES
+from evenly.graph.shapes import shape_of
 from evenly.graph.torch_code import refuse_strange_tensors
 from evenly.graph.trace import Example, Traced, trace, trace_module
 from evenly.graph.tracing_guards import refuse_global_hooks
@@ -17,6 +18,7 @@ __all__ = [
     "path_of",
     "refuse_global_hooks",
     "refuse_strange_tensors",
+    "shape_of",
     "trace",
     "trace_module",
 ]

@@ -45,6 +45,10 @@ def exported(model: nn.Module, example_inputs: dict[str, torch.Tensor]) -> tuple
     for path, submodule in model.named_modules():
         if isinstance(submodule, BatchNorm) and submodule.track_running_stats:
             _restore_batch_norm(path, submodule, module)
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.batch_norm.default:
+            x, weight, bias, mean, variance, *rest = node.args
+            node.target, node.args = F.batch_norm, (x, mean, variance, weight, bias, *rest[:3])
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
     return fx.GraphModule(module, graph), decisions

@@ -10,7 +10,7 @@ from torch.fx.node import Argument
 from evenly.graph.shapes import MetaValue
 from evenly.spec.graph import Kind
 
-Option = bool | int | str | list[int]
+Option = bool | int | str | list[int] | list[str]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class OpInputs:
         return value
 
     @property
+    def tensor_nodes(self) -> list[fx.Node]:
+        """The inputs that are tensors."""
+        return [node for node in self.node.all_input_nodes if isinstance(self.values[node.name], torch.Tensor)]
+
+    @property
     def ndim(self) -> int:
         """The number of dims of the first tensor."""
         return self.first.ndim
@@ -60,8 +65,9 @@ UNARY = _words(
     expm1 float floor gelu half hardshrink hardsigmoid hardswish hardtanh leaky_relu log log10 log1p log2 log_sigmoid
     logsigmoid mish nan_to_num neg negative positive reciprocal relu relu6 round rsqrt selu sigmoid sign silu sin sinh
     softplus softshrink softsign sqrt square tan tanh tanhshrink threshold to trunc type type_as bfloat16 logical_not
-    isnan isinf float_mask ones_like zeros_like full_like ReLU ReLU6 GELU SiLU Sigmoid Tanh ELU CELU SELU LeakyReLU
-    Hardswish Hardsigmoid Hardtanh Softplus Mish LogSigmoid Hardshrink Softshrink Softsign Tanhshrink Threshold Identity
+    isnan isinf float_mask ones_like zeros_like full_like empty_like ReLU ReLU6 GELU SiLU Sigmoid Tanh ELU CELU SELU
+    LeakyReLU Hardswish Hardsigmoid Hardtanh Softplus Mish LogSigmoid Hardshrink Softshrink Softsign Tanhshrink
+    Threshold Identity
     """
 )
 LINEAR = _words("neg negative contiguous clone to float double type type_as Identity positive")
@@ -77,12 +83,18 @@ SPATIAL = _words(
     ZeroPad ConstantPad ReflectionPad ReplicationPad CircularPad
     """
 )
-RANDOM = _words(
+DRAWS = _words(
     """
-    rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal poisson rrelu RReLU
-    feature_dropout alpha_dropout AlphaDropout FeatureAlphaDropout feature_alpha_dropout fractional_max_pool2d
+    rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal poisson draw_like
     """
 )
+RANDOM = _words(
+    """
+    rrelu RReLU feature_dropout alpha_dropout AlphaDropout FeatureAlphaDropout feature_alpha_dropout
+    fractional_max_pool2d
+    """
+)
+FILLED = _words("new_empty new_zeros new_ones new_full new_tensor")  # tensors that only take the dtype of another
 VIEWS = _words(
     "view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as reshape_as ravel Flatten Unflatten"
 )
@@ -109,8 +121,7 @@ def _positive(dim: int, ndim: int) -> int:
 
 
 def _unary(call: OpInputs) -> OpKind:
-    tensors = [node for node in call.node.all_input_nodes if isinstance(call.values[node.name], torch.Tensor)]
-    if len(tensors) > 1:
+    if len(call.tensor_nodes) > 1:
         return OpKind("joining", "join", {"linear": False})
     out = call.values[call.node.name]  # a cast to integers is not linear
     return OpKind(
@@ -119,9 +130,8 @@ def _unary(call: OpInputs) -> OpKind:
 
 
 def _join(call: OpInputs) -> OpKind:
-    tensors = [node for node in call.node.all_input_nodes if isinstance(call.values[node.name], torch.Tensor)]
     positions = [isinstance(call.argument(i, ""), torch.Tensor) for i in range(len(call.node.args))]
-    if len(tensors) == 1 and sum(positions) == 1:
+    if len(call.tensor_nodes) == 1 and sum(positions) == 1:
         plain = positions[0] and call.node.kwargs.get("rounding_mode") is None
         scaled = call.name in ("mul", "multiply") or (call.name in ("div", "divide", "truediv") and plain)
         return OpKind("pointwise", "unary", {"linear": scaled})
@@ -206,6 +216,19 @@ def _batch_norm(call: OpInputs) -> OpKind:
     if call.ndim < 2:
         return opaque("its input has no channel dim")
     return OpKind("per channel", "batch_norm")
+
+
+def _functional_batch_norm(call: OpInputs) -> OpKind:
+    row = _batch_norm(call)
+    if row.op == "opaque":
+        return row
+    arguments = [
+        call.node.args[position] if len(call.node.args) > position else call.node.kwargs.get(key)
+        for position, key in enumerate(("running_mean", "running_var"), start=1)
+    ]
+    nodes = call.tensor_nodes
+    statistics = [nodes.index(argument) for argument in arguments if isinstance(argument, fx.Node)]
+    return OpKind("per channel", "batch_norm", {"statistics": statistics})
 
 
 def _instance_norm(call: OpInputs) -> OpKind:
@@ -355,6 +378,17 @@ def _cross_entropy(call: OpInputs) -> OpKind:
     return OpKind("mixing", "cross_entropy")
 
 
+def _recurrent(call: OpInputs) -> OpKind:
+    states = call.node.args[1]
+    names = {node.name for node in states if isinstance(node, fx.Node)} if isinstance(states, list | tuple) else set()
+    options: dict[str, Option] = {
+        "name": str(call.argument(3, "mode")),
+        "states": len(names),
+        "batch": 0 if call.argument(8, "batch_first") else 1,
+    }
+    return OpKind("mixing", "recurrent", options)
+
+
 def _matmul(call: OpInputs) -> OpKind:
     shapes = [call.values[node.name].ndim for node in call.node.all_input_nodes]
     return (
@@ -384,8 +418,14 @@ RULES: dict[str, Callable[[OpInputs], OpKind]] = {
     **dict.fromkeys(("interpolate", "upsample", "Upsample", "UpsamplingNearest2d", "UpsamplingBilinear2d"), _resized),
     **dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
     **dict.fromkeys(("pixel_shuffle", "PixelShuffle"), _shuffled),
+    **dict.fromkeys(DRAWS, lambda call: OpKind("pointwise", "draw")),
+    **dict.fromkeys(FILLED, lambda call: OpKind("source", "constant")),
     **dict.fromkeys(RANDOM, lambda call: opaque("it draws random numbers")),
     "add_bias": lambda call: OpKind("per channel", "bias", {"dim": _positive(call.argument(2, "dim"), call.ndim)}),
+    "assign": lambda call: OpKind("joining", "assign"),
+    "batch_norm": _functional_batch_norm,
+    "fill": _unary,
+    "overwrite": lambda call: opaque("forward writes into a part of a tensor"),
     "pad": _padded,
     "linear": _linear,
     "embedding": _embedding,
@@ -397,6 +437,7 @@ RULES: dict[str, Callable[[OpInputs], OpKind]] = {
     "narrow": _narrow,
     "select": _select,
     "expand": lambda call: OpKind("reshaping", "expand"),
+    "recurrent": _recurrent,
     "repeat_interleave": _repeat,
     "scaled_dot_product_attention": _attention,
     "cross_entropy": _cross_entropy,

@@ -1,6 +1,7 @@
 """Traceable versions of torch modules whose own forward branches on values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -148,10 +149,113 @@ def gated(m: nn.GLU, x: torch.Tensor) -> torch.Tensor:
     return first * torch.sigmoid(second)
 
 
+States = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # of an LSTM those of the hidden units and of the cells
+
+
+def recurrent_module(
+    m: nn.RNNBase, input: torch.Tensor, hx: States | None = None
+) -> tuple[torch.Tensor, torch.Tensor | tuple[torch.Tensor, ...]]:
+    """Returns the outputs and last states of an LSTM, GRU or RNN; with dropout, layer by layer."""
+    if input.ndim != 3:
+        raise NotImplementedError(f"{type(m).__name__} without a batch dim has no rule")
+    first_states: Any = () if hx is None else hx if m.mode == "LSTM" else (hx,)  # a traced value may be a tuple
+    directions = 2 if m.bidirectional else 1
+    layers_per_call = 1 if m.dropout else m.num_layers  # dropout comes between layers
+    x, last_states = input, []
+    for number in range(0, m.num_layers, layers_per_call):
+        rows = slice(number * directions, (number + layers_per_call) * directions)
+        x, *states = recurrent(
+            x if number == 0 or not m.dropout else F.dropout(x, m.dropout, training=m.training),
+            [state[rows] for state in first_states] if m.dropout else list(first_states),
+            [weight for weights in m.all_weights[rows] for weight in weights],
+            m.mode,
+            layers_per_call,
+            m.bias,
+            m.training,
+            m.bidirectional,
+            m.batch_first,
+        )
+        last_states.append(states)
+    joined = tuple(rows[0] if len(rows) == 1 else torch.cat(rows) for rows in zip(*last_states, strict=True))
+    return x, joined if m.mode == "LSTM" else joined[0]
+
+
+@fx.wrap
+def recurrent(
+    x: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    weights: list[torch.Tensor],
+    mode: str,
+    num_layers: int,
+    has_biases: bool,
+    training: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Returns the outputs of recurrent layers without dropout, the last hidden states, and of an LSTM the last cells.
+
+    Args:
+        x: [batch, steps, features] or, without `batch_first`, [steps, batch, features].
+        states: the first hidden states [layers * directions, batch, units], of an LSTM also the first cells; none of
+            them for zeros.
+        weights: of all layers and directions, in torch's order.
+        mode: LSTM, GRU, RNN_TANH or RNN_RELU.
+        num_layers: the number of layers.
+        has_biases: whether biases are among the weights.
+        training: whether the module is in training.
+        bidirectional: whether each layer also runs backwards.
+        batch_first: whether the batch is dim 0 of x.
+    """
+    units = [weights[1].shape[1]]  # less than the cells if an LSTM projects its hidden states
+    units += [weights[1].shape[0] // 4] if mode == "LSTM" else []
+    rows, samples = num_layers * (2 if bidirectional else 1), x.shape[0 if batch_first else 1]
+    shapes = [(rows, samples, size) for size in units]
+    if states and [tuple(state.shape) for state in states] != shapes:
+        found = [tuple(state.shape) for state in states]
+        raise RuntimeError(f"states of shapes {found} were given to a module of mode {mode}, which needs {shapes}")
+    states = list(states) or [x.new_zeros(shape) for shape in shapes]
+    if x.is_meta:
+        return _recurrent_shapes(x, states, weights, mode, num_layers, has_biases, bidirectional, batch_first)
+    run: Any = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}[mode]
+    first = states if mode == "LSTM" else states[0]
+    return tuple(run(x, first, weights, has_biases, num_layers, 0.0, training, bidirectional, batch_first))
+
+
+def _recurrent_shapes(
+    x: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    mode: str,
+    num_layers: int,
+    has_biases: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Returns what `recurrent` gives on the meta device, in products over all steps: torch would run each step."""
+    directions = 2 if bidirectional else 1
+    count = len(weights) // (num_layers * directions)
+    for layer in range(num_layers):
+        outputs = []
+        for row in range(layer * directions, (layer + 1) * directions):
+            inward, recurrence, *others = weights[row * count : (row + 1) * count]
+            biases, projections = (others[:2], others[2:]) if has_biases else ([], others)
+            gates = x @ inward.t() + sum(biases) + sum(state[row].sum() for state in states)  # [., ., gates * units]
+            units = gates.shape[-1] // {"LSTM": 4, "GRU": 3}.get(mode, 1)
+            before = gates[..., : recurrence.shape[1]]
+            y = (gates + before @ recurrence.t())[..., :units]
+            outputs.append(y @ projections[0].t() if projections else y)
+        x = torch.cat(outputs, -1)
+    used = x.sum()
+    return x, *(torch.empty_like(state) + used for state in states)
+
+
 REWRITES: dict[type, Callable[..., object]] = {
     nn.MultiheadAttention: multihead,
     nn.TransformerEncoderLayer: encoder_layer,
     nn.TransformerEncoder: encoder,
     nn.TransformerDecoder: decoder,
     nn.GLU: gated,
+    nn.LSTM: recurrent_module,
+    nn.GRU: recurrent_module,
+    nn.RNN: recurrent_module,
 }

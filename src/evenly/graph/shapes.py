@@ -1,7 +1,7 @@
 """Shapes, dtypes and flops of every operation for the example, computed on the meta device."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ from evenly._torch.autograd import version_of
 from evenly._torch.modules import RunningNorm
 from evenly._torch.operators import OpOverload, TorchDispatchMode, argument_names
 from evenly.errors import SpecError
+from evenly.graph.torch_code import function_name, is_torch_function
 
 MetaValue: TypeAlias = Any
 """What a node computes for the example: a meta tensor, a number, a container of these, or what else forward uses."""
@@ -56,7 +57,9 @@ class Shapes(fx.Interpreter):
         return value
 
     def _is_lowered(self, n: fx.Node) -> bool:
-        """Whether a module works in place only here: the copy that is called later has inplace=False."""
+        """Whether a change in place has a rule: of statistics, of a buffer, or in a module whose copy is not so."""
+        if n.op == "call_function" and function_name(n.target) in ("batch_norm", "assign"):
+            return True
         return n.op == "call_module" and bool(getattr(self.fetch_attr(str(n.target)), "inplace", False))
 
     def get_attr(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> MetaValue:
@@ -71,7 +74,13 @@ class Shapes(fx.Interpreter):
 
     def call_function(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> MetaValue:
         """Runs a function; `device` arguments become the meta device."""
-        return super().call_function(target, args, _without_device(kwargs))
+        kwargs = _without_device(kwargs)
+        if is_torch_function(target):
+            return super().call_function(target, args, kwargs)
+        try:
+            return super().call_function(target, args, kwargs)
+        except RuntimeError:
+            return _on_zeros(target, args, kwargs)  # type: ignore[arg-type]  # of a call_function it is a function
 
     def call_method(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> MetaValue:
         """Runs a method; `device` arguments become the meta device."""
@@ -119,18 +128,24 @@ def call_on_meta(module: nn.Module, *args: MetaValue, **kwargs: MetaValue) -> Me
     try:
         return copy.deepcopy(module).to("meta").forward(*args, **kwargs)
     except RuntimeError:  # it uses values: zeros will do
-        with torch.device("cpu"):
-            cpu_arguments = pytree.tree_map_only(
-                torch.Tensor,
-                lambda x: torch.zeros_like(x, device="cpu").requires_grad_(x.requires_grad),
-                (args, kwargs),
-            )
-            tensors = [x for x in pytree.tree_leaves(cpu_arguments) if isinstance(x, torch.Tensor)]
-            before = [version_of(x) for x in tensors]
-            outputs = _on_cpu(module).forward(*cpu_arguments[0], **cpu_arguments[1])
-            if [version_of(x) for x in tensors] != before:
-                raise SpecError(f"{type(module).__name__} changes its input in place, which has no rule.") from None
-        return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), outputs)
+        return _on_zeros(_on_cpu(module).forward, args, kwargs)
+
+
+def _on_zeros(run: Callable[..., MetaValue], args: tuple[MetaValue, ...], kwargs: Mapping[str, MetaValue]) -> MetaValue:
+    """Returns what a function gives for zeros on the CPU, as meta tensors."""
+    with torch.device("cpu"):
+        cpu_arguments = pytree.tree_map_only(
+            torch.Tensor,
+            lambda x: torch.zeros_like(x, device="cpu").requires_grad_(x.requires_grad),
+            (args, dict(kwargs)),
+        )
+        tensors = [x for x in pytree.tree_leaves(cpu_arguments) if isinstance(x, torch.Tensor)]
+        before = [version_of(x) for x in tensors]
+        outputs = run(*cpu_arguments[0], **cpu_arguments[1])
+        if [version_of(x) for x in tensors] != before:
+            name = type(run.__self__).__name__ if hasattr(run, "__self__") else getattr(run, "__name__", str(run))
+            raise SpecError(f"{name} changes its input in place, which has no rule.") from None
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), outputs)
 
 
 def _on_cpu(module: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ import operator
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,19 +13,19 @@ from torch import fx, nn
 from torch.fx.node import Argument
 
 from evenly._torch import pytree
-from evenly._torch.operators import arguments_of
+from evenly._torch.compiler import uncompiled
 from evenly._torch.tracing import is_constant
 from evenly.errors import SpecError
 from evenly.graph.change_watch import ChangeWatch
 from evenly.graph.decisions import Decisions
-from evenly.graph.kinds import RANDOM, OpInputs, OpKind, opaque, row_of
+from evenly.graph.kinds import DRAWS, OpInputs, OpKind, opaque, row_of
 from evenly.graph.lowering import lower, name_of, path_of
+from evenly.graph.modes import Switches, mode_difference
 from evenly.graph.reads import Reads
 from evenly.graph.shapes import MetaValue, Shapes, shape_of
-from evenly.graph.tracer import is_tensor_list, open_up
+from evenly.graph.tracer import Opened, is_tensor_list, open_up
 from evenly.spec.graph import Graph, Layer, Tensor
 
-Switches = dict[str, dict[str, tuple[Argument, Argument]]]  # node -> argument -> values in training, evaluation
 PLAIN = (
     int,
     float,
@@ -57,6 +57,8 @@ class Traced:
     modes: dict[str, bool]  # `training` of each module before tracing
     reads: Reads  # what forward read while it was traced
     decisions: tuple[Decisions, ...]  # branches of forward that depend on sizes
+    training_only: frozenset[str] = frozenset()  # operations that evaluation leaves out: they only change buffers
+    evaluation: "Traced | None" = None  # the program of evaluation, if other operations compute its outputs
 
 
 def trace(model: nn.Module, example: Example) -> Graph:
@@ -73,12 +75,13 @@ def trace_module(model: nn.Module, example: Example, *, modes: Mapping[str, bool
     """Returns the traced network, ready to be cut.
 
     Args:
-        model: the network; it is not changed.
+        model: the network; it is not changed. Of a compiled one the uncompiled network is traced.
         example: a batch as forward takes it.
         modes: `training` of each module; by default the network is traced in training and in evaluation.
     """
     if not isinstance(model, nn.Module):
         raise SpecError(f"a network was to be traced, but this is a {type(model).__name__}. Give a torch.nn.Module.")
+    model = uncompiled(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise SpecError("a TorchScript module was given, whose layers cannot be cut. Give the module it was made of.")
     lazy_names = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
@@ -99,20 +102,47 @@ def trace_module(model: nn.Module, example: Example, *, modes: Mapping[str, bool
 
 def _trace(model: nn.Module, arguments: dict[str, torch.Tensor | None], modes: Mapping[str, bool] | None) -> Traced:
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    training_modes = {name: module.training for name, module in model.named_modules()}
-    evaluation = None
-    if modes is None:
-        with _in_modes(model, dict.fromkeys(training_modes, False)):
-            evaluation = open_up(model, tensors)
-            lower(evaluation.program)
-    change_watch = ChangeWatch(model, evaluation.reads) if evaluation is not None else None
-    with _in_modes(model, modes or dict.fromkeys(training_modes, True)):
-        opened = open_up(model, tensors)
-        if change_watch is not None:
-            _refuse_changes(model, change_watch)
-        program = opened.program
-        lower(program)
-        switches = _switches(model, program, evaluation.program) if evaluation is not None else {}
+    names = [name for name, _ in model.named_modules()]
+    if modes is not None:
+        return _traced_in(model, modes, _open_in(model, modes, tensors), tensors)
+    in_training, in_evaluation = dict.fromkeys(names, True), dict.fromkeys(names, False)
+    evaluation = _open_in(model, in_evaluation, tensors)
+    change_watch = ChangeWatch(model, evaluation.reads)
+    training = _open_in(model, in_training, tensors, closed=evaluation.closed)
+    _refuse_changes(model, change_watch)
+    if training.closed.keys() - evaluation.closed.keys():  # weights of a module that is called must not be cut
+        evaluation = _open_in(model, in_evaluation, tensors, closed=training.closed)
+    reads = training.reads.joined(evaluation.reads)
+    traced = replace(_traced_in(model, in_training, training, tensors), reads=reads)
+    difference = mode_difference(training.program.graph, evaluation.program.graph)
+    if difference is None:
+        return replace(traced, evaluation=replace(_traced_in(model, in_evaluation, evaluation, tensors), reads=reads))
+    return replace(
+        traced,
+        switches=difference.switches,
+        training_only=difference.training_only,
+        decisions=(training.decisions, evaluation.decisions),
+    )
+
+
+def _open_in(
+    model: nn.Module,
+    modes: Mapping[str, bool],
+    tensors: dict[str, torch.Tensor],
+    *,
+    closed: Mapping[str, str] | None = None,
+) -> Opened:
+    with _in_modes(model, modes):
+        opened = open_up(model, tensors, closed=closed)
+        lower(opened.program)
+        return opened
+
+
+def _traced_in(model: nn.Module, modes: Mapping[str, bool], opened: Opened, tensors: dict[str, torch.Tensor]) -> Traced:
+    """Returns the traced network in one mode, from its lowered program."""
+    program = opened.program
+    before = {name: module.training for name, module in model.named_modules()}
+    with _in_modes(model, modes):
         shapes = _shapes(program, tensors)
         if _name_tuples(program, shapes.values):
             shapes = _shapes(program, tensors)
@@ -123,11 +153,11 @@ def _trace(model: nn.Module, arguments: dict[str, torch.Tensor | None], modes: M
         graph=Graph(model=type(model).__name__, layers=tuple(layers)),
         output_spec=opened.output_spec,
         example={name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        switches=switches,
+        switches={},
         inputs={name: shape_of(tensor) for name, tensor in tensors.items()},
-        modes=training_modes,
-        reads=opened.reads if evaluation is None else opened.reads.joined(evaluation.reads),
-        decisions=tuple(x.decisions for x in (opened, evaluation) if x is not None),
+        modes=before,
+        reads=opened.reads,
+        decisions=(opened.decisions,),
     )
 
 
@@ -181,45 +211,6 @@ def _in_modes(model: nn.Module, modes: Mapping[str, bool]) -> Iterator[None]:
     finally:
         for name, module in model.named_modules():
             module.training = before[name]
-
-
-def _switches(model: nn.Module, program: fx.GraphModule, evaluation: fx.GraphModule) -> Switches:
-    """Returns the arguments that differ between training and evaluation."""
-    training_nodes, evaluation_nodes = list(program.graph.nodes), list(evaluation.graph.nodes)
-    switches: Switches = {}
-    if [(n.op, str(n.target)) for n in training_nodes] != [(n.op, str(n.target)) for n in evaluation_nodes]:
-        pairs = zip(training_nodes, evaluation_nodes, strict=False)
-        first_difference = next(
-            (a.name for a, b in pairs if (a.op, str(a.target)) != (b.op, str(b.target))), training_nodes[-1].name
-        )
-        raise SpecError(
-            f"forward of {type(model).__name__} does other things in training than in evaluation (from "
-            f"{first_difference!r} on), which has no rule. Put the part that differs outside of the network."
-        )
-    for a, b in zip(training_nodes, evaluation_nodes, strict=True):
-        training_arguments, evaluation_arguments = _named_arguments(a), _named_arguments(b)
-        changed = {
-            key: (training_arguments[key], evaluation_arguments[key])
-            for key in training_arguments
-            if training_arguments[key] != evaluation_arguments.get(key)
-        }
-        names = {node.name for node in (*training_nodes, *evaluation_nodes)}
-        if any(isinstance(leaf, str) and leaf in names for leaf in pytree.tree_leaves(changed)):
-            raise SpecError(
-                f"forward of {type(model).__name__} uses other tensors in training than in evaluation, at {a.name!r}, "
-                "which has no rule. Put the part that differs outside of the network."
-            )
-        if changed:
-            switches[a.name] = changed
-    return switches
-
-
-def _named_arguments(node: fx.Node) -> dict[str, Argument]:
-    named = {str(i): value for i, value in enumerate(node.args)} | dict(node.kwargs)
-    for position, argument in enumerate(arguments_of(node.target)):
-        if argument.has_default_value() and not argument.kwarg_only and argument.name not in named:
-            named.setdefault(str(position), argument.default_value)  # fx leaves out default values
-    return {key: fx.map_arg(value, lambda n: n.name) for key, value in named.items()}
 
 
 def _shapes(program: fx.GraphModule, tensors: dict[str, torch.Tensor]) -> Shapes:
@@ -302,7 +293,9 @@ def _layer(program: fx.GraphModule, node: fx.Node, value: object, shapes: Shapes
     inputs = tuple(n.name for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor))
     outputs = _outputs(node, value)
     row = _row(program, node, outputs, shapes, closed)
-    if node.name in shapes.random_nodes and row.op not in ("dropout", "attention"):
+    if node.name in shapes.random_nodes and row.kind == "opaque":
+        row = replace(row, op="random")
+    elif node.name in shapes.random_nodes and row.op not in ("dropout", "attention", "draw"):
         raise SpecError(
             f"{name_of(node)} at {path_of(node) or node.name!r} draws random numbers, for which it has no rule; "
             "ranks would draw different ones. Set its dropout to 0, or write it with layers that have a rule."
@@ -310,7 +303,7 @@ def _layer(program: fx.GraphModule, node: fx.Node, value: object, shapes: Shapes
     where = path_of(node)
     if node.op in ("call_module", "get_attr", "placeholder"):
         where = str(node.target)
-    module_inputs = _module_inputs(program, node) if node.op == "call_module" and row.op != "opaque" else ()
+    module_inputs = _module_inputs(program, node) if node.op == "call_module" and row.kind != "opaque" else ()
     return Layer(
         name=node.name,
         op=row.op,
@@ -358,11 +351,6 @@ def _row(
             return OpKind("source", "constant")
         return OpKind("source", "parameter" if isinstance(value, nn.Parameter) else "buffer")
     name = name_of(node)
-    if name in RANDOM:
-        raise SpecError(
-            f"forward draws random numbers ({name} at {node.name!r}); ranks would draw different ones. Use dropout, "
-            "or draw them outside and pass them as an input."
-        )
     tensors = [n for n in node.all_input_nodes if isinstance(shapes.values[n.name], torch.Tensor)]
     if not outputs:
         leaves = pytree.tree_leaves(shapes.values[node.name])
@@ -373,10 +361,12 @@ def _row(
                 f"forward creates a {type(unsupported[0]).__name__} of tensors at {node.name!r}, which has no rule. "
                 "Return tensors, tuples, lists, named tuples or dicts."
             )
+        if has_tensors and node.op == "call_module":
+            return opaque(f"{name} has no rule")
         return opaque("nested outputs") if has_tensors else OpKind("source", "number")
     if name == "getitem" and not isinstance(shapes.values[node.all_input_nodes[0].name], torch.Tensor):
         return opaque("a part of a nested output")
-    if not tensors and node.op != "call_module":
+    if not tensors and node.op != "call_module" and name not in DRAWS:
         return OpKind("source", "constant")
     module = program.get_submodule(str(node.target)) if node.op == "call_module" else None
     row = row_of(OpInputs(node, name, shapes.values, module))

@@ -3,16 +3,18 @@
 import inspect
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeGuard, TypeVar
+from types import FunctionType
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import fx, nn
 from torch.fx.node import Argument, Target
 
 from evenly._torch import pytree
+from evenly._torch.compiler import uncompiled
 from evenly._torch.modules import Convolution
 from evenly._torch.tracing import PROXY_FIELDS, PlainTracer, is_constant
 from evenly.errors import SpecError
@@ -21,7 +23,7 @@ from evenly.graph.exported import exported
 from evenly.graph.reads import Reads, recording_reads
 from evenly.graph.rewrites import REWRITES
 from evenly.graph.shapes import MetaValue, call_on_meta, shape_of
-from evenly.graph.torch_code import refuse_overridden_call, refuse_strange_tensors, torch_class_of
+from evenly.graph.torch_code import is_torch_function, refuse_overridden_call, refuse_strange_tensors, torch_class_of
 from evenly.graph.tracing_guards import (
     RefusingRandomNumbers,
     forward_of_class,
@@ -44,6 +46,7 @@ OPENED = (
     nn.PReLU,
     nn.MultiheadAttention,
     nn.GLU,
+    nn.RNNBase,
     nn.TransformerEncoderLayer,
     nn.TransformerEncoder,
     nn.TransformerDecoderLayer,
@@ -88,6 +91,10 @@ class TracedValue(fx.Proxy):
             raise fx.proxy.TraceError(f"it sets the attribute {name!r} of a tensor")
         object.__setattr__(self, name, value)
 
+    def __setitem__(self, index: object, value: object) -> None:
+        """Writes into a part of a tensor, which other names of it see too."""
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
     def __float__(self) -> float:
         """Returns a size as a number."""
         return float(self.tracer.number(self))  # type: ignore[attr-defined]  # our tracer
@@ -111,10 +118,17 @@ class Tracer(PlainTracer):
 
     proxy_buffer_attributes = True  # buffers are traced like parameters, not constants
 
-    def __init__(self, closed: dict[str, str], inputs: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        closed: dict[str, str],
+        inputs: dict[str, torch.Tensor],
+        closed_functions: Set[Callable[..., object]] = frozenset(),
+    ) -> None:
         super().__init__(autowrap_functions=())
         self.closed = closed
+        self._closed_functions = closed_functions  # those of `fx.wrap` that cannot be traced
         self.open_modules: list[str] = []  # the modules whose forward is being traced
+        self.open_functions: list[Callable[..., object]] = []  # the functions of `fx.wrap` that are being traced
         self.output_spec: pytree.TreeSpec | None = None  # of what forward returns
         self._depth = 0
         self._settings = _settings()
@@ -146,6 +160,19 @@ class Tracer(PlainTracer):
         if _settings() != self._settings:
             raise fx.proxy.TraceError("it switches gradients or autocast on or off inside of forward")
         return super().create_node(kind, target, args, kwargs, name, type_expr)
+
+    def create_proxy(self, kind: str, target: Target, args: Any, kwargs: Any, *others: Any, **options: Any) -> Any:
+        """Adds an operation and returns its value; a function of `fx.wrap` is traced too, if that works."""
+        if kind != "call_function" or not _is_users(target) or target in self._closed_functions:
+            return super().create_proxy(kind, target, args, kwargs, *others, **options)
+        self.open_functions.append(target)
+        result = target(*args, **kwargs)
+        self.open_functions.pop()  # not after an error: `open_up` then closes the innermost function
+        return result
+
+    def for_example(self, obj: fx.Proxy) -> MetaValue:
+        """Returns a traced value for the example, with tensors on the meta device."""
+        return self._resized_examples[0].value(obj.node)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decides a branch that depends on sizes other than the batch."""
@@ -198,6 +225,8 @@ class Tracer(PlainTracer):
         """Whether a module is a single operation."""
         if module_qualified_name in self.closed:
             return True
+        if uncompiled(m) is not m:
+            return False
         return torch_class_of(m) is type(m) and not isinstance(m, (*OPENED, nn.Sequential))
 
     def getattr(self, attr: str, attr_val: object, parameter_proxy_cache: dict[str, fx.Proxy]) -> object:
@@ -216,12 +245,30 @@ class Tracer(PlainTracer):
         rewrite = REWRITES.get(torch_class_of(m) or type(None))
         if name in self.closed:
             refuse_overridden_call(m, name)
+            _refuse_compiled(m, name)
+        elif uncompiled(m) is not m:
+            forward = uncompiled(m)
         elif rewrite is not None:
             forward = lambda *a, **k: rewrite(m, *a, **k)  # noqa: E731
         self.open_modules.append(name)
         result = super().call_module(m, forward, args, kwargs)
         self.open_modules.pop()  # not after an error: `open_up` then needs the innermost module
         return result
+
+
+def _refuse_compiled(module: nn.Module, path: str) -> None:
+    """Raises `SpecError` if a module that is called as it is holds a compiled one: that uses the uncut parameters."""
+    if any(uncompiled(inner) is not inner for inner in module.modules()):
+        raise SpecError(
+            f"the module {path!r} cannot be traced, so it is called as it is, but a module in it was compiled with the "
+            "parameters of the uncut network. Do not compile it before sharding."
+        )
+
+
+def _is_users(target: Target) -> TypeGuard[FunctionType]:
+    """Whether a traced function is not torch's: the user gave it to `fx.wrap`."""
+    is_python = isinstance(target, FunctionType) and not target.__module__.startswith("torch.")
+    return is_python and not is_torch_function(target)
 
 
 def _identity(value: T) -> T:
@@ -284,17 +331,19 @@ class ResizedExample:
         return node.target(*args, **kwargs)  # type: ignore[operator]  # of a call_function it is a function
 
 
-def open_up(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Opened:
+def open_up(model: nn.Module, inputs: dict[str, torch.Tensor], *, closed: Mapping[str, str] | None = None) -> Opened:
     """Returns the traced network.
 
     Args:
         model: the network.
         inputs: the arguments of forward that are tensors; all others keep their defaults.
+        closed: modules that are single operations, with the reason; modules that cannot be traced are added.
     """
     refuse_hooks(model)
     refuse_overridden_call(model, "")
     refuse_strange_tensors({**dict(model.named_parameters()), **dict(model.named_buffers()), **inputs})
-    closed: dict[str, str] = {}
+    closed = dict(closed or {})
+    closed_functions: set[Callable[..., object]] = set()
     signature = inspect.signature(model.forward)
     default_arguments = {
         name: parameter.default
@@ -302,7 +351,7 @@ def open_up(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Opened:
         if name not in inputs and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
     while True:
-        tracer = Tracer(closed, inputs)
+        tracer = Tracer(closed, inputs, closed_functions)
         random_guard = RefusingRandomNumbers()  # type: ignore[no-untyped-call]  # torch has no annotation here
         try:
             with random_guard, intercepting_torch(), refusing_python_random(), recording_reads(model) as reads:
@@ -314,9 +363,12 @@ def open_up(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Opened:
             raise
         except Exception as error:
             name = next((name for name in reversed(tracer.open_modules) if name not in closed), None)
-            if name is None:
+            if tracer.open_functions:
+                closed_functions.add(tracer.open_functions[-1])
+            elif name is None:
                 return _open_by_export(model, inputs, error)
-            closed[name] = _reason(error)
+            else:
+                closed[name] = _reason(error)
 
 
 def _leaf_modules(program: fx.GraphModule) -> set[str]:
@@ -327,6 +379,8 @@ def _traced(model: nn.Module, tracer: Tracer, default_arguments: dict[str, objec
     with forward_of_class(model):
         graph = tracer.trace(model, concrete_args=default_arguments or None)
         _refuse_unregistered(model, graph)  # fx.GraphModule would register them as buffers
+        for node in graph.nodes:
+            node.meta.pop("is_wrapped", None)  # fx marks what a function of `fx.wrap` returns, also if it was opened
         return fx.GraphModule(model, graph)
 
 

@@ -14,10 +14,11 @@ from torch import fx, nn
 
 from evenly._torch import pytree
 from evenly._torch.autograd import has_hooks
-from evenly._torch.modules import HOOKS, global_module_hooks
+from evenly._torch.modules import HOOKS, buffer_table, global_module_hooks
 from evenly._torch.operators import OpOverload, TorchDispatchMode
 from evenly._torch.tracing import FakeTensor, intercepted, is_constant, with_class_forward
 from evenly.errors import SpecError
+from evenly.graph.inserted import assign, cannot_hold, is_in_place
 from evenly.graph.reads import MODULE_ATTRIBUTES, is_user_code
 from evenly.graph.shapes import is_random
 
@@ -66,7 +67,10 @@ def intercepting_torch() -> Iterator[None]:
 
     def refuse_traced_attribute(plain: Callable[..., object]) -> Callable[..., object]:
         def set_attribute(module: nn.Module, name: str, value: object) -> None:
-            if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value)):
+            if isinstance(value, fx.Proxy) and name in buffer_table(module):
+                _assign_buffer(module, name, value)
+                return
+            if any(isinstance(leaf, fx.Proxy) and _uses_inputs(leaf) for leaf in pytree.tree_leaves(value)):
                 raise fx.proxy.TraceError(f"it keeps a tensor in its attribute {name!r}")
             plain(module, name, value)
 
@@ -107,6 +111,18 @@ def intercepting_torch() -> Iterator[None]:
         is_grad_enabled=refuse_grad_mode_query,
     ):
         yield
+
+
+def _assign_buffer(module: nn.Module, name: str, value: fx.Proxy) -> None:
+    """Records that a traced value becomes a buffer; `self.count += 1` has changed it in place already."""
+    buffer = getattr(module, name)  # traced
+    if not isinstance(buffer, fx.Proxy):
+        raise fx.proxy.TraceError(f"it keeps a tensor in its attribute {name!r}")
+    if not is_in_place(value.node, buffer.node):
+        reason = cannot_hold(buffer_table(module)[name], value.tracer.for_example(value))  # type: ignore[attr-defined]  # our tracer
+        if reason:
+            raise fx.proxy.TraceError(f"it sets the buffer {name!r} to {reason}")
+        value.tracer.create_proxy("call_function", assign, (buffer, value), {})
 
 
 @contextmanager
@@ -152,7 +168,7 @@ def refusing_python_random() -> Iterator[None]:
 
 
 def restoring_attributes(model: nn.Module, make: Callable[[], fx.GraphModule]) -> fx.GraphModule:
-    """Returns `make()` and restores the network's attributes; refuses a forward that changes them."""
+    """Returns `make()` and restores the network's attributes; refuses a forward that changes them, except caches."""
     before = {module: _attributes_of(module) for module in model.modules()}
     try:
         program = make()
@@ -191,10 +207,11 @@ def _attributes_of(module: nn.Module) -> dict[str, object]:
 
 
 def _restore(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    """Restores a module's attributes and returns the names of those that had changed."""
+    """Restores a module's attributes and returns the names of those that had changed, without caches."""
     attributes = vars(module)
     changed = [key for key in attributes if key not in before or not _is_same(attributes[key], before[key])]
     changed += [key for key in before if key not in attributes]
+    caches = [key for key in changed if _is_cache(attributes.get(key), before.get(key))]
     for key in changed:
         if type(attributes.get(key)) in (list, dict, set) and type(attributes[key]) is type(before.get(key)):
             container = attributes[key]
@@ -204,7 +221,35 @@ def _restore(module: nn.Module, before: dict[str, Any]) -> list[str]:
             attributes[key] = before[key]
         else:
             del attributes[key]
-    return changed
+    return [key for key in changed if key not in caches]
+
+
+def _is_cache(now: object, before: object) -> bool:
+    """Whether forward only added tensors that do not depend on its inputs: computed anew, they are the same."""
+    if isinstance(now, dict) and isinstance(before, dict):
+        if any(key not in now or now[key] is not before[key] for key in before):
+            return False
+        added: object = [value for key, value in now.items() if key not in before]
+    elif before is None:
+        added = now
+    else:
+        return False
+    leaves = pytree.tree_leaves(added)
+    return bool(leaves) and all(
+        not _uses_inputs(leaf) if isinstance(leaf, fx.Proxy) else isinstance(leaf, torch.Tensor) for leaf in leaves
+    )
+
+
+def _uses_inputs(proxy: fx.Proxy) -> bool:
+    """Whether a traced value is computed from an input of the network."""
+    pending, visited = [proxy.node], {proxy.node}
+    while pending:
+        node = pending.pop()
+        if node.op == "placeholder":
+            return True
+        pending += [n for n in node.all_input_nodes if n not in visited]
+        visited |= set(pending)
+    return False
 
 
 def _is_same(now: object, before: object) -> bool:

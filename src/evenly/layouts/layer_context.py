@@ -41,6 +41,7 @@ class LayerContext:
     channels: dict[str, int]
     batches: Mapping[str, TensorPlacement]  # how tensors would be cut along the batch, where that is allowed
     shares: Mapping[str, tuple[float, ...]]  # of tensors whose layer has its own
+    has_placed: bool = False  # whether parameters are cut already
 
     def sharded(self, index: int, dim: int, *, batch: bool = False) -> list[TensorPlacement]:
         """Returns the cuts along `dim` in which input `index` is available, and its canonical cut."""
@@ -63,6 +64,13 @@ class LayerContext:
         """Returns the canonical cut of a tensor: in its preferred units, by the shares of its layer."""
         shares = self.shares.get(tensor.name)
         return TensorPlacement("sharded", dim, self.cuts.of_parts(parts_of(self.preferred_units, tensor, dim), shares))
+
+    def output_cut(self, dim: int, weight_dim: int) -> TensorPlacement:
+        """Returns the cut of the output of a layer with a weight: that of the weight, if it is cut already."""
+        placements = sorted(r for r in self.states[1] or () if r.state == "sharded" and r.dim == weight_dim)
+        if self.has_placed and placements:
+            return TensorPlacement("sharded", dim, placements[0].cut)
+        return self.own_cut(self.layer.outputs[0], dim)
 
     def spread(self, index: int) -> list[TensorPlacement]:
         """Returns the cuts along its channels to which a partial sum can be reduce-scattered."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from evenly.errors import SpecError
 from evenly.layouts.cuts import DimCuts
-from evenly.layouts.search import Search, TransferCosts
+from evenly.layouts.search import Placed, Search, TransferCosts
 from evenly.spec.graph import Graph
 from evenly.spec.layout import Choice, Layout, check_shares
 
@@ -17,6 +17,7 @@ def lay_out(
     modes: Mapping[str, Sequence[str]] | None = None,
     rates: TransferCosts | None = None,
     cut_batch: bool = False,
+    placed: Mapping[str, Placed] | None = None,
 ) -> Layout:
     """Returns the cheapest layout of a network over ranks with these shares.
 
@@ -27,6 +28,7 @@ def lay_out(
         modes: for operations by name, the modes that they may have.
         rates: the cost of moving compared with computing.
         cut_batch: whether layers may also be cut along the batch, where that sends fewer bytes.
+        placed: how parameters and buffers are cut already, by name; those not named are free.
     """
     numbers = check_shares(shares)
     unknown_layers = set(modes or {}) - {layer.name for layer in graph.layers}
@@ -37,9 +39,14 @@ def lay_out(
     members = tuple(rank for rank, share in enumerate(numbers) if share > 0)
     if cut_batch and graph.batch_size < 2:
         raise SpecError("cut_batch=True was asked for, but the example has fewer than 2 samples. Give a larger one.")
-    cuts = DimCuts([numbers[rank] for rank in members], batch=graph.batch_size if cut_batch else 0)
+    may_cut_batch = cut_batch or any(layer.op == "recurrent" for layer in graph.layers)
+    batch_size = graph.batch_size if may_cut_batch and graph.batch_size > 1 else 0
+    cuts = DimCuts([numbers[rank] for rank in members], batch=batch_size)
     shares_by_tensor = _shares_by_tensor(graph, {} if layer_shares is None else layer_shares, len(numbers), members)
-    steps = Search(graph, cuts, rates or TransferCosts(), modes or {}, shares_by_tensor).run().steps()
+    search = Search(
+        graph, cuts, rates or TransferCosts(), modes or {}, shares_by_tensor, cut_batch=cut_batch, placed=placed or {}
+    )
+    steps = search.run().steps()
     return Layout(
         graph=graph.fingerprint,
         inputs=tuple(

@@ -40,7 +40,7 @@ def channels_of(graph: Graph) -> dict[str, int]:
         dim: int | None = channels.get(x.name)
         if layer.op in ("conv", "batch_norm", "instance_norm", "group_norm"):
             dim = 1
-        elif layer.op in ("linear", "embedding", "layer_norm", "rms_norm", "matmul"):
+        elif layer.op in ("linear", "embedding", "layer_norm", "rms_norm", "matmul", "recurrent"):
             dim = len(out.shape) - 1
         elif layer.op == "join":
             dims = [d - len(tensors[n].shape) for n in layer.inputs if (d := channels.get(n)) is not None]

@@ -41,7 +41,7 @@ def _conv(context: LayerContext) -> Iterator[LayerOption]:
     yield from bystander(context, [1, *range(2, len(context.inputs[0].shape))])
     out = context.layer.outputs[0]
     if groups == 1:
-        output_placement = context.own_cut(out, 1)
+        output_placement = context.output_cut(1, out_dim)
         yield LayerOption(
             "partitioned", (COPIED, TensorPlacement("sharded", out_dim, output_placement.cut)), (output_placement,)
         )
@@ -64,7 +64,7 @@ def _conv(context: LayerContext) -> Iterator[LayerOption]:
 def _linear(context: LayerContext) -> Iterator[LayerOption]:
     last = len(context.inputs[0].shape) - 1
     yield from bystander(context, [last])
-    output_placement = context.own_cut(context.layer.outputs[0], last)
+    output_placement = context.output_cut(last, 0)
     yield LayerOption("partitioned", (COPIED, TensorPlacement("sharded", 0, output_placement.cut)), (output_placement,))
     for placement in context.sharded(0, last):
         if not context.rows(placement):
@@ -74,7 +74,7 @@ def _linear(context: LayerContext) -> Iterator[LayerOption]:
 def _embedding(context: LayerContext) -> Iterator[LayerOption]:
     for placement in context.cut_dims(0):
         yield LayerOption("bystander", (placement, COPIED), (placement,))
-    output_placement = context.own_cut(context.layer.outputs[0], len(context.layer.outputs[0].shape) - 1)
+    output_placement = context.output_cut(len(context.layer.outputs[0].shape) - 1, 1)
     yield LayerOption("columns", (COPIED, TensorPlacement("sharded", 1, output_placement.cut)), (output_placement,))
     for placement in context.sharded(1, 0):
         yield LayerOption("rows", (COPIED, placement), (PARTIAL,))
@@ -106,9 +106,21 @@ def _batch_norm(context: LayerContext) -> Iterator[LayerOption]:
     for placement in context.cut_dims(0):
         if context.rows(placement) and placement.dim == 0:
             channels = context.inputs[0].shape[1]
-            statistics = ("running_mean", "running_var")
-            needs = tuple(REPLICATED if t.name.endswith(statistics) else COPIED for t in context.inputs[1:])
+            statistics = context.layer.options.get("statistics", ())
+            needs = tuple(
+                REPLICATED if i in statistics or t.name.endswith((".running_mean", ".running_var")) else COPIED
+                for i, t in enumerate(context.inputs[1:], start=1)
+            )
             yield LayerOption("moments", (placement, *needs), (placement,), *_moments(context, channels))
+
+
+def _assign(context: LayerContext) -> Iterator[LayerOption]:
+    """Yields the options of writing into a buffer: the buffer is cut like what is written."""
+    if context.inputs[0].shape != context.inputs[1].shape:
+        return
+    for placement in context.cut_dims(1):
+        if not context.rows(placement):
+            yield LayerOption("local", (placement, placement), (placement,))
 
 
 def _instance_norm(context: LayerContext) -> Iterator[LayerOption]:
@@ -187,7 +199,7 @@ def _matmul(context: LayerContext) -> Iterator[LayerOption]:
         if placement.dim == len(b.shape) - 1:
             yield LayerOption("partitioned", (COPIED, placement), (TensorPlacement("sharded", last, placement.cut),))
     if context.states[1] is None and len(b.shape) == 2:  # x @ parameter
-        output_placement = context.own_cut(out, last)
+        output_placement = context.output_cut(last, 1)
         yield LayerOption(
             "partitioned", (COPIED, TensorPlacement("sharded", 1, output_placement.cut)), (output_placement,)
         )
@@ -218,6 +230,19 @@ def _mask_need(mask: Tensor, query: Tensor, placement: TensorPlacement) -> Tenso
     return TensorPlacement("sharded", mask_dim, placement.cut) if has_dim else COPIED
 
 
+def _recurrent(context: LayerContext) -> Iterator[LayerOption]:
+    """Yields options that cut the batch: a cut of the units would send every step's states, which takes longer."""
+    x, batch, num_states = context.inputs[0], context.layer.options["batch"], context.layer.options["states"]
+    placements = [placement for placement in context.cut_dims(0) if placement.dim == batch]
+    samples = context.batches.get(x.name)
+    if not placements and samples is not None:  # where steps are dim 0 of the inputs, they count as samples
+        placements = [samples if samples.dim == batch else context.own_cut(x, batch)]
+    for placement in placements:
+        state = TensorPlacement("sharded", 1, placement.cut)
+        needs = others(context, [placement, *[state] * num_states], COPIED)
+        yield LayerOption("bystander", needs, (placement, *[state] * (len(context.layer.outputs) - 1)))
+
+
 def _cross_entropy(context: LayerContext) -> Iterator[LayerOption]:
     logits = context.inputs[0]
     rows = logits.numel // logits.shape[1]
@@ -234,6 +259,7 @@ RULES: dict[str, Callable[[LayerContext], Iterator[LayerOption]]] = {
     "linear": _linear,
     "embedding": _embedding,
     "bias": _bias,
+    "assign": _assign,
     "batch_norm": _batch_norm,
     "instance_norm": _instance_norm,
     "group_norm": _group_norm,
@@ -255,5 +281,6 @@ RULES: dict[str, Callable[[LayerContext], Iterator[LayerOption]]] = {
     "pixel_shuffle": shape_rules.pixel_shuffle,
     "matmul": _matmul,
     "attention": _attention,
+    "recurrent": _recurrent,
     "cross_entropy": _cross_entropy,
 }

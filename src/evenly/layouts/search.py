@@ -15,7 +15,9 @@ from evenly.layouts.layer_context import LayerContext, LayerOption, State
 from evenly.layouts.preferred_units import PreferredUnits, channels_of, preferred_units_of
 from evenly.layouts.rules import options_of
 from evenly.spec.graph import Graph, Layer, Tensor
-from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, Choice, Move, MoveName, TensorPlacement
+from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, Choice, Move, MoveName, Segments, TensorPlacement
+
+Placed = tuple[int, tuple[Segments, ...]] | None  # dim and index ranges of each rank; None: every rank has all of it
 
 WEIGHTED = {"conv", "linear", "embedding"}  # computed whole only if there is no other option
 FORBIDDEN = 1e18
@@ -73,6 +75,8 @@ class Search:
     rates: TransferCosts
     allowed: Mapping[str, Sequence[str]]
     shares: Mapping[str, tuple[float, ...]]  # of tensors whose layer has its own
+    cut_batch: bool = True  # whether all layers may be cut along the batch, or only recurrent ones
+    placed: Mapping[str, Placed] = field(default_factory=dict)  # how parameters and buffers are cut already, by name
     tensors: dict[str, Tensor] = field(init=False)
     preferred_units: PreferredUnits = field(init=False)
     channels: dict[str, int] = field(init=False)
@@ -144,19 +148,40 @@ class Search:
     def steps(self, layer: Layer, input_states: Sequence[State]) -> list[SearchStep]:
         """Returns every step that computes this layer from inputs in these states."""
         if layer.kind == "source":
-            is_free = layer.op in ("parameter", "buffer")  # placed at their first use
-            states: dict[str, State] = {} if is_free else {t.name: frozenset([REPLICATED]) for t in layer.outputs}
+            is_free = (
+                layer.op in ("parameter", "buffer") and layer.where not in self.placed
+            )  # placed at their first use
+            states: dict[str, State] = (
+                {} if is_free else {t.name: frozenset([self._placement(layer, t)]) for t in layer.outputs}
+            )
             return [
                 SearchStep(states, Choice(layer=layer.name, mode="source", gives=(REPLICATED,) * len(layer.outputs)))
             ]
-        context = self._context(layer, input_states, self.batches)
+        may_cut_batch = self.cut_batch or layer.op == "recurrent"
+        context = self._context(layer, input_states, self.batches if may_cut_batch else {})
         options = [option for option in options_of(context) if self._allows(layer, option)]
         return [step for option in options if (step := self.take(context, option)) is not None]
+
+    def _placement(self, layer: Layer, tensor: Tensor) -> TensorPlacement:
+        """Returns how a source is placed from the start."""
+        placed = self.placed.get(layer.where) if layer.op in ("parameter", "buffer") else None
+        if placed is None:
+            return REPLICATED
+        dim, segments = placed
+        return TensorPlacement("sharded", dim, self.cuts.add(tensor.shape[dim], segments))
 
     def _context(self, layer: Layer, states: Sequence[State], batches: Mapping[str, TensorPlacement]) -> LayerContext:
         inputs = tuple(self.tensors[name] for name in layer.inputs)
         return LayerContext(
-            layer, inputs, tuple(states), self.cuts, self.preferred_units, self.channels, batches, self.shares
+            layer,
+            inputs,
+            tuple(states),
+            self.cuts,
+            self.preferred_units,
+            self.channels,
+            batches,
+            self.shares,
+            has_placed=bool(self.placed),
         )
 
     def _allows(self, layer: Layer, option: LayerOption) -> bool:
@@ -167,9 +192,10 @@ class Search:
         """Returns the step that computes a layer in this mode; None if an input cannot be redistributed as needed."""
         states: dict[str, State] = dict(zip(context.layer.inputs, context.states, strict=True))
         moves: list[Move] = []
+        changed_names = _changed_names(context.layer)
         for tensor, need in zip(context.inputs, option.needs, strict=True):
             state = states[tensor.name]
-            is_fixed = "." in tensor.name and state is not None  # of a module that is called
+            is_fixed = "." in tensor.name or tensor.name in changed_names  # of a module that is called, or a buffer
             if is_fixed and state is not None and need not in state and not (need == COPIED and REPLICATED in state):
                 return None
             reached = self.reach(tensor, state, need)
@@ -196,9 +222,16 @@ class Search:
                 gives=option.gives,
                 messages=option.messages if self.size > 1 else 0,
                 sent_bytes=sent,
-                note=layer.note,
+                note=self._note(layer) if option.is_whole else layer.note,
             )
         return self._choices[key]
+
+    def _note(self, layer: Layer) -> str:
+        """Returns why an operation is computed whole; an empty text if it is one that follows the cut of its inputs."""
+        if layer.op != "recurrent":
+            return layer.note
+        reason = "takes longer" if layer.inputs[0] in self.batches else "is not possible here"
+        return f"{layer.options['name'].partition('_')[0]} has no rule for its units; cutting its batch {reason}"
 
     def reach(self, tensor: Tensor, state: State, need: TensorPlacement) -> tuple[State, list[Move]] | None:
         """Returns the states of a tensor once it is redistributed to `need`, and the moves for that."""
@@ -263,6 +296,11 @@ class Search:
             flops = work_of(layer)
             self._work_of[key] = flops * self.slowdown if is_repeated else flops
         return self._work_of[key]
+
+
+def _changed_names(layer: Layer) -> Sequence[str]:
+    """Returns the buffers that an operation changes in place: they cannot be redistributed for it."""
+    return layer.inputs[:1] if layer.op == "assign" else [layer.inputs[i] for i in layer.options.get("statistics", ())]
 
 
 def _width(context: LayerContext) -> int:

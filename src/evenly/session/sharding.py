@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from evenly._torch.compiler import uncompiled
 from evenly.errors import SpecError
 from evenly.graph import Example, trace, trace_module
 from evenly.layouts import lay_out
@@ -54,6 +55,7 @@ def shard_for(
     replica = plan.replica_of(rank_group.rank)
     if replica is None:
         return model
+    model = uncompiled(model)
     sharded = join_shards(
         trace_module(model, example_of(replica.layout)),
         replica.layout,

@@ -134,6 +134,8 @@ def _settings(traced: Traced, layout: Layout) -> list[str]:
     for name, value in vars(traced.program).items():
         if is_constant(name) and isinstance(value, torch.Tensor):
             lines.append(f"constant {name}: {hashlib.sha256(repr(value.tolist()).encode()).hexdigest()[:16]}")
-    lines.append(f"program {hashlib.sha256(traced.program.code.encode()).hexdigest()[:16]}")
+    programs = {"program": traced.program} | ({"evaluation": traced.evaluation.program} if traced.evaluation else {})
+    for name, program in programs.items():
+        lines.append(f"{name} {hashlib.sha256(program.code.encode()).hexdigest()[:16]}")
     lines.append(f"layout {hashlib.sha256(layout.model_dump_json().encode()).hexdigest()[:16]}")
     return lines

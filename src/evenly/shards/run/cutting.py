@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from evenly._torch.compiler import COMPILED_CALL, Uncompiled, uncompiled
 from evenly._torch.modules import replace_tables
 from evenly.comm import ShardGroup
 from evenly.errors import SpecError
 from evenly.graph import MODULE_ATTRIBUTES, Traced
-from evenly.shards.parts.local_shards import LocalShard, set_local_shard
+from evenly.shards.parts.local_shards import LocalShard, local_shard_of, set_local_shard
 from evenly.shards.run.rebinding import reachable, rebound
 from evenly.spec.layout import COPIED, REPLICATED, Layout, TensorPlacement
 
@@ -58,7 +59,7 @@ def _refuse_cut_in_whole(traced: Traced, placement_by_tensor: Mapping[int, Tenso
     """Raises `SpecError` if a module that is computed whole uses a tensor that another layer needs cut."""
     modules = {node.name for node in traced.program.graph.nodes if node.op == "call_module"}
     for layer in traced.graph.layers:
-        if layer.op != "opaque" or layer.name not in modules:
+        if layer.kind != "opaque" or layer.name not in modules:
             continue
         for tensor in reachable(traced.model.get_submodule(layer.where)):
             if placement_by_tensor.get(id(tensor), REPLICATED).state == "sharded":
@@ -66,6 +67,24 @@ def _refuse_cut_in_whole(traced: Traced, placement_by_tensor: Mapping[int, Tenso
                 raise SpecError(
                     f"the module {layer.where!r} is computed whole ({layer.note}), but uses {name!r}, which another "
                     "layer needs cut. Give it a tensor of its own, or let it be traced."
+                )
+
+
+def refuse_cut_modules(traced: Traced, network: nn.Module) -> None:
+    """Raises `SpecError` if a trace calls a module as it is, but its parameters are cut in `network`."""
+    for node in traced.program.graph.nodes:
+        layer = (
+            next((x for x in traced.graph.layers if x.name == node.name), None) if node.op == "call_module" else None
+        )
+        if layer is None or layer.kind != "opaque":
+            continue
+        for tensor in reachable(network.get_submodule(layer.where)):
+            shard = local_shard_of(tensor)
+            if shard is not None and shard.is_cut:
+                raise SpecError(
+                    f"the network was called in another mode, or with inputs of other sizes, than those it was cut by. "
+                    f"The module {layer.where!r} is then computed whole ({layer.note}), but its {shard.name!r} is cut. "
+                    "Shard the network with an example of these sizes, or let the module be traced."
                 )
 
 
@@ -126,8 +145,9 @@ def _copied(model: nn.Module, replace_tensor: Callable[[str, torch.Tensor], torc
     def copied(module: nn.Module, prefix: str) -> nn.Module:
         if id(module) in modules:
             return modules[id(module)]
-        copy = modules[id(module)] = object.__new__(type(module))
-        copy.__dict__ = dict(module.__dict__)
+        kind = type(module) if uncompiled(module) is module else Uncompiled
+        copy = modules[id(module)] = object.__new__(kind)
+        copy.__dict__ = {name: value for name, value in module.__dict__.items() if name != COMPILED_CALL}
         replace_tables(
             copy,
             tensor=lambda name, tensor: replaced(prefix + name, tensor),

@@ -1,10 +1,22 @@
-"""Dropout whose mask does not depend on the cut: it is a function of the position in the full tensor."""
+"""Random numbers that do not depend on the cut: functions of the step, the layer and the position in a full tensor."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from evenly._torch import pytree
 from evenly.spec.layout import Segments
+
+RANDOM_OPS = ("dropout", "attention", "draw", "random")  # operations that use the stream
+_SEEDING = threading.Lock()  # ranks may be threads, which share torch's generator
+_FULL: dict[str, Callable[..., Any]] = {
+    "rand_like": torch.rand,
+    "randn_like": torch.randn,
+    "randint_like": torch.randint,
+}
 
 _FIRST, _SECOND = -4658895280553007687, -7723592293110705685  # odd constants of a 64-bit finalizer
 _MASK34, _MASK37, _MASK31 = (1 << 34) - 1, (1 << 37) - 1, (1 << 31) - 1
@@ -19,6 +31,48 @@ class DropoutStream:
     def key(self, layer: int) -> int:
         """Returns the number that this pass and layer add to every position."""
         return (self.seed * 1_000_003 + self.passes) * 65_537 + layer
+
+
+@contextmanager
+def seeded(key: int) -> Iterator[None]:
+    """Seeds torch's generator of the CPU inside the block, and restores it after it."""
+    with _SEEDING:
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(key % (1 << 63))
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+
+
+def draw(
+    name: str, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], key: int
+) -> torch.Tensor:
+    """Returns the random numbers of one operation of torch, the same on every rank and device.
+
+    They are drawn on the CPU: the generators of different devices give different numbers.
+
+    Args:
+        name: the operation: `rand`, `bernoulli`, `draw_like` (a method such as `bernoulli_`), ...
+        target: the function that draws.
+        args: its arguments, full tensors.
+        kwargs: its arguments by name.
+        key: a number that differs between layers and steps.
+    """
+    options = {
+        key: value for key, value in kwargs.items() if key not in ("device", "layout", "pin_memory", "generator")
+    }
+    tensors = [x for x in pytree.tree_leaves((list(args), options)) if isinstance(x, torch.Tensor)]
+    device = kwargs.get("device") or (tensors[0].device if tensors else torch.get_default_device())
+    args, options = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu(), (list(args), options))
+    requires_grad = bool(options.pop("requires_grad", False))
+    if name in _FULL:
+        x, *bounds = args
+        options = {"dtype": x.dtype, **{k: v for k, v in options.items() if v is not None and k != "memory_format"}}
+        target, args = _FULL[name], [*bounds, x.shape]
+    generator = torch.Generator().manual_seed(key % (1 << 63))
+    drawn: torch.Tensor = target(*args, **options, generator=generator)
+    return drawn.to(device).requires_grad_(requires_grad)
 
 
 def drop(

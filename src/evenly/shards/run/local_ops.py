@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from evenly._torch import pytree
 from evenly._torch.modules import BatchNorm, Dropout
 from evenly._torch.operators import safe_softmax
 from evenly.comm import Redistribute, count_of
+from evenly.errors import SpecError
 from evenly.graph import name_of
+from evenly.shards.parts.local_shards import LocalShard, local_shard_of, set_local_shard
 from evenly.shards.run import ops
-from evenly.shards.run.dropout import drop
+from evenly.shards.run.dropout import draw, drop, seeded
 from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance
 from evenly.shards.run.overlapped_layers import layer_options, overlapped_layer, to_autocast_dtype
 from evenly.spec.layout import TensorPlacement
@@ -283,6 +286,62 @@ def _attention(op_instance: OpInstance) -> LocalOp:
     return run_local
 
 
+def _recurrent(op_instance: OpInstance) -> LocalOp:
+    """Runs recurrent layers on this rank's samples; a rank without samples gives empty outputs."""
+    run = op_instance.run
+
+    def run_local(
+        context: ForwardContext,
+        x: torch.Tensor,
+        states: list[torch.Tensor],
+        weights: list[torch.Tensor],
+        *options: NodeValue,
+    ) -> NodeValue:
+        if x.numel():
+            return run(x, states, weights, *options)
+        inputs = (x, list(states), list(weights))
+        shapes = run(*pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("meta"), inputs), *options)
+        linked = [x, *states, *weights]
+        return tuple(ops.linked_zeros(output.shape, *linked, dependence="all") for output in shapes)
+
+    return run_local
+
+
+def _whole_module(op_instance: OpInstance) -> LocalOp:
+    """Calls a module that is computed whole; buffers that it replaces are whole on every rank, as the old ones."""
+    run, path = op_instance.run, str(op_instance.node.target)
+    if op_instance.node.op != "call_module":
+        return lambda context, *args, **kwargs: run(*args, **kwargs)
+    module = op_instance.model.get_submodule(path)
+
+    def run_local(context: ForwardContext, *args: NodeValue, **kwargs: NodeValue) -> NodeValue:
+        result = run(*args, **kwargs)
+        for name, buffer in module.named_buffers(prefix=path):
+            if local_shard_of(buffer) is None:
+                set_local_shard(buffer, LocalShard(name, buffer.shape, context.shard_group))
+        return result
+
+    return run_local
+
+
+def _random(op_instance: OpInstance) -> LocalOp:
+    """Runs an operation without a rule that draws random numbers itself, from the same seed on every rank."""
+    run = _whole_module(op_instance)
+
+    def run_local(context: ForwardContext, *args: NodeValue, **kwargs: NodeValue) -> NodeValue:
+        devices = {x.device.type for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        if devices - {"cpu"}:
+            raise SpecError(
+                f"{op_instance.layer.where or op_instance.layer.name!r} is computed whole and draws random numbers on "
+                f"{sorted(devices)}, whose generators differ from those of other devices. Write it with dropout, or "
+                "draw the numbers outside and pass them as an input."
+            )
+        with seeded(context.dropout_stream.key(op_instance.number)):
+            return run(context, *args, **kwargs)
+
+    return run_local
+
+
 def _instance_norm(op_instance: OpInstance) -> LocalOp:
     module: Any = op_instance.run  # its forward would expect the channels of all ranks
 
@@ -296,15 +355,47 @@ def _instance_norm(op_instance: OpInstance) -> LocalOp:
 
 
 def _batch_norm(op_instance: OpInstance) -> LocalOp:
+    if op_instance.node.op != "call_module":
+        return _functional_batch_norm(op_instance)
     module = op_instance.run
     affine_keys = [(name, need) for name, need in op_instance.needs.items() if name.endswith((".weight", ".bias"))]
 
     def run_local(context: ForwardContext, x: torch.Tensor) -> NodeValue:
         if not isinstance(module, BatchNorm):
             return module(x)
-        return ops.batch_norm(
+        return ops.module_batch_norm(
             x, module, [context.values[key] for key in affine_keys], context.samples, context.shard_group
         )
+
+    return run_local
+
+
+def _functional_batch_norm(op_instance: OpInstance) -> LocalOp:
+    def run_local(
+        context: ForwardContext,
+        x: torch.Tensor,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+        *_: object,
+    ) -> torch.Tensor:
+        return ops.batch_norm(
+            x, running_mean, running_var, weight, bias, training, momentum, eps, context.samples, context.shard_group
+        )
+
+    return run_local
+
+
+def _draw(op_instance: OpInstance) -> LocalOp:
+    """Draws the numbers of the full tensor on every rank, by a generator that depends on the step and the layer."""
+    name, target = name_of(op_instance.node), op_instance.run
+
+    def run_local(context: ForwardContext, *args: NodeValue, **kwargs: NodeValue) -> torch.Tensor:
+        return draw(name, target, args, kwargs, context.dropout_stream.key(op_instance.number))
 
     return run_local
 
@@ -326,5 +417,9 @@ BUILDERS: dict[tuple[str, str], Callable[[OpInstance], LocalOp]] = {
     ("embedding", "rows"): _embedding_rows,
     ("cross_entropy", "vocabulary"): _vocabulary,
     ("dropout", "*"): _dropout,
+    ("draw", "*"): _draw,
+    ("random", "*"): _random,
+    ("opaque", "*"): _whole_module,
     ("attention", "*"): _attention,
+    ("recurrent", "bystander"): _recurrent,
 }

@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 from evenly.comm import Redistribute, ShardGroup, count_of
-from evenly.graph import path_of
+from evenly.graph import name_of, path_of
 from evenly.shards.run.dropout import DropoutStream
-from evenly.shards.run.ops import linked_zeros
+from evenly.shards.run.ops import Dependence, linked_zeros
 from evenly.spec.graph import Layer
 from evenly.spec.layout import Choice, Layout, Move, Segments, TensorPlacement, deal, ranges
 
@@ -184,7 +184,16 @@ class OpInstance:
             if self.layer.op == "batch_norm" and module.training and isinstance(counter, torch.Tensor):
                 counter.add_(1)
         floats = [x for x in inputs if x.is_floating_point()]
-        return linked_zeros(shape, *floats)
+        return linked_zeros(shape, *floats, dependence=self._dependence())
+
+    def _dependence(self) -> Dependence:
+        """Returns what the gradients of this operation depend on."""
+        if self.layer.op in ("conv", "linear"):
+            return "product"
+        name = name_of(self.node)
+        pads = name.startswith("ConstantPad") or (name == "pad" and not self.node.kwargs and len(self.node.args) < 3)
+        is_linear = self.layer.op in ("pixel_shuffle", "repeat", "embedding") or bool(self.layer.options.get("linear"))
+        return "gradient" if is_linear or pads or "psampl" in name or name == "interpolate" else "all"
 
     def full_output(self, context: ForwardContext, reads: Mapping[str, TensorPlacement] | None = None) -> NodeValue:
         """Returns the full output of the operation as a meta tensor."""

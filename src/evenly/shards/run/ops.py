@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from evenly._torch.modules import BatchNorm
 from evenly._torch.operators import assert_async
-from evenly.comm import ShardGroup
+from evenly.comm import Redistribute, ShardGroup
 from evenly.spec.layout import Segments
 
 
@@ -23,36 +23,69 @@ class AutogradContext(Protocol):
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         """Makes these the `saved_tensors` of backward."""
 
+    def set_materialize_grads(self, value: bool) -> None:
+        """Says whether backward gets zeros, and not None, for outputs without a gradient."""
+
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
         """Declares outputs that get no gradient."""
 
 
+Dependence = Literal["gradient", "product", "all"]
+
+
 class _ZerosContext(AutogradContext, Protocol):
     inputs: list[tuple[torch.Size, torch.dtype, torch.device]]
+    dependence: Dependence
 
 
 class _LinkedZeros(torch.autograd.Function):
     """Zeros that depend on tensors in autograd's graph, so that backward runs on a rank that computes nothing."""
 
     @staticmethod
-    def forward(ctx: _ZerosContext, shape: Sequence[int], like: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: _ZerosContext, shape: Sequence[int], dependence: Dependence, like: torch.Tensor, *inputs: torch.Tensor
+    ) -> torch.Tensor:
         ctx.inputs = [(x.shape, x.dtype, x.device) for x in (like, *inputs)]
+        ctx.dependence = dependence
+        ctx.save_for_backward(*([] if dependence == "gradient" else [like, *inputs]))
         return like.new_zeros(tuple(shape))
 
     @staticmethod
     def backward(ctx: _ZerosContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs)
+        if not torch.is_grad_enabled():
+            zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs)
+            return None, None, *zeros
+        linked: list[torch.Tensor] = []  # with create_graph=True they belong to the graph, as on the other ranks
+        for index, (shape, dtype, device) in enumerate(ctx.inputs):
+            factors: Sequence[torch.Tensor] = ctx.saved_tensors
+            if ctx.dependence == "product":
+                factors = factors[1 - index : 2 - index]  # of the input the weight, of the weight the input
+            linked.append(linked_zeros(shape, *(x.to(device, dtype) for x in (gradient, *factors)), dependence="all"))
+        return None, None, *linked
 
 
-def linked_zeros(shape: Sequence[int], *inputs: torch.Tensor) -> torch.Tensor:
-    """Returns zeros of `shape` whose gradient reaches the inputs as zeros."""
-    zeros: torch.Tensor = _LinkedZeros.apply(shape, *inputs)  # type: ignore[no-untyped-call]  # torch has no annotation here
+def linked_zeros(shape: Sequence[int], *inputs: torch.Tensor, dependence: Dependence = "gradient") -> torch.Tensor:
+    """Returns zeros of `shape` whose gradient reaches the inputs as zeros.
+
+    Args:
+        shape: that of the zeros.
+        *inputs: tensors that get a gradient of zeros.
+        dependence: what the gradients of the operation depend on, for gradients of gradients: only the gradient of its
+            output ("gradient"), also the other factor of a product of two inputs ("product"), or also all inputs.
+    """
+    zeros: torch.Tensor = _LinkedZeros.apply(shape, dependence, *inputs)  # type: ignore[no-untyped-call]  # torch has no annotation here
     return zeros
+
+
+def _summed_for_ranks(x: torch.Tensor, shard_group: ShardGroup) -> torch.Tensor:
+    """Returns the sum over ranks, which each rank uses for its own part; differentiable as often as needed."""
+    return Redistribute(shard_group, "copy")(Redistribute(shard_group, "reduce")(x))
 
 
 class _StandardContext(AutogradContext, Protocol):
     dims: tuple[int, ...]
     count: int
+    eps: float
     centred: bool
     shard_group: ShardGroup
 
@@ -79,23 +112,37 @@ class _Standard(torch.autograd.Function):
         scale = torch.rsqrt(variance + eps)
         ctx.dims = dims
         ctx.count = count
+        ctx.eps = eps
         ctx.centred = centred
         ctx.shard_group = shard_group
-        standard = shifted * scale
-        ctx.save_for_backward(standard, scale)
+        ctx.save_for_backward(x, mean, scale)
         ctx.mark_non_differentiable(mean, variance)
-        return standard.to(x.dtype), mean, variance
+        return (shifted * scale).to(x.dtype), mean, variance
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: _StandardContext, gradient: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
-        standard, scale = ctx.saved_tensors
+        x, mean, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            standard = _standard(x, ctx.dims, ctx.count, ctx.eps, ctx.centred, ctx.shard_group)
+            return *torch.autograd.grad(standard, x, gradient, create_graph=True), None, None, None, None, None
+        standard = ((x.float() if x.dtype.itemsize < 4 else x) - mean) * scale
         wide = gradient.to(standard.dtype)
         slope = (wide * standard).sum(ctx.dims, keepdim=True)
         sums = torch.stack([wide.sum(ctx.dims, keepdim=True), slope]) if ctx.centred else slope[None]
         sums = ctx.shard_group.sum(sums, name="moments").wait() / ctx.count
         back = wide - standard * sums[-1] - (sums[0] if ctx.centred else 0.0)
         return (back * scale).to(gradient.dtype), None, None, None, None, None
+
+
+def _standard(
+    x: torch.Tensor, dims: tuple[int, ...], count: int, eps: float, centred: bool, shard_group: ShardGroup
+) -> torch.Tensor:
+    """Returns what `_Standard` computes, as operations that can be differentiated twice."""
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    if centred:
+        wide = wide - _summed_for_ranks(wide.sum(dims, keepdim=True), shard_group) / count
+    variance = _summed_for_ranks((wide * wide).sum(dims, keepdim=True), shard_group) / count
+    return (wide * torch.rsqrt(variance + eps)).to(x.dtype)
 
 
 def standardize(
@@ -106,26 +153,46 @@ def standardize(
     return result
 
 
-def batch_norm(
+def module_batch_norm(
     x: torch.Tensor, module: BatchNorm, affine: Sequence[torch.Tensor], samples: int, shard_group: ShardGroup
 ) -> torch.Tensor:
-    """Returns the batch norm of a batch of which this rank holds a part of `samples`; updates running statistics."""
+    """Returns a module's batch norm of a batch of which this rank holds a part of `samples`; counts the batch."""
     weight, bias = affine if affine else (None, None)
     mean, variance = module.running_mean, module.running_var
-    if not module.training and mean is not None:
-        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, module.eps)
-    dims = (0, *range(2, x.ndim))
-    count = samples * prod(x.shape[2:])
-    y: torch.Tensor
-    y, now_mean, now_variance = _Standard.apply(x, dims, count, module.eps, True, shard_group)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    rate = 0.0
     if module.training and mean is not None and variance is not None:
         if module.num_batches_tracked is not None:
             module.num_batches_tracked.add_(1)
         rate = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked or 1)
-        mean.lerp_(now_mean.view(-1).to(mean.dtype), rate)
-        variance.lerp_(now_variance.view(-1).to(variance.dtype) * (count / max(1, count - 1)), rate)
+    is_training = module.training or mean is None
+    return batch_norm(x, mean, variance, weight, bias, is_training, rate, module.eps, samples, shard_group)
+
+
+def batch_norm(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    samples: int,
+    shard_group: ShardGroup,
+) -> torch.Tensor:
+    """Returns the batch norm of a batch of which this rank holds a part of `samples`; updates running statistics."""
+    if not training:
+        return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+    dims = (0, *range(2, x.ndim))
+    count = samples * prod(x.shape[2:])
+    y: torch.Tensor
+    y, now_mean, now_variance = _Standard.apply(x, dims, count, eps, True, shard_group)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    if mean is not None and variance is not None:
+        mean.lerp_(now_mean.view(-1).to(mean.dtype), momentum)
+        variance.lerp_(now_variance.view(-1).to(variance.dtype) * (count / max(1, count - 1)), momentum)
     shape = (1, -1, *[1] * (x.ndim - 2))
-    return y if weight is None or bias is None else y * weight.view(shape) + bias.view(shape)
+    y = y if weight is None else y * weight.view(shape)
+    return y if bias is None else y + bias.view(shape)
 
 
 def layer_norm(
@@ -153,6 +220,7 @@ def rms_norm(
 
 class _GroupContext(AutogradContext, Protocol):
     count: int
+    eps: float
     shard_group: ShardGroup
 
 
@@ -172,22 +240,39 @@ class _GroupStandard(torch.autograd.Function):
             total = shard_group.sum(per_channel @ member.T, name="moments").wait() / count
             return (total @ member).unsqueeze(-1)
 
-        shifted = wide - over_group(wide.sum(-1))
+        mean = over_group(wide.sum(-1))
+        shifted = wide - mean
         scale = torch.rsqrt(over_group((shifted * shifted).sum(-1)) + eps)
-        ctx.shard_group, ctx.count = shard_group, count
-        standard = shifted * scale
-        ctx.save_for_backward(standard, scale, member)
-        return standard.to(x.dtype)
+        ctx.shard_group, ctx.count, ctx.eps = shard_group, count, eps
+        ctx.save_for_backward(x, mean, scale, member)
+        return (shifted * scale).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: _GroupContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        standard, scale, member = ctx.saved_tensors
+        x, mean, scale, member = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            standard = _group_standard(x, member, ctx.count, ctx.eps, ctx.shard_group)
+            return *torch.autograd.grad(standard, x, gradient, create_graph=True), None, None, None, None
+        standard = ((x.float() if x.dtype.itemsize < 4 else x) - mean) * scale
         wide = gradient.to(standard.dtype)
         sums = torch.stack([wide.sum(-1), (wide * standard).sum(-1)]) @ member.T  # [2, n, groups]
         sums = (ctx.shard_group.sum(sums, name="moments").wait() / ctx.count) @ member
         back = (wide - sums[0].unsqueeze(-1) - standard * sums[1].unsqueeze(-1)) * scale
         return back.to(gradient.dtype), None, None, None, None
+
+
+def _group_standard(
+    x: torch.Tensor, member: torch.Tensor, count: int, eps: float, shard_group: ShardGroup
+) -> torch.Tensor:
+    """Returns what `_GroupStandard` computes, as operations that can be differentiated twice."""
+    wide = x.float() if x.dtype.itemsize < 4 else x
+
+    def over_group(per_channel: torch.Tensor) -> torch.Tensor:
+        total = _summed_for_ranks(per_channel @ member.T, shard_group) / count
+        return (total @ member).unsqueeze(-1)
+
+    shifted = wide - over_group(wide.sum(-1))
+    return (shifted * torch.rsqrt(over_group((shifted * shifted).sum(-1)) + eps)).to(x.dtype)
 
 
 def group_norm(

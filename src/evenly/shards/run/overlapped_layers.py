@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from evenly.comm import Redistribute
@@ -31,7 +30,7 @@ def overlapped_layer(
 ) -> torch.Tensor:
     """Returns the output of the layer `name` (conv2d, linear, ...) for the redistributed input, differentiable."""
     x, weight, bias = to_autocast_dtype(x), to_autocast_dtype(weight), bias if bias is None else to_autocast_dtype(bias)
-    y: torch.Tensor = _OverlappedLayer.apply(x, weight, bias, redistribute, name, options)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    y: torch.Tensor = _OverlappedLayer.apply(x, weight, bias, redistribute, name, options)[0]  # type: ignore[no-untyped-call]  # torch has no annotation here
     return y
 
 
@@ -59,7 +58,10 @@ class _LayerContext(AutogradContext, Protocol):
 
 
 class _OverlappedLayer(torch.autograd.Function):
-    """A layer after the redistribution of its input; backward sums the input's gradient during the weight's."""
+    """A layer after the redistribution of its input; backward sums the input's gradient during the weight's.
+
+    The redistributed input is an output too: gradients of gradients come back through it, and are sent only once.
+    """
 
     @staticmethod
     def forward(
@@ -70,44 +72,59 @@ class _OverlappedLayer(torch.autograd.Function):
         redistribute: Redistribute,
         name: str,
         options: LayerOptions,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         moved_input = redistribute.forward(x).wait()
+        moved_input = moved_input.view_as(x) if moved_input is x else moved_input
         # With a frozen weight, backward needs only the input's shape.
         saved_input = moved_input if ctx.needs_input_grad[1] else moved_input.new_empty(1).expand(moved_input.shape)
         ctx.save_for_backward(saved_input, weight)
+        ctx.set_materialize_grads(False)
         ctx.redistribute = redistribute
         ctx.layer_name = name
         ctx.options = options
         ctx.has_bias = bias is not None
         with torch.autocast(x.device.type, enabled=False):
             run: Callable[..., torch.Tensor] = getattr(F, name)
-            return run(moved_input, weight, bias, **options)
+            return run(moved_input, weight, bias, **options), moved_input
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: _LayerContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: _LayerContext, gradient: torch.Tensor | None, of_moved_input: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         with ctx.redistribute.shard_group.reporting():
-            return _OverlappedLayer._gradients(ctx, gradient)
+            return _OverlappedLayer._gradients(ctx, gradient, of_moved_input)
 
     @staticmethod
-    def _gradients(ctx: _LayerContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def _gradients(
+        ctx: _LayerContext, gradient: torch.Tensor | None, of_moved_input: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
-        gradients = _linear if ctx.layer_name == "linear" else _conv
+        gradients = _gradients_of_linear if ctx.layer_name == "linear" else _gradients_of_conv
         local_gradient = gradients(ctx, gradient, x, weight, (True, False, False))[0] if for_input else None
+        if local_gradient is None or of_moved_input is None:
+            local_gradient = local_gradient if of_moved_input is None else of_moved_input
+        else:
+            local_gradient = local_gradient + of_moved_input
+        if torch.is_grad_enabled():  # create_graph=True
+            input_gradient = None if local_gradient is None else ctx.redistribute.adjoint(local_gradient)
+            _, weight_gradient, bias_gradient = gradients(ctx, gradient, x, weight, (False, for_weight, for_bias))
+            return input_gradient, weight_gradient, bias_gradient, None, None, None
         pending_input_gradient = None if local_gradient is None else ctx.redistribute.backward(local_gradient)
         _, weight_gradient, bias_gradient = gradients(ctx, gradient, x, weight, (False, for_weight, for_bias))
         input_gradient = None if pending_input_gradient is None else pending_input_gradient.wait()
         return input_gradient, weight_gradient, bias_gradient, None, None, None
 
 
-def _linear(
+def _gradients_of_linear(
     ctx: _LayerContext,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | None,
     x: torch.Tensor,
     weight: torch.Tensor,
     output_mask: tuple[bool, bool, bool],
 ) -> Gradients:
+    if gradient is None:
+        return None, None, None
     rows, inputs = (t.flatten(0, -2) if t.ndim > 1 else t[None] for t in (gradient, x))
     return (
         gradient @ weight if output_mask[0] else None,
@@ -116,14 +133,14 @@ def _linear(
     )
 
 
-def _conv(
+def _gradients_of_conv(
     ctx: _LayerContext,
-    gradient: torch.Tensor,
+    gradient: torch.Tensor | None,
     x: torch.Tensor,
     weight: torch.Tensor,
     output_mask: tuple[bool, bool, bool],
 ) -> Gradients:
-    if not any(output_mask):
+    if gradient is None or not any(output_mask):
         return None, None, None
     dims, options = x.ndim - 2, ctx.options
 

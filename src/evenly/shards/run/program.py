@@ -14,9 +14,9 @@ from evenly._torch.modules import tensor_reader
 from evenly._torch.tracing import is_constant
 from evenly.comm import ShardGroup
 from evenly.errors import SpecError
-from evenly.graph import Traced
+from evenly.graph import Traced, path_of
 from evenly.shards.run.cutting import parameter_placements
-from evenly.shards.run.dropout import DropoutStream
+from evenly.shards.run.dropout import RANDOM_OPS, DropoutStream
 from evenly.shards.run.fusion import biases, input_moves
 from evenly.shards.run.local_ops import local_layer_of, local_op_of
 from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance, ValueKey, redistribution
@@ -42,7 +42,7 @@ class Program:
         self, traced: Traced, layout: Layout, model: nn.Module, shard_group: ShardGroup, dropout_stream: DropoutStream
     ) -> None:
         self.traced = traced  # without data
-        self._layout = layout
+        self.layout = layout
         self._model = model
         self._shard_group = shard_group
         self._dropout_stream = dropout_stream
@@ -57,7 +57,8 @@ class Program:
         self._biases, self._input_moves = biases(traced, layout), input_moves(traced, layout)
         self._layer_of_bias = {bias: layer for layer, bias in self._biases.items()}
         self._nodes = {node.name: node for node in traced.program.graph.nodes}
-        self._has_dropout = any(choice.op in ("dropout", "attention") for choice in layout.choices)
+        self._training_owners = {name: model.get_submodule(path_of(self._nodes[name])) for name in traced.training_only}
+        self._has_dropout = any(choice.op in RANDOM_OPS for choice in layout.choices)
         self._parameter_placements = dict(parameter_placements(traced, layout))
         self._available: set[ValueKey] = set()
         self.listener: Callable[[str, TensorPlacement, object], None] | None = None
@@ -76,7 +77,7 @@ class Program:
                 "forward was called during backward, as torch.utils.checkpoint does, but the network has dropout, "
                 "and its masks would differ. Call the sharded network without checkpoint."
             )
-        context = ForwardContext(self._shard_group, self._dropout_stream, self._layout, arguments)
+        context = ForwardContext(self._shard_group, self._dropout_stream, self.layout, arguments)
         for step in self.steps:
             step.run(context)
             for key in step.drops:
@@ -189,7 +190,7 @@ class Program:
             if need is not None:
                 self._ensure(name, need)
         out: ValueKey = (node.name, op_instance.choice.gives[0])
-        redistribute = None if input_move is None else redistribution(self._shard_group, self._layout, input_move)
+        redistribute = None if input_move is None else redistribution(self._shard_group, self.layout, input_move)
         local_layer = local_layer_of(op_instance, reads, redistribute)
 
         def run(context: ForwardContext) -> None:
@@ -263,7 +264,7 @@ class Program:
 
     def _move_runner(self, move: Move) -> Callable[[ForwardContext], None]:
         before, after = (move.tensor, move.before), (move.tensor, move.after)
-        redistribute = redistribution(self._shard_group, self._layout, move)
+        redistribute = redistribution(self._shard_group, self.layout, move)
         is_state = move.tensor in self._paths
 
         def run(context: ForwardContext) -> None:
@@ -275,5 +276,22 @@ class Program:
     def _step(
         self, name: str, reads: list[ValueKey], writes: list[ValueKey], run: Callable[[ForwardContext], None]
     ) -> None:
+        owner = self._training_owners.get(name.partition(":")[0])
+        if owner is not None:
+            run = _in_training(run, owner, writes)
         self._available.update(writes)
         self.steps.append(ProgramStep(name, run, reads))
+
+
+def _in_training(
+    run: Callable[[ForwardContext], None], owner: nn.Module, writes: list[ValueKey]
+) -> Callable[[ForwardContext], None]:
+    """Returns a step that gives None where the module in whose forward it was traced is in evaluation."""
+
+    def run_in_training(context: ForwardContext) -> None:
+        if owner.training:
+            run(context)
+        else:
+            context.values.update(dict.fromkeys(writes))
+
+    return run_in_training

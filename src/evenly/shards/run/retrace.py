@@ -9,12 +9,14 @@ from torch import nn
 
 from evenly._torch.tracing import is_constant
 from evenly.errors import MismatchError, SpecError
-from evenly.graph import Change, ChangeWatch, Traced, refuse_global_hooks, trace_module
+from evenly.graph import Change, ChangeWatch, Traced, refuse_global_hooks, shape_of, trace_module
 from evenly.shards.parts.guard import CutTensors, cut_tensors_of, guard
 from evenly.shards.parts.local_shards import local_shard_of, set_local_shard
 from evenly.shards.run.cutting import meta_tree
 
 Modes = tuple[bool, ...]  # of all modules, in order
+Sizes = tuple[torch.Size, ...]  # of the inputs, without their leading dim
+MOST_TRACES = 16  # for other sizes and modes than the example's; the one used longest ago is dropped
 
 
 class TracedProgram:
@@ -31,6 +33,7 @@ class TracedProgram:
         self._graph = traced.graph.fingerprint
         self._model = type(network).__name__
         self._inputs = traced.inputs
+        self._sizes = _sizes(traced.inputs)
         self._trainable = {name for name, p in original.named_parameters() if p.requires_grad}
         self._sources = _sources(original, traced)
         self.record_local_shards()
@@ -47,10 +50,11 @@ class TracedProgram:
     def _set_trace(self, traced: Traced) -> None:
         self.traced = traced
         self._watch = ChangeWatch(self._network, traced.reads)
-        self._variants: dict[Modes, Traced] = {}
+        self._variants: dict[tuple[Sizes, Modes | None], Traced] = {}  # the one used last is the last
         self._checked_batches: set[tuple[object, ...]] = set()
         self._flags = [vars(module) for module in self._network.modules()]
-        self._stamps = {id(traced): _stamp(traced, ())}
+        self._stamps: dict[int, int] = {}
+        self._stamp(traced, ())
 
     def update(self, inputs: Mapping[str, torch.Tensor], *, training: bool) -> Traced:
         """Returns the trace that is valid for a call with these tensors; raises an error if there is none."""
@@ -66,17 +70,29 @@ class TracedProgram:
             if changes:
                 self._retrace(changes)
         self._check_sources()
-        traced = self.traced
+        traced = self.traced_for(inputs)
         if any(flags["training"] is not training for flags in self._flags):
-            traced = self._variant(tuple(flags["training"] for flags in self._flags))
+            traced = self._variant(inputs, tuple(flags["training"] for flags in self._flags))
+        elif not training and traced.evaluation is not None:
+            traced = traced.evaluation
         self._check_batch(traced, inputs)
         return traced
+
+    def traced_for(self, inputs: Mapping[str, torch.Tensor]) -> Traced:
+        """Returns the trace, for training and evaluation, for inputs of these sizes."""
+        return self.traced if _sizes(self._tensors(inputs)) == self._sizes else self._variant(inputs, None)
+
+    def _tensors(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: inputs[name] for name in self._inputs}
 
     def _adopt_replaced_tensors(self) -> None:
         """Gives tensors that replaced others the local shards of those, if their shapes are equal."""
         named, known_shapes = _named(self._network), {name: shape for name, _, shape in self._shapes}
+        closed = tuple(f"{path}." for path in self.traced.reads.closed_modules)  # they may replace their own buffers
         for name in {**known_shapes, **named}:
             tensor = named.get(name)
+            if name.startswith(closed) and closed and tensor is not None:
+                continue
             if tensor is None or known_shapes.get(name) != tensor.shape:
                 raise _misfit(name, known_shapes.get(name), None if tensor is None else tensor.shape)
             local_shard = self._local_shards[name]
@@ -88,7 +104,7 @@ class TracedProgram:
         name, before, now = changes[0]
         case = f"{name!r} of {self._model} was {_short(before)} when the network was cut and is {_short(now)} now"
         try:
-            traced = self._trace_again(None)
+            traced = self._trace_again(None, self._inputs)
         except SpecError as error:
             raise SpecError(f"{case}, and the network cannot be traced again: {error}") from error
         if traced.graph.fingerprint != self._graph:
@@ -98,24 +114,36 @@ class TracedProgram:
             )
         self._set_trace(traced)
 
-    def _variant(self, modes: Modes) -> Traced:
-        """Returns the trace for modules in different modes: some in training, others in evaluation."""
-        if modes not in self._variants:
+    def _variant(self, inputs: Mapping[str, torch.Tensor], modes: Modes | None) -> Traced:
+        """Returns the trace for other sizes than the example's, or for modules in different modes."""
+        key = (_sizes(self._tensors(inputs)), modes)
+        traced = self._variants.pop(key, None)
+        if traced is None:
             paths = [name for name, _ in self._network.named_modules()]
-            traced = self._trace_again(dict(zip(paths, modes, strict=True)))
-            if traced.graph.fingerprint != self._graph:
-                raise SpecError(
-                    f"some modules of {self._model} are in training and others in evaluation, and its forward "
-                    "does other things than when it was cut. Give all modules one mode."
-                )
-            self._variants[modes] = traced
-            self._stamps[id(traced)] = _stamp(traced, modes)
-        return self._variants[modes]
+            is_example = key[0] == self._sizes
+            example = self._inputs if is_example else {n: shape_of(x) for n, x in self._tensors(inputs).items()}
+            try:
+                traced = self._trace_again(None if modes is None else dict(zip(paths, modes, strict=True)), example)
+            except SpecError as error:
+                sizes = [(tuple(x.shape), tuple(self._inputs[name].shape)) for name, x in example.items()]
+                case = " and ".join(f"an input is {now}, in the example it was {before}" for now, before in sizes)
+                raise SpecError(f"{self._model} was called where {case}. It cannot be traced so: {error}") from error
+            self._stamp(traced, modes or ())
+        self._variants[key] = traced
+        if len(self._variants) > MOST_TRACES:
+            self._forget(self._variants.pop(next(iter(self._variants))))
+        return traced
 
-    def _trace_again(self, modes: Mapping[str, bool] | None) -> Traced:
+    def _forget(self, traced: Traced) -> None:
+        """Removes what is known of a trace: another one may get its identity."""
+        for other in filter(None, (traced, traced.evaluation)):
+            del self._stamps[id(other)]
+            self._checked_batches = {key for key in self._checked_batches if key[0] != id(other)}
+
+    def _trace_again(self, modes: Mapping[str, bool] | None, example: Mapping[str, torch.Tensor]) -> Traced:
         full = meta_tree(self._network, self._local_shards, self._trainable)
         with torch.inference_mode(False), torch.enable_grad():  # as when it was cut
-            traced = trace_module(full, dict(self._inputs), modes=modes)
+            traced = trace_module(full, dict(example), modes=modes)
         for name, value in vars(traced.program).items():
             if is_constant(name) and isinstance(value, torch.Tensor) and value.is_meta:
                 raise SpecError(
@@ -162,6 +190,15 @@ class TracedProgram:
         """Returns a checksum of a trace, which must be equal on all ranks."""
         return self._stamps[id(traced)]
 
+    def _stamp(self, traced: Traced, modes: Modes) -> None:
+        self._stamps[id(traced)] = _stamp(traced, modes)
+        if traced.evaluation is not None:
+            self._stamps[id(traced.evaluation)] = _stamp(traced.evaluation, modes)
+
+
+def _sizes(inputs: Mapping[str, torch.Tensor]) -> Sizes:
+    return tuple(tensor.shape[1:] for tensor in inputs.values())
+
 
 def _named(network: nn.Module) -> dict[str, torch.Tensor]:
     parameters = dict(network.named_parameters(remove_duplicate=False))
@@ -186,7 +223,7 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _stamp(traced: Traced, modes: Modes) -> int:
-    lines = [traced.program.code, repr(modes)]
+    lines = [traced.program.code, repr(modes), repr(_sizes(traced.inputs))]
     for name, value in vars(traced.program).items():
         if is_constant(name) and isinstance(value, torch.Tensor):
             lines.append(f"{name} {value.tolist()}")

@@ -17,13 +17,15 @@ from evenly._torch.modules import WatchedModule, child_names, is_registered, sha
 from evenly.comm import ShardGroup, Traffic, close_groups, first_line
 from evenly.errors import SpecError
 from evenly.graph import Traced, refuse_strange_tensors
+from evenly.layouts import lay_out
 from evenly.shards.parts.guard import cut_tensors_of, guard, unguarded
 from evenly.shards.parts.local_shards import local_shard_of, set_local_shard
-from evenly.shards.run.dropout import DropoutStream
+from evenly.shards.run.cutting import refuse_cut_modules
+from evenly.shards.run.dropout import RANDOM_OPS, DropoutStream
 from evenly.shards.run.ops import linked_zeros
 from evenly.shards.run.program import Program
 from evenly.shards.run.rank_check import RankCheck, digest
-from evenly.shards.run.retrace import TracedProgram
+from evenly.shards.run.retrace import MOST_TRACES, TracedProgram
 from evenly.spec.layout import Layout
 
 RESERVED_NAMES = {
@@ -36,6 +38,8 @@ RESERVED_NAMES = {
     "_source",
     "_has_idle_ranks",
     "_program",
+    "_running",
+    "_variant_programs",
     "_plain",
     "_agreed_batch",
     "_positional",
@@ -81,12 +85,14 @@ class Sharded(WatchedModule):
         self._shapes = traced.example
         self._all_ranks_group, self._source = all_ranks_group, source
         self._has_idle_ranks = len(layout.members) < len(layout.shares)
-        self._program: Program | None = None
+        self._program: Program | None = None  # of training, for inputs of the example's sizes
+        self._variant_programs: dict[int, Program] = {}  # by the identity of their trace; the one built last is last
         traced_without_data = _without_data(traced)
         if all_ranks_group.rank in layout.members:
             self._program = Program(traced_without_data, layout, self, shard_group, self._dropout_stream)
+        self._running = self._program  # the one for the current call
         self._traced_program = TracedProgram(traced_without_data, local, original=traced.model)
-        has_dropout = any(choice.op in ("dropout", "attention") for choice in layout.choices)
+        has_dropout = any(choice.op in RANDOM_OPS for choice in layout.choices)
         runs_plain = shard_group.size == 1 and not has_dropout and not self._has_idle_ranks
         self._plain = [local] if runs_plain else []  # in a list, so that it is no child
         self._rank_check = RankCheck(self, shard_group)
@@ -172,7 +178,7 @@ class Sharded(WatchedModule):
 
     def _run(self, arguments: Mapping[str, object]) -> object:
         self._rank_check.before_pass()
-        result = self._program.run(arguments) if self._program is not None else None
+        result = self._running.run(arguments) if self._running is not None else None
         self._rank_check.watch_outputs(result)
         return result
 
@@ -186,10 +192,10 @@ class Sharded(WatchedModule):
         """Compares the batch with the other ranks' whenever its size, the mode or the trace has changed."""
         self._rank_check.begin_pass()
         tensors = [inputs[name] for name in self._shapes if self._shapes[name]]
-        if self._program is None or self.shard_group.size == 1 or not tensors:
+        if self._running is None or self.shard_group.size == 1 or not tensors:
             return
         samples = tensors[0].shape[0]
-        batch_state = (samples, self.training, self._traced_program.stamp_of(self._program.traced))
+        batch_state = (samples, self.training, self._traced_program.stamp_of(self._running.traced))
         has_changed = batch_state != self._agreed_batch
         self.shard_group.batch = (self._rank_check.passes, [*batch_state, *(digest(tensors[0]) if has_changed else [])])
         if has_changed:
@@ -197,10 +203,37 @@ class Sharded(WatchedModule):
             self._agreed_batch = batch_state
 
     def _update_program(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Rebuilds the program if the network's trace has changed; raises if no trace is valid for this batch."""
-        traced = self._traced_program.update(inputs, training=self.training)
-        if self._program is not None and traced is not self._program.traced:
-            self._program = Program(traced, self.layout, self, self.shard_group, self._dropout_stream)
+        """Selects the program for this call; raises if the network cannot be traced for it."""
+        self._running = self._program_in_current_modes(inputs)
+
+    def _program_of(self, traced: Traced) -> Program:
+        """Returns the program of a trace; other traces than the first use the parameters as they are cut already."""
+        if self._program is None or self._program.traced is not self._traced_program.traced:
+            self._program = self._new_program(self._traced_program.traced, self.layout)
+            self._variant_programs.clear()
+        if traced is self._program.traced:
+            return self._program
+        if id(traced) not in self._variant_programs:
+            layout = self.layout if traced.graph.fingerprint == self.layout.graph else self._layout_for(traced)
+            self._variant_programs[id(traced)] = self._new_program(traced, layout)
+            if len(self._variant_programs) > 2 * MOST_TRACES:  # of training and of evaluation
+                del self._variant_programs[next(iter(self._variant_programs))]
+        return self._variant_programs[id(traced)]
+
+    def _new_program(self, traced: Traced, layout: Layout) -> Program:
+        return Program(traced, layout, self, self.shard_group, self._dropout_stream)
+
+    def _layout_for(self, traced: Traced) -> Layout:
+        """Returns the layout of another trace of the network, whose parameters and buffers stay as they are cut."""
+        refuse_cut_modules(traced, self._network[0])
+        named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        local_shards = {name: local_shard_of(tensor) for name, tensor in named}
+        placed = {
+            name: None if shard is None or shard.dim is None else (shard.dim, shard.segments)
+            for name, shard in local_shards.items()
+        }
+        cut_batch = any(cut.rows for cut in self.layout.cuts) and traced.graph.batch_size > 1
+        return lay_out(traced.graph, self.layout.shares, cut_batch=cut_batch, placed=placed)
 
     def _program_for_both_modes(self, arguments: Mapping[str, Any]) -> Program | None:
         """Returns the program for the network's current attributes, whatever the modes of its modules.
@@ -210,11 +243,11 @@ class Sharded(WatchedModule):
         if self._program is None:
             return None
         self._traced_program.update(arguments, training=self.training)
-        traced = self._traced_program.traced
-        is_current = traced is self._program.traced
-        return (
-            self._program if is_current else Program(traced, self.layout, self, self.shard_group, self._dropout_stream)
-        )
+        return self._program_of(self._traced_program.traced_for(arguments))
+
+    def _program_in_current_modes(self, arguments: Mapping[str, Any]) -> Program:
+        """Returns the program for the current modes of all modules; the arguments are not checked here."""
+        return self._program_of(self._traced_program.update(arguments, training=self.training))
 
     def _bind(self, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
         if self._positional is not None and not kwargs and len(args) == len(self._positional):  # faster than `bind`
@@ -331,11 +364,11 @@ class Sharded(WatchedModule):
         inputs: dict[str, torch.Tensor] = {}
         for name, shape in self._shapes.items():
             value = arguments.get(name)
-            if not isinstance(value, torch.Tensor) or value.shape[1:] != shape[1:] or value.ndim != len(shape):
+            if not isinstance(value, torch.Tensor) or value.ndim != len(shape):
                 case = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise SpecError(
-                    f"the input {name!r} is {case}, but the network was sharded with an example of shape {shape}; only "
-                    "the batch may differ. Shard it with an example of this shape."
+                    f"the input {name!r} is {case}, but the network was sharded with an example of shape {shape}; "
+                    "sizes may differ, the number of dims may not. Shard it with an example of this shape."
                 )
             inputs[name] = value
         self._check_batches(inputs)
@@ -396,6 +429,13 @@ def _without_data(traced: Traced) -> Traced:
         memo[id(tensor)] = (
             nn.Parameter(meta_tensor, requires_grad=tensor.requires_grad) if is_parameter else meta_tensor
         )
-    decisions = tuple(replace(decision, program=copy.deepcopy(decision.program, memo)) for decision in traced.decisions)
-    program = copy.deepcopy(traced.program, memo)
-    return replace(traced, model=nn.Module(), program=program, decisions=decisions)
+
+    def copied(one: Traced) -> Traced:
+        decisions = tuple(
+            replace(decision, program=copy.deepcopy(decision.program, memo)) for decision in one.decisions
+        )
+        program = copy.deepcopy(one.program, memo)
+        evaluation = None if one.evaluation is None else copied(one.evaluation)
+        return replace(one, model=nn.Module(), program=program, decisions=decisions, evaluation=evaluation)
+
+    return copied(traced)

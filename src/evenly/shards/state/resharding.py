@@ -62,6 +62,7 @@ def reshard(model: Sharded, optimizer: torch.optim.Optimizer, layout: Layout) ->
         with model.shard_group.reporting():
             _Move(model, optimizer, _new_local_shards(program, layout)).run()
         model._program = Program(program.traced, layout, model, model.shard_group, model._dropout_stream)
+        model._variant_programs.clear()
     model.layout = layout
     model._traced_program.record_local_shards()
     model._agreed_batch = (0, False, 0)

@@ -12,6 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from evenly._torch import pytree
 from evenly._torch.autograd import without_hooks
+from evenly._torch.compiler import uncompiled
 from evenly._torch.modules import Dropout, buffer_table
 from evenly.errors import MismatchError, SpecError
 from evenly.graph import Example
@@ -88,7 +89,7 @@ def verify(
         rtol: the largest relative difference that passes; by default 1e-9 for float64, 1e-4 for float32, 2e-2 for
             smaller types.
     """
-    report, sharded = None, sharded_of(sharded)
+    report, model, sharded = None, uncompiled(model), sharded_of(uncompiled(sharded))
     with sharded.shard_group.reporting():
         program = sharded._program_for_both_modes(_bind(sharded, example))
         if program is not None:
@@ -135,6 +136,13 @@ class _Comparison:
                 f"verify was called, but the network's dropout at {always[0]!r} is on in every mode, so two runs never "
                 "agree. Let it follow the module's mode (training=self.training), or build it with p=0."
             )
+        if self._traced.evaluation is not None:  # without dropout it runs other operations
+            with self._state_restored():
+                sharded.train()
+                for path in self._dropout_owners:
+                    sharded.get_submodule(path).training = False
+                self._program = sharded._program_in_current_modes(bound)
+                self._traced = self._program.traced
 
     def report(self) -> Report:
         """Runs the comparison and returns its report."""

@@ -20,7 +20,15 @@ def dropout_modes(traced: Traced) -> tuple[set[str], list[str]]:
     """Returns the modules whose mode switches a dropout function off, and the functions that nothing switches off."""
     owners: set[str] = set()
     always: list[str] = []
+    random_names = {layer.name for layer in traced.graph.layers if layer.op in ("draw", "random")}
+    still_random = _random_owners(traced.evaluation) if traced.evaluation is not None else None
     for node in traced.program.graph.nodes:
+        if node.name in random_names:
+            owner = str(node.target) if node.op == "call_module" else owner_of(node)
+            is_switched = node.op == "call_module" or (still_random is not None and owner not in still_random)
+            owners |= {owner} if is_switched else set()
+            always += [] if is_switched else [node.name]
+            continue
         if node.op not in ("call_function", "call_method"):
             continue
         name = name_of(node)
@@ -29,6 +37,12 @@ def dropout_modes(traced: Traced) -> tuple[set[str], list[str]]:
         elif _probability(node, name) and node.name not in traced.switches:
             always.append(node.name)
     return owners, always
+
+
+def _random_owners(traced: Traced) -> set[str]:
+    """Returns the modules in whose forward random numbers are drawn."""
+    random_names = {layer.name for layer in traced.graph.layers if layer.op in ("draw", "random")}
+    return {owner_of(node) for node in traced.program.graph.nodes if node.name in random_names}
 
 
 def owner_of(node: fx.Node) -> str:
@@ -111,7 +125,7 @@ class LayerComparison:
     def run(self, arguments: Mapping[str, object], differences: Differences) -> object:
         """Returns the outputs, and adds all tensors to `differences`."""
         self._context = ForwardContext(
-            self._sharded.shard_group, self._sharded._dropout_stream, self._sharded.layout, arguments
+            self._sharded.shard_group, self._sharded._dropout_stream, self._program.layout, arguments
         )
         true_values, exact_values = self._truth.values, self._exact.values if self._exact is not None else {}
 
