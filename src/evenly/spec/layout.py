@@ -145,7 +145,7 @@ def _unit(choice: Choice, cut: TensorPlacement) -> str:
         return "heads"
     if choice.mode == "bystander":
         return f"indices of dim {cut.dim}"
-    return {"reduced": "inputs", "columns": "columns", "rows": "rows"}.get(choice.mode, "outputs")
+    return {"reduced": "inputs", "columns": "columns", "rows": "rows", "units": "units"}.get(choice.mode, "outputs")
 
 
 def deal(units: int, shares: Sequence[float]) -> list[int]:
