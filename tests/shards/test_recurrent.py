@@ -68,7 +68,7 @@ def test_ranks_without_units_or_without_a_share(shares: list[float]) -> None:
 
 
 class Chain(nn.Module):
-    """Dropout between layers, states that go on into another module, one tensor for hidden states and cells."""
+    """Dropout between layers, a module called twice with states that go on, one tensor for hidden states and cells."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,13 +80,15 @@ class Chain(nn.Module):
         self.decoder.flatten_parameters()
         start = x.new_zeros(2, x.shape[0], 5)
         encoded, states = self.encoder(x, (start, start))
-        return self.head(self.decoder(x, states)[0]), encoded.mean(1)
+        decoded, states = self.decoder(x, states)
+        return self.head(self.decoder(x, states)[0]) + self.head(decoded), encoded.mean(1)
 
 
 def test_layers_with_dropout_between_them_and_states_that_go_on() -> None:
-    modes = {name: ["units"] for name in ("recurrent", "recurrent_1", "recurrent_2")}
+    modes = {name: ["units"] for name in ("recurrent", "recurrent_1", "recurrent_2", "recurrent_3")}
     layout = compare(lambda: Chain().double(), SEQUENCES.detach(), [5, 3, 1], modes=modes)
-    assert [choice.mode for choice in layout.choices if choice.op == "recurrent"] == ["units"] * 3
+    assert [choice.mode for choice in layout.choices if choice.op == "recurrent"] == ["units"] * 4
+    assert not any("weight" in move.tensor for move in layout.moves if "decoder" in move.tensor)
 
 
 def test_a_layer_without_gradients_sends_nothing_in_backward() -> None:

@@ -41,9 +41,9 @@ def options_of(context: LayerContext) -> Iterator[LayerOption]:
     """Yields the option that cuts the units, if there is one."""
     layer, num_states = context.layer, context.layer.options["states"]
     sizes = sizes_of(layer, context.inputs)
-    unit_cut = _unit_cut(context, sizes) if sizes is not None else None
-    if sizes is None or unit_cut is None:
+    if sizes is None:
         return
+    unit_cut = _unit_cut(context, sizes)
     weight_cut = context.cuts.joined([unit_cut] * sizes.gates)
     output_cut = context.cuts.joined([unit_cut] * sizes.directions)
     if weight_cut is None or output_cut is None:
@@ -59,14 +59,14 @@ def options_of(context: LayerContext) -> Iterator[LayerOption]:
     yield LayerOption("units", needs, gives, messages, gathered=gathered)
 
 
-def _unit_cut(context: LayerContext, sizes: RecurrentSizes) -> int | None:
+def _unit_cut(context: LayerContext, sizes: RecurrentSizes) -> int:
     """Returns how the units are cut: as the weights are already, or by the shares."""
     weight_states = context.states[1 + context.layer.options["states"]] or ()
     placements = sorted(r for r in weight_states if r.state == "sharded" and r.dim == 0)
-    if context.has_placed and placements:
-        unit_cut = context.cuts.narrowed(placements[0].cut, 0, sizes.units)
-        is_cut_alike = unit_cut is not None and context.cuts.joined([unit_cut] * sizes.gates) == placements[0].cut
-        return unit_cut if is_cut_alike else None
+    for placement in placements:
+        unit_cut = context.cuts.narrowed(placement.cut, 0, sizes.units)
+        if unit_cut is not None and context.cuts.joined([unit_cut] * sizes.gates) == placement.cut:
+            return unit_cut
     tensor = context.layer.outputs[0 if sizes.directions == 1 else 1]
     return context.own_cut(tensor, 2).cut
 

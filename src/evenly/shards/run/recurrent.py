@@ -231,13 +231,14 @@ def _step_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Returns the gradients of the inputs of `_next_states`."""
     with torch.enable_grad():
-        leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
-        hidden, cells = _next_states(mode, *leaves)
+        gates, product, hidden_before = (x.detach().requires_grad_() for x in inputs[:3])
+        cells_before = None if inputs[3] is None else inputs[3].detach().requires_grad_()
+        hidden, cells = _next_states(mode, gates, product, hidden_before, cells_before)
     outputs, output_gradients = [hidden], [hidden_gradient]
     if cells is not None:
         outputs.append(cells)
         output_gradients.append(torch.zeros_like(cells) if cells_gradient is None else cells_gradient)
-    needed = [x for x in leaves if x is not None]
+    needed = [gates, product, hidden_before] + ([] if cells_before is None else [cells_before])
     found = torch.autograd.grad(outputs, needed, output_gradients, allow_unused=True)
     zeros = torch.zeros_like(hidden)
     gate_gradient, product_gradient, before_gradient = (zeros if x is None else x for x in found[:3])
