@@ -60,6 +60,11 @@ def test_units_are_computed_by_the_rank_that_holds_them(name: str) -> None:
     assert " 4 / 2 / 1 of 7 units" in layout.explain() or " 8 / 4 / 2 of 14 units" in layout.explain()
 
 
+def test_a_network_that_is_nothing_but_a_recurrent_module() -> None:
+    layout = compare(lambda: nn.GRU(6, 7, batch_first=True).double(), SEQUENCES, [2, 1], modes=BY_UNITS)
+    assert " 5 / 2 of 7 units" in layout.explain()
+
+
 @pytest.mark.parametrize("shares", [[9, 1, 1], [2, 0, 3]])
 def test_ranks_without_units_or_without_a_share(shares: list[float]) -> None:
     build = lambda: Outputs(nn.LSTM, units=3, num_layers=2).double()  # noqa: E731
