@@ -34,7 +34,9 @@ def cut(rank_group: RankGroup) -> Iterator[tuple[nn.Module, Sharded]]:
     with LOCK:
         model = build()
         traced = trace_module(model, X)
-    sharded = join_shards(traced, lay_out(traced.graph, [60, 40]), rank_group=rank_group, timeout_s=20)
+    sharded = join_shards(
+        traced, lay_out(traced.graph, [60, 40][: rank_group.size]), rank_group=rank_group, timeout_s=20
+    )
     try:
         yield model, sharded
     finally:
@@ -144,7 +146,8 @@ def test_nan_on_all_ranks_is_no_difference() -> None:
         assert all(bool(value.isnan().all()) for value in weights.values())
 
 
-def test_an_optimizer_of_the_uncut_network_is_refused() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_optimizer_of_the_uncut_network_is_refused(ranks: int) -> None:
     def act(rank_group: RankGroup) -> None:
         with cut(rank_group) as (plain, model):
             optimizer = SGD(plain.parameters(), lr=0.1)
@@ -153,8 +156,10 @@ def test_an_optimizer_of_the_uncut_network_is_refused() -> None:
                 optimizer.step()
             cross_entropy(plain(X), LABELS).backward()  # as a reference it may be trained
             optimizer.step()
+            cross_entropy(model(X), LABELS).backward()
+            SGD(model.parameters(), lr=0.1).step()
 
-    run_ranks(2, act)
+    run_ranks(ranks, act)
 
 
 def test_an_optimizer_that_stepped_before_its_network_was_cut_is_refused() -> None:

@@ -95,8 +95,7 @@ def _join(
     group = open_group(scoped_group, "shards", layout.members, backend=backend, timeout_s=timeout_s)
     shard_group = ShardGroup(group, monitor, timeout_s=timeout_s)
     local = cut_model(traced, layout, shard_group, broadcast=lambda tensor: all_ranks_group.broadcast(tensor, source))
-    if shard_group.size > 1:
-        mark_uncut(traced.model.parameters(), tally_of(shard_group))
+    mark_uncut(traced.model.parameters(), tally_of(shard_group))
     sharded = Sharded(traced, layout, shard_group, local, seed=seed, all_ranks_group=all_ranks_group, source=source)
     sharded.on_close.append(watch_optimizers())
     return sharded

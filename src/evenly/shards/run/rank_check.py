@@ -83,10 +83,14 @@ class RankCheck:
 
     def before_pass(self) -> None:
         """Notes whether the pass has gradients, and compares the ranks if a comparison is due."""
-        if torch.is_grad_enabled() and self._tally.passes is not None:
-            self._tally.passes += 1
+        self.count_gradients()
         if _is_due(self.passes):
             self.require_same(f"before pass {self.passes}")
+
+    def count_gradients(self) -> None:
+        """Counts the pass if it has gradients, for optimizers that step without any."""
+        if torch.is_grad_enabled() and self._tally.passes is not None:
+            self._tally.passes += 1
 
     def watch_outputs(self, result: object) -> None:
         """Records the gradients of the outputs in `result` if a comparison is due before the next pass."""

@@ -156,6 +156,7 @@ class Sharded(WatchedModule):
     def _forward(self, *args: object, **kwargs: object) -> object:
         for plain in self._plain:  # one rank holds the whole network
             plain.training = self.training
+            self._rank_check.count_gradients()
             return plain(*args, **kwargs)
         self._require_open()
         with self.shard_group.reporting(), unguarded(self._traced_program.cut):
