@@ -26,7 +26,7 @@ with evenly.Session(sys.argv[1], timeout_s=30) as session:
             optimizer.step()
             optimizer.zero_grad()
             time.sleep(0.1)
-            session.print("step")
+            print("step of rank", session.rank, flush=True)
 """
 
 
@@ -41,7 +41,9 @@ def test_a_signal_saves_and_ends_all(tmp_path: Path, number: signal.Signals, cod
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     ) as launcher:
         assert launcher.stdout is not None
-        launcher.stdout.readline()  # the first step
+        lines: set[str] = set()
+        while len(lines) < 3:  # all ranks are in the loop
+            lines.add(launcher.stdout.readline())
         started = psutil.Process(launcher.pid).children(recursive=True)
         for pid in [launcher.pid, *(process.pid for process in started if whole_tree)]:
             os.kill(pid, number)
