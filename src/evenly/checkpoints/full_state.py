@@ -41,7 +41,7 @@ class TrainedModel:
 
 def full_state(trained_model: TrainedModel) -> FullState:
     """Returns parameters, optimizer state, buffers and the buffers of the last exchange, all in full tensors."""
-    with trained_model.model.saved():
+    with trained_model.model.being_saved():
         return _full_state(trained_model)
 
 

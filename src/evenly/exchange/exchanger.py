@@ -19,7 +19,6 @@ from evenly.exchange.buffers import Buffers
 from evenly.exchange.exchange_state import ExchangeProgress, ExchangeState
 from evenly.exchange.loaded_weights import LoadedWeights
 from evenly.exchange.membership import Membership, Vote
-from evenly.exchange.payload import Payload
 from evenly.exchange.payload_builder import PayloadBuilder
 from evenly.exchange.pending import (
     BackgroundExchange,
@@ -390,22 +389,21 @@ class Exchanger:
                 for tensor, value in zip(tensors, saved_values, strict=True):
                     tensor.copy_(value)
 
-    def _average_rest(self) -> Payload | None:
+    def _average_rest(self) -> None:
         """Averages what may differ although no step was made since the last exchange: buffers changed by a forward
         without a step, and parameters into which a change was merged, which leaves nodes different in the last bits.
 
-        Returns what was averaged, if anything was. There are no samples since then, so all replicas have equal weight.
+        There are no samples since then, so all replicas have equal weight.
         """
         changed = self.buffers.changes(self.buffers.snapshot()).bits()
         vote = replace(self._make_vote("evaluation", samples=0.0), changed=changed)
         fingerprint = self._payload_builder.fingerprint()
         quorum = self.run_collective(partial(self._agreement.vote, vote, fingerprint, since=0, everywhere=True))
         if quorum.may_differ or any(quorum.changed):
-            return self._average_now(parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples))
-        return None
+            self._average_now(parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples))
 
-    def _average_now(self, *, parameters: bool, samples: float) -> Payload | None:
-        """Puts the average over all nodes into the module, without codec or outer optimizer; returns it."""
+    def _average_now(self, *, parameters: bool, samples: float) -> None:
+        """Puts the average over all nodes into the module, without codec or outer optimizer."""
         payload = self._payload_builder.snapshot_all() if parameters else self._payload_builder.snapshot(())
         snapshot = self.buffers.snapshot()
         description = self._payload_builder.describe(range(self._settings.fragments) if parameters else (), snapshot)
@@ -416,12 +414,11 @@ class Exchanger:
         )
         outcome = self.run_collective(agree)
         if outcome is None:  # no parameters differ
-            return None
+            return
         with torch.no_grad():
             self._payload_builder.apply(payload)
             self.buffers.put(outcome.buffers, snapshot, change=False)
         self._may_differ = False
-        return payload
 
     def take_loaded(self, *, everything: bool = False) -> None:
         """Takes the values loaded by `load_state_dict` since the last step as if nodes had agreed on them.

@@ -72,9 +72,8 @@ class PayloadBuilder:
     @property
     def has_layout(self) -> bool:
         """Whether the fragments are those of the parameters that the next exchange sends."""
-        return self._names == [
-            entry.home for entry in self._distinct_entries()
-        ]  # others are trained, or some share memory now
+        homes = [entry.home for entry in self._distinct_entries()]
+        return self._names == homes  # others are trained, or some share memory now
 
     def follow_layout(self, anchors: Anchors, waiter: CollectiveWaiter, *, nodes: int) -> None:
         """Gives `anchors` the slices of the parameters that the next exchange sends; all ranks call it together.

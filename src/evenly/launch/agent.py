@@ -18,8 +18,7 @@ from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
 from evenly._torch.agent_signals import count_repeated_signals_once
 from evenly.launch.serving import bound_store
-
-SAME_SIGNAL_S = 5.0  # within this time a second signal is taken for the first one, which came by two ways
+from evenly.launch.signals import SAME_SIGNAL_S
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ class Synchronized(torch.nn.Module):
         self._groups = groups
         self._replica_exchange = replica_exchange
         self._count = count or leading_dim
-        self._closed = self._was_resharded = self._is_in_agreed = self._is_saved = False
+        self._closed = self._was_resharded = self._is_in_agreed = self._is_being_saved = False
         self._global_gradients = isinstance(period, EveryGradient)
         self._gradient_ranks = tuple(range(groups.rank_group.size)) if self._global_gradients else groups.ranks
         self._scaler = scaler
@@ -120,16 +120,16 @@ class Synchronized(torch.nn.Module):
     def _steps_apart(self) -> int:
         """Returns the steps that nodes have made since they held the same parameters; 0 inside `agreed()`."""
         averages = len(self._groups.nodes) > 1 and not self._global_gradients
-        return self.schedule.since if averages and not self._is_in_agreed and not self._is_saved else 0
+        return self.schedule.since if averages and not self._is_in_agreed and not self._is_being_saved else 0
 
     @contextmanager
-    def saved(self) -> Iterator[None]:
+    def being_saved(self) -> Iterator[None]:
         """Lets the state be read without a warning that nodes differ: a checkpoint holds the states of all nodes."""
-        self._is_saved = True
+        self._is_being_saved = True
         try:
             yield
         finally:
-            self._is_saved = False
+            self._is_being_saved = False
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""

@@ -10,11 +10,11 @@ from types import FrameType
 
 from evenly.comm import FailureMonitor, FailureNote
 from evenly.errors import PeerError
+from evenly.launch.signals import SAME_SIGNAL_S
 
 HEADROOM = 2  # steps that a rank makes after it has answered and before it must know all answers
 POLL_S = 0.02
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-SAME_SIGNAL_S = 5.0  # within this time a second signal is taken for the first one: launchers pass theirs on
 
 
 class RunInterrupted(SystemExit):
