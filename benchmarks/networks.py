@@ -114,7 +114,7 @@ def write_page(rows: list[dict[str, object]]) -> None:
             f"{str(why).replace('|', '/')} |"
         )
     head = PAGE.read_text().split(MARK)[0]
-    PAGE.write_text(head + MARK + "\n".join(lines) + "\n")
+    PAGE.write_text(head + MARK + "\n" + "\n".join(lines) + "\n")
 
 
 def _counts_line(library: str, rows: list[dict[str, object]]) -> str:

@@ -1,6 +1,6 @@
 """A run for another cluster starts from what `agreed()` shows on the old one, for tensors of every kind."""
 
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
@@ -57,7 +57,9 @@ class Odd(nn.Module):
 BUFFERS = {"lowest": "min", "queue": "first"}
 
 
-def trained(rank_group, folder_of, how):
+@contextmanager
+def odd_training(rank_group, how):
+    """Trains a network with tensors of many kinds; yields the module, its optimizer and the plain network."""
     model = Odd()
     optimizer = how["optimizer"](model.parameters())
     synchronized, _ = join(rank_group, NODES, model, every=2, optimizer=optimizer, buffers=BUFFERS, **how["exchange"])
@@ -70,6 +72,11 @@ def trained(rank_group, folder_of, how):
             wide = {True: torch.complex128, False: torch.float64}
             twice = {name: (2 * t.to(wide[t.is_complex()])).to(t.dtype) for name, t in model.state_dict().items()}
             model.load_state_dict(twice)
+        yield synchronized, optimizer, model
+
+
+def trained(rank_group, folder_of, how):
+    with odd_training(rank_group, how) as (synchronized, optimizer, model):
         trained_model = TrainedModel("m", synchronized, optimizer, None)
         full = full_state(trained_model)
         node = {"m": {key: full[key] for key in ("parameters", "optimizer", "pending")}}

@@ -1,6 +1,6 @@
 """Small runs of ranks as threads that save a checkpoint inside a period, and what `agreed()` shows there."""
 
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -8,8 +8,7 @@ from torch import nn
 from evenly.checkpoints import Checkpoints, KeptCheckpoints, TrainedModel
 from evenly.comm import FailureMonitor, ObjectGatherer, close_groups, open_group
 from evenly.shards import Sharded, full_state_dict
-from tests.checkpoints.test_merging import BUFFERS, NODES, Odd
-from tests.nodes.test_corners import join
+from tests.checkpoints.test_merging import NODES, odd_training
 from tests.nodes.test_shards import World
 
 PLANS = {"whole": [[None, None], [None]], "cut": [[[1, 2]], [None]]}  # 2 + 1 ranks
@@ -84,18 +83,7 @@ def train(rank_group, plan, root, *, steps=3, save=None, **settings):
 
 def train_odd(rank_group, root, how):
     """Trains a network with tensors of many kinds, saves a checkpoint, and returns the state that `agreed()` shows."""
-    model = Odd()
-    optimizer = how["optimizer"](model.parameters())
-    synchronized, _ = join(rank_group, NODES, model, every=2, optimizer=optimizer, buffers=BUFFERS, **how["exchange"])
-    with closing(synchronized), gatherer_of(rank_group) as gatherer:
-        for step in range(3):
-            synchronized(torch.full((1 + rank_group.rank, 4), 1.0 + rank_group.rank + 0.1 * step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if how.get("loads"):
-            wide = {True: torch.complex128, False: torch.float64}
-            twice = {name: (2 * t.to(wide[t.is_complex()])).to(t.dtype) for name, t in model.state_dict().items()}
-            model.load_state_dict(twice)
+    with odd_training(rank_group, how) as (synchronized, optimizer, model), gatherer_of(rank_group) as gatherer:
         checkpoints = Checkpoints(root / "checkpoints", gatherer, rank=rank_group.rank, nodes=NODES)
         trained_model = TrainedModel("odd", synchronized, optimizer, None)
         checkpoints.save(3, [trained_model], {}, epoch=0, keep=KeptCheckpoints(1))

@@ -101,11 +101,11 @@ def slowed(
     return {}
 
 
-def measured(*, batch: int, folder: str | None = None) -> dict[str, Any]:
+def measured(*, batch: int, folder: str | None = None, size: int = 50) -> dict[str, Any]:
     """Measures, plans and trains."""
     with evenly.Session(folder, device="cpu", checkpoint_every=None) as session:
         plan = session.plan(network(), torch.randn(batch, 6, dtype=torch.float64), global_batch=batch)
-        result = fit(session, plan, epochs=1, size=20 * batch)
+        result = fit(session, plan, epochs=1, size=size)
         result["planned"] = [role.samples for role in plan.roles]
         result["replicas"] = [list(replica.ranks) for replica in plan.replicas]
         result["explained"] = plan.explain()

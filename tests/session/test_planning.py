@@ -51,7 +51,7 @@ def test_a_session_says_what_speaks_against_a_measurement():
 
 @pytest.mark.parametrize("nodes", [(2,), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_a_report_shows_what_a_measured_plan_predicted_beside_what_it_took(nodes, tmp_path):
-    settings = {"batch": 32, "folder": str(tmp_path)}
+    settings = {"batch": 32, "folder": str(tmp_path), "size": 640}
     results = run_processes(ragged(*nodes), "tests.session.plan_programs:measured", settings, limit_s=110)
     predicted_s = next(result["step_s"] for result in results if "planned" in result)
     run = Run.read(tmp_path)

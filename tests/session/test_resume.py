@@ -1,5 +1,7 @@
 """A run resumed is bit-identical to one not interrupted; a killed save never costs the checkpoint before it."""
 
+import re
+
 import pytest
 
 from evenly.errors import CheckpointError
@@ -122,7 +124,7 @@ def test_a_rank_that_hangs_is_named_at_the_time_limit_and_nobody_lingers(tmp_pat
         ranks[1].folder.cleanup()
     for rank in ended:
         assert rank.code != 0
-        assert "ranks [1] did not arrive" in rank.errors
+        assert re.search(r"ranks \[1\] did not arrive|rank 1 .*has given no sign of life", rank.errors), rank.errors
 
 
 def test_checkpoints_by_steps_fall_on_steps_also_at_an_epochs_end_and_under_accumulation(tmp_path):

@@ -129,7 +129,7 @@ def test_what_is_asked_in_the_wrong_place():
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trained, _, _ = session.prepare(model, optimizer, plan=session.plan(batch_size=4))
-        with pytest.raises(SpecError, match=r"accumulate\(0\)"), session.accumulate(0):
+        with pytest.raises(SpecError, match=r"accumulate\(\) was given 0"), session.accumulate(0):
             pass
         with pytest.raises(SpecError, match="not called inside"), session.accumulate(2) as batch:
             batch.backward(torch.zeros((), requires_grad=True))
@@ -164,6 +164,44 @@ def run(*, steps=3, leave_at=None, **options):
             if leave_at is not None:
                 break
         session.print("done")
+
+
+def test_a_mean_of_numbers_has_their_precision():
+    with evenly.Session(device="cpu", progress=False) as session:
+        assert session.mean(16777217.0) == 16777217.0
+        assert session.mean(0.1) == 0.1
+
+
+@pytest.mark.parametrize("wish", ["epochs", "5 epochs", 1.5, 0, True])
+def test_checkpoints_are_saved_by_steps_or_epochs(wish):
+    with pytest.raises(SpecError, match=r"checkpoint_every=.*Give a number of steps, 'epoch' or None"):
+        evenly.Session(checkpoint_every=wish)
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5])
+def test_at_least_one_checkpoint_is_kept(keep):
+    with pytest.raises(SpecError, match="keep was given"):
+        evenly.Session(keep=keep)
+
+
+def test_a_second_loop_and_odd_numbers_of_epochs_are_refused():
+    with evenly.Session(device="cpu", progress=False) as session:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        data = TensorDataset(torch.ones(8, 2))
+        trained, _, loader = session.prepare(model, optimizer, data, plan=session.plan(batch_size=4))
+        for count in (1.5, -1, "3", None):
+            with pytest.raises(SpecError, match=r"epochs\(\) was given"):
+                list(session.epochs(count))
+        epochs = session.epochs(1)
+        next(epochs)
+        (x,) = next(iter(loader))
+        with pytest.raises(SpecError, match=r"without batch.backward\(\)"), session.accumulate(2):
+            trained(x).mean().backward()
+        with pytest.raises(SpecError, match=r"accumulate\(\) was given"), session.accumulate("2"):
+            pass
+        with pytest.raises(SpecError, match=r"epochs\(\) was called a second time"):
+            list(session.epochs(2))
 
 
 def test_a_line_for_each_epoch_on_stderr(capsys):

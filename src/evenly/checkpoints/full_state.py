@@ -41,6 +41,11 @@ class TrainedModel:
 
 def full_state(trained_model: TrainedModel) -> FullState:
     """Returns parameters, optimizer state, buffers and the buffers of the last exchange, all in full tensors."""
+    with trained_model.model.being_saved():
+        return _full_state(trained_model)
+
+
+def _full_state(trained_model: TrainedModel) -> FullState:
     module, exchanges = trained_model.model.module, trained_model.model.exchange_state()
     agreed = dict(trained_model.model.agreed_buffers)  # after exchange_state, which takes loaded weights into account
     pending = [pending_exchange.pop("pieces") for pending_exchange in exchanges["trips"]]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import psutil
@@ -78,7 +79,8 @@ def run_together(commands: Sequence[Sequence[str]], *, environ: Mapping[str, str
         # In groups of their own: a Ctrl-C that reached an agent twice would cut short its ending of the workers.
         agents = [subprocess.Popen(command, env=overlay(environ), process_group=0) for command in commands]
         try:
-            return _first_failure(agents, signals)
+            with _passing_on(signal.SIGUSR1, agents):
+                return _first_failure(agents, signals)
         finally:
             _end(agents, signals)
             if signals:
@@ -141,6 +143,21 @@ def _is_gone(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+@contextmanager
+def _passing_on(number: signal.Signals, agents: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Sends this signal on to the agents, whose sessions save and end."""
+
+    def send(signum: int, _: FrameType | None) -> None:
+        for agent in agents:
+            agent.send_signal(signum)
+
+    before = signal.signal(number, send)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 @contextmanager

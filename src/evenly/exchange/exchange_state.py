@@ -3,7 +3,6 @@
 from typing import NotRequired, TypedDict
 
 from evenly.exchange.anchors import AnchorState
-from evenly.exchange.exchanged_parameters import FrozenState
 from evenly.exchange.pending import PendingState
 from evenly.schedule.step_counter import ScheduleProgress
 from evenly.spec import BufferPolicy
@@ -28,7 +27,6 @@ class ExchangeState(TypedDict):
     settings: dict[str, object]  # those of `Exchange` that must be equal to resume inside a period
     policies: NotRequired[dict[str, BufferPolicy]]
     averaged: NotRequired[list[str]]  # the parameters that exchanges average
-    frozen: NotRequired[FrozenState]
     sent: NotRequired[list[str]]  # the parameters that the slices of anchors are of
     counts: NotRequired[bool]  # whether this rank counts the samples of its replica
     restarts: int

@@ -19,7 +19,6 @@ from evenly.exchange.buffers import Buffers
 from evenly.exchange.exchange_state import ExchangeProgress, ExchangeState
 from evenly.exchange.loaded_weights import LoadedWeights
 from evenly.exchange.membership import Membership, Vote
-from evenly.exchange.payload import Payload
 from evenly.exchange.payload_builder import PayloadBuilder
 from evenly.exchange.pending import (
     BackgroundExchange,
@@ -167,7 +166,7 @@ class Exchanger:
             overlap = 0 if waits else self._settings.overlap
             check_finite = self._take_finite_check()
             self._follow_layout()
-            pending_exchange, vote, fingerprint = self._prepare(tuple(fragments), overlap=overlap, exact=exact)
+            pending_exchange, vote, fingerprint = self._prepare(tuple(fragments), overlap=overlap)
             self._schedule.exchanged(fragments)
             self._forget_samples(fragments)
             vote = replace(vote, waits_for_all=exact)
@@ -214,10 +213,7 @@ class Exchanger:
             if self._schedule.since:
                 self.exchange(range(self._settings.fragments), waits=True, exact=True)
             else:
-                averaged = self._average_rest()
-                if averaged is not None:
-                    everything = range(self._settings.fragments)
-                    self._payload_builder.record_merged(averaged, everything, everything)
+                self._average_rest()
 
     def wait_for_all_nodes(self) -> None:
         """Exchanges until all nodes call this: some may have other exchanges to make before."""
@@ -297,21 +293,15 @@ class Exchanger:
         self.take_loaded()
         with self._reporting():
             self._drain()
-        parameters = self._payload_builder.parameters
-        pending_exchanges: list[PendingState] = [
-            {**pending_exchange.saved(), "frozen": parameters.unchanged_since(pending_exchange.payload.writes)}
-            for pending_exchange in self._pending_exchanges
-        ]
         return {
             "settings": self._bound_settings(),
             "policies": dict(self.buffers.policies),
             "averaged": self._payload_builder.averaged_names,
-            "frozen": parameters.state(),
             "sent": self._payload_builder.laid_out,
             "counts": self._groups.rank_group.size == 1 or self._replica_exchange.counts_samples,
             "restarts": self._restarts,
             "points": self._anchors.state(),
-            "trips": pending_exchanges,
+            "trips": [pending_exchange.saved() for pending_exchange in self._pending_exchanges],
         }
 
     def resume(
@@ -334,8 +324,9 @@ class Exchanger:
         self.buffers.learn(agreed)
         self._loaded_weights.forget()
         settings = self._bound_settings()
-        self._payload_builder.parameters.resume(trained, None if state is None else state.get("frozen"))
-        self._lay_out_as_saved(None if state is None else state.get("sent"))
+        exchanged = None if state is None else state.get("sent")
+        self._payload_builder.parameters.resume(trained, exchanged)
+        self._lay_out_as_saved(exchanged)
         if state is None or state["settings"] != settings or not self._anchors.fit(state["points"]):
             if state is not None and (self._schedule.since or state["trips"]):
                 changed = {name: value for name, value in state["settings"].items() if value != settings[name]}
@@ -368,7 +359,7 @@ class Exchanger:
             return
         with self._reporting():
             self._drain()
-        entries, buffers = self._payload_builder.differing(), self.buffers.now()
+        entries, buffers = self._payload_builder.entries(), self.buffers.now()
         tensors = [*(entry.tensor for entry in entries), *buffers.values()]
         saved_values = [tensor.detach().clone() for tensor in tensors]
         agreed, may_differ = dict(self.buffers.agreed), self._may_differ
@@ -394,26 +385,25 @@ class Exchanger:
                 yield
         finally:
             self.buffers.agreed, self._may_differ = agreed, may_differ
-            with torch.no_grad(), self._payload_builder.parameters.written_by_exchange():
+            with torch.no_grad():
                 for tensor, value in zip(tensors, saved_values, strict=True):
                     tensor.copy_(value)
 
-    def _average_rest(self) -> Payload | None:
+    def _average_rest(self) -> None:
         """Averages what may differ although no step was made since the last exchange: buffers changed by a forward
         without a step, and parameters into which a change was merged, which leaves nodes different in the last bits.
 
-        Returns what was averaged, if anything was. There are no samples since then, so all replicas have equal weight.
+        There are no samples since then, so all replicas have equal weight.
         """
         changed = self.buffers.changes(self.buffers.snapshot()).bits()
         vote = replace(self._make_vote("evaluation", samples=0.0), changed=changed)
         fingerprint = self._payload_builder.fingerprint()
         quorum = self.run_collective(partial(self._agreement.vote, vote, fingerprint, since=0, everywhere=True))
         if quorum.may_differ or any(quorum.changed):
-            return self._average_now(parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples))
-        return None
+            self._average_now(parameters=quorum.may_differ, samples=float(self._replica_exchange.counts_samples))
 
-    def _average_now(self, *, parameters: bool, samples: float) -> Payload | None:
-        """Puts the average over all nodes into the module, without codec or outer optimizer; returns it."""
+    def _average_now(self, *, parameters: bool, samples: float) -> None:
+        """Puts the average over all nodes into the module, without codec or outer optimizer."""
         payload = self._payload_builder.snapshot_all() if parameters else self._payload_builder.snapshot(())
         snapshot = self.buffers.snapshot()
         description = self._payload_builder.describe(range(self._settings.fragments) if parameters else (), snapshot)
@@ -424,12 +414,11 @@ class Exchanger:
         )
         outcome = self.run_collective(agree)
         if outcome is None:  # no parameters differ
-            return None
+            return
         with torch.no_grad():
             self._payload_builder.apply(payload)
             self.buffers.put(outcome.buffers, snapshot, change=False)
         self._may_differ = False
-        return payload
 
     def take_loaded(self, *, everything: bool = False) -> None:
         """Takes the values loaded by `load_state_dict` since the last step as if nodes had agreed on them.
@@ -440,7 +429,7 @@ class Exchanger:
             return
         with self._reporting():
             names, is_optimizer_loaded = self._loaded_weights.take()
-            trained = {entry.home for entry in self._payload_builder.differing()}
+            trained = {entry.home for entry in self._payload_builder.entries()}
             names |= {*trained, *self.buffers.policies} if everything else set()
             for pending_exchange in self._pending_exchanges:
                 pending_exchange.loaded |= names
@@ -481,15 +470,13 @@ class Exchanger:
         fields = self._settings.model_dump(mode="json")
         return {name: fields[name] for name in SETTINGS}
 
-    def _prepare(
-        self, fragments: tuple[int, ...], *, overlap: int, exact: bool
-    ) -> tuple[PendingExchange, Vote, Fingerprint]:
+    def _prepare(self, fragments: tuple[int, ...], *, overlap: int) -> tuple[PendingExchange, Vote, Fingerprint]:
         for fragment in fragments:
             self._counts[fragment] += 1
         stateful = tuple(f for f in fragments if self._counts[f] % self._settings.state_every == 0)
-        payload = self._payload_builder.snapshot(fragments, stateful=stateful, change=overlap > 0, exact=exact)
+        payload = self._payload_builder.snapshot(fragments, stateful=stateful, change=overlap > 0)
         snapshot = self.buffers.snapshot() if self._settings.fragments - 1 in fragments else {}
-        tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful, exact=exact)
+        tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful)
         description = f"{self._restarts} restarts\n{tensors}"
         samples = max(self._samples[fragment] for fragment in fragments)
         vote = self._make_vote(description, samples=samples)
@@ -537,9 +524,6 @@ class Exchanger:
                 buffer.record_stream(torch.cuda.current_stream(self._device))
         if not pending_exchange.is_state_loaded:
             self._payload_builder.reset_state(pending_exchange.payload, pending_exchange.stateful)
-        self._payload_builder.record_merged(
-            pending_exchange.payload, pending_exchange.fragments, pending_exchange.stateful
-        )
         self.period_chooser.update(
             begun=pending_exchange.begun,
             steps=pending_exchange.steps,
@@ -577,5 +561,4 @@ class Exchanger:
 
     def _restored(self, saved: PendingState) -> PendingExchange:
         payload = self._payload_builder.restored(saved["pieces"], saved["fragments"])
-        payload.writes = self._payload_builder.parameters.writes(saved.get("frozen", []))
         return restored(saved, payload, self._next_label(), self._device)

@@ -99,7 +99,6 @@ class Payload:
         self.slices = slices
         self.change = change
         self.fragments: dict[int, Piece] = {}  # the parameters in each
-        self.writes: dict[str, int] = {}  # to frozen parameters, at the snapshot
 
     @property
     def parts(self) -> list[Slice]:

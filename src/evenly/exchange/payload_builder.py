@@ -10,7 +10,7 @@ from evenly.comm import CollectiveWaiter
 from evenly.errors import CheckpointError, SpecError
 from evenly.exchange.anchors import Anchors
 from evenly.exchange.exchanged_parameters import ExchangedParameters
-from evenly.exchange.payload import Packed, Payload, PayloadEntry, PayloadEntryState
+from evenly.exchange.payload import Packed, Payload, PayloadEntryState
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.averaged_tensors import (
     AveragedTensor,
@@ -44,7 +44,7 @@ class PayloadBuilder:
         self._optimizer = optimizer
         self._replica_exchange = replica_exchange
         self._settings, self._is_sent = settings, is_sent
-        self.parameters = ExchangedParameters(module, fragments=settings.fragments)
+        self.parameters = ExchangedParameters(module)
         self._distinct = DistinctTensors()
         self._names: list[str] = []  # of the parameters in the fragments
         self._are_slots_checked = False
@@ -52,7 +52,9 @@ class PayloadBuilder:
 
     def lay_out(self, names: Collection[str] | None = None) -> None:
         """Splits the parameters that the next exchange sends into fragments, or those with these names."""
-        entries = self._sent() if names is None else self._named([n for n in self._parameter_names() if n in names])
+        entries = self._distinct_entries()
+        if names is not None:
+            entries = self._named([name for name, _ in self._module.named_parameters() if name in names])
         sizes = self._replica_exchange.sizes([(entry.home, entry.tensor) for entry in entries])
         self._names = [entry.home for entry in entries]
         self._fragments = split(entries, sizes, self._settings.fragments, rows=self._replica_exchange.splits_rows)
@@ -60,7 +62,7 @@ class PayloadBuilder:
     @property
     def averaged_names(self) -> list[str]:
         """The names of the parameters that exchanges average."""
-        return [entry.home for entry in self.differing()] if self._is_sent else []
+        return [entry.home for entry in self.entries()] if self._is_sent else []
 
     @property
     def laid_out(self) -> list[str]:
@@ -70,15 +72,16 @@ class PayloadBuilder:
     @property
     def has_layout(self) -> bool:
         """Whether the fragments are those of the parameters that the next exchange sends."""
-        return self._names == [entry.home for entry in self._sent()]  # others are trained, or some share memory now
+        homes = [entry.home for entry in self._distinct_entries()]
+        return self._names == homes  # others are trained, or some share memory now
 
     def follow_layout(self, anchors: Anchors, waiter: CollectiveWaiter, *, nodes: int) -> None:
         """Gives `anchors` the slices of the parameters that the next exchange sends; all ranks call it together.
 
         Parameters that were sent before keep their anchors and the state of the outer optimizer. New ones are equal on
-        all nodes now. Those that are sent no more get the values of their anchors, which have the same bits everywhere.
+        all nodes now.
         """
-        former_entries, former_names = self._entries(range(self._settings.fragments)), self._names
+        former_entries = self._entries(range(self._settings.fragments))
         self.lay_out()
         new_values, slices = anchors.new_values(), {}
         for name, vectors in anchors.vectors().items():
@@ -87,9 +90,7 @@ class PayloadBuilder:
                 entry.home: real(entry.tensor).to(travelling_dtype(entry.tensor), copy=True)
                 for entry in self._named(self._names)
             }
-            if name == "agreed":
-                self._leave([piece for piece in gathered if piece.entry.home not in tensors])
-            else:
+            if name in new_values:
                 for tensor in tensors.values():
                     tensor.fill_(new_values[name])
             for piece in gathered:
@@ -99,29 +100,15 @@ class PayloadBuilder:
             entries = [AveragedTensor(home, home, tensor) for home, tensor in tensors.items()]
             by_key = {f"{index}": entries_in(entries, piece) for index, piece in enumerate(self._fragments)}
             slices[name] = self._replica_exchange.snapshot(by_key).parts
-        self.parameters.make_exact(set(former_names) - set(self._names))
         anchors.rebuild(slices, nodes=nodes)
 
-    def _leave(self, pieces: Sequence[PayloadEntry]) -> None:
-        """Writes the agreed values of parameters that are sent no more."""
-        with self.parameters.written_by_exchange():
-            for piece in pieces:
-                piece.tensor.copy_(piece.value)
+    def entries(self) -> list[AveragedTensor]:
+        """Returns the parameters that exchanges average."""
+        return parameter_entries(self.parameters.current())
 
-    def differing(self) -> list[AveragedTensor]:
-        """Returns the parameters that may differ between nodes."""
-        return parameter_entries(self.parameters.differing())
-
-    def snapshot(
-        self, fragments: Sequence[int], *, stateful: Sequence[int] = (), change: bool = False, exact: bool = False
-    ) -> Payload:
-        """Returns a snapshot of these fragments; those in `stateful` include the optimizer's state.
-
-        An `exact` one includes frozen parameters that differ between nodes in the last bits.
-        """
-        entries = self._entries(fragments, exact=exact)
-        payload = self._replica_exchange.snapshot(entries, self._state(stateful), change=change)
-        payload.writes = self.parameters.writes(self.parameters.differing() if exact else self.parameters.sent())
+    def snapshot(self, fragments: Sequence[int], *, stateful: Sequence[int] = (), change: bool = False) -> Payload:
+        """Returns a snapshot of these fragments; those in `stateful` include the optimizer's state."""
+        payload = self._replica_exchange.snapshot(self._entries(fragments), self._state(stateful), change=change)
         payload.fragments = {fragment: self._fragments[fragment] for fragment in fragments}
         return payload
 
@@ -152,27 +139,20 @@ class PayloadBuilder:
 
     def snapshot_all(self) -> Payload:
         """Returns a snapshot of all parameters, without anchors."""
-        payload = self._replica_exchange.snapshot({"": self.differing()} if self._is_sent else {})
-        payload.writes = self.parameters.writes(self.parameters.differing())
-        return payload
+        return self._replica_exchange.snapshot({"": self.entries()} if self._is_sent else {})
 
     def fingerprint(self, fragments: Sequence[int] | None = None) -> Fingerprint:
-        """Returns the fingerprint of this rank's part of these fragments, or of all that may differ between nodes."""
+        """Returns the fingerprint of this rank's part of these fragments, or of all parameters that are exchanged."""
         if fragments is None or not self._is_sent:
-            return self._replica_exchange.fingerprint(self.differing())
+            return self._replica_exchange.fingerprint(self.entries())
         return self._replica_exchange.fingerprint([e for entries in self._entries(fragments).values() for e in entries])
 
     def describe(
-        self,
-        fragments: Sequence[int],
-        buffers: dict[str, torch.Tensor],
-        *,
-        stateful: Sequence[int] = (),
-        exact: bool = False,
+        self, fragments: Sequence[int], buffers: dict[str, torch.Tensor], *, stateful: Sequence[int] = ()
     ) -> str:
         """Returns a text that names what is about to be sent."""
         self._require_slots()
-        chosen = [entry for entries in self._entries(fragments, exact=exact).values() for entry in entries]
+        chosen = [entry for entries in self._entries(fragments).values() for entry in entries]
         entries = [*chosen, *self._state(stateful)]
         named = [*((entry.home, entry.tensor) for entry in entries), *buffers.items()]
         labels = [*(entry.label for entry in entries), *buffers]
@@ -182,16 +162,7 @@ class PayloadBuilder:
 
     def apply(self, payload: Payload, *, state: bool = True, but: Collection[str] = ()) -> None:
         """Writes the agreed values into the network's current tensors, `but` for some, and into the optimizer."""
-        with self.parameters.written_by_exchange():
-            payload.apply(current_tensors(self._module, self._optimizer), state=state, but=but)
-
-    def record_merged(self, payload: Payload, fragments: Sequence[int], stateful: Sequence[int]) -> None:
-        """Records that a payload of these fragments was applied: nodes agree on frozen parameters in them.
-
-        Where optimizer state is averaged or reset, they are sent until that has been done, too.
-        """
-        treats_state = self._settings.treats_state("average") or self._settings.treats_state("reset")
-        self.parameters.merged(payload.writes, stateful if treats_state else fragments, is_exact=not payload.change)
+        payload.apply(current_tensors(self._module, self._optimizer), state=state, but=but)
 
     def _require_slots(self) -> None:
         """Raises `SpecError` if the settings name a slot that the optimizer lacks; checked once it has state."""
@@ -215,17 +186,16 @@ class PayloadBuilder:
     def _is_reset(self, slot: str) -> bool:
         return self._settings.policy_of(slot) == "reset"
 
-    def _sent(self) -> list[AveragedTensor]:
-        return parameter_entries(self.parameters.sent(), self._distinct)
+    def _distinct_entries(self) -> list[AveragedTensor]:
+        """Returns the parameters that exchanges average, of those that share memory the first."""
+        return parameter_entries(self.parameters.current(), self._distinct)
 
-    def _entries(self, fragments: Sequence[int], *, exact: bool = False) -> dict[str, list[AveragedTensor]]:
-        """Returns the parameters of each fragment, by the key of its anchors; "" for those without."""
+    def _entries(self, fragments: Sequence[int]) -> dict[str, list[AveragedTensor]]:
+        """Returns the parameters of each fragment, by the key of its anchors."""
         if not self._is_sent:
             return {}
         entries = self._named(self._names)
-        chosen = {f"{fragment}": entries_in(entries, self._fragments[fragment]) for fragment in fragments}
-        inexact = parameter_entries(self.parameters.inexact()) if exact else []
-        return {**chosen, "": inexact} if inexact else chosen
+        return {f"{fragment}": entries_in(entries, self._fragments[fragment]) for fragment in fragments}
 
     def _state(self, fragments: Sequence[int]) -> list[AveragedTensor]:
         """Returns the optimizer's state that is sent with these fragments."""
@@ -238,6 +208,3 @@ class PayloadBuilder:
     def _named(self, names: Sequence[str]) -> list[AveragedTensor]:
         parameters = dict(self._module.named_parameters())
         return [AveragedTensor(name, name, parameters[name]) for name in names]
-
-    def _parameter_names(self) -> list[str]:
-        return [name for name, _ in self._module.named_parameters()]

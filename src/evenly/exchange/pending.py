@@ -136,7 +136,6 @@ class PendingState(TypedDict):
     steps: int
     snapshot: Tensors
     is_state_loaded: NotRequired[bool]
-    frozen: NotRequired[list[str]]  # the frozen parameters that have not changed since the snapshot
     fragments: list[int]
     stateful: list[int]
     pieces: NotRequired[list[PayloadEntryState]]  # in files they belong to the state of the node

@@ -55,6 +55,11 @@ class Gradients(ABC):
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._names, self._trained = list(trained), list(trained.values())
 
+    @property
+    def has_open_forward(self) -> bool:
+        """Whether a forward of this step waits for its backward, with the parameters that it was made with."""
+        return self._log.has_open(self.step)
+
     @abstractmethod
     def forward(self, samples: float, *args: object, **kwargs: object) -> object:
         """Runs the module on a batch of `samples` samples."""

@@ -21,6 +21,7 @@ class Forward:
         self._log = weakref.ref(log)  # an autograd graph must not keep the network alive
         self.samples = samples
         self.is_averaged = is_averaged  # not made inside no_sync()
+        self.step = 0  # in which it was made
         self.number: int | None = None  # autograd's sequence number before it ran, if modules may keep tensors
         self.has_counted = False  # a backward through it was complete, so its samples are counted
 
@@ -34,6 +35,8 @@ class Forward:
 
 class LogOwner(Protocol):
     """Receives the events of backwards that reach a forward."""
+
+    step: int  # the step that the next backward belongs to
 
     def begin_task(self) -> None:
         """A backward has reached its first forward."""
@@ -62,6 +65,8 @@ class ForwardLog:
         if not in_backward():
             self._task, self._members = NO_BACKWARD, []  # left by a backward that failed
         forward = Forward(self, samples, is_averaged=is_averaged)
+        if (owner := self._owner()) is not None:
+            forward.step = owner.step
         if self._kept_tensors.is_due:
             forward.number = next_sequence_number()
         return forward
@@ -98,6 +103,10 @@ class ForwardLog:
             self._reached.append(forward)
             if not all(member.samples for member in self._members) and (owner := self._owner()) is not None:
                 owner.reached_empty(is_first=len(self._members) == 1)
+
+    def has_open(self, step: int) -> bool:
+        """Whether a forward of this step waits for its backward."""
+        return any(forward.step == step and not forward.has_counted for forward in self._alive)
 
     @property
     def is_running(self) -> bool:

@@ -71,7 +71,7 @@ class Synchronized(torch.nn.Module):
         self._groups = groups
         self._replica_exchange = replica_exchange
         self._count = count or leading_dim
-        self._closed = self._was_resharded = self._is_in_agreed = False
+        self._closed = self._was_resharded = self._is_in_agreed = self._is_being_saved = False
         self._global_gradients = isinstance(period, EveryGradient)
         self._gradient_ranks = tuple(range(groups.rank_group.size)) if self._global_gradients else groups.ranks
         self._scaler = scaler
@@ -120,7 +120,16 @@ class Synchronized(torch.nn.Module):
     def _steps_apart(self) -> int:
         """Returns the steps that nodes have made since they held the same parameters; 0 inside `agreed()`."""
         averages = len(self._groups.nodes) > 1 and not self._global_gradients
-        return self.schedule.since if averages and not self._is_in_agreed else 0
+        return self.schedule.since if averages and not self._is_in_agreed and not self._is_being_saved else 0
+
+    @contextmanager
+    def being_saved(self) -> Iterator[None]:
+        """Lets the state be read without a warning that nodes differ: a checkpoint holds the states of all nodes."""
+        self._is_being_saved = True
+        try:
+            yield
+        finally:
+            self._is_being_saved = False
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Runs the module; with gradients enabled the batch counts as this rank's part of the step."""
@@ -133,7 +142,8 @@ class Synchronized(torch.nn.Module):
             raise SpecError("a synchronized model was called to train after close(). Train the plain network: .module.")
         self._gradients.step = self.schedule.step + 1
         try:
-            if not in_backward() and (self._trained.is_to_be_checked or self._change_log.has_notes):
+            is_between_steps = not in_backward() and not self._gradients.has_open_forward
+            if is_between_steps and (self._trained.is_to_be_checked or self._change_log.has_notes):
                 self._follow_changes()  # not where an activation checkpoint recomputes a forward
             self.clock.begin(self._gradients.step)
             samples = counted_samples(self._count, args, kwargs)
@@ -255,7 +265,7 @@ class Synchronized(torch.nn.Module):
         `agreed` are this rank's parts of the buffers after the last exchange, cut like the buffers now.
         """
         self._was_resharded = True
-        self._trained.read()
+        self._trained.follow_resharding()
         self._exchanger.run_collective(self._rebuild_groups)
         self._exchanger.buffers.learn(agreed)
         self._exchanger.reset_anchors()

@@ -35,6 +35,12 @@ class TrainedParameters:
         self._groups = [list(map(id, group["params"])) for group in self._optimizer.param_groups]
         self._sizes = [len(group) for group in self._groups]
 
+    def follow_resharding(self) -> None:
+        """Takes the tensors and groups that resharding made; a layer frozen before it is still a change."""
+        flags, sizes = self._flags, self._sizes
+        self.read()
+        self._flags, self._sizes = flags, sizes
+
     @property
     def names(self) -> set[str]:
         """The names of the parameters that were trained."""
@@ -149,7 +155,7 @@ class ChangeLog:
         self._monitor, self._schedule = monitor, schedule
         self._compares_nodes = compares_nodes
         self._count = 0
-        self._changes: dict[int, list[str]] = {}  # of this rank
+        self._changes: dict[int, list[list[str]]] = {}  # of this rank, in the order of a step's forwards
         self._notes: list[FailureNote] = []  # of other nodes, for steps that this one has not come to
         if compares_nodes:
             monitor.subscribe(CHANGE, partial(_receive, ref(self)))  # it must not keep the monitor alive
@@ -173,9 +179,10 @@ class ChangeLog:
         for rank, row in zip(ranks[1:], rows[1:], strict=True):
             _require_same_lines(rows[0], row, (ranks[0], rank), step=step)
         self._changes = {number: made for number, made in self._changes.items() if number > step - KEPT_STEPS}
-        self._changes[step] = changes
+        self._changes.setdefault(step, []).append(changes)
+        number = len(self._changes[step])
         if self._compares_nodes and self._monitor.rank_group.rank == ranks[0]:
-            self._monitor.post(CHANGE, json.dumps(changes), step=step)
+            self._monitor.post(CHANGE, json.dumps([number, changes]), step=step)
 
     @property
     def has_notes(self) -> bool:
@@ -184,23 +191,31 @@ class ChangeLog:
 
     def require_same_as_nodes(self) -> None:
         """Raises `MismatchError` if another node has made a change, at or before this step, that this one has not."""
-        notes, self._notes = self._notes, []
-        for note in notes:
-            if note.step > self._schedule.step:
-                self._notes.append(note)
-            elif (error := self._difference(note)) is not None:
-                raise error
+        for note in list(self._notes):
+            if self._is_reached(note):
+                self._notes.remove(note)  # the thread of the monitor may add others meanwhile
+                if (error := self._difference(note)) is not None:
+                    raise error
 
     def receive(self, note: FailureNote) -> None:
         """Takes a note of another node; runs in the thread of the monitor."""
-        if note.step < self._schedule.step and (error := self._difference(note)) is not None:
+        step = self._schedule.step
+        if note.step < step and (error := self._difference(note)) is not None:
             self._monitor.report(error)
             self._monitor.fail(error)
-        elif note.step >= self._schedule.step:
+        elif note.step >= step:
             self._notes.append(note)
 
+    def _is_reached(self, note: FailureNote) -> bool:
+        """Whether this rank has come to the change; a second one in a step may still come."""
+        number, _ = json.loads(note.text)
+        step = self._schedule.step
+        return note.step < step or (note.step == step and number <= max(1, len(self._changes.get(step, []))))
+
     def _difference(self, note: FailureNote) -> MismatchError | None:
-        theirs, ours = json.loads(note.text), self._changes.get(note.step, [])
+        number, theirs = json.loads(note.text)
+        made = self._changes.get(note.step, [])
+        ours = made[number - 1] if number <= len(made) else []
         if theirs == ours or note.step <= self._schedule.step - KEPT_STEPS:
             return None
         case = next((line for line in theirs if line not in ours), "")

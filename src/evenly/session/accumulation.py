@@ -7,6 +7,7 @@ import torch
 
 from evenly.checkpoints.full_state import TrainedModel
 from evenly.errors import SpecError
+from evenly.session.planning import require_count
 
 
 class AccumulatedBatch:
@@ -14,6 +15,7 @@ class AccumulatedBatch:
 
     def __init__(self, accumulation: "Accumulation", *, is_last: bool) -> None:
         self.is_last = is_last
+        self.has_backward = False
         self._accumulation = accumulation
         self._weight: float | None = None
 
@@ -24,6 +26,7 @@ class AccumulatedBatch:
         """
         if self._weight is None:
             self._weight = self._accumulation.weigh()
+        self.has_backward = True
         (loss * self._weight).backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
 
 
@@ -47,8 +50,7 @@ class Accumulation:
         """Opens one of `count` batches; gradients are averaged with other ranks in the last one only."""
         if not self._trained_models:
             raise SpecError("accumulate was called before prepare. Prepare the model first.")
-        if count < 1:
-            raise SpecError(f"accumulate({count}) was called, but a step uses at least 1 batch. Give 1 or more.")
+        require_count("accumulate()", count, least=1)
         feeds = [trained.feed for trained in self._trained_models if trained.feed is not None]
         place = (self._trained_models[0].model.schedule.step, feeds[0].epoch if feeds else 0)
         if self._is_complete or place != self._place:  # alike on all ranks that share gradients
@@ -60,7 +62,14 @@ class Accumulation:
                 trained.model.batch_samples = None
                 if not self._is_complete:
                     paused.enter_context(trained.model.no_sync())
-            yield AccumulatedBatch(self, is_last=self._is_complete)
+            batch = AccumulatedBatch(self, is_last=self._is_complete)
+            yield batch
+        if not batch.has_backward and any(trained.model.batch_samples is not None for trained in self._trained_models):
+            raise SpecError(
+                "the model was called in a block of session.accumulate, but the block ended without batch.backward(): "
+                "its gradients are missing, or not weighted by the samples of the batch. Call batch.backward(loss) in "
+                "place of loss.backward(), or evaluate under torch.no_grad()."
+            )
 
     def weigh(self) -> float:
         """Adds the samples of the current batch: scales the gradients so far, and returns the weight of its loss."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from evenly.checkpoints.full_state import TrainedModel
+from evenly.errors import SpecError
 from evenly.session.counters import Counters
 from evenly.session.loop_exit import was_left_by_break
 from evenly.session.recorder import Recorder
@@ -51,8 +52,17 @@ class EpochLoop:
         self._saves_every = None if save is None else saves_every
         self._report = report
         self._is_main = is_main
-        self._is_stopped = False
+        self._is_stopped = self._has_begun = False
         self._error: BaseException | None = None  # of a loop that was left by break, which cannot raise it
+
+    def require_first(self) -> None:
+        """Raises `SpecError` for a second loop: the first one has ended the run, or is around it."""
+        if self._has_begun:
+            raise SpecError(
+                "epochs() was called a second time in a session, but its first loop ends the run. Use one loop over "
+                "all epochs, and let the epoch decide what is done: `if epoch >= 3: unfreeze()`."
+            )
+        self._has_begun = True
 
     def run(self, count: int) -> Iterator[int]:
         """Yields the epochs up to `count`, and ends the run."""

@@ -121,10 +121,20 @@ def plan_measured(
     )
 
 
-def require_numbers(*, seed: int, checkpoint_every: int | str | None) -> None:
+def require_count(name: str, value: object, *, least: int) -> None:
+    """Raises `SpecError` unless the value is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecError(f"{name} was given {str(value)[:40]}. Give a whole number of at least {least}.")
+
+
+def require_numbers(*, seed: int, checkpoint_every: int | str | None = None, keep: int = 1) -> None:
     """Raises `SpecError` for numbers that a session cannot work with."""
-    if isinstance(checkpoint_every, int) and checkpoint_every < 1:
-        raise SpecError(f"checkpoint_every={checkpoint_every} was asked for. Give 1 or more, 'epoch' or None.")
+    is_steps = isinstance(checkpoint_every, int) and not isinstance(checkpoint_every, bool) and checkpoint_every > 0
+    if not is_steps and checkpoint_every not in ("epoch", None):
+        raise SpecError(
+            f"checkpoint_every={checkpoint_every!r} was asked for. Give a number of steps, 'epoch' or None."
+        )
+    require_count("keep", keep, least=1)
     if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise SpecError(f"seed={str(seed)[:40]} was asked for. Give a whole number between -2^63 and 2^63.")
 

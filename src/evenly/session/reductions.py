@@ -36,7 +36,11 @@ def mean_value(gatherer: ObjectGatherer, value: Number, count: float | None) -> 
     weight = 1.0 if count is None else _number(count, "count")
     if not 0 <= weight < math.inf:
         raise SpecError(f"mean was given count={count}. Give the samples behind the value: a number of at least 0.")
-    own = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(_number(value, "value"))
+    own = (
+        value.detach()
+        if isinstance(value, torch.Tensor)
+        else torch.tensor(_number(value, "value"), dtype=torch.float64)
+    )
     dtype = own.dtype if own.is_floating_point() or own.is_complex() else torch.float32
     exact = own.to("cpu", torch.complex128 if own.is_complex() else torch.float64)
     rows = gather_values(gatherer, (weight, exact), "a mean over ranks")

@@ -10,7 +10,7 @@ from evenly.session.planning import require_numbers
 
 def seed_program(seed: int) -> None:
     """Seeds the global generators of Python, numpy and torch, of all devices."""
-    require_numbers(seed=seed, checkpoint_every=None)
+    require_numbers(seed=seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -37,7 +37,14 @@ from evenly.session.accumulation import AccumulatedBatch, Accumulation
 from evenly.session.active_ranks import LINGER_S, ActiveRanks, LeftOut
 from evenly.session.by_hand import regroup, survey_rank_group
 from evenly.session.epoch_loop import EpochLoop
-from evenly.session.planning import exchange_of, plan_run, require_epochs, require_evaluation, require_numbers
+from evenly.session.planning import (
+    exchange_of,
+    plan_run,
+    require_count,
+    require_epochs,
+    require_evaluation,
+    require_numbers,
+)
 from evenly.session.progress import ProgressDisplay
 from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.reductions import Number, gather_values, mean_value, numbers_of
@@ -96,12 +103,12 @@ class Session:
             place: this process among the others; found in the environment if left out.
             progress: whether rank 0 writes a line per epoch to stderr, and a progress bar if that is a terminal.
         """
+        require_numbers(seed=seed, checkpoint_every=checkpoint_every, keep=keep)
         self._folder = Path(folder) if folder is not None else None
         self._requested_device = device
         self._requested_nodes = nodes
         self._seed = seed
-        self._keep = KeptCheckpoints(max(keep, 1), keep_best, folder=self._folder)
-        require_numbers(seed=seed, checkpoint_every=checkpoint_every)
+        self._keep = KeptCheckpoints(keep, keep_best, folder=self._folder)
         self._checkpoint_every = checkpoint_every
         self._place = place
         self._resume = resume
@@ -307,7 +314,9 @@ class Session:
         """
         if self._loop is None:
             raise SpecError("epochs() was called before prepare(): nothing would be trained. Prepare a model first.")
+        require_count("epochs()", count, least=0)
         loop = self._loop
+        loop.require_first()
         if (restored := self._active_ranks.restored()) is not None:
             loop.epoch = int(restored["manifest"]["epoch"])
             loop.has_ended = count <= restored["manifest"].get("ended_epochs", 0)

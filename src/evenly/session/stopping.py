@@ -10,6 +10,7 @@ from types import FrameType
 
 from evenly.comm import FailureMonitor, FailureNote
 from evenly.errors import PeerError
+from evenly.launch.signals import SAME_SIGNAL_S
 
 HEADROOM = 2  # steps that a rank makes after it has answered and before it must know all answers
 POLL_S = 0.02
@@ -104,7 +105,7 @@ class StopAgreement:
 
 @contextmanager
 def stopping_on_signals(request: Callable[[int], None]) -> Iterator[None]:
-    """Calls `request` with the first SIGTERM or SIGUSR1 inside the block; a second one ends the process as usual.
+    """Calls `request` with the first SIGTERM or SIGUSR1 inside the block; one much later ends the process as usual.
 
     Signals that the program handles itself stay with it, and so do those of a loop in another thread than the main one.
     """
@@ -112,14 +113,17 @@ def stopping_on_signals(request: Callable[[int], None]) -> Iterator[None]:
         yield
         return
     numbers = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-    owner = os.getpid()
+    owner, first_s = os.getpid(), float("inf")
 
     def handle(number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        if os.getpid() == owner:
-            request(number)
-        else:  # a forked process, such as a worker of a data loader, ends as usual
+        nonlocal first_s
+        now_s = time.monotonic()
+        if os.getpid() != owner or now_s - first_s > SAME_SIGNAL_S:  # workers of a data loader end as usual
+            signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        elif first_s == float("inf"):
+            first_s = now_s
+            request(number)
 
     for number in numbers:
         signal.signal(number, handle)
