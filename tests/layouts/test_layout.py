@@ -190,7 +190,10 @@ def test_what_has_no_rule_is_computed_whole_and_named() -> None:
     layout = lay_out(graph, SHARES)
     notes = {choice.layer: (choice.mode, choice.note) for choice in layout.choices if choice.note}
     assert notes["fft_fft"] == ("whole", "torch._C._fft:fft_fft has no rule")
-    assert notes["recurrent"] == ("whole", "LSTM has no rule for its units; cutting its batch is not possible here")
+    assert notes["recurrent"] == (
+        "whole",
+        "cutting the units of LSTM takes longer; cutting its batch is not possible here",
+    )
     assert "torch._C._fft:fft_fft has no rule" in graph.explain()
     assert modes_of(graph, layout, "linear")["first"] != "whole"
 

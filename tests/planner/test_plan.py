@@ -10,8 +10,10 @@ from torch import nn
 from evenly import trace
 from evenly.errors import SpecError
 from evenly.planner import plan, simulate
+from evenly.planner.costs import GraphCosts
 from evenly.planner.memory import MemoryNeed
 from evenly.planner.reasons import why_cut
+from evenly.planner.replica_options import ReplicaOption, replica_options_of
 from evenly.spec import Cluster, Curve, Device, EverySteps, Exchange, Graph, Node, Plan, Profile, Rate
 
 GB = 10**9
@@ -297,3 +299,22 @@ def test_half_the_link_makes_exchanges_longer_and_a_longer_period_helps(graph):
 
     assert seconds(1e6, 10) < seconds(5e5, 10)
     assert seconds(5e5, 100) < seconds(5e5, 10)
+
+
+def recurrent_option(latency_s: float) -> tuple[str, ReplicaOption]:
+    with torch.device("meta"):
+        graph = trace(nn.Sequential(nn.LSTM(512, 512, batch_first=True)), torch.empty(2, 16, 512))
+    inside = Rate(latency_s=latency_s, bytes_per_s=1e9)
+    profile = Profile.from_speeds(cluster_of(2), graph, [3, 1], flops_per_s=2e10, inside=inside)
+    option = replica_options_of((0, 1), GraphCosts(graph), profile)[0]
+    assert option.layout is not None
+    (mode,) = [choice.mode for choice in option.layout.choices if choice.op == "recurrent"]
+    return mode, option
+
+
+def test_links_decide_whether_a_recurrent_layer_is_cut_by_units():
+    mode, option = recurrent_option(1e-5)
+    assert mode == "units"
+    gathers = [segment for segment in option.timeline.segments if segment.collective_s]
+    assert len(gathers) >= 30  # one for each step but the last, forward and backward
+    assert recurrent_option(1e-1)[0] == "whole"

@@ -41,6 +41,7 @@ def compare(
     rates: TransferCosts | None = None,
     layer_shares: Mapping[str, Sequence[float]] | None = None,
     cut_batch: bool = False,
+    modes: Mapping[str, Sequence[str]] | None = None,
     smaller: bool = True,
     optimizer: Optimizer = SGD,
     seed: int = 0,
@@ -56,6 +57,7 @@ def compare(
         rates: what moving costs.
         layer_shares: shares of single layers.
         cut_batch: whether layers may be cut along the batch.
+        modes: the modes that single operations may have.
         smaller: whether the network can take a smaller batch than the example's.
         optimizer: gives an optimizer for parameters.
         seed: of the network.
@@ -64,7 +66,7 @@ def compare(
     torch.manual_seed(seed)
     model = build()
     traced = trace_module(model, example)
-    layout = lay_out(traced.graph, shares, rates=rates, layer_shares=layer_shares, cut_batch=cut_batch)
+    layout = lay_out(traced.graph, shares, rates=rates, layer_shares=layer_shares, cut_batch=cut_batch, modes=modes)
     full = _batch(example)
     batches = [full] * (steps - 1) + [_smaller(full) if smaller else full]
     results = run_ranks(len(shares), _together, traced, layout, batches, optimizer, limit_s=200.0)

@@ -442,9 +442,9 @@ def test_recurrent_layers_are_cut_along_the_batch(name: str, cut_batch: bool) ->
 def test_a_recurrent_layer_that_is_faster_whole_is_named_as_what_it_is() -> None:
     layout = compare(lambda: RECURRENT["LSTM"]().double(), SEQUENCES, SHARES)
     assert "recurrent  whole        whole on every rank" in layout.explain()
-    assert "LSTM has no rule for its units; cutting its batch takes longer" in layout.explain()
+    assert "cutting the units of LSTM takes longer; cutting its batch takes longer" in layout.explain()
     single = lay_out(trace(RECURRENT["LSTM"]().double(), SEQUENCES[:1]), SHARES)
-    assert "LSTM has no rule for its units; cutting its batch is not possible here" in single.explain()
+    assert "cutting the units of LSTM takes longer; cutting its batch is not possible here" in single.explain()
 
 
 class GivenStates(nn.Module):

@@ -40,6 +40,7 @@ __all__ = [
     "own_persistent_buffers",
     "own_tensors",
     "remove_load_hook",
+    "renew_weight_list",
     "replace_tables",
     "set_versions",
     "share_tables",
@@ -58,6 +59,7 @@ STATE_METHODS = frozenset({"_load_from_state_dict", "_save_to_state_dict"})  # a
 HARMLESS_METHODS = frozenset({"_get_name", "_version", "_reset_parameters"})  # these do not change forward either
 SPECTRAL_NORM = "torch.nn.utils.parametrizations._SpectralNorm"  # the class, by its full name
 UNIT_VECTORS = ("_u", "_v")  # its buffers
+CUT_WEIGHTS = "cut_weights"  # in a recurrent module's list of weights: the name of no tensor
 
 
 def is_registered(module: nn.Module, name: str) -> bool:
@@ -165,6 +167,17 @@ def remove_load_hook(module: nn.Module, hook: Callable[..., object]) -> None:
 def uses_one_projection(attention: nn.MultiheadAttention) -> bool:
     """Returns whether queries, keys and values share one weight, `in_proj_weight`."""
     return bool(attention._qkv_same_embed_dim)
+
+
+def renew_weight_list(module: nn.RNNBase, *, is_cut: bool) -> None:
+    """Makes a recurrent module list its present parameters: it keeps a list of them beside its table.
+
+    If they are cut, the list has a name without a tensor, so that `flatten_parameters`, which `to` calls, does nothing:
+    cuDNN would refuse their shapes.
+    """
+    module._flat_weights_names = [name for name in module._flat_weights_names if name in module._parameters]
+    module._flat_weights_names += [CUT_WEIGHTS] if is_cut else []
+    module._flat_weights = [module._parameters.get(name) for name in module._flat_weights_names]
 
 
 def is_extra_state(name: str) -> bool:

@@ -16,7 +16,7 @@ from torch.fx.node import Argument, Target
 from evenly._torch import pytree
 from evenly._torch.compiler import uncompiled
 from evenly._torch.modules import Convolution
-from evenly._torch.tracing import PROXY_FIELDS, PlainTracer, is_constant
+from evenly._torch.tracing import PROXY_FIELDS, PlainTracer, is_constant, with_class_forward
 from evenly.errors import SpecError
 from evenly.graph.decisions import Decision, Decisions, decisions_of
 from evenly.graph.exported import exported
@@ -350,12 +350,14 @@ def open_up(model: nn.Module, inputs: dict[str, torch.Tensor], *, closed: Mappin
         for name, parameter in signature.parameters.items()
         if name not in inputs and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
+    is_recurrent = isinstance(model, nn.RNNBase)  # its own forward cannot be traced
+    rewrite = REWRITES.get(torch_class_of(model) or type(None)) if is_recurrent else None
     while True:
         tracer = Tracer(closed, inputs, closed_functions)
         random_guard = RefusingRandomNumbers()  # type: ignore[no-untyped-call]  # torch has no annotation here
         try:
             with random_guard, intercepting_torch(), refusing_python_random(), recording_reads(model) as reads:
-                program = restoring_attributes(model, partial(_traced, model, tracer, default_arguments))
+                program = restoring_attributes(model, partial(_traced, model, tracer, default_arguments, rewrite))
             reads.closed_modules, reads.leaf_modules = frozenset(closed), frozenset(_leaf_modules(program))
             decisions = decisions_of(model, tracer.graph, tracer.decisions)
             return Opened(program, closed, tracer.output_spec, reads, decisions)
@@ -375,8 +377,13 @@ def _leaf_modules(program: fx.GraphModule) -> set[str]:
     return {str(node.target) for node in program.graph.nodes if node.op == "call_module"}
 
 
-def _traced(model: nn.Module, tracer: Tracer, default_arguments: dict[str, object]) -> fx.GraphModule:
-    with forward_of_class(model):
+def _traced(
+    model: nn.Module,
+    tracer: Tracer,
+    default_arguments: dict[str, object],
+    rewrite: Callable[..., object] | None,
+) -> fx.GraphModule:
+    with forward_of_class(model) if rewrite is None else with_class_forward(model, rewrite):
         graph = tracer.trace(model, concrete_args=default_arguments or None)
         _refuse_unregistered(model, graph)  # fx.GraphModule would register them as buffers
         for node in graph.nodes:

@@ -15,13 +15,18 @@ State = (
 
 @dataclass(frozen=True)
 class LayerOption:
-    """One option to compute a layer; `messages` are the collectives inside it, `sent` the elements they sum."""
+    """One option to compute a layer.
+
+    `messages` are the collectives inside it, `summed` the elements that they sum, `gathered` those that they gather, or
+    sum and scatter.
+    """
 
     mode: str
     needs: tuple[TensorPlacement, ...]
     gives: tuple[TensorPlacement, ...]
     messages: int = 0
-    sent: int = 0
+    summed: int = 0
+    gathered: int = 0
 
     @property
     def is_whole(self) -> bool:

@@ -76,7 +76,7 @@ def relaid(graph: Graph, layout: Layout, factors: Sequence[float]) -> Layout:
     layer_shares = {
         choice.where: [count * factor for count, factor in zip(_output_counts(layout, choice), factors, strict=True)]
         for choice in layout.choices
-        if choice.mode == "partitioned" and choice.where
+        if choice.mode in ("partitioned", "units") and choice.where
     }
     cut_batch = any(cut.rows for cut in layout.cuts)
     modes = {choice.layer: [choice.mode] for choice in layout.choices if choice.mode != "source"}

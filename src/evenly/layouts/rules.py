@@ -6,7 +6,7 @@ from replicated tensors, on every rank.
 
 from collections.abc import Callable, Iterator
 
-from evenly.layouts import shape_rules
+from evenly.layouts import recurrent_units, shape_rules
 from evenly.layouts.layer_context import LayerContext, LayerOption, bystander, others
 from evenly.spec.graph import Tensor
 from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, TensorPlacement
@@ -231,7 +231,7 @@ def _mask_need(mask: Tensor, query: Tensor, placement: TensorPlacement) -> Tenso
 
 
 def _recurrent(context: LayerContext) -> Iterator[LayerOption]:
-    """Yields options that cut the batch: a cut of the units would send every step's states, which takes longer."""
+    """Yields options that cut the batch, and one that cuts the units."""
     x, batch, num_states = context.inputs[0], context.layer.options["batch"], context.layer.options["states"]
     placements = [placement for placement in context.cut_dims(0) if placement.dim == batch]
     samples = context.batches.get(x.name)
@@ -241,6 +241,7 @@ def _recurrent(context: LayerContext) -> Iterator[LayerOption]:
         state = TensorPlacement("sharded", 1, placement.cut)
         needs = others(context, [placement, *[state] * num_states], COPIED)
         yield LayerOption("bystander", needs, (placement, *[state] * (len(context.layer.outputs) - 1)))
+    yield from recurrent_units.options_of(context)
 
 
 def _cross_entropy(context: LayerContext) -> Iterator[LayerOption]:
@@ -248,7 +249,7 @@ def _cross_entropy(context: LayerContext) -> Iterator[LayerOption]:
     rows = logits.numel // logits.shape[1]
     for placement in context.cut_dims(0):
         if placement.dim == 1:
-            yield LayerOption("vocabulary", (placement, REPLICATED), (REPLICATED,), messages=2, sent=3 * rows)
+            yield LayerOption("vocabulary", (placement, REPLICATED), (REPLICATED,), messages=2, summed=3 * rows)
 
 
 RULES: dict[str, Callable[[LayerContext], Iterator[LayerOption]]] = {

@@ -13,6 +13,7 @@ from evenly.layouts.cuts import DimCuts
 from evenly.layouts.graph_work import work_of
 from evenly.layouts.layer_context import LayerContext, LayerOption, State
 from evenly.layouts.preferred_units import PreferredUnits, channels_of, preferred_units_of
+from evenly.layouts.recurrent_units import sizes_of
 from evenly.layouts.rules import options_of
 from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, Choice, Move, MoveName, Segments, TensorPlacement
@@ -30,6 +31,7 @@ class TransferCosts:
 
     flops_per_byte: float = 100.0  # sent by one rank
     flops_per_message: float = 2e4
+    flops_per_step_message: float = 2e7  # one for each step of a recurrent layer: every rank waits for it
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,9 @@ class Search:
                 return None
             states[tensor.name], tensor_moves = reached
             moves += tensor_moves
-        sent = option.sent * 2 * (self.size - 1) * _width(context)
-        inside = sent / self.size * self.rates.flops_per_byte + option.messages * self.rates.flops_per_message
+        sent = (self.size - 1) * (2 * option.summed * _summed_width(context) + option.gathered * _width(context))
+        per_message = self.rates.flops_per_step_message if option.mode == "units" else self.rates.flops_per_message
+        inside = sent / self.size * self.rates.flops_per_byte + option.messages * per_message
         for tensor, placement in zip(context.layer.outputs, option.gives, strict=True):
             states[tensor.name] = frozenset([placement])
         costs = (self._work(context, option), sum(self._price(move) for move in moves), inside)
@@ -230,8 +233,11 @@ class Search:
         """Returns why an operation is computed whole; an empty text if it is one that follows the cut of its inputs."""
         if layer.op != "recurrent":
             return layer.note
-        reason = "takes longer" if layer.inputs[0] in self.batches else "is not possible here"
-        return f"{layer.options['name'].partition('_')[0]} has no rule for its units; cutting its batch {reason}"
+        batch = "takes longer" if layer.inputs[0] in self.batches else "is not possible here"
+        name, inputs = layer.options["name"].partition("_")[0], [self.tensors[name] for name in layer.inputs]
+        if sizes_of(layer, inputs) is None:
+            return f"{name} with projections has no rule for its units; cutting its batch {batch}"
+        return f"cutting the units of {name} takes longer; cutting its batch {batch}"
 
     def reach(self, tensor: Tensor, state: State, need: TensorPlacement) -> tuple[State, list[Move]] | None:
         """Returns the states of a tensor once it is redistributed to `need`, and the moves for that."""
@@ -304,5 +310,10 @@ def _changed_names(layer: Layer) -> Sequence[str]:
 
 
 def _width(context: LayerContext) -> int:
+    """Returns the bytes of one element of a layer's input."""
+    return context.inputs[0].size_bytes // max(1, context.inputs[0].numel) if context.inputs else 0
+
+
+def _summed_width(context: LayerContext) -> int:
     """Returns the bytes of one element of what a layer sums over ranks: at least those of float32."""
-    return max(4, context.inputs[0].size_bytes // max(1, context.inputs[0].numel)) if context.inputs else 0
+    return max(4, _width(context)) if context.inputs else 0

@@ -200,7 +200,7 @@ def _collective_seconds(
     if choice.sent_bytes and choice.messages:
         each = choice.sent_bytes // choice.messages
         for _ in range(choice.messages - choice.messages // 2 if forward else choice.messages // 2):
-            yield timings.sums.at(each / others / 2)
+            yield timings.gathers.at(each / others) if choice.mode == "units" else timings.sums.at(each / others / 2)
 
 
 def _seconds(choice: Choice, layout: Layout, devices: Sequence[DeviceCosts]) -> list[float]:

@@ -115,7 +115,7 @@ def replica_options_of(
     gathers = profile.meeting(ranks).gathers
     small, large = gathers.at(1 << 10), gathers.at(1 << 22)
     per_byte = max(0.0, large - small) / (1 << 22) / (len(ranks) - 1) * len(ranks)  # of what one rank sends
-    rates = TransferCosts(total * per_byte, total * small)
+    rates = TransferCosts(total * per_byte, total * small, total * small)
     even = len(set(speeds)) == 1 and not any(profile.devices[rank].layers for rank in ranks)
     options = []
     for cut_batch in (True,) if batch >= MANY * len(ranks) else (False, True) if batch >= 2 else (False,):
@@ -173,7 +173,7 @@ def balanced_shares(graph_costs: GraphCosts, layout: Layout, times: Sequence[Dev
         placement = next((r for r in placements if r.state == "sharded" and not layout.cuts[r.cut].rows), None)
         if placement is not None:
             blocks.setdefault(placement.cut, []).append((choice.layer, choice.mode))
-            if choice.mode == "partitioned" and choice.where:
+            if choice.mode in ("partitioned", "units") and choice.where:
                 producers_by_cut.setdefault(placement.cut, []).append(choice)
     shares: dict[str, list[float]] = {}
     for number, producers in producers_by_cut.items():

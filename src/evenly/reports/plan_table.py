@@ -218,6 +218,6 @@ def _unit(choice: Choice, *, rows: int) -> str:
         return "samples" if rows == 1 else "rows of the batch"
     if choice.op == "attention":
         return "heads"
-    if choice.mode in ("reduced", "columns", "rows", "bystander"):
+    if choice.mode in ("reduced", "columns", "rows", "units", "bystander"):
         return {"reduced": "inputs", "bystander": "indices"}.get(choice.mode, choice.mode)
     return "filters" if choice.op == "conv" else "outputs"

@@ -136,7 +136,10 @@ class Layout(Value):
         idle = [rank for rank, count in counts.items() if count == 0]
         none = f"; nothing for ranks {idle}" if idle else ""
         columns = " / ".join(str(counts.get(rank, 0)) for rank in range(len(self.shares)))
-        return f"{columns} of {self.cuts[cut.cut].size} {unit}{none}"
+        gathers = (
+            f"; hidden states are sent at every step, {choice.messages} messages" if choice.mode == "units" else ""
+        )
+        return f"{columns} of {self.cuts[cut.cut].size} {unit}{none}{gathers}"
 
 
 def _unit(choice: Choice, cut: TensorPlacement) -> str:
@@ -145,7 +148,7 @@ def _unit(choice: Choice, cut: TensorPlacement) -> str:
         return "heads"
     if choice.mode == "bystander":
         return f"indices of dim {cut.dim}"
-    return {"reduced": "inputs", "columns": "columns", "rows": "rows"}.get(choice.mode, "outputs")
+    return {"reduced": "inputs", "columns": "columns", "rows": "rows", "units": "units"}.get(choice.mode, "outputs")
 
 
 def deal(units: int, shares: Sequence[float]) -> list[int]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from evenly._torch.compiler import COMPILED_CALL, Uncompiled, uncompiled
-from evenly._torch.modules import replace_tables
+from evenly._torch.modules import renew_weight_list, replace_tables
 from evenly.comm import ShardGroup
 from evenly.errors import SpecError
 from evenly.graph import MODULE_ATTRIBUTES, Traced
@@ -110,7 +110,16 @@ def copy_tree(
     copy = _copied(traced.model, part)
     for name, module in copy.named_modules():
         module.training = traced.modes[name]  # another thread may be tracing the same network
+    renew_weight_lists(copy)
     return copy
+
+
+def renew_weight_lists(model: nn.Module) -> None:
+    """Makes recurrent modules of a cut network refer to their present parts of the weights."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            shards = [local_shard_of(parameter) for parameter in module.parameters()]
+            renew_weight_list(module, is_cut=any(shard is not None and shard.is_cut for shard in shards))
 
 
 def meta_tree(model: nn.Module, local_shards_of: Mapping[str, LocalShard | None], trainable: set[str]) -> nn.Module:

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from evenly._torch import pytree
 from evenly._torch.modules import BatchNorm, Dropout
 from evenly._torch.operators import safe_softmax
-from evenly.comm import Redistribute, count_of
+from evenly.comm import Redistribute, count_of, take
 from evenly.errors import SpecError
 from evenly.graph import name_of
 from evenly.shards.parts.local_shards import LocalShard, local_shard_of, set_local_shard
@@ -18,6 +18,7 @@ from evenly.shards.run import ops
 from evenly.shards.run.dropout import draw, drop, seeded
 from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance
 from evenly.shards.run.overlapped_layers import layer_options, overlapped_layer, to_autocast_dtype
+from evenly.shards.run.recurrent import recurrent_by_units
 from evenly.spec.layout import TensorPlacement
 
 LocalOp = Callable[..., NodeValue]  # (context, *args, **kwargs) -> the operation's output on this rank
@@ -307,6 +308,41 @@ def _recurrent(op_instance: OpInstance) -> LocalOp:
     return run_local
 
 
+def _recurrent_units(op_instance: OpInstance) -> LocalOp:
+    """Runs recurrent layers on this rank's units; a rank without units takes part in the gathers."""
+    hidden_placement = op_instance.choice.gives[1]
+    is_state_shared = op_instance.layer.options["states"] == 1  # hidden states and cells of an LSTM begin as one tensor
+
+    def run_local(
+        context: ForwardContext,
+        x: torch.Tensor,
+        states: list[torch.Tensor],
+        weights: list[torch.Tensor],
+        mode: str,
+        num_layers: int,
+        has_biases: bool,
+        _: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> NodeValue:
+        segments = context.segments(hidden_placement)
+        if is_state_shared and mode == "LSTM":
+            states = [states[0], take(states[1], 2, segments[context.shard_group.rank])]
+        return recurrent_by_units(
+            x,
+            states,
+            weights,
+            Redistribute(context.shard_group, "gather_for_ranks", 2, segments),
+            mode=mode,
+            num_layers=num_layers,
+            has_biases=has_biases,
+            bidirectional=bidirectional,
+            batch_first=batch_first,
+        )
+
+    return run_local
+
+
 def _whole_module(op_instance: OpInstance) -> LocalOp:
     """Calls a module that is computed whole; buffers that it replaces are whole on every rank, as the old ones."""
     run, path = op_instance.run, str(op_instance.node.target)
@@ -422,4 +458,5 @@ BUILDERS: dict[tuple[str, str], Callable[[OpInstance], LocalOp]] = {
     ("opaque", "*"): _whole_module,
     ("attention", "*"): _attention,
     ("recurrent", "bystander"): _recurrent,
+    ("recurrent", "units"): _recurrent_units,
 }

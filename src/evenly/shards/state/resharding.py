@@ -13,7 +13,7 @@ from evenly.errors import SpecError
 from evenly.shards.optim.optimizers import state_placement
 from evenly.shards.parts.guard import unguard
 from evenly.shards.parts.local_shards import LocalShard, local_shard_of, retire, set_local_shard
-from evenly.shards.run.cutting import parameter_placements
+from evenly.shards.run.cutting import parameter_placements, renew_weight_lists
 from evenly.shards.run.program import Program
 from evenly.shards.run.sharded import Sharded
 from evenly.spec.layout import REPLICATED, Layout
@@ -123,6 +123,7 @@ class _Move:
             for params, index in self._groups.get(key, ()):
                 params[index] = new
             self._move_slots(tensor, new)
+        renew_weight_lists(self._model)
 
     def _moved_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the moved tensor: the same object if its part keeps its shape."""
