@@ -46,11 +46,17 @@ SLOW = (  # over ten seconds each on a busy core; `make test-all` runs them
     "launch/test_world.py::test_a_stopped_rank_0_is_told_within_the_time_limit",  # tests/session/test_stops.py, too
     "lab/test_ends.py::test_a_rank_that_ignores_sigterm_is_killed",
     "survey/test_measure.py::test_slow_ranks_measure_with_no_fewer_samples_than_a_network_takes",
+    "launch/test_devices.py::test_each_rank_of_two_nodes_computes_on_its_device",
+    "launch/test_devices.py::test_a_recipe_alone_says_how_to_start_several",
+    "launch/test_terminal.py::test_ranks_of_mpirun_write_plain_text_into_a_file",
+    "nodes/test_caught_errors.py::test_ranks_that_catch_the_error_end_with_their_own_code",
+    "session/test_shards.py::test_state_of_a_factored_optimizer_is_averaged_as_by_hand",
 )
 SAMPLED = {  # of tests with many cases `make test` runs these, and `make test-all` the others
     "graph/test_trace.py::test_encoders_whose_layers_torch_would_fuse_in_evaluation": ("0.0-0", "0.1-0"),
     "graph/test_trace.py::test_tracing_leaves_the_network_as_it_is": ("resnet18",),
     "launch/test_command.py::test_an_interruption_ends_all": ("2-130",),
+    "launch/test_devices.py::test_a_gpu_that_is_not_there_starts_nothing": ("words0",),
     "exchange/test_buffers.py::test_buffers_of_cut_networks": ("2|whole", "left out|2"),
     "nodes/test_exactness.py::test_every_step_equals_global_data_parallel": ("2x2-momentum", "1+1+2-sgd"),
     "nodes/test_exactness.py::test_parameters_and_buffers_after_every_step": (
@@ -68,16 +74,21 @@ SAMPLED = {  # of tests with many cases `make test` runs these, and `make test-a
     "nodes/test_freezing.py::test_all_nodes_end_with_the_same_bits": (
         "there and back-outer", "there and back-fragments", "group added-codec", "group added-averaged"),
     "nodes/test_shards.py::test_layers_of_cut_networks_are_frozen_and_unfrozen": ("2+2|3",),
+    "nodes/test_shards.py::test_cut_networks_that_were_frozen_end_with_the_same_values": ("settings0",),
     "nodes/test_shards.py::test_several_replicas_in_a_node": ("2+2-adam-2",),
     "nodes/test_shards.py::test_codes_of_cut_networks_end_in_the_same_values_everywhere": ("int4",),
     "nodes/test_faults.py::test_a_rank_that_never_arrives_is_named_at_the_time_limit": ("1",),
     "session/test_planning.py::test_a_run_with_ranks_left_out_goes_on_from_its_checkpoint": ("False",),
+    "session/test_early_ends.py::test_a_loop_left_early_ends_the_run_like_its_last_epoch": ("break",),
+    "session/test_freezing.py::test_a_run_that_does_not_repeat_its_changes_is_refused": (
+        "settings0-was trained, but it is frozen here",),
     "session/test_resume.py::test_a_failing_rank_ends_all_at_once": ("raise-2", "kill-0"),
     "session/test_verifying.py::test_replicas_that_are_cut_differently_are_compared_each_and_train_as_without": (
         "float64",),
     "session/test_resume.py::test_resumed_with_an_exchange_under_way_bit_for_bit": ("exchange0",),
     "session/test_stops.py::test_a_stopped_host_of_the_store_is_named_and_all_end_in_time": ("step",),
     "shards/test_fuzz_networks.py::test_a_strange_network_is_exact_or_refused": tuple(map(str, range(6))),
+    "shards/test_moving.py::test_any_optimizer_state_moves_with_its_units": ("adam-adam",),
     "shards/test_moving.py::test_training_goes_on_as_on_one_device": ("lstm",),
     "shards/test_networks.py::test_gradients_of_gradients": (
         "shares1-NormAct", "shares1-GroupNorm of one group"),
@@ -91,12 +102,14 @@ SAMPLED = {  # of tests with many cases `make test` runs these, and `make test-a
         "Adadelta-options18", "Adamax-options20", "NAdam-options22", "RAdam-options24", "ASGD-options26",
         "Rprop-options28"),
     "shards/test_properties.py::test_any_network_trains_as_on_one_device": ("2",),
+    "shards/test_recurrent.py::test_units_are_computed_by_the_rank_that_holds_them": (
+        "LSTM of both directions, given states", "GRU, given states"),
+    "shards/test_state.py::test_torch_reads_the_checkpoints_and_they_come_back": ("sgd",),
     "shards/test_state.py::test_training_goes_on_in_another_split_and_in_plain_torch": (
         "small-adam-adam", "autoencoder1d-adafactor-torch_adafactor"),
     "shards/test_verify.py::test_networks_that_are_cut_are_the_same": ("small-3", "gpt2_separate_tied-2"),
     "shards/test_verify.py::test_a_gather_with_the_wrong_way_back_is_named": ("small", "small32"),
-    "shards/test_zoo.py::test_a_network_trains_as_on_one_device": (
-        "resnet18", "gpt2"),
+    "shards/test_zoo.py::test_a_network_trains_as_on_one_device": ("resnet18",),
 }  # fmt: skip
 PATIENCE_S = 2.0  # for threads that are about to end
 OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # pytest's, and torch's when it first loads its compiler

@@ -65,7 +65,6 @@ def test_python_compiles(page: Path) -> None:
         compile(text, str(page), "exec")
 
 
-@pytest.mark.alone
 def test_python_that_is_marked_runs(tmp_path: Path) -> None:
     marked = {ids(page).replace("/", "-"): [text for mark, text in blocks(page, "python") if mark] for page in PAGES}
     assert sum(map(len, marked.values())) > 5

@@ -18,7 +18,8 @@ from evenly.spec import EpochDone, Measured, Run, RunStarted, RunStopped
 from tests.processes import Rank, collect, run_processes
 from tests.ranks import ragged
 
-pytestmark = pytest.mark.alone  # each starts several processes, and beside others they take minutes
+pytestmark = pytest.mark.timeout(300)  # each starts several processes, and beside others they take minutes
+LIMIT_S = 240.0
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EPOCHS = 12  # of the complete script, which stops much earlier
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
@@ -38,7 +39,7 @@ def test_no_example_hides_the_library() -> None:
 
 def test_each_runs_alone_and_leaves_nothing(tmp_path: Path) -> None:
     words = {name: [["run"] if name == "complete_evenly.py" else ["folder"]] for name in NAMES if "complete" in name}
-    ranks = collect([start(name, tmp_path, *words.get(name, [[]])) for name in NAMES], limit_s=90.0)
+    ranks = collect([start(name, tmp_path, *words.get(name, [[]])) for name in NAMES], limit_s=LIMIT_S)
     assert all(rank.code == 0 for rank in ranks), [rank.errors[-2000:] for rank in ranks]
     said = {name: rank.result for name, rank in zip(NAMES, ranks, strict=True)}
     for name in ("evenly_by_hand.py", "plain.py", "session.py"):
@@ -51,7 +52,7 @@ def test_each_runs_alone_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_on_two_unequal_nodes_all_ranks_end_with_the_same_model(tmp_path: Path) -> None:
     arguments = {"script": str(EXAMPLES / "evenly_by_hand.py"), "words": [[]], "folder": str(tmp_path)}
-    said = run_processes(ragged(2, 1), "tests.scripts:run_script", arguments, limit_s=90.0)
+    said = run_processes(ragged(2, 1), "tests.scripts:run_script", arguments, limit_s=LIMIT_S)
     found = [re.findall(r"rank (\d) of 3: ([\d.]+) % right", text)[0] for text in said]
     assert sorted(rank for rank, _ in found) == ["0", "1", "2"]
     assert len({right for _, right in found}) == 1
@@ -68,7 +69,9 @@ def test_the_launcher_runs_an_example_on_two_unequal_nodes(tmp_path: Path) -> No
 
 
 def test_a_session_goes_on_where_it_stood(tmp_path: Path) -> None:
-    (rank,) = collect([start("session.py", tmp_path, ["run", "--epochs", "1"], ["run", "--epochs", "2"])], limit_s=90.0)
+    (rank,) = collect(
+        [start("session.py", tmp_path, ["run", "--epochs", "1"], ["run", "--epochs", "2"])], limit_s=LIMIT_S
+    )
     assert rank.code == 0, rank.errors
     started = Run.read(tmp_path / "run").of(RunStarted)
     assert [event.resumed_step for event in started] == [0, 30]
@@ -97,7 +100,7 @@ def test_the_complete_script_by_hand_saves_weights_that_are_as_good_on_one_devic
 def train_on_two_nodes(name: str, folder: Path, *words: str) -> list[str]:
     words = (*words, "--epochs", str(EPOCHS), "--patience", "1")
     arguments = {"script": str(EXAMPLES / name), "words": [words], "folder": str(folder)}
-    said: list[str] = run_processes(ragged(2, 1), "tests.scripts:run_script", arguments, limit_s=90.0)
+    said: list[str] = run_processes(ragged(2, 1), "tests.scripts:run_script", arguments, limit_s=LIMIT_S)
     return said
 
 
