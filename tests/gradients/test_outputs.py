@@ -107,6 +107,22 @@ def test_forwards_are_weighted_in_whatever_their_output_is_wrapped(kind):
     assert_same(run_ranks(2, act), expected_gradients([[2, 3], [5, 4]]))
 
 
+def test_an_output_may_be_left_out_of_the_loss_on_a_rank_without_samples():
+    def act(rank_group):
+        model = Wrapped(lambda y: y.split(2, dim=1))
+        synchronized, optimizer = join(rank_group, ragged(2), model, every=50)
+        with closing(synchronized):
+            x = batch(0, 0, 3) if rank_group.rank == 0 else batch(0, 0, 3)[:0]
+            synchronized(x)[0].square().sum().backward()
+            optimizer.step()
+            return [parameter.grad.clone() for parameter in model.parameters()]
+
+    found = run_ranks(2, act)
+    model = network()
+    model(batch(0, 0, 3))[:, :2].square().sum().backward()
+    assert_same(found, [parameter.grad for parameter in model.parameters()])
+
+
 def test_what_is_found_in_outputs():
     y = torch.ones(2, requires_grad=True) * 2
     for kind in KINDS:

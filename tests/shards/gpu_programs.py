@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import evenly
+from evenly.comm import rank_group_of
+from evenly.graph import trace_module
 from evenly.layouts import lay_out
-from evenly.shards import Sharded, full_state_dict, local_shard_of, reshard
+from evenly.shards import Sharded, full_state_dict, join_shards, local_shard_of, reshard
 from tests.shards.grammar import sample
 from tests.zoo import ZOO
 
@@ -163,6 +165,33 @@ def moving(devices: Sequence[str], ways: Sequence[Sequence[float]], case: str) -
         for network, optimizer, batch in ((plain, optimizers[0], given), (sharded, optimizers[1], local)):
             leaves = [x for x in pytree.tree_leaves(network(*batch)) if isinstance(x, Tensor) and x.requires_grad]
             sum(x.square().mean() for x in leaves).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    full = full_state_dict(sharded, device="cpu")["model"]
+    far = max(float((full[name].cpu() - p).abs().max()) for name, p in plain.state_dict().items())
+    sharded.close()
+    dist.destroy_process_group()
+    return far
+
+
+def recurrent_by_units(devices: Sequence[str], ways: Sequence[Sequence[float]], kind: str) -> float:
+    """Returns how far a recurrent network whose units are cut anew at every step is from plain training in float64."""
+    dist.init_process_group("gloo")
+    device = torch.device(devices[dist.get_rank()])
+    torch.manual_seed(0)
+    plain = nn.Sequential(getattr(nn, kind)(6, 10, num_layers=2, bidirectional=True, batch_first=True)).double()
+    x = torch.randn(3, 5, 6, dtype=torch.float64)
+    ready, local = _copy(plain).to(device), x.to(device)
+    traced = trace_module(ready, local)
+    layouts = [lay_out(traced.graph, shares, modes={"recurrent": ["units"]}) for shares in ways]
+    sharded = join_shards(traced, layouts[0], rank_group=rank_group_of())
+    sharded.to(device)  # calls flatten_parameters, which must leave the parts alone
+    optimizers = [torch.optim.AdamW(network.parameters(), lr=1e-2) for network in (plain, sharded)]
+    for layout in layouts:
+        reshard(sharded, optimizers[1], layout)
+        for network, optimizer, batch in ((plain, optimizers[0], x), (sharded, optimizers[1], local)):
+            leaves = pytree.tree_leaves(network(batch))
+            sum(y.square().mean() for y in leaves).backward()
             optimizer.step()
             optimizer.zero_grad()
     full = full_state_dict(sharded, device="cpu")["model"]

@@ -56,3 +56,13 @@ def test_units_change_hands_between_unlike_devices(group, case):
     arguments = {"devices": devices, "ways": ways, "case": case}
     for far in run_processes(ragged(len(devices)), program, arguments, limit_s=200):
         assert far < 1e-7
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_recurrent_layers_by_units(group, kind):
+    devices, shares = GROUPS[group]
+    arguments = {"devices": devices, "ways": [shares, shares[::-1], shares], "kind": kind}
+    program = "tests.shards.gpu_programs:recurrent_by_units"
+    for far in run_processes(ragged(len(devices)), program, arguments, limit_s=200):
+        assert far < 1e-9

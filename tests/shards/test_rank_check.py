@@ -15,7 +15,7 @@ from evenly.comm import RankGroup
 from evenly.errors import MismatchError, PeerError, SpecError
 from evenly.graph import trace_module
 from evenly.layouts import lay_out
-from evenly.shards import Sharded, full_state_dict, join_shards
+from evenly.shards import Sharded, full_state_dict, join_shards, local_shard_of, verify
 from evenly.shards.run.rank_check import EVERY
 from tests.ranks import RankError, run_ranks
 
@@ -204,3 +204,41 @@ def test_an_empty_batch_is_compared_too() -> None:
                 model(X[:0]).sum().backward()
 
     run_ranks(2, act)
+
+
+class TwoOutputs(nn.Module):
+    """Returns two results of one operation, of which a loss may leave out one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        used, _ = self.first(x).split(6, dim=1)
+        deviation, mean = torch.std_mean(used, dim=1, keepdim=True)
+        return deviation, mean, *self.last(self.first(x)).split(3, dim=1)
+
+
+def test_outputs_of_one_operation_may_be_left_out_of_the_loss() -> None:
+    torch.manual_seed(0)
+    model = TwoOutputs().double()
+    traced = trace_module(model, X)
+    layout = lay_out(traced.graph, [60, 40])
+
+    def act(rank_group: RankGroup) -> list[torch.Tensor]:
+        sharded = join_shards(traced, layout, rank_group=rank_group, timeout_s=20)
+        try:
+            for _ in range(3):
+                deviation, _, left, _ = sharded(X)
+                (deviation.sum() + left.square().sum()).backward()
+            assert verify(model, sharded, X).ok
+            return [local_shard_of(p).full(p.grad) for p in sharded.parameters()]  # type: ignore[union-attr,arg-type]
+        finally:
+            sharded.close()
+
+    gradients = run_ranks(2, act)
+    for _ in range(3):
+        deviation, _, left, _ = model(X)
+        (deviation.sum() + left.square().sum()).backward()
+    for ours in gradients:
+        torch.testing.assert_close(ours, [p.grad for p in model.parameters()], rtol=1e-9, atol=1e-9)

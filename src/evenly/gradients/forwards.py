@@ -25,12 +25,15 @@ class Forward:
         self.number: int | None = None  # autograd's sequence number before it ran, if modules may keep tensors
         self.has_counted = False  # a backward through it was complete, so its samples are counted
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Records the backward; a batch without samples adds nothing to existing gradients."""
+    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Records the backward; a batch without samples adds nothing to existing gradients.
+
+        There is no gradient if the loss leaves this output out, but not another output of the same operation.
+        """
         log = self._log()
         if log is not None:
             log.reached(self)
-        return None if self.samples else torch.zeros_like(gradient)
+        return None if self.samples or gradient is None else torch.zeros_like(gradient)
 
 
 class LogOwner(Protocol):

@@ -139,7 +139,9 @@ class RankCheck:
         return torch.device("cpu") if parameter is None else parameter.device
 
     @torch.no_grad()
-    def _note_gradient(self, gradient: torch.Tensor) -> None:
+    def _note_gradient(self, gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # another output of the same operation is in the loss, this one is not
+            return
         size, weighted, tolerance = _digest_and_tolerance(gradient)
         before = self._output_gradients
         self._output_gradients = [before[0] + size, before[1] + weighted, max(before[2], tolerance)]

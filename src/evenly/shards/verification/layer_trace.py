@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 from torch import fx, nn
@@ -180,8 +179,12 @@ class LayerComparison:
 
 
 def _record_gradient(tensor: torch.Tensor, name: str, gradients: dict[str, torch.Tensor]) -> None:
+    def record(gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # as of an output that nothing uses, if another output of its operation is used
+            gradients[name] = gradient
+
     if tensor.requires_grad:
-        tensor.register_hook(partial(gradients.__setitem__, name))  # type: ignore[no-untyped-call]  # torch has no annotation here
+        tensor.register_hook(record)  # type: ignore[no-untyped-call]  # torch has no annotation here
 
 
 def backward(loss: torch.Tensor | None) -> None:
