@@ -12,6 +12,7 @@ from evenly.comm import RankGroup
 from evenly.graph import trace, trace_module
 from evenly.layouts import TransferCosts, lay_out, relaid
 from evenly.shards import Sharded, full_state_dict, join_shards, local_shard_of, reshard, verify
+from evenly.spec import Device
 from evenly.spec.layout import Layout
 from tests.ranks import run_ranks
 from tests.shards.compare import compare
@@ -184,6 +185,7 @@ def test_the_fastest_way_is_chosen_by_what_it_sends_and_repeats() -> None:
     assert mode_of(1, 32, 1024, [97, 3]) == "units"  # one sample; whole, the slow rank would repeat all of it
     assert mode_of(32, 64, 512, [1, 1]) == "bystander"  # many steps
     assert mode_of(1, 32, 64, [1, 1]) == "whole"
+    assert mode_of(8, 32, 1024, [1, 1], TransferCosts.of_devices([Device(kind="cuda")] * 2)) != "units"
     slow = TransferCosts(flops_per_step_message=1e10)
     assert mode_of(8, 32, 1024, [1, 1], slow) != "units"
 

@@ -5,8 +5,9 @@ these are few, and the search finds the shortest path; where very many tensors a
 search.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from evenly.errors import SpecError
 from evenly.layouts.cuts import DimCuts
@@ -15,6 +16,7 @@ from evenly.layouts.layer_context import LayerContext, LayerOption, State
 from evenly.layouts.preferred_units import PreferredUnits, channels_of, preferred_units_of
 from evenly.layouts.recurrent_units import sizes_of
 from evenly.layouts.rules import options_of
+from evenly.spec.cluster import Device
 from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import COPIED, PARTIAL, REPLICATED, Choice, Move, MoveName, Segments, TensorPlacement
 
@@ -32,6 +34,15 @@ class TransferCosts:
     flops_per_byte: float = 100.0  # sent by one rank
     flops_per_message: float = 2e4
     flops_per_step_message: float = 2e7  # one for each step of a recurrent layer: every rank waits for it
+
+    @classmethod
+    def of_devices(cls, devices: Iterable[Device]) -> Self:
+        """Returns the costs to assume for these devices if nothing was measured.
+
+        GPUs compute much between two messages, and a recurrent layer that is cut by units cannot use cuDNN.
+        """
+        has_gpu = any(device.kind == "cuda" for device in devices)
+        return cls(flops_per_step_message=5e10) if has_gpu else cls()
 
 
 @dataclass(frozen=True)

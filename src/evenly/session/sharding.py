@@ -7,7 +7,7 @@ import torch
 from evenly._torch.compiler import uncompiled
 from evenly.errors import SpecError
 from evenly.graph import Example, trace, trace_module
-from evenly.layouts import lay_out
+from evenly.layouts import TransferCosts, lay_out
 from evenly.session.active_ranks import ActiveRanks
 from evenly.session.verifying import verify_on_first_batch
 from evenly.shards import Sharded, example_of, join_shards
@@ -27,7 +27,8 @@ def plan_replicas(
         return ()
     if model is None or example is None:
         raise SpecError("shares were given without a network. Give the model and an example too: plan(model, example).")
-    layout = lay_out(trace(model, example), shares, cut_batch=cut_batch)
+    rates = TransferCosts.of_devices(device for node in cluster.nodes for device in node.devices)
+    layout = lay_out(trace(model, example), shares, rates=rates, cut_batch=cut_batch)
     replicas = []
     for node in cluster.nodes:
         if len(node.ranks) % len(shares):

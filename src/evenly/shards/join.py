@@ -20,7 +20,7 @@ from evenly.comm import (
 )
 from evenly.errors import SpecError
 from evenly.graph import Example, Traced, trace_module
-from evenly.layouts import lay_out
+from evenly.layouts import TransferCosts, lay_out
 from evenly.shards.optim.probe import watch_optimizers
 from evenly.shards.parts.local_shards import LocalShard
 from evenly.shards.run.cutting import copy_tree, cut_model
@@ -44,7 +44,8 @@ def shard_model(
     """Returns the module of this rank; all ranks of the group call it with the same network and shares."""
     numbers = check_shares(shares, ranks=rank_group.size)
     traced = trace_module(model, example)
-    layout = lay_out(traced.graph, numbers, layer_shares=layer_shares, cut_batch=cut_batch)
+    rates = TransferCosts.of_devices(devices or ())
+    layout = lay_out(traced.graph, numbers, rates=rates, layer_shares=layer_shares, cut_batch=cut_batch)
     return join_shards(traced, layout, rank_group=rank_group, devices=devices, timeout_s=timeout_s)
 
 
