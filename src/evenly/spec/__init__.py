@@ -28,6 +28,7 @@ from evenly.spec.profile import (
     Rate,
     check_speeds,
 )
+from evenly.spec.rank_log import LinkBytes, RankExchange, RankLogs, RankPart, RankStarted, StepTimes, read_rank_logs
 from evenly.spec.run import (
     CheckpointSaved,
     EpochDone,
@@ -74,6 +75,7 @@ __all__ = [
     "LayerCurves",
     "Layout",
     "Link",
+    "LinkBytes",
     "Measured",
     "Node",
     "Outer",
@@ -84,6 +86,10 @@ __all__ = [
     "Prediction",
     "Profile",
     "Quartiles",
+    "RankExchange",
+    "RankLogs",
+    "RankPart",
+    "RankStarted",
     "Rate",
     "Rebalanced",
     "Replica",
@@ -93,10 +99,12 @@ __all__ = [
     "RunFinished",
     "RunStarted",
     "RunStopped",
+    "StepTimes",
     "StepsDone",
     "Tensor",
     "check_speeds",
     "deal",
     "misfit",
     "period_of",
+    "read_rank_logs",
 ]
