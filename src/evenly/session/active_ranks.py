@@ -11,6 +11,7 @@ from evenly.checkpoints.states import Restored
 from evenly.comm import CollectiveWaiter, FailureMonitor, ObjectGatherer, RankGroup, close_groups, open_group
 from evenly.errors import PeerError, SpecError
 from evenly.session.counters import Counters
+from evenly.session.rank_recorder import RankIdentity, RankRecorder
 from evenly.session.recorder import Recorder
 from evenly.spec import Cluster, Plan
 
@@ -75,11 +76,23 @@ class ActiveRanks:
         opened.callback(self.recorder.close)
         self.counters = Counters(self.recorder)
         if folder is not None:
+            self.counters.rank_recorder = self._rank_recorder(folder)
+            opened.callback(self.counters.rank_recorder.close)
             self.checkpoints = Checkpoints(
                 folder / "checkpoints", self.gatherer, rank=rank_group.rank, nodes=nodes, owner=self.owner
             )
             if not resume:
                 self.checkpoints.set_aside()
+
+    def _rank_recorder(self, folder: Path) -> RankRecorder:
+        rank, nodes = self.rank_group.rank, self.cluster.rank_lists()
+        node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
+        device = self.cluster.device_of(rank)
+        identity = RankIdentity(
+            rank, node, host=self.cluster.nodes[node].name, device=device.name or f"{device.kind}:{device.index}"
+        )
+        link_bytes = self.counters.link_bytes if nodes[node][0] == rank else None
+        return RankRecorder(folder, identity, self.counters.rank_totals, link_bytes)
 
     @property
     def participation(self) -> dict[str, object]:

@@ -10,6 +10,7 @@ from evenly.checkpoints.full_state import TrainedModel
 from evenly.exchange import ExchangeSummary
 from evenly.nodes import Synchronized
 from evenly.schedule.time_samples import TimeSamples
+from evenly.session.rank_recorder import RankRecorder, RankTotals
 from evenly.session.recorder import Recorder
 from evenly.spec import ExchangeDone, PeriodChosen, Phases, Quartiles, RunFinished, StepsDone
 
@@ -25,6 +26,7 @@ class Counters:
         self.steps_made = self.exchanges = self.sent_bytes = 0
         self._exchange_s = self._waiting_s = 0.0  # in which training waited
         self._recorder = recorder
+        self.rank_recorder: RankRecorder | None = None  # of a run with a folder
         self._models: list[Synchronized] = []
         self._stepped_at: tuple[float, float] | None = None  # when, and how long exchanges had blocked training then
         self.start()
@@ -39,6 +41,8 @@ class Counters:
         self._began = self._recorded_at = time.monotonic()
         self._interfaces_before = interface_bytes()
         self._stepped_at, self._step_times = None, TimeSamples()
+        if self.rank_recorder is not None:
+            self.rank_recorder.begin(self.step)
 
     def watch(self, model: Synchronized) -> None:
         """Counts what this model does."""
@@ -52,6 +56,8 @@ class Counters:
         trained_model.model.on_step.append(
             lambda step, samples: self._count_step(step, samples, epoch=epoch(), times=trained_model.times(ranks))
         )
+        if self.rank_recorder is not None:
+            self.rank_recorder.begin(self.step)
 
     def _count_step(self, step: int, samples: float, *, epoch: int, times: float) -> None:
         """Adds a step, records progress from time to time; all ranks together take `times` this rank's samples."""
@@ -63,6 +69,8 @@ class Counters:
         if time.monotonic() - self._recorded_at > RECORD_S:
             self._recorded_at = time.monotonic()
             self._recorder.record(StepsDone, epoch=epoch, step=step, samples=round(self._all_samples))
+        if self.rank_recorder is not None:
+            self.rank_recorder.step_done(step)
 
     def _time_step(self) -> None:
         """Adds the time since the last step, less what exchanges took of it."""
@@ -81,25 +89,44 @@ class Counters:
         self._exchange_s += done.waited_s - waiting_s
         self.sent_bytes += done.sent_bytes
         self._recorder.record(ExchangeDone, **asdict(done))
+        if self.rank_recorder is not None:
+            self.rank_recorder.exchange_done(done)
 
     def record_period(self, step: int, steps: int, why: str) -> None:
         """Records a new period."""
         self._recorder.record(PeriodChosen, step=step, steps=steps, why=why)
 
+    def rank_totals(self) -> RankTotals:
+        """Returns the sums of this rank so far."""
+        return RankTotals(
+            steps=self.steps_made,
+            compute_s=sum(model.clock.computing_s for model in self._models),
+            gradients_s=sum(model.clock.averaging_s for model in self._models),
+            exchange_s=self._exchange_s,
+            waiting_s=self._waiting_s,
+            samples=self.samples,
+            gradient_bytes=sum(model.gradient_bytes for model in self._models),
+        )
+
+    def link_bytes(self) -> int:
+        """Returns the bytes that this machine or network namespace has sent since training began."""
+        return interface_bytes() - self._interfaces_before
+
     def sums(self) -> dict[str, float]:
         """Returns the sums of this rank that the totals are made of, and the quartiles of the times of its steps."""
+        totals = self.rank_totals()
         computing = self._models[0].clock.computing_times.quartiles() if self._models else None
         return {
             **_named_quartiles("step", self._step_times.quartiles()),
             **_named_quartiles("computing", computing),
-            "samples": self.samples,
+            "samples": totals.samples,
             "sent_bytes": self.sent_bytes,
-            "interface_bytes": interface_bytes() - self._interfaces_before,
-            "compute_s": sum(model.clock.computing_s for model in self._models),
-            "gradients_s": sum(model.clock.averaging_s for model in self._models),
-            "exchange_s": self._exchange_s,
-            "waiting_s": self._waiting_s,
-            "gradient_bytes": sum(model.gradient_bytes for model in self._models),
+            "interface_bytes": self.link_bytes(),
+            "compute_s": totals.compute_s,
+            "gradients_s": totals.gradients_s,
+            "exchange_s": totals.exchange_s,
+            "waiting_s": totals.waiting_s,
+            "gradient_bytes": totals.gradient_bytes,
         }
 
     def record_totals(self, rows: list[dict[str, float]], nodes: list[list[int]]) -> None:

@@ -22,7 +22,7 @@ class Recorder:
             file = folder / "run.jsonl"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                _drop_cut_line(file)
+                drop_cut_line(file)
                 self._stream = file.open("a", encoding="utf-8")
             except OSError as error:
                 raise CheckpointError(
@@ -55,7 +55,7 @@ class Recorder:
             self._stream = None
 
 
-def _drop_cut_line(file: Path) -> None:
+def drop_cut_line(file: Path) -> None:
     """Removes a last line that a crash cut short, so that new events begin on a new line."""
     if file.is_file():
         text = file.read_bytes()

@@ -1,0 +1,147 @@
+"""Writes what this rank does in every step to `ranks/<rank>.jsonl`: times, exchanges, bytes on the link."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from evenly.exchange import ExchangeSummary
+from evenly.session.recorder import drop_cut_line
+from evenly.spec import LinkBytes, RankExchange, RankStarted, StepTimes
+from evenly.spec.rank_log import FOLDER
+
+logger = logging.getLogger(__name__)
+
+LEAST_S = 0.01  # a line lasts at least this long ...
+LEAST_PART = 1 / 4000  # ... and at least this part of the run so far: the file grows with the logarithm of its time
+FLUSH_S = 1.0  # lines are written at most this often
+MOST_BYTES = 16 * 2**20  # a file that earlier starts of the run have made larger is begun anew
+
+
+class RankTotals(NamedTuple):
+    """The sums of one rank since the session began."""
+
+    steps: int
+    compute_s: float
+    gradients_s: float
+    exchange_s: float
+    waiting_s: float
+    samples: float
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """Which rank writes, and where it runs."""
+
+    rank: int
+    node: int
+    host: str
+    device: str
+
+
+class RankRecorder:
+    """The record of one rank. Most steps cost it a look at the clock: sums are read when a line is due.
+
+    A file that cannot be written ends the record, not the run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: RankIdentity,
+        totals: Callable[[], RankTotals],
+        link_bytes: Callable[[], int] | None,
+    ) -> None:
+        """Writes nothing yet.
+
+        Args:
+            folder: the folder of the run.
+            identity: the rank.
+            totals: returns the sums of this rank so far.
+            link_bytes: returns the bytes that this node has sent since the start; None on all but its first rank.
+        """
+        self._file = folder / FOLDER / f"{identity.rank}.jsonl"
+        self._identity, self._totals, self._link_bytes = identity, totals, link_bytes
+        self._stream: TextIO | None = None
+        self._is_closed = False
+        self._lines: list[str] = []
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Starts the clock: training begins after `step`. What is recorded from here on is a part of its own."""
+        self._began = self._row_began = self._flushed_at = time.monotonic()
+        self._due = self._began + LEAST_S
+        self._before = self._totals()
+        started = RankStarted(at_s=time.time(), step=step, **vars(self._identity))
+        self._header: str | None = started.model_dump_json()  # written before the first line of the part
+
+    def step_done(self, step: int) -> None:
+        """Records a step, or several since the last line."""
+        now = time.monotonic()
+        if now < self._due or self._is_closed:
+            return
+        totals = self._totals()
+        steps, *sums, gradient_bytes = (new - old for new, old in zip(totals, self._before, strict=True))
+        row = StepTimes(step, int(steps), now - self._began, now - self._row_began, *sums, int(gradient_bytes))
+        self._write(row.to_line())
+        self._before, self._row_began = totals, now
+        self._due = now + max(LEAST_S, LEAST_PART * (now - self._began))
+        if now - self._flushed_at > FLUSH_S:
+            self._flush()
+
+    def exchange_done(self, done: ExchangeSummary) -> None:
+        """Records an exchange."""
+        event = RankExchange(
+            at_s=self._elapsed_s(),
+            number=done.number,
+            step=done.step,
+            merged=done.merged,
+            seconds=round(done.seconds, 6),
+            met_s=round(done.met_s, 6),
+            waited_s=round(done.waited_s, 6),
+            sent_bytes=done.sent_bytes,
+        )
+        self._write(event.model_dump_json())
+
+    def close(self) -> None:
+        """Writes what is left and closes the file."""
+        self._flush()
+        self._is_closed = True
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _elapsed_s(self) -> float:
+        return round(time.monotonic() - self._began, 6)
+
+    def _write(self, line: str) -> None:
+        if self._header is not None:
+            self._lines.append(self._header)
+            self._header = None
+        self._lines.append(line)
+
+    def _flush(self) -> None:
+        self._flushed_at = time.monotonic()
+        if self._is_closed or not self._lines:
+            return
+        if self._link_bytes is not None:
+            self._write(LinkBytes(at_s=self._elapsed_s(), sent_bytes=self._link_bytes()).model_dump_json())
+        try:
+            self._stream = self._stream or _open(self._file)
+            self._stream.write("".join(f"{line}\n" for line in self._lines))
+            self._stream.flush()
+        except OSError as error:
+            logger.warning("%s cannot be written: %s. The run goes on without it.", self._file, error.strerror or error)
+            self._is_closed = True
+        self._lines = []
+
+
+def _open(file: Path) -> TextIO:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_file() and file.stat().st_size > MOST_BYTES:
+        file.unlink()
+    drop_cut_line(file)
+    return file.open("a", encoding="utf-8")

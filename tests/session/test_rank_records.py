@@ -1,0 +1,96 @@
+"""Every rank records its steps and exchanges in a file of its own, which stays small and costs a step next to nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from evenly.session import rank_recorder
+from evenly.session.rank_recorder import RankIdentity, RankRecorder, RankTotals
+from evenly.spec import ExchangeDone, Run, RunFinished, read_rank_logs
+from tests.processes import run_processes
+from tests.ranks import ragged
+
+IDENTITY = RankIdentity(0, 0, host="a", device="cpu:0")
+
+
+class Clock:
+    """The time, as a test sets it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(rank_recorder, "time", clock)
+    return clock
+
+
+def record(folder: Path, clock: Clock, *, steps: int, step_s: float) -> None:
+    made = 0
+    recorder = RankRecorder(folder, IDENTITY, lambda: RankTotals(made, made * step_s / 2, 0, 0, 0, made * 4, 0), None)
+    for made in range(1, steps + 1):  # noqa: B007  # the recorder reads it
+        clock.now += step_s
+        recorder.step_done(made)
+    recorder.close()
+
+
+@pytest.mark.parametrize("step_s", [1e-3, 0.3])
+def test_lines_become_longer_as_the_run_does(tmp_path: Path, clock: Clock, step_s: float) -> None:
+    record(tmp_path, clock, steps=100_000, step_s=step_s)
+    (part,) = read_rank_logs(tmp_path).parts
+    assert sum(row.steps for row in part.steps) > 99_900
+    assert sum(row.compute_s for row in part.steps) == pytest.approx(100_000 * step_s / 2, rel=1e-2)
+    assert part.steps[0].steps == max(1, round(0.01 / step_s))
+    assert all(row.seconds <= max(0.011, step_s, row.ended_s / 3900) for row in part.steps)
+    assert (tmp_path / "ranks" / "0.jsonl").stat().st_size < 2.5e6
+
+
+def test_a_second_start_is_a_part_of_its_own_and_a_cut_line_is_dropped(tmp_path: Path, clock: Clock) -> None:
+    record(tmp_path, clock, steps=3, step_s=0.1)
+    with (tmp_path / "ranks" / "0.jsonl").open("a") as file:
+        file.write("[7,1,")
+    record(tmp_path, clock, steps=2, step_s=0.1)
+    logs = read_rank_logs(tmp_path)
+    assert [len(part.steps) for part in logs.parts] == [3, 2]
+    assert not logs.problems
+
+
+def test_a_large_file_of_earlier_starts_is_begun_anew(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path, clock, steps=30, step_s=0.1)
+    monkeypatch.setattr(rank_recorder, "MOST_BYTES", 100)
+    record(tmp_path, clock, steps=2, step_s=0.1)
+    assert [len(part.steps) for part in read_rank_logs(tmp_path).parts] == [2]
+
+
+def test_a_file_that_cannot_be_written_ends_the_record_only(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "ranks").write_text("")
+    record(tmp_path, clock, steps=300, step_s=0.1)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "The run goes on without it" in message
+
+
+def test_all_ranks_of_a_run_record_what_they_did(tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path / "run"), "how": "", "at": 7, "epochs": 3}
+    run_processes(ragged(2, 1), "tests.session.stop_programs:leave", arguments)
+    run, logs = Run.read(tmp_path / "run"), read_rank_logs(tmp_path / "run")
+    assert [(part.started.rank, part.started.node) for part in logs.parts] == [(0, 0), (1, 0), (2, 1)]
+    finished = run.last(RunFinished)
+    assert finished is not None
+    for part, phases in zip(logs.parts, finished.phases, strict=True):
+        assert sum(row.compute_s for row in part.steps) <= phases.compute_s + 1e-3
+        assert [done.number for done in part.exchanges] == [done.number for done in run.of(ExchangeDone)]
+        assert sum(done.sent_bytes for done in part.exchanges) == phases.exchange_bytes
+        assert all(row.compute_s + row.gradients_s <= row.seconds * 1.01 + 1e-3 for row in part.steps)
+    assert [bool(part.links) for part in logs.parts] == [True, False, True]
