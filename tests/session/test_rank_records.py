@@ -1,4 +1,4 @@
-"""Every rank records its steps and exchanges in a file of its own, which stays small and costs a step next to nothing."""
+"""Every rank records its steps and exchanges in a file of its own, which stays small."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def record(folder: Path, clock: Clock, *, steps: int, step_s: float) -> None:
     made = 0
     recorder = RankRecorder(folder, IDENTITY, lambda: RankTotals(made, made * step_s / 2, 0, 0, 0, made * 4, 0), None)
-    for made in range(1, steps + 1):  # noqa: B007  # the recorder reads it
+    for made in range(1, steps + 1):  # the recorder reads it
         clock.now += step_s
         recorder.step_done(made)
     recorder.close()
@@ -48,8 +48,8 @@ def test_lines_become_longer_as_the_run_does(tmp_path: Path, clock: Clock, step_
     (part,) = read_rank_logs(tmp_path).parts
     assert sum(row.steps for row in part.steps) > 99_900
     assert sum(row.compute_s for row in part.steps) == pytest.approx(100_000 * step_s / 2, rel=1e-2)
-    assert part.steps[0].steps == max(1, round(0.01 / step_s))
-    assert all(row.seconds <= max(0.011, step_s, row.ended_s / 3900) for row in part.steps)
+    assert part.steps[0].seconds < 0.01 + 1.1 * step_s
+    assert all(row.seconds <= max(0.01, row.ended_s / 4000) + 1.1 * step_s for row in part.steps)
     assert (tmp_path / "ranks" / "0.jsonl").stat().st_size < 2.5e6
 
 
