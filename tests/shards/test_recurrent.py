@@ -249,3 +249,22 @@ def test_a_sequence_without_steps_is_refused_with_words() -> None:
             sharded.close()
 
     run_ranks(2, act)
+
+
+class StatesAsInputs(nn.Module):
+    """Truncated backpropagation: the states of the chunk before are inputs, in torch's shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 7, num_layers=2, batch_first=True), nn.Linear(7, 8)
+
+    def forward(self, x: Tensor, hidden: Tensor, cells: Tensor) -> tuple[Tensor, ...]:
+        y, states = self.rnn(x, (hidden, cells))
+        return (self.head(y), *states) if isinstance(states, tuple) else (self.head(y), states)
+
+
+def test_states_that_are_inputs_of_the_network() -> None:
+    states = [torch.randn(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    layout = compare(lambda: StatesAsInputs().double(), (SEQUENCES.detach(), *states), [2, 1], smaller=False)
+    (choice,) = [choice for choice in layout.choices if choice.layer == "rnn"]
+    assert choice.mode == "whole"
