@@ -55,6 +55,7 @@ SLOW = (  # over ten seconds each on a busy core; `make test-all` runs them
     "graph/test_refused.py::test_only_our_error_is_said",
     "session/test_planning.py::test_a_measurement_becomes_a_plan_that_trains",  # the report's test does so, too
     "shards/test_recurrent.py::test_layers_with_dropout_between_them_and_states_that_go_on",
+    "shards/test_recurrent.py::test_other_lengths_keep_the_way_of_the_example",
 )
 SAMPLED = {  # of tests with many cases `make test` runs these, and `make test-all` the others
     "graph/test_trace.py::test_encoders_whose_layers_torch_would_fuse_in_evaluation": ("0.0-0", "0.1-0"),
@@ -95,6 +96,7 @@ SAMPLED = {  # of tests with many cases `make test` runs these, and `make test-a
         "float64",),
     "session/test_resume.py::test_resumed_with_an_exchange_under_way_bit_for_bit": ("exchange0",),
     "session/test_stops.py::test_a_stopped_host_of_the_store_is_named_and_all_end_in_time": ("step",),
+    "shards/test_around_forward.py::test_checkpoints_and_hooks_of_saved_tensors": ("Recurrent-units",),
     "shards/test_fuzz_networks.py::test_a_strange_network_is_exact_or_refused": tuple(map(str, range(6))),
     "shards/test_moving.py::test_any_optimizer_state_moves_with_its_units": ("adam-adam",),
     "shards/test_moving.py::test_training_goes_on_as_on_one_device": ("lstm",),

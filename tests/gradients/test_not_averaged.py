@@ -1,6 +1,8 @@
 """Steps whose gradients were not averaged inside the node: refused at that step, or averaged exactly."""
 
+import itertools
 import re
+import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
@@ -10,6 +12,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from evenly.errors import MismatchError, PeerError, SpecError
+from evenly.exchange.agreement import Agreement
 from evenly.exchange.tensors.fingerprint import fingerprint
 from evenly.nodes import join_nodes
 from evenly.spec import period_of
@@ -654,6 +657,29 @@ def test_nodes_with_different_learning_rates_are_told_of(differ, caplog):
     assert len(told) == int(differ)
     if differ:
         assert "node 0: 0.05, node 1: 0.0333333" in told[0]
+
+
+def test_a_scheduler_that_steps_while_an_exchange_runs_makes_no_difference_between_nodes(caplog, monkeypatch):
+    reach, exchanges = Agreement.reach, itertools.count()
+
+    def reach_late(agreement, *args, **options):
+        time.sleep(0.05 * (next(exchanges) % 2))  # on one of both ranks the scheduler has stepped by then
+        return reach(agreement, *args, **options)
+
+    def act(rank_group):
+        synchronized, optimizer = join(rank_group, ragged(1, 1), network(), every=2, overlap=1)
+        with closing(synchronized):
+            for step in range(12):
+                loss_of(synchronized(batch(rank_group.rank, step))).backward()
+                optimizer.step()
+                time.sleep(0.01)
+                optimizer.param_groups[0]["lr"] *= 0.9
+                optimizer.zero_grad()
+            synchronized.finish()
+
+    monkeypatch.setattr(Agreement, "reach", reach_late)
+    run_ranks(2, act)
+    assert not [record for record in caplog.records if "learning rates" in record.getMessage()]
 
 
 @pytest.mark.parametrize("finishes", [True, False])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evenly.comm import RankGroup
+from evenly.errors import SpecError
 from evenly.graph import trace, trace_module
 from evenly.layouts import TransferCosts, lay_out, relaid
 from evenly.shards import Sharded, full_state_dict, join_shards, local_shard_of, reshard, verify
@@ -194,3 +195,76 @@ def test_the_fastest_way_is_chosen_by_what_it_sends_and_repeats() -> None:
 def test_projections_have_no_rule_and_explain_says_so() -> None:
     layout = lay_out(trace(nn.Sequential(nn.LSTM(6, 5, proj_size=3)), torch.zeros(4, 1, 6)), [2, 1])
     assert "LSTM with projections has no rule for its units" in layout.explain()
+
+
+def test_other_lengths_keep_the_way_of_the_example() -> None:
+    """What messages cost decides whether a layer is cut by units; for other lengths it is not asked again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(512, 512, batch_first=True))
+    traced = trace_module(model, torch.randn(2, 16, 512))
+
+    def modes_of(modes: dict[str, list[str]], steps: int) -> set[str]:
+        layout = lay_out(traced.graph, [1, 1], modes=modes)
+        batch = torch.randn(2, steps, 512)
+
+        def act(rank_group: RankGroup) -> set[str]:
+            sharded = join_shards(traced, layout, rank_group=rank_group)
+            try:
+                torch.testing.assert_close(sharded(batch)[0], model(batch)[0])
+                layouts = [program.layout for program in sharded._variant_programs.values()]
+                return {choice.mode for other in layouts for choice in other.choices if choice.op == "recurrent"}
+            finally:
+                sharded.close()
+
+        (found, _) = run_ranks(2, act)
+        return found
+
+    assert modes_of(BY_UNITS, 40) == {"units"}
+    assert "units" not in modes_of({"recurrent": ["bystander"]}, 2)
+
+
+def test_weights_that_layers_share_send_what_was_predicted() -> None:
+    def tied() -> nn.Module:
+        model = Outputs(nn.GRU, num_layers=3, units=6).double()
+        for layer in (1, 2):
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+                setattr(model.rnn, f"{name}_l{layer}", getattr(model.rnn, f"{name}_l0"))
+        return model
+
+    layout = compare(tied, SEQUENCES.detach(), [2, 1], modes=BY_UNITS)
+    (choice,) = [choice for choice in layout.choices if choice.op == "recurrent"]
+    assert choice.messages == 2 * (4 + 4 + 3)
+
+
+def test_a_sequence_without_steps_is_refused_with_words() -> None:
+    traced = trace_module(nn.GRU(6, 7, batch_first=True).double(), SEQUENCES)
+    layout = lay_out(traced.graph, [2, 1], modes=BY_UNITS)
+
+    def act(rank_group: RankGroup) -> None:
+        sharded = join_shards(traced, layout, rank_group=rank_group)
+        try:
+            with pytest.raises((SpecError, RuntimeError), match=r"without steps|sequence length"):
+                sharded(SEQUENCES[:, :0])
+        finally:
+            sharded.close()
+
+    run_ranks(2, act)
+
+
+class StatesAsInputs(nn.Module):
+    """Truncated backpropagation: the states of the chunk before are inputs, in torch's shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 7, num_layers=2, batch_first=True), nn.Linear(7, 8)
+
+    def forward(self, x: Tensor, hidden: Tensor, cells: Tensor) -> tuple[Tensor, ...]:
+        y, states = self.rnn(x, (hidden, cells))
+        return (self.head(y), *states) if isinstance(states, tuple) else (self.head(y), states)
+
+
+def test_states_that_are_inputs_of_the_network() -> None:
+    states = [torch.randn(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    layout = compare(lambda: StatesAsInputs().double(), (SEQUENCES.detach(), *states), [2, 1], smaller=False)
+    (choice,) = [choice for choice in layout.choices if choice.layer == "rnn"]
+    assert choice.mode == "whole"

@@ -17,6 +17,31 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Returns how often a tensor was changed in place; autograd's counter has no public name."""
 
 
+@contextmanager
+def outside_user_contexts() -> Iterator[None]:
+    """Runs what is inside as if no inference mode and no hooks of saved tensors were around it.
+
+    Only the innermost hooks are called: those of activation checkpoints count the tensors that a forward saves, and
+    `save_on_cpu` copies them, which meta tensors do not allow.
+    """
+    with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        yield
+
+
+def is_saving_hooked() -> bool:
+    """Returns whether hooks of saved tensors are around, as in an activation checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_end_of_recomputing(error: BaseException) -> bool:
+    """Returns whether an activation checkpoint raised this error to end a forward of which it has seen enough."""
+    return type(error).__name__ == "_StopRecomputationError"  # of torch.utils.checkpoint
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def backward_number() -> int:
     """Returns the number of the backward that runs on this thread, `NO_BACKWARD` without one.
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evenly._torch.autograd import is_end_of_recomputing
 from evenly.comm.collectives import CollectiveWaiter, PausableClock, all_reduce, all_to_all, broadcast, gather_json
 from evenly.comm.failure_monitor import FailureMonitor
 from evenly.comm.groups import close_groups
@@ -82,8 +83,9 @@ class ShardGroup:
         try:
             yield
         except Exception as error:
-            self.failed = error
-            self.monitor.report(error)
+            if not is_end_of_recomputing(error):
+                self.failed = error
+                self.monitor.report(error)
             raise
 
     def agree_on_batch(self, ranks: Sequence[int]) -> None:

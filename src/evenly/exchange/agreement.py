@@ -11,7 +11,7 @@ from typing import TypedDict, final
 import torch
 import torch.distributed as dist
 
-from evenly.comm import CollectiveWaiter, Groups, gather_json, learning_rate
+from evenly.comm import CollectiveWaiter, Groups, gather_json
 from evenly.errors import MismatchError
 from evenly.exchange.anchors import Anchors, of_node
 from evenly.exchange.buffers import Buffers
@@ -75,7 +75,6 @@ class Agreement:
         device: torch.device,
     ) -> None:
         self.is_assembled = True  # all ranks took part in the last one from the same call
-        self._optimizer = optimizer
         self._schedule = schedule
         self._groups = groups
         self._membership = membership
@@ -130,8 +129,7 @@ class Agreement:
         self, vote: Vote, fingerprint: Fingerprint, waiter: CollectiveWaiter, *, since: int, everywhere: bool = False
     ) -> Quorum:
         """Returns the quorum after checking that ranks which must hold equal parameters do."""
-        rate = learning_rate(self._optimizer)
-        vote = replace(vote, fingerprint=fingerprint.read(), holders=self._replica_exchange.holders, learning_rate=rate)
+        vote = replace(vote, fingerprint=fingerprint.read(), holders=self._replica_exchange.holders)
         quorum = self._membership.hold_vote(vote, waiter)
         everywhere = everywhere and not quorum.may_differ
         if not self._averages or self._settings.overlap:

@@ -11,7 +11,7 @@ from typing import TypeVar, final
 
 import torch
 
-from evenly.comm import CollectiveWaiter, FailureMonitor, Groups
+from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, learning_rate
 from evenly.errors import CheckpointError, SpecError
 from evenly.exchange.agreement import Agreement, FiniteCheck
 from evenly.exchange.anchors import Anchors
@@ -68,7 +68,7 @@ class Exchanger:
         self.on_exchange: list[Callable[[ExchangeSummary], None]] = []
         self.may_have_skipped_step = False  # by a scaler we were not given, since the last exchange
         self.buffers = Buffers(module, settings, replica_exchange, alone=groups.rank_group.size == 1)
-        self._module = module
+        self._module, self._optimizer = module, optimizer
         self._device = next(module.parameters(), torch.empty(0)).device
         self._schedule = schedule
         self._groups = groups
@@ -502,6 +502,7 @@ class Exchanger:
             measured=self.period_chooser.measured,
             may_have_skipped_step=self.may_have_skipped_step,
             may_differ=self._may_differ or at.since > 0,
+            learning_rate=learning_rate(self._optimizer),  # now: a scheduler may change it while the exchange runs
         )
 
     def _merge(self, pending_exchange: PendingExchange) -> None:

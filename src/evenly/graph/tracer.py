@@ -253,7 +253,14 @@ class Tracer(PlainTracer):
         self.open_modules.append(name)
         result = super().call_module(m, forward, args, kwargs)
         self.open_modules.pop()  # not after an error: `open_up` then needs the innermost module
-        return result
+        is_recurrent = isinstance(m, nn.RNNBase) and isinstance(result, fx.Proxy)
+        return _recurrent_results(m, result) if is_recurrent else result
+
+
+def _recurrent_results(module: nn.Module, result: Any) -> tuple[object, object]:
+    """Returns the output and the states of a recurrent module that is one operation: forward may ask for their type."""
+    output, states = result[0], result[1]
+    return output, (states[0], states[1]) if isinstance(module, nn.LSTM) else states
 
 
 def _refuse_compiled(module: nn.Module, path: str) -> None:

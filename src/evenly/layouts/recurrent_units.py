@@ -79,9 +79,11 @@ def _messages(context: LayerContext, sizes: RecurrentSizes) -> int:
     """
     num_states = context.layer.options["states"]
     weights = context.inputs[1 + num_states :]
-    weights_per_layer = len(weights) // sizes.layers
+    has_biases = any(len(weight.shape) == 1 for weight in weights)
+    weights_per_layer = sizes.directions * (4 if has_biases else 2)
+    is_tied = len(weights) != sizes.layers * weights_per_layer  # a tensor that is used twice is listed once
     messages = 0
-    has_grad = any(tensor.has_grad for tensor in context.inputs[: 1 + num_states])
+    has_grad = any(tensor.has_grad for tensor in (context.inputs if is_tied else context.inputs[: 1 + num_states]))
     for layer in range(sizes.layers):
         weights_of_layer = weights[layer * weights_per_layer : (layer + 1) * weights_per_layer]
         has_grad = has_grad or any(tensor.has_grad for tensor in weights_of_layer)

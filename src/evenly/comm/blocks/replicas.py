@@ -104,7 +104,9 @@ def _announce(shard_group: ShardGroup | None, rank: int) -> RankGroup | None:
     if shard_group is None:
         return None
     scope = shard_group.monitor.rank_group.scoped("synchronize")
-    scope.store.set(f"rank/{scope.rank}", str(rank))
+    key = f"rank/{scope.rank}"
+    scope.store.set(key, str(rank))
+    scope.store.get(key)  # a store answers in order: others see the key from here on, which set() alone does not say
     return scope
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
+from evenly._torch import pytree
 from evenly._torch.modules import BatchNorm
 from evenly._torch.operators import assert_async
 from evenly.comm import Redistribute, ShardGroup
@@ -75,6 +76,33 @@ def linked_zeros(shape: Sequence[int], *inputs: torch.Tensor, dependence: Depend
     """
     zeros: torch.Tensor = _LinkedZeros.apply(shape, dependence, *inputs)  # type: ignore[no-untyped-call]  # torch has no annotation here
     return zeros
+
+
+class _SavingLast(torch.autograd.Function):
+    """Returns its input and saves an empty tensor."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def save_last(outputs: object) -> object:
+    """Returns the outputs of a network; the last tensor that its forward saves for backward is saved here.
+
+    An activation checkpoint ends the second forward once all tensors are saved again. That must not be before the last
+    message: other ranks may save other tensors, and would wait for this one.
+    """
+    leaves, spec = pytree.tree_flatten(outputs)
+    hooked = [isinstance(x, torch.Tensor) and x.requires_grad for x in leaves]
+    if any(hooked):
+        index = hooked.index(True)
+        leaves[index] = _SavingLast.apply(leaves[index])  # type: ignore[no-untyped-call]  # torch has no annotation here
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _summed_for_ranks(x: torch.Tensor, shard_group: ShardGroup) -> torch.Tensor:

@@ -182,6 +182,7 @@ def _numbers(group: Mapping[str, object]) -> Iterable[float]:
             yield float(value)
 
 
+@torch.no_grad()
 def digest(tensor: torch.Tensor, *, most: int = SAMPLED) -> list[float]:
     """Returns the sum of absolute values and a weighted sum, which differ for different data.
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from evenly.comm import Redistribute, put, take
+from evenly.errors import SpecError
 from evenly.shards.run.ops import AutogradContext
 
 
@@ -41,6 +42,10 @@ def recurrent_by_units(
         bidirectional: whether each layer also runs backwards.
         batch_first: whether the batch is dim 0 of x.
     """
+    if not x.shape[1 if batch_first else 0]:
+        raise SpecError(
+            f"a recurrent layer was given {tuple(x.shape)}: a sequence without steps. Give one step or more."
+        )
     directions = 2 if bidirectional else 1
     count = len(weights) // (num_layers * directions)
     x = x.transpose(0, 1) if batch_first else x  # [steps, batch, features]

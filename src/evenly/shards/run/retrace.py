@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from evenly._torch.autograd import outside_user_contexts
 from evenly._torch.tracing import is_constant
 from evenly.errors import MismatchError, SpecError
 from evenly.graph import Change, ChangeWatch, Traced, refuse_global_hooks, shape_of, trace_module
@@ -142,7 +143,7 @@ class TracedProgram:
 
     def _trace_again(self, modes: Mapping[str, bool] | None, example: Mapping[str, torch.Tensor]) -> Traced:
         full = meta_tree(self._network, self._local_shards, self._trainable)
-        with torch.inference_mode(False), torch.enable_grad():  # as when it was cut
+        with outside_user_contexts(), torch.enable_grad():  # as when it was cut
             traced = trace_module(full, dict(example), modes=modes)
         for name, value in vars(traced.program).items():
             if is_constant(name) and isinstance(value, torch.Tensor) and value.is_meta:
@@ -178,12 +179,13 @@ class TracedProgram:
         key = (id(traced), grad, *signatures)
         if key in self._checked_batches:
             return
-        meta_inputs = {
-            name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
-            for name, (shape, dtype, requires_grad) in zip(self._inputs, signatures, strict=True)
-        }
-        for decisions in traced.decisions:
-            decisions.require(self._model, meta_inputs)
+        with outside_user_contexts(), torch.set_grad_enabled(grad):
+            meta_inputs = {
+                name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+                for name, (shape, dtype, requires_grad) in zip(self._inputs, signatures, strict=True)
+            }
+            for decisions in traced.decisions:
+                decisions.require(self._model, meta_inputs)
         self._checked_batches.add(key)
 
     def stamp_of(self, traced: Traced) -> int:

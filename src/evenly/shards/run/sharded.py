@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from evenly._torch import pytree
-from evenly._torch.autograd import in_transform
+from evenly._torch.autograd import in_transform, is_saving_hooked, outside_user_contexts
 from evenly._torch.compiler import disable_compile
 from evenly._torch.modules import WatchedModule, child_names, is_registered, share_tables
 from evenly.comm import ShardGroup, Traffic, close_groups, first_line
@@ -22,10 +22,11 @@ from evenly.shards.parts.guard import cut_tensors_of, guard, unguarded
 from evenly.shards.parts.local_shards import local_shard_of, set_local_shard
 from evenly.shards.run.cutting import refuse_cut_modules
 from evenly.shards.run.dropout import RANDOM_OPS, DropoutStream
-from evenly.shards.run.ops import linked_zeros
+from evenly.shards.run.ops import linked_zeros, save_last
 from evenly.shards.run.program import Program
 from evenly.shards.run.rank_check import RankCheck, digest
 from evenly.shards.run.retrace import MOST_TRACES, TracedProgram
+from evenly.spec.graph import Graph
 from evenly.spec.layout import Layout
 
 RESERVED_NAMES = {
@@ -175,7 +176,8 @@ class Sharded(WatchedModule):
             self._agree_on_batch(inputs)
             self._run_first_batch_callback(bound)
             result = self._run(bound) if self._program is not None else None
-            return self._broadcast_outputs(result) if self._has_idle_ranks else result
+            result = self._broadcast_outputs(result) if self._has_idle_ranks else result
+            return save_last(result) if is_saving_hooked() and torch.is_grad_enabled() else result
 
     def _run(self, arguments: Mapping[str, object]) -> object:
         self._rank_check.before_pass()
@@ -187,7 +189,8 @@ class Sharded(WatchedModule):
         """Calls `on_first_batch` once; all ranks do, since all get the same batches."""
         if self.on_first_batch is not None and not torch.is_inference_mode_enabled():
             callback, self.on_first_batch = self.on_first_batch, None
-            callback(arguments)
+            with outside_user_contexts():
+                callback(arguments)
 
     def _agree_on_batch(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Compares the batch with the other ranks' whenever its size, the mode or the trace has changed."""
@@ -234,7 +237,8 @@ class Sharded(WatchedModule):
             for name, shard in local_shards.items()
         }
         cut_batch = any(cut.rows for cut in self.layout.cuts) and traced.graph.batch_size > 1
-        return lay_out(traced.graph, self.layout.shares, cut_batch=cut_batch, placed=placed)
+        modes = _recurrent_modes(traced.graph, self.layout)
+        return lay_out(traced.graph, self.layout.shares, modes=modes, cut_batch=cut_batch, placed=placed)
 
     def _program_for_both_modes(self, arguments: Mapping[str, Any]) -> Program | None:
         """Returns the program for the network's current attributes, whatever the modes of its modules.
@@ -419,6 +423,16 @@ def _refuse_transforms() -> None:
             "a network cut over ranks was called inside of torch.func (vmap, grad, jvp, ...) or forward-mode autograd, "
             "which cannot trace communication between ranks. Call it plainly, and use backward or torch.autograd.grad."
         )
+
+
+def _recurrent_modes(graph: Graph, layout: Layout) -> dict[str, list[str]]:
+    """Returns the modes that recurrent layers may have for other inputs: by units those that have it in `layout`.
+
+    That was decided by what messages cost, which is not known here.
+    """
+    by_units = {choice.layer for choice in layout.choices if choice.mode == "units"}
+    layers = [layer.name for layer in graph.layers if layer.op == "recurrent"]
+    return {name: ["units"] if name in by_units else ["whole", "bystander"] for name in layers}
 
 
 def _without_data(traced: Traced) -> Traced:
