@@ -18,7 +18,7 @@ from evenly.spec import RunFinished, RunStarted
 from tests.recipes.images import write_images
 from tests.reports.runs import checkpoint, epoch, failed, finished, measured, started, steps, write
 
-VERBS = ("discover", "train", "launch", "report", "export", "lab", "lab run", "lab check", "lab clean")
+VERBS = ("discover", "doctor", "train", "launch", "report", "export", "lab", "lab run", "lab check", "lab clean")
 TINY = ("--set", "epochs=1", "--set", "batch_size=16", "--set", "width=2")
 
 
