@@ -15,7 +15,7 @@ from evenly.session import straggler_watch
 from evenly.session.counters import Counters
 from evenly.session.rank_recorder import RankTotals
 from evenly.session.recorder import Recorder
-from evenly.session.straggler_rule import Peers, RankPace, StragglerRule, StragglerVerdict, peers_in
+from evenly.session.straggler_rule import ComparedRanks, RankPace, StragglerRule, StragglerVerdict, compared_ranks
 from evenly.session.straggler_watch import StragglerWatch
 from evenly.spec import Cluster, Device, Node, Run, RunFinished, Straggler
 from tests.processes import run_processes
@@ -24,9 +24,11 @@ from tests.ranks import cluster_of, ragged
 STEPS = 100  # between two looks
 
 
-def play(looks: Sequence[Sequence[float]], peers: Sequence[Peers], *, step_s: float = 0.0) -> list[StragglerVerdict]:
+def play(
+    looks: Sequence[Sequence[float]], compared: Sequence[ComparedRanks], *, step_s: float = 0.0
+) -> list[StragglerVerdict]:
     """Returns what is said when all ranks publish these computing times, look by look."""
-    rule, verdicts = StragglerRule(peers), []
+    rule, verdicts = StragglerRule(compared), []
     for number, times in enumerate(looks, start=1):
         first, last = STEPS * (number - 1), STEPS * number
         paces = [RankPace(number, first, last, time_s, step_s or max(times)) for time_s in times]
@@ -34,8 +36,8 @@ def play(looks: Sequence[Sequence[float]], peers: Sequence[Peers], *, step_s: fl
     return verdicts
 
 
-def node_of(size: int) -> list[Peers]:
-    return peers_in(cluster_of(ragged(size)))
+def node_of(size: int) -> list[ComparedRanks]:
+    return compared_ranks(cluster_of(ragged(size)))
 
 
 @given(st.data(), st.integers(2, 6))
@@ -109,10 +111,10 @@ def test_a_rank_alone_on_its_node_is_compared_with_equal_devices() -> None:
             node("d", 4, device=fast),
         )
     )
-    peers = peers_in(cluster)
-    assert [peer.ranks for peer in peers] == [(1,), (0,), (0, 1, 4), (), (0, 1, 2)]
-    assert [peer.of for peer in peers] == ["node", "node", "devices", "devices", "devices"]
-    (verdict,) = play([[1.0, 1.0, 3.0, 9.0, 1.0]] * 4, peers)
+    compared = compared_ranks(cluster)
+    assert [each.ranks for each in compared] == [(1,), (0,), (0, 1, 4), (), (0, 1, 2)]
+    assert [each.of for each in compared] == ["node", "node", "devices", "devices", "devices"]
+    (verdict,) = play([[1.0, 1.0, 3.0, 9.0, 1.0]] * 4, compared)
     assert (verdict.rank, verdict.compared_with) == (2, "devices")
 
 

@@ -24,7 +24,7 @@ class RankPace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Peers:
+class ComparedRanks:
     """The ranks that one rank is compared with."""
 
     ranks: tuple[int, ...]
@@ -46,10 +46,10 @@ class StragglerVerdict:
 class StragglerRule:
     """Judges the ranks look by look, with hysteresis."""
 
-    def __init__(self, peers: Sequence[Peers]) -> None:
-        """Compares each rank with its `peers`; with none, nothing is said about it."""
-        self._states = [_RankState() for _ in peers]
-        self._peers = peers
+    def __init__(self, compared: Sequence[ComparedRanks]) -> None:
+        """Compares each rank with those that `compared` has for it; with none, nothing is said about it."""
+        self._states = [_RankState() for _ in compared]
+        self._compared = compared
 
     def look(self, paces: Sequence[RankPace | None]) -> list[StragglerVerdict]:
         """Returns what has changed; `paces` has the latest of each rank, None for those without one."""
@@ -57,8 +57,8 @@ class StragglerRule:
         return [verdict for verdict in verdicts if verdict is not None]
 
     def _judge(self, rank: int, pace: RankPace, paces: Sequence[RankPace | None]) -> StragglerVerdict | None:
-        peers, state = self._peers[rank], self._states[rank]
-        others = [other.computing_s for peer in peers.ranks if (other := paces[peer]) is not None]
+        compared, state = self._compared[rank], self._states[rank]
+        others = [pace_of.computing_s for other in compared.ranks if (pace_of := paces[other]) is not None]
         if pace.number == state.number or not others or (typical_s := median(others)) <= 0:
             return None
         state.number = pace.number
@@ -73,7 +73,7 @@ class StragglerRule:
         if state.looks < LOOKS:
             return None
         state.is_straggler, state.looks = not state.is_straggler, 0
-        return StragglerVerdict(rank, pace.last_step, factor, state.since_step, not state.is_straggler, peers.of)
+        return StragglerVerdict(rank, pace.last_step, factor, state.since_step, not state.is_straggler, compared.of)
 
 
 @dataclass
@@ -84,18 +84,18 @@ class _RankState:
     since_step: int = 0
 
 
-def peers_in(cluster: Cluster) -> list[Peers]:
-    """Returns the peers of each rank: the others of its node, else ranks of other nodes with the same device."""
-    peers = []
+def compared_ranks(cluster: Cluster) -> list[ComparedRanks]:
+    """Returns for each rank those it is compared with: the others of its node, else ranks of other nodes with the same device."""
+    compared = []
     for rank in range(cluster.world_size):
         node = next(node for node in cluster.nodes if rank in node.ranks)
         if len(node.ranks) > 1:
-            peers.append(Peers(tuple(other for other in node.ranks if other != rank)))
+            compared.append(ComparedRanks(tuple(other for other in node.ranks if other != rank)))
             continue
         device = _kind(cluster, rank)
         alike = [other for other in range(cluster.world_size) if other != rank and _kind(cluster, other) == device]
-        peers.append(Peers(tuple(alike), of="devices"))
-    return peers
+        compared.append(ComparedRanks(tuple(alike), of="devices"))
+    return compared
 
 
 def _kind(cluster: Cluster, rank: int) -> tuple[object, ...]:

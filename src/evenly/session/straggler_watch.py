@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from evenly.comm import RankGroup
 from evenly.session.rank_recorder import RankTotals
-from evenly.session.straggler_rule import RankPace, StragglerRule, StragglerVerdict, peers_in
+from evenly.session.straggler_rule import RankPace, StragglerRule, StragglerVerdict, compared_ranks
 from evenly.spec import Cluster
 
 LOOK_S = 3.0  # seconds between two looks
@@ -38,7 +38,7 @@ class StragglerWatch:
         self._store = rank_group.scoped("stragglers").store
         self._keys = [str(rank) for rank in range(self._size)]
         self._totals = totals
-        self._rule = StragglerRule(peers_in(cluster)) if self._rank == 0 else None
+        self._rule = StragglerRule(compared_ranks(cluster)) if self._rank == 0 else None
         self._number = 0
         self._looked_at = time.monotonic()
         self._before = totals()
