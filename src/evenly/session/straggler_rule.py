@@ -85,7 +85,7 @@ class _RankState:
 
 
 def compared_ranks(cluster: Cluster) -> list[ComparedRanks]:
-    """Returns for each rank those it is compared with: the others of its node, else ranks of other nodes with the same device."""
+    """Returns those each rank is compared with: others of its node, else ranks elsewhere with the same device."""
     compared = []
     for rank in range(cluster.world_size):
         node = next(node for node in cluster.nodes if rank in node.ranks)
