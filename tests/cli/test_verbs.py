@@ -14,11 +14,11 @@ from evenly import Cluster, Run, __version__
 from evenly.cli import app, main
 from evenly.cli.console import Watcher
 from evenly.reports import HEADERS
-from evenly.spec import RunFinished, RunStarted
+from evenly.spec import RunFinished, RunStarted, Straggler
 from tests.recipes.images import write_images
 from tests.reports.runs import checkpoint, epoch, failed, finished, measured, started, steps, write
 
-VERBS = ("discover", "train", "launch", "report", "export", "lab", "lab run", "lab check", "lab clean")
+VERBS = ("discover", "doctor", "train", "launch", "report", "export", "lab", "lab run", "lab check", "lab clean")
 TINY = ("--set", "epochs=1", "--set", "batch_size=16", "--set", "width=2")
 
 
@@ -184,6 +184,14 @@ def test_a_run_is_told_in_plain_lines_where_there_is_no_terminal():
     assert "step 11/200" not in text  # plain lines come seldom
     assert "step 20: loss 0.25, scale not finite" in text
     assert text.splitlines()[-1].split()[:4] == ["first", "3+1", "50", "done"]
+
+
+def test_a_straggler_is_told_when_it_begins_and_when_it_is_over():
+    begun = Straggler(at_s=101.0, step=46, rank=3, host="b", factor=1.8, since_step=40)
+    for terminal in (False, True):
+        text = watch(started(), begun, begun.model_copy(update={"is_over": True, "step": 90}), terminal=terminal)
+        assert text.count("rank 3 on host b takes 1.8x the median of its node since step 40") == 1
+        assert text.count("rank 3 on host b is as fast as its node again since step 90") == 1
 
 
 @pytest.mark.parametrize(("resumed", "told"), [(10, "resumed at step 10"), (200, "already done"), (0, "")])

@@ -61,10 +61,10 @@ def test_a_bad_cluster_is_a_sentence_and_not_a_trace():
 
 
 def test_check_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr("evenly.cli.lab.missing", lambda: "The lab needs root.")
+    monkeypatch.setattr("evenly.lab.missing", lambda: "The lab needs root.")
     result = CliRunner().invoke(app, ["check"])
     assert (result.exit_code, result.stdout) == (1, "The lab needs root.\n")
-    monkeypatch.setattr("evenly.cli.lab.missing", lambda: None)
+    monkeypatch.setattr("evenly.lab.missing", lambda: None)
     assert CliRunner().invoke(app, ["check"]).stdout == "ready\n"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 
 import torch
 
@@ -15,7 +16,7 @@ def main() -> None:
     with evenly.Session(progress=False) as session:
         total = torch.ones((), device=session.device) + session.rank
         line = {
-            "place": place.model_dump(),
+            "place": asdict(place),
             "session": str(session.device),
             "by hand": str(by_hand),
             "devices": [device.kind for node in session.cluster.nodes for device in node.devices],

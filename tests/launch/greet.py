@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 
 import torch
 
@@ -18,7 +19,7 @@ def main() -> None:
             total = torch.tensor([float(place.rank)])
             torch.distributed.all_reduce(total)
             totals.append(total.item())
-    line = {"place": place.model_dump(), "totals": totals, "args": sys.argv[1:], "pid": identity(place).pid}
+    line = {"place": asdict(place), "totals": totals, "args": sys.argv[1:], "pid": identity(place).pid}
     os.write(1, f"greeting {json.dumps(line)}\n".encode())  # in one piece: ranks share the pipe
     if "--stay" in sys.argv:
         time.sleep(100)

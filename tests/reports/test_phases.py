@@ -5,7 +5,7 @@ import pytest
 from evenly import Run, report
 from evenly.reports import PHASE_HEADERS, phase_rows, remarks
 from evenly.session.counters import phases_of
-from evenly.spec import Exchange, ExchangeDone, Rebalanced, RunFinished
+from evenly.spec import Exchange, ExchangeDone, Rebalanced, RunFinished, Straggler
 from tests.reports.runs import finished, started
 
 NAMES = ("compute_s", "gradients_s", "exchange_s", "waiting_s", "gradient_bytes", "sent_bytes")
@@ -66,3 +66,17 @@ def test_a_report_says_who_took_part_and_how_work_was_dealt_out_anew():
         "ranks 1, 3 took no part: too slow",
         "work was rebalanced 2 times, last after step 68: 568, 432 samples",
     ]
+
+
+def test_stragglers_are_told_with_their_steps():
+    begun = Straggler(at_s=1.0, step=460, rank=3, host="b", factor=1.8, since_step=400)
+    over = begun.model_copy(update={"is_over": True, "step": 900})
+    again = begun.model_copy(update={"since_step": 1200, "step": 1260, "factor": 3.0})
+    assert remarks(Run(events=(started(), begun, over, again, begun, ended()))) == [  # a resumed run repeats some
+        "rank 3 on host b takes 1.8x the median of its node since step 400, until step 900",
+        "rank 3 on host b takes 3.0x the median of its node since step 1200",
+    ]
+    many = [begun.model_copy(update={"since_step": step}) for step in range(9)]
+    assert (
+        remarks(Run(events=(started(), *many, ended())))[-1] == "and 4 more times that a rank took longer than others"
+    )

@@ -31,6 +31,7 @@ from evenly.spec import (
     RunFinished,
     RunStarted,
     StepsDone,
+    Straggler,
 )
 
 texts = st.text(st.characters(codec="utf-8"), max_size=12)
@@ -161,6 +162,16 @@ events = st.one_of(
     st.builds(Rebalanced, at_s=numbers, step=counts, samples=st.lists(counts, max_size=3)),
     st.builds(EpochDone, at_s=numbers, epoch=counts, step=counts),
     st.builds(Measured, at_s=numbers, step=counts, values=st.dictionaries(texts, st.none() | numbers, max_size=3)),
+    st.builds(
+        Straggler,
+        at_s=numbers,
+        step=counts,
+        rank=counts,
+        host=texts,
+        factor=numbers,
+        since_step=counts,
+        is_over=st.booleans(),
+    ),
     st.builds(CheckpointSaved, at_s=numbers, step=counts, path=texts, seconds=numbers),
     st.builds(RunFailed, at_s=numbers, step=counts, error=texts),
     st.builds(

@@ -6,11 +6,11 @@ import sys
 from typing import Annotated
 
 import typer
-from typer import rich_utils
 
 from evenly import __version__
 from evenly.cli import lab
 from evenly.cli.discover import discover
+from evenly.cli.doctor import doctor
 from evenly.cli.export import export
 from evenly.cli.launch import CONTEXT_SETTINGS, launch
 from evenly.cli.measure import measure
@@ -19,13 +19,13 @@ from evenly.cli.report import report
 from evenly.cli.simulate import simulate
 from evenly.cli.train import train
 from evenly.errors import EvenlyError
+from evenly.launch.settings import environment
 from evenly.launch.terminal import is_terminal
 
 app = typer.Typer(
     name="evenly",
     help="Train one network on uneven machines.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("discover")(discover)
@@ -36,6 +36,7 @@ app.command("train")(train)
 app.command("launch", context_settings=CONTEXT_SETTINGS)(launch)
 app.command("report")(report)
 app.command("export")(export)
+app.command("doctor")(doctor)
 app.add_typer(lab.app, name="lab")
 
 
@@ -48,8 +49,10 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 def main() -> None:
     """Runs the command line; an expected error is one message, not a traceback."""
-    if not (is_terminal(sys.stdout) and is_terminal(sys.stderr)):
-        rich_utils.FORCE_TERMINAL = False  # help and usage errors, also where FORCE_COLOR is set
+    if not (is_terminal(sys.stdout) and is_terminal(sys.stderr)) and _may_force_colours():
+        from typer import rich_utils
+
+        rich_utils.FORCE_TERMINAL = False  # help and usage errors are plain text
     atexit.register(gc.freeze)  # no cycle collection at exit: with torch it takes most of a second
     try:
         app()
@@ -60,3 +63,9 @@ def main() -> None:
         reason = error.strerror or str(error) or type(error).__name__
         print(f"evenly: {reason}{f': {error.filename}' if error.filename else ''}.", file=sys.stderr)
         sys.exit(1)
+
+
+def _may_force_colours() -> bool:
+    """Returns whether typer would write escape codes into pipes and files; loading its help takes a while."""
+    names = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS")
+    return sys.stdout.isatty() or sys.stderr.isatty() or any(map(environment, names))

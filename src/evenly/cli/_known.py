@@ -3,35 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from evenly.cli._documents import read
 from evenly.cli._network import draw_quickly
 from evenly.cli._quantities import counts_of, flops_of, numbers_between_commas, rate_of
 from evenly.errors import SpecError
 from evenly.spec import Cluster, Device, Graph, Node, Profile
-
-ModelWord = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="Instead of --graph: cifar, mnist, fashion, or module:callable.")
-]
-Inputs = Annotated[
-    list[str] | None, typer.Option("--input", metavar="NxCxHxW", help="Sizes of MODEL's batch; repeat for several.")
-]
-Dtype = Annotated[str, typer.Option(help="Numbers of MODEL's input.")]
-ClusterFile = Annotated[Path | None, typer.Option("--cluster", help="The cluster, from discover or measure.")]
-ProfileFile = Annotated[Path | None, typer.Option("--profile", help="The profile, from measure.")]
-GraphFile = Annotated[Path | None, typer.Option("--graph", help="The network, from measure --graph-out.")]
-Speeds = Annotated[
-    str | None, typer.Option(metavar="A,B,...", help="Instead of --profile: how fast the ranks are, in any unit.")
-]
-Nodes = Annotated[
-    str | None, typer.Option(metavar="N,N,...", help="Instead of --cluster, with --speeds: ranks on each node.")
-]
-Flops = Annotated[str | None, typer.Option(help="With --speeds: operations a second of the fastest rank [1T].")]
-Inside = Annotated[str | None, typer.Option(help="With --speeds: links inside a node [10GB/s].")]
-Across = Annotated[str | None, typer.Option(help="With --speeds: links between nodes [1Gbit].")]
 
 
 @dataclass(frozen=True)

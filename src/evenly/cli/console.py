@@ -34,6 +34,7 @@ from evenly.spec import (
     RunFinished,
     RunStarted,
     StepsDone,
+    Straggler,
 )
 
 LINE_S = 5.0  # plain progress lines come at most this often
@@ -95,6 +96,8 @@ class Watcher:
                 self._say(f"epoch {epoch} done at step {step}")
             case CheckpointSaved(path=path, seconds=seconds):
                 self._say(f"checkpoint {path} ({seconds:.2f} s)")
+            case Straggler():
+                self._say(event.explain())
             case RunFinished():
                 self.close()
                 show_rows([row_of(Run(events=tuple(self._events)))], console=self._console)

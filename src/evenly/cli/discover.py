@@ -4,11 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
-
-from evenly.cli._show import open_console
-from evenly.spec.plan import counted
 
 
 def discover(
@@ -21,7 +16,12 @@ def discover(
 
     Examples: `evenly discover`; `srun evenly discover`; `evenly launch --nodes 3,1 -m evenly discover`.
     """
+    from rich import box
+    from rich.table import Table
+
+    from evenly.cli._show import open_console
     from evenly.session import Session
+    from evenly.spec.plan import counted
 
     with Session(device=device, timeout_s=timeout) as session:
         if session.rank:

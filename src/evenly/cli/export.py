@@ -5,12 +5,11 @@ from typing import Annotated
 
 import typer
 
-from evenly.cli._documents import require_writable
-from evenly.spec.plan import counted
+from evenly.cli._completion import runs
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
+    run: Annotated[Path, typer.Argument(autocompletion=runs, help="A run folder, or one of its checkpoints.")],
     to: Annotated[
         str,
         typer.Option(
@@ -35,6 +34,9 @@ def export(
 
     Examples: `evenly export runs/first --to model.safetensors`; `evenly export runs/first --best --to model.pt`.
     """
+    from evenly.cli._documents import require_writable
+    from evenly.spec.plan import counted
+
     place = Path(to)
     require_writable(place / "weights" if place.is_dir() else place)
     from evenly.checkpoints import export_weights

@@ -1,14 +1,19 @@
 """`evenly lab`: emulate an uneven cluster on one Linux machine."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from evenly.cli._completion import clusters
 from evenly.errors import EvenlyError
-from evenly.lab import Lab, LabCluster, LabResult, clean, load_cluster, missing
+
+if TYPE_CHECKING:
+    from evenly.lab import LabCluster, LabResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,7 +23,7 @@ app = typer.Typer(
 
 @app.command("run")
 def run_command(
-    cluster: Annotated[str, typer.Argument(help="TOML file or name of a shipped cluster.")],
+    cluster: Annotated[str, typer.Argument(autocompletion=clusters, help="TOML file or name of a shipped cluster.")],
     command: Annotated[list[str], typer.Argument(help="The program and its arguments, after --.")],
     output: Annotated[
         Literal["prefix", "rank0"],
@@ -46,6 +51,8 @@ def run_command(
 
     Example: evenly lab run demo -- python train.py --epochs 2
     """
+    from evenly.lab import Lab, load_cluster
+
     with _errors_to_exit_codes():
         described = load_cluster(cluster)
         with Lab(described) as lab:
@@ -59,6 +66,8 @@ def run_command(
 @app.command("check")
 def check_machine() -> None:
     """Say what this machine lacks for a lab, or "ready"."""
+    from evenly.lab import missing
+
     lack = missing()
     typer.echo("ready" if lack is None else lack)
     raise typer.Exit(0 if lack is None else 1)
@@ -67,6 +76,8 @@ def check_machine() -> None:
 @app.command("clean")
 def clean_up() -> None:
     """Remove what labs left behind whose owner was killed."""
+    from evenly.lab import clean
+
     with _errors_to_exit_codes():
         removed = clean()
     typer.echo("\n".join(f"removed {name}" for name in removed) or "nothing was left behind")

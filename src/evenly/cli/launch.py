@@ -1,5 +1,7 @@
 """`evenly launch`: torchrun on nodes with unequal numbers of processes, or all of them on one machine."""
 
+from __future__ import annotations
+
 import os
 import re
 import secrets
@@ -12,16 +14,17 @@ from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import psutil
 import typer
 
-from evenly.cli._devices import OPTION, as_bad_parameter, require_devices, shared_in_list
 from evenly.errors import LaunchError
 from evenly.launch.devices import VARIABLE, parse_devices, wrong_count
 from evenly.launch.ports import free_port
 from evenly.launch.settings import environment, overlay
+
+if TYPE_CHECKING:
+    import psutil
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 """Typer settings of the command: every word after SCRIPT belongs to the script."""
@@ -107,6 +110,8 @@ def _end(agents: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> N
 
     A second Ctrl-C ends the waiting. Wrappers may send one Ctrl-C twice, so those of the first second count as one.
     """
+    import psutil
+
     started = {agent.pid: _started_by(agent) for agent in agents}
     for agent in agents:
         if agent.poll() is None:
@@ -132,6 +137,8 @@ def _end(agents: Sequence[subprocess.Popen[bytes]], signals: Sequence[int]) -> N
 
 
 def _started_by(agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    import psutil
+
     try:
         return psutil.Process(agent.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -139,6 +146,8 @@ def _started_by(agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _is_gone(process: psutil.Process) -> bool:
+    import psutil
+
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -185,6 +194,8 @@ def _agent(counts: Sequence[int], *, node: int, host: str, port: int, script: Se
 
 def _device_variables(text: str, counts: Sequence[int], chosen: Sequence[int]) -> dict[str, str]:
     """Returns the variable that names the device of each rank, once all that start here are known to exist."""
+    from evenly.cli._devices import OPTION, as_bad_parameter, require_devices, shared_in_list
+
     first, num_here = sum(counts[: chosen[0]]), sum(counts[node] for node in chosen)
     with as_bad_parameter():
         devices = parse_devices(text, source=OPTION)

@@ -1,5 +1,7 @@
 """`evenly measure`: how fast each rank trains a network, and the links between ranks."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,34 +9,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from evenly.cli._documents import require_writable
-from evenly.cli._network import build, draw, examples
-from evenly.cli._quantities import memories_of
-from evenly.cli._show import open_console, say, say_doubts, table_of
-from evenly.cli.console import LINE_S
+from evenly.cli._completion import recipes
 from evenly.errors import SpecError
-from evenly.reports import gigabytes, milliseconds, per_second
-from evenly.spec import Cluster, DeviceProfile, Profile
-from evenly.spec.plan import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rich.console import Console
     from torch import nn
 
     from evenly.graph import Example
     from evenly.session import Session
-    from evenly.spec import Graph
+    from evenly.spec import Cluster, DeviceProfile, Graph, Profile
 
 MOST_LINKS = 20  # shown; of more, the slowest
 MOST_SIZES = 4  # of a step, that are shown
 
 
 def measure(
-    model: Annotated[str, typer.Argument(help="cifar, mnist, fashion, package.module:callable or file.py:callable.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            autocompletion=recipes, help="cifar, mnist, fashion, package.module:callable or file.py:callable."
+        ),
+    ],
     inputs: Annotated[
         list[str] | None, typer.Option("--input", metavar="NxCxHxW", help="Sizes of a batch; repeat for several.")
     ] = None,
@@ -55,6 +54,9 @@ def measure(
     Examples: `evenly measure cifar --quick --out profile.json --cluster-out cluster.json --graph-out graph.json`;
     `evenly launch --nodes 2,1 -m evenly measure net.py:Net --input 64x3x32x32`.
     """
+    from evenly.cli._documents import require_writable
+    from evenly.cli._network import build, draw, examples
+    from evenly.cli._show import open_console, say_doubts
     from evenly.session import Session
 
     with Session(device=device, timeout_s=timeout) as session:
@@ -77,8 +79,11 @@ def measure(
         print(source)
 
 
-def _limits(session: "Session", memory: str | None) -> list[int] | None:
+def _limits(session: Session, memory: str | None) -> list[int] | None:
     """Returns the memory limit of each rank, as given on rank 0; None without limits."""
+    from evenly.cli._quantities import memories_of
+    from evenly.spec.plan import counted
+
     ranks = session.world_size
     limits: list[int] = []
     if memory is not None and session.rank == 0:
@@ -90,10 +95,10 @@ def _limits(session: "Session", memory: str | None) -> list[int] | None:
 
 
 def _profile(
-    session: "Session",
-    network: "nn.Module",
-    batch: "Example",
-    graph: "Graph",
+    session: Session,
+    network: nn.Module,
+    batch: Example,
+    graph: Graph,
     limits: list[int] | None,
     quick: bool,
     fresh: bool,
@@ -101,6 +106,7 @@ def _profile(
 ) -> tuple[Profile, str]:
     """Returns the profile, cached or measured, and a sentence on its source; rank 0 decides for all."""
     from evenly.cli._profiles import ProfileCache
+    from evenly.cli._show import open_console
     from evenly.session import measure as measure_all
 
     cache = ProfileCache(session.cluster, graph, limits=limits, quick=quick)
@@ -117,13 +123,15 @@ def _profile(
     return profile, f"measured now, and kept in {cache.path}"
 
 
-def _placeholder(session: "Session", graph: "Graph") -> Profile:
+def _placeholder(session: Session, graph: Graph) -> Profile:
     """Returns a placeholder profile for ranks that print nothing."""
+    from evenly.spec import Profile
+
     return Profile.from_speeds(session.cluster, graph, [1.0] * session.world_size)
 
 
 @contextmanager
-def progress(quick: bool, *, console: Console | None) -> Iterator["Callable[[str], None] | None"]:
+def progress(quick: bool, *, console: Console | None) -> Iterator[Callable[[str], None] | None]:
     """Shows what is measured now: a bar on a terminal, else a line from time to time."""
     if console is None:
         yield None
@@ -153,6 +161,8 @@ class _Lines:
         self._console, self._printed_at = console, 0.0
 
     def tell(self, text: str) -> None:
+        from evenly.cli.console import LINE_S
+
         if time.monotonic() - self._printed_at > LINE_S:
             self._printed_at = time.monotonic()
             self._console.print(f"measuring: {text}", markup=False, soft_wrap=True)
@@ -160,6 +170,10 @@ class _Lines:
 
 def show_profile(profile: Profile, cluster: Cluster, *, console: Console) -> None:
     """Prints what every rank needs for a step, and the links between ranks."""
+    from rich.markup import escape
+
+    from evenly.cli._show import say, table_of
+
     sizes = sorted({size for device in profile.devices for size in device.step.sizes})
     shown = _spaced(sizes, MOST_SIZES)
     headers = ("rank", "device", *(f"{size}: ms" for size in shown), "samples/s", "spread", "free")
@@ -182,6 +196,8 @@ def _spaced(values: Sequence[int], most: int) -> list[int]:
 
 
 def _cells(device: DeviceProfile, cluster: Cluster, sizes: Sequence[int]) -> Iterator[str]:
+    from evenly.reports import gigabytes, milliseconds, per_second
+
     seconds_by_size = dict(zip(device.step.sizes, device.step.seconds, strict=True))
     rank_device = cluster.device_of(device.rank)
     most = max(seconds_by_size)
@@ -198,6 +214,10 @@ def _cells(device: DeviceProfile, cluster: Cluster, sizes: Sequence[int]) -> Ite
 
 
 def _show_links(profile: Profile, console: Console) -> None:
+    from evenly.cli._show import say, table_of
+    from evenly.reports import milliseconds
+    from evenly.spec.plan import counted
+
     links = sorted(profile.lanes, key=lambda link: link.rate.bytes_per_s)[:MOST_LINKS]
     if not links:
         return

@@ -1,12 +1,11 @@
 """`evenly plan`: the work of each rank, so that all devices finish together."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenly.cli._documents import require_writable
-from evenly.cli._known import (
+from evenly.cli._known_options import (
     Across,
     ClusterFile,
     Dtype,
@@ -16,14 +15,12 @@ from evenly.cli._known import (
     Inside,
     ModelWord,
     Nodes,
-    Options,
     ProfileFile,
     Speeds,
 )
-from evenly.cli._quantities import memories_of
-from evenly.reports import Panel, draw_picture, rank_rows, require_picture
-from evenly.spec import Plan, period_of
-from evenly.spec.period import known_steps
+
+if TYPE_CHECKING:
+    from evenly.spec import Plan
 
 
 def plan(
@@ -61,6 +58,12 @@ def plan(
     Examples: `evenly plan --cluster cluster.json --profile profile.json --graph graph.json --out plan.json`;
     `evenly plan cifar --speeds 70,25,5 --nodes 2,1 --across 1Gbit`.
     """
+    from evenly.cli._documents import require_writable
+    from evenly.cli._known import Options
+    from evenly.cli._quantities import memories_of
+    from evenly.reports import Panel, draw_picture, rank_rows, require_picture
+    from evenly.spec import period_of
+
     require_writable(out, picture)
     if picture is not None:
         require_picture(picture)
@@ -90,6 +93,8 @@ def plan(
     say_doubts(described[1], best_plan, console=open_console())
 
 
-def _steps(plan: Plan) -> int:
+def _steps(plan: "Plan") -> int:
     """Returns the steps of one period; the mean step time is taken over them."""
+    from evenly.spec.period import known_steps
+
     return known_steps(plan.period) or 1000

@@ -1,15 +1,15 @@
 """`evenly simulate`: predicted times of a plan, also on a changed cluster."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from math import ceil, lcm
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenly.cli._documents import read, require_writable
-from evenly.cli._edits import plan_anew, require_samples, settled, with_device, with_link, with_period, with_slow
-from evenly.cli._known import (
+from evenly.cli._known_options import (
     Across,
     ClusterFile,
     Dtype,
@@ -19,14 +19,12 @@ from evenly.cli._known import (
     Inside,
     ModelWord,
     Nodes,
-    Options,
     ProfileFile,
     Speeds,
 )
-from evenly.reports import Panel, draw_picture, rank_rows, require_picture
-from evenly.spec import Cluster, Forecast, Graph, Plan, Profile
-from evenly.spec.period import known_steps
-from evenly.spec.plan import counted
+
+if TYPE_CHECKING:
+    from evenly.spec import Cluster, Forecast, Graph, Plan, Profile
 
 LEAST_STEPS, MOST_STEPS = 1000, 10**6  # steps, unless --steps is given
 
@@ -68,6 +66,12 @@ def simulate(
     Examples: `evenly simulate --plan plan.json --cluster cluster.json --profile profile.json --graph graph.json`;
     the same with `--link 0.5`, `--slow 2=0.25`, `--period 200` or `--add 1:like 0`.
     """
+    from evenly.cli._documents import read, require_writable
+    from evenly.cli._edits import require_samples
+    from evenly.cli._known import Options
+    from evenly.reports import require_picture
+    from evenly.spec import Plan
+
     require_writable(out, picture)
     if picture is not None:
         require_picture(picture)
@@ -107,6 +111,9 @@ class _Edits:
 
     def of(self, case: _Case) -> _Case | None:
         """Returns the changed case; None without changes."""
+        from evenly.cli._edits import plan_anew, settled, with_device, with_link, with_period, with_slow
+        from evenly.spec.plan import counted
+
         plan, cluster, profile = case.plan, case.cluster, case.profile
         changes = []
         if self.period is not None:
@@ -137,6 +144,8 @@ class _Edits:
 
 def _whole_periods(plans: list[Plan]) -> int:
     """Returns steps that are whole periods of each plan, so that the exchanges are whole too."""
+    from evenly.spec.period import known_steps
+
     period_steps = [steps for plan in plans if (steps := known_steps(plan.period))]
     together = lcm(*period_steps) if lcm(*period_steps) <= MOST_STEPS else max(period_steps)
     return min(MOST_STEPS, together * ceil(LEAST_STEPS / together))
@@ -159,6 +168,8 @@ def _show(
     if out is not None:
         (after or before).save(out)
     if picture is not None:
+        from evenly.reports import Panel, draw_picture, rank_rows
+
         panels = [Panel("as planned" if changed else "", rank_rows(planned.plan, before, planned.cluster), before)]
         if changed is not None and after is not None:
             panels.append(Panel("; ".join(changed.changes), rank_rows(changed.plan, after, changed.cluster), after))

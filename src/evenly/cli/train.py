@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenly.cli._devices import device_of_this_rank
-from evenly.cli._quantities import numbers_between_commas
+from evenly.cli._completion import recipes, runs
 from evenly.errors import SpecError
 
 if TYPE_CHECKING:
@@ -24,7 +23,9 @@ OF_PLAN = ("every", "batch_size", "shares", "cut_batch", "overlap", "fragments",
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="; ".join(f"{name}: {text}" for name, text in RECIPES.items()))],
+    recipe: Annotated[
+        str, typer.Argument(autocompletion=recipes, help="; ".join(f"{name}: {text}" for name, text in RECIPES.items()))
+    ],
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     change: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
@@ -34,7 +35,10 @@ def train(
         typer.Option(metavar="A,B,...", help="cifar, mnist: how much of every layer each rank of a node gets."),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option("--run", help="Run folder: run.jsonl and checkpoints. A run found there goes on.")
+        Path | None,
+        typer.Option(
+            "--run", autocompletion=runs, help="Run folder: run.jsonl and checkpoints. A run found there goes on."
+        ),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of the data set's files.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not go on from a checkpoint in the run folder.")] = False,
@@ -61,6 +65,9 @@ def train(
     """
     if recipe not in RECIPES:
         raise SpecError(f"there is no recipe {recipe!r}. Choose one of: {', '.join(RECIPES)}.")
+    from evenly.cli._devices import device_of_this_rank
+    from evenly.cli._quantities import numbers_between_commas
+
     kind, run = _recipe(recipe)
     if shares is not None and "shares" not in kind.model_fields:
         raise SpecError(f"--shares was given, but the recipe {recipe!r} does not cut layers. Use cifar or mnist.")

@@ -51,6 +51,7 @@ class FailureMonitor:
     ) -> None:
         self.rank_group = rank_group
         self.backwards = 0  # backwards whose gradients this rank has started to average
+        self.on_tick: list[Callable[[], None]] = []  # called by the watching thread twice a second
         self._callbacks: dict[str, Callable[[FailureNote], None]] = {}  # for notes of other kinds
         self._undelivered: list[FailureNote] = []  # of kinds that have no callback yet
         self._parents = [parent] if parent is not None else []  # their failures fail here too
@@ -269,6 +270,16 @@ class FailureMonitor:
             self.fail(self.missing("in a step") or self._unexplained(waited_s))
         if self._heartbeats.silent(least_s=timeout_s) and (error := self.missing()) is not None:
             self.fail(error)
+        self._call_back()
+
+    def _call_back(self) -> None:
+        if self.rank_group.store.error is not None or self._stop.is_set():
+            return
+        for callback in self.on_tick:
+            try:
+                callback()
+            except errors.PeerError as error:
+                logger.debug("the store failed in %s: %s", callback, error)
 
     def _unexplained(self, waited_s: float) -> errors.PeerError:
         return errors.PeerError(

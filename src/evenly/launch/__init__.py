@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 from evenly.errors import LaunchError
 from evenly.launch.find import find_place
-from evenly.launch.host import Identity, identity
 from evenly.launch.launchers.launcher import Launcher
 from evenly.launch.launchers.place import Place
 from evenly.launch.settings import environment, overlay
 
 if TYPE_CHECKING:
     from evenly.launch.device import pick_device
+    from evenly.launch.host import Identity, identity
     from evenly.launch.world import World, open_world
 
 __all__ = [
@@ -29,7 +29,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Returns the names that need torch, which is imported only when one of them is asked for."""
+    """Returns the names that need torch or pydantic, which are imported only when one of them is asked for."""
+    if name in ("Identity", "identity"):
+        from evenly.launch import host
+
+        return getattr(host, name)
     if name == "pick_device":
         from evenly.launch.device import pick_device
 

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 from evenly.reports.fresh_start import since_fresh_start
 from evenly.reports.plan_table import by_reason, named
-from evenly.spec import ExchangeDone, Phases, Rebalanced, Run, RunFinished, RunStarted
+from evenly.spec import ExchangeDone, Phases, Rebalanced, Run, RunFinished, RunStarted, Straggler
 from evenly.spec.plan import counted, travel_words
 
 PHASE_HEADERS = ("rank", "node", "compute", "gradients", "exchange", "waiting", "other", "MB grad.", "MB exch.")
 NOT_SUMMED = ("rank", "node", "step", "computing")  # of `Phases`; the last two are of one step
+MOST_STRAGGLERS = 5  # lines of a report
 LATE_S = 1e-3  # waiting less than this is no delay
 
 
@@ -33,7 +34,21 @@ def remarks(run: Run) -> list[str]:
         cut = "".join(f"; shares {_series([round(share, 3) for share in shares])}" for shares in changes[-1].shares)
         last = f"after step {changes[-1].step}: {_series(changes[-1].samples)} samples{cut}"
         lines.append(f"work was rebalanced {times}, {'then' if len(changes) == 1 else 'last'} {last}")
-    return [*lines, *_exchange_words(run)]
+    return [*lines, *_straggler_words(events), *_exchange_words(run)]
+
+
+def _straggler_words(run: Run) -> list[str]:
+    """Returns a line for each time that a rank took longer than the others; of many the first."""
+    events = list({(event.rank, event.since_step, event.is_over): event for event in run.of(Straggler)}.values())
+    ends = {(event.rank, event.since_step): event.step for event in events if event.is_over}
+    begun = [event for event in events if not event.is_over]
+    lines = []
+    for event in begun[:MOST_STRAGGLERS]:
+        until = ends.get((event.rank, event.since_step))
+        lines.append(event.explain() + ("" if until is None else f", until step {until}"))
+    if len(begun) > MOST_STRAGGLERS:
+        lines.append(f"and {counted(len(begun) - MOST_STRAGGLERS, 'more time')} that a rank took longer than others")
+    return lines
 
 
 def _exchange_words(run: Run) -> list[str]:

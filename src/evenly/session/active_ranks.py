@@ -13,6 +13,7 @@ from evenly.errors import PeerError, SpecError
 from evenly.session.counters import Counters
 from evenly.session.rank_recorder import RankIdentity, RankRecorder
 from evenly.session.recorder import Recorder
+from evenly.session.straggler_watch import StragglerWatch
 from evenly.spec import Cluster, Plan
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class ActiveRanks:
         self.recorder = Recorder(folder, rank=rank_group.rank)
         opened.callback(self.recorder.close)
         self.counters = Counters(self.recorder)
+        if rank_group.size > 1:
+            self._watch_stragglers(opened)
         if folder is not None:
             self.counters.rank_recorder = self._rank_recorder(folder)
             opened.callback(self.counters.rank_recorder.close)
@@ -83,6 +86,14 @@ class ActiveRanks:
             )
             if not resume:
                 self.checkpoints.set_aside()
+
+    def _watch_stragglers(self, opened: ExitStack) -> None:
+        counters = self.counters
+        watch = StragglerWatch(self.rank_group, self.cluster, lambda: (counters.step, counters.rank_totals()))
+        hosts = {rank: node.name for node in self.cluster.nodes for rank in node.ranks}
+        counters.watch_stragglers(watch, [hosts[rank] for rank in range(self.rank_group.size)])
+        self.monitor.on_tick.append(watch.tick)
+        opened.callback(self.monitor.on_tick.remove, watch.tick)
 
     def _rank_recorder(self, folder: Path) -> RankRecorder:
         rank, nodes = self.rank_group.rank, self.cluster.rank_lists()

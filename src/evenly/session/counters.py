@@ -12,7 +12,8 @@ from evenly.nodes import Synchronized
 from evenly.schedule.time_samples import TimeSamples
 from evenly.session.rank_recorder import RankRecorder, RankTotals
 from evenly.session.recorder import Recorder
-from evenly.spec import ExchangeDone, PeriodChosen, Phases, Quartiles, RunFinished, StepsDone
+from evenly.session.straggler_watch import StragglerWatch
+from evenly.spec import ExchangeDone, PeriodChosen, Phases, Quartiles, RunFinished, StepsDone, Straggler
 
 RECORD_S = 1.0  # progress is recorded at most this often
 
@@ -27,6 +28,8 @@ class Counters:
         self._exchange_s = self._waiting_s = 0.0  # in which training waited
         self._recorder = recorder
         self.rank_recorder: RankRecorder | None = None  # of a run with a folder
+        self.stragglers: StragglerWatch | None = None  # of a run with several ranks
+        self._hosts: list[str] = []  # of each rank
         self._models: list[Synchronized] = []
         self._stepped_at: tuple[float, float] | None = None  # when, and how long exchanges had blocked training then
         self.start()
@@ -71,6 +74,17 @@ class Counters:
             self._recorder.record(StepsDone, epoch=epoch, step=step, samples=round(self._all_samples))
         if self.rank_recorder is not None:
             self.rank_recorder.step_done(step)
+        if self.stragglers is not None and self.stragglers.verdicts:
+            self._record_stragglers(self.stragglers)
+
+    def watch_stragglers(self, watch: StragglerWatch, hosts: list[str]) -> None:
+        """Records from now on which rank takes longer than the others; `hosts` are those of the ranks."""
+        self.stragglers, self._hosts = watch, hosts
+
+    def _record_stragglers(self, watch: StragglerWatch) -> None:
+        while watch.verdicts:
+            verdict = watch.verdicts.popleft()
+            self._recorder.record(Straggler, host=self._hosts[verdict.rank], **asdict(verdict))
 
     def _time_step(self) -> None:
         """Adds the time since the last step, less what exchanges took of it."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from evenly.batches import Feed
 from evenly.launch.terminal import is_terminal
-from evenly.spec import EpochDone, Event, Measured, RunStarted, RunStopped, StepsDone
+from evenly.spec import EpochDone, Event, Measured, RunStarted, RunStopped, StepsDone, Straggler
 from evenly.spec.plan import counted
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ class ProgressDisplay:
                 self._values.update(values)
             case StepsDone(at_s=at_s, epoch=epoch, step=step):
                 self._show_bar(at_s, epoch, step)
+            case Straggler():
+                self.close()
+                self._write(event.explain())
             case EpochDone(at_s=at_s, epoch=epoch, step=step):
                 self.close()
                 self._write(self._line(at_s, epoch, step))

@@ -84,8 +84,19 @@ class RankRecorder:
         if now < self._due or self._is_closed:
             return
         totals = self._totals()
-        steps, *sums, gradient_bytes = (new - old for new, old in zip(totals, self._before, strict=True))
-        row = StepTimes(step, int(steps), now - self._began, now - self._row_began, *sums, int(gradient_bytes))
+        before = self._before
+        row = StepTimes(
+            step=step,
+            steps=totals.steps - before.steps,
+            ended_s=now - self._began,
+            seconds=now - self._row_began,
+            compute_s=totals.compute_s - before.compute_s,
+            gradients_s=totals.gradients_s - before.gradients_s,
+            exchange_s=totals.exchange_s - before.exchange_s,
+            waiting_s=totals.waiting_s - before.waiting_s,
+            samples=totals.samples - before.samples,
+            gradient_bytes=totals.gradient_bytes - before.gradient_bytes,
+        )
         self._write(row.to_line())
         self._before, self._row_began = totals, now
         self._due = now + max(LEAST_S, LEAST_PART * (now - self._began))

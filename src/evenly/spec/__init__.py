@@ -45,6 +45,7 @@ from evenly.spec.run import (
     RunStarted,
     RunStopped,
     StepsDone,
+    Straggler,
 )
 
 __all__ = [
@@ -101,6 +102,7 @@ __all__ = [
     "RunStopped",
     "StepTimes",
     "StepsDone",
+    "Straggler",
     "Tensor",
     "check_speeds",
     "deal",

@@ -113,6 +113,34 @@ class CheckpointSaved(Value):
     seconds: float
 
 
+class Straggler(Value):
+    """A rank computes longer than the others of its node, or no longer does (`is_over`).
+
+    `factor` is its computing time per step over the median of the others, in the last seconds before `step`; since
+    `since_step` it has been too long.
+    """
+
+    event: Literal["straggler"] = "straggler"
+    at_s: float
+    step: int
+    rank: int
+    host: str = ""
+    factor: float
+    since_step: int
+    is_over: bool = False
+    compared_with: Literal["node", "devices"] = Field(
+        default="node", description="the other ranks of its node, or, if it has none, ranks with such a device"
+    )
+
+    def explain(self) -> str:
+        """Returns what happened, as a sentence without its full stop."""
+        others = "its node" if self.compared_with == "node" else "ranks with such a device"
+        where = f"rank {self.rank}{f' on host {self.host}' if self.host else ''}"
+        if self.is_over:
+            return f"{where} is as fast as {others} again since step {self.step}: {self.factor:.1f}x the median"
+        return f"{where} takes {self.factor:.1f}x the median of {others} since step {self.since_step}"
+
+
 class RunStopped(Value):
     """The run was stopped before its last epoch: by the program, or by a signal, after which it can be resumed."""
 
@@ -201,6 +229,7 @@ Event = Annotated[
     | EpochDone
     | Measured
     | CheckpointSaved
+    | Straggler
     | RunStopped
     | RunFailed
     | RunFinished,

@@ -3,7 +3,7 @@
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from evenly.errors import LaunchError
 from evenly.launch.launchers.place import Place
@@ -31,7 +31,7 @@ class Launcher(ABC):
     def place(self, environ: Environ) -> Place:
         """Returns the place `environ` describes, or raises `LaunchError` naming the variable at fault."""
 
-    def ranks(self, environ: Environ, *, local_size: int | None = None) -> dict[str, int | None]:
+    def ranks(self, environ: Environ, *, local_size: int | None = None) -> dict[str, Any]:
         """Returns rank, world size, local rank and local size as `variables` names them, checked against each other."""
         rank, size = self._number(environ, "rank"), self._number(environ, "world_size")
         if rank >= size:
@@ -74,7 +74,7 @@ def whole_number(environ: Environ, variable: str) -> int:
     return int(text)
 
 
-def read_master(environ: Environ, *, addr: str | None, port: int | None, advice: str) -> dict[str, str | int]:
+def read_master(environ: Environ, *, addr: str | None, port: int | None, advice: str) -> dict[str, Any]:
     """Returns the master address: MASTER_ADDR and MASTER_PORT where set, else `addr` and `port`.
 
     Raises `LaunchError`, ending with `advice`, if neither the environment nor the launcher gives it.

@@ -1,0 +1,1 @@
+"""Other tools that a session works with."""

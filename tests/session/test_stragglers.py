@@ -1,0 +1,181 @@
+"""A rank that takes longer than the others is named while the run goes on, once, and again when that is over."""
+
+import json
+import timeit
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenly.comm import RankGroup
+from evenly.session import straggler_watch
+from evenly.session.counters import Counters
+from evenly.session.rank_recorder import RankTotals
+from evenly.session.recorder import Recorder
+from evenly.session.straggler_rule import ComparedRanks, RankPace, StragglerRule, StragglerVerdict, compared_ranks
+from evenly.session.straggler_watch import StragglerWatch
+from evenly.spec import Cluster, Device, Node, Run, RunFinished, Straggler
+from tests.processes import run_processes
+from tests.ranks import cluster_of, ragged
+
+STEPS = 100  # between two looks
+
+
+def play(
+    looks: Sequence[Sequence[float]], compared: Sequence[ComparedRanks], *, step_s: float = 0.0
+) -> list[StragglerVerdict]:
+    """Returns what is said when all ranks publish these computing times, look by look."""
+    rule, verdicts = StragglerRule(compared), []
+    for number, times in enumerate(looks, start=1):
+        first, last = STEPS * (number - 1), STEPS * number
+        paces = [RankPace(number, first, last, time_s, step_s or max(times)) for time_s in times]
+        verdicts += rule.look(paces)
+    return verdicts
+
+
+def node_of(size: int) -> list[ComparedRanks]:
+    return compared_ranks(cluster_of(ragged(size)))
+
+
+@given(st.data(), st.integers(2, 6))
+@settings(max_examples=25, deadline=None)
+def test_equal_ranks_are_never_named_however_noisy_they_are(data: st.DataObject, size: int) -> None:
+    noise = st.floats(0.82, 1.22)
+    spike = data.draw(st.floats(1.0, 20.0))  # a pause of one rank now and then, never twice in a row
+    looks = [[data.draw(noise) for _ in range(size)] for _ in range(10)]
+    paused = data.draw(st.lists(st.integers(0, size - 1), min_size=200, max_size=200))
+    times = [
+        [time_s * (spike if paused[look] == rank and look % 2 else 1.0) for rank, time_s in enumerate(looks[look % 10])]
+        for look in range(200)
+    ]
+    assert play(times, node_of(size)) == []
+
+
+@given(
+    st.integers(3, 6),
+    st.floats(1.9, 50.0),
+    st.integers(0, 20),
+    st.integers(2, 30),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_slow_rank_is_named_once_and_once_when_it_is_over(
+    size: int, factor: float, before: int, slow: int, chance: object
+) -> None:
+    def times(look: int) -> list[float]:
+        return [
+            chance.uniform(0.95, 1.05) * (factor if rank == 1 and before <= look < before + slow else 1.0)  # type: ignore[attr-defined]
+            for rank in range(size)
+        ]
+
+    begun, over = play([times(look) for look in range(before + slow + 3)], node_of(size))
+    assert (begun.rank, begun.since_step, begun.step) == (1, STEPS * before, STEPS * (before + 2))
+    assert begun.factor == pytest.approx(factor, rel=0.15)
+    assert (over.rank, over.since_step, over.step) == (1, STEPS * before, STEPS * (before + slow + 2))
+    assert (begun.is_over, over.is_over) == (False, True)
+
+
+def test_a_rank_between_the_two_limits_stays_what_it_was() -> None:
+    slow = [[1.0, 1.0, 2.0]] * 2
+    between = [[1.0, 1.0, 1.4]] * 20
+    assert play(between, node_of(3)) == []
+    assert [verdict.is_over for verdict in play([*slow, *between], node_of(3))] == [False]
+
+
+def test_an_excess_that_nobody_waits_for_is_not_told() -> None:
+    assert play([[1e-4, 3e-4]] * 5, node_of(2), step_s=0.1) == []
+    assert len(play([[1e-4, 3e-4]] * 5, node_of(2), step_s=1e-3)) == 1
+
+
+def test_a_pace_counts_once_however_often_it_is_read() -> None:
+    rule = StragglerRule(node_of(2))
+    paces = [RankPace(1, 0, 10, 1.0, 1.0), RankPace(1, 0, 10, 3.0, 3.0)]
+    assert [rule.look(paces) for _ in range(5)] == [[]] * 5
+    assert rule.look([None, RankPace(2, 10, 20, 3.0, 3.0)]) == []  # nobody to compare with
+    assert [verdict.rank for verdict in rule.look([paces[0], RankPace(3, 20, 30, 3.0, 3.0)])] == [1]
+
+
+def test_a_rank_alone_on_its_node_is_compared_with_equal_devices() -> None:
+    def node(name: str, *ranks: int, device: Device) -> Node:
+        return Node(name=name, ranks=ranks, devices=(device,) * len(ranks))
+
+    fast, slow = Device(kind="cuda", name="H200"), Device(kind="cuda", name="T4")
+    cluster = Cluster(
+        nodes=(
+            node("a", 0, 1, device=fast),
+            node("b", 2, device=fast),
+            node("c", 3, device=slow),
+            node("d", 4, device=fast),
+        )
+    )
+    compared = compared_ranks(cluster)
+    assert [each.ranks for each in compared] == [(1,), (0,), (0, 1, 4), (), (0, 1, 2)]
+    assert [each.of for each in compared] == ["node", "node", "devices", "devices", "devices"]
+    (verdict,) = play([[1.0, 1.0, 3.0, 9.0, 1.0]] * 4, compared)
+    assert (verdict.rank, verdict.compared_with) == (2, "devices")
+
+
+def test_the_sentences_name_rank_host_factor_and_step() -> None:
+    begun = Straggler(at_s=0.0, step=460, rank=3, host="b", factor=1.8, since_step=400)
+    assert begun.explain() == "rank 3 on host b takes 1.8x the median of its node since step 400"
+    over = begun.model_copy(update={"is_over": True, "step": 900, "factor": 1.04})
+    assert over.explain() == "rank 3 on host b is as fast as its node again since step 900: 1.0x the median"
+
+
+def test_ranks_publish_what_they_did_since_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(straggler_watch.time, "monotonic", lambda: now[0])
+    store, made = dist.HashStore(), [0, 0]
+    cluster = cluster_of(ragged(2))
+
+    def totals(rank: int) -> tuple[int, RankTotals]:
+        return made[rank], RankTotals(made[rank], made[rank] * (0.001 + 0.002 * rank), 0, 0, 0, 0, 0)
+
+    watches = [StragglerWatch(RankGroup(rank, 2, store), cluster, lambda rank=rank: totals(rank)) for rank in (0, 1)]
+    for _ in range(3):
+        now[0] += 3.1
+        made = [steps + 1000 for steps in made]
+        watches[1].tick()
+        watches[0].tick()
+        watches[0].tick()  # too early for another look
+    assert [(verdict.rank, verdict.since_step) for verdict in watches[0].verdicts] == [(1, 0)]
+    assert not watches[1].verdicts
+    assert json.loads(store.get("stragglers/1/1"))[:3] == [3, 2000, 3000]
+    now[0] += 3.1
+    watches[1].tick()  # no step was made: nothing is published
+    assert json.loads(store.get("stragglers/1/1"))[0] == 3
+
+
+@pytest.mark.alone
+def test_a_step_costs_less_than_a_thousandth_of_a_millisecond(tmp_path: Path) -> None:
+    watch = StragglerWatch(RankGroup(0, 2, dist.HashStore()), cluster_of(ragged(2)), lambda: (0, RankTotals(*[0] * 7)))
+    counters = Counters(Recorder(None, rank=0))
+    with_watch, number = Counters(Recorder(None, rank=0)), 5000
+    with_watch.watch_stragglers(watch, ["a", "a"])
+    costs = [
+        min(timeit.repeat(lambda each=each: each._count_step(1, 1.0, epoch=0, times=1.0), number=number, repeat=15))
+        / number
+        for each in (counters, with_watch)
+    ]
+    assert costs[1] - costs[0] < 1e-6  # 0.1 % of a step of 1 ms
+
+
+@pytest.mark.alone
+def test_a_slowed_rank_is_named_in_the_record_and_on_the_screen(tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path / "run"), "slow_rank": 1, "phases_s": [2.0, 3.0, 4.0]}
+    ranks = run_processes(ragged(2, 1), "tests.session.straggler_programs:train", arguments)
+    run = Run.read(tmp_path / "run")
+    assert run.last(RunFinished) is not None
+    begun, over = [event for event in run.of(Straggler) if event.rank == 1]
+    slow_from, slow_until = ranks[0]["slow"]
+    assert (begun.is_over, over.is_over) == (False, True)
+    assert 1.5 < begun.factor < 6
+    assert begun.host == ranks[0]["hosts"][1]
+    assert slow_from - 40 <= begun.since_step <= slow_from + 40
+    assert slow_from < begun.step <= slow_until + 5 < over.step
+    assert over.since_step == begun.since_step
+    told = ranks[0]["told"]
+    assert told.count(begun.explain()) == told.count(over.explain()) == 1
