@@ -14,9 +14,14 @@ LATE_S = 1e-3  # waiting less than this is no delay
 
 def phase_rows(run: Run) -> list[tuple[str, ...]]:
     """Returns a row of texts for each rank, under `PHASE_HEADERS`; a resumed run is the sum of its parts that ended."""
+    return [_row(phases) for phases in phase_sums(run)]
+
+
+def phase_sums(run: Run) -> list[Phases]:
+    """Returns where the seconds and bytes of each rank went; a resumed run is the sum of its parts that ended."""
     parts = [done.phases for done in since_fresh_start(run).of(RunFinished) if done.steps and done.phases]
     same = [part for part in parts if len(part) == len(parts[-1])]  # it may have resumed with other ranks
-    return [_row(_sum(rank)) for rank in zip(*same, strict=True)]
+    return [_sum(rank) for rank in zip(*same, strict=True)]
 
 
 def remarks(run: Run) -> list[str]:
