@@ -17,11 +17,14 @@ class RecordedRun:
     problems: tuple[str, ...] = ()
 
 
-def read_recorded(path: str | Path) -> RecordedRun:
-    """Returns what can be read of a run folder or `run.jsonl` file; raises `SpecError` if that is nothing."""
+def read_recorded(path: str | Path, *, with_ranks: bool = True) -> RecordedRun:
+    """Returns what can be read of a run folder or `run.jsonl` file; raises `SpecError` if that is nothing.
+
+    Without `with_ranks` the files of ranks are not read.
+    """
     file = Path(path)
     lenient = read_leniently(file)
-    logs = read_rank_logs(file.parent if file.suffix == ".jsonl" else file)
+    logs = read_rank_logs(file.parent if file.suffix == ".jsonl" else file) if with_ranks else RankLogs(())
     problems = (*lenient.problems, *logs.problems)
     if not lenient.run.events and not logs.parts:
         raise SpecError(" ".join(problems))

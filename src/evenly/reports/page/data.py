@@ -10,13 +10,13 @@ from evenly.reports.page.bars import Bar, phase_bars, plan_bars, plan_words, pre
 from evenly.reports.page.groups import Group, group_cells, groups_of, mean_line
 from evenly.reports.page.timeline import timeline
 from evenly.reports.phases import phase_rows, phase_sums, remarks
-from evenly.reports.plan_table import gigabytes, per_second
+from evenly.reports.plan_table import gigabytes
 from evenly.reports.predictions import prediction_rows
-from evenly.reports.rank_times import rank_times
+from evenly.reports.rank_times import RankTimes, rank_times
 from evenly.reports.reading import RecordedRun
 from evenly.reports.table import TableRow, cells, notes, row_of
-from evenly.reports.time_axis import time_axis
-from evenly.spec import PeriodChosen, Rebalanced, RunStarted
+from evenly.reports.time_axis import TimeAxis, time_axis
+from evenly.spec import PeriodChosen, Rebalanced, Run, RunStarted
 
 MOST_ROWS = 24_000  # of all timelines of a page
 MOST_POINTS = 16_000  # of all lines of a page
@@ -99,6 +99,7 @@ def _run_page(recorded: RecordedRun, *, most_rows: int, most_points: int) -> Run
     each = max(80, most_points // (len(logged) + 4))
     charts: dict[str, object] = {
         "name": recorded.name,
+        "end": _end(whole, axis, times),
         "logged": [line.to_data(most=each) for line in logged],
         "throughput": [samples.to_data(most=each)] if samples is not None else [],
         "sent": {
@@ -128,6 +129,15 @@ def _run_page(recorded: RecordedRun, *, most_rows: int, most_points: int) -> Run
         charts=charts,
         logged=logged,
     )
+
+
+def _end(whole: Run, axis: TimeAxis, times: Sequence[RankTimes]) -> dict[str, float]:
+    """Returns the training time and the step at which a run ended, or was seen last."""
+    seconds = [axis.seconds(event.at_s) for event in whole.events if not isinstance(event, RunStarted)]
+    steps = [int(getattr(event, "step", 0)) for event in whole.events]
+    seconds += [float(part.ended_s[-1]) for part in times if len(part)]
+    steps += [int(part.step[-1]) for part in times if len(part)]
+    return {"t": max(seconds, default=0.0), "step": max(steps, default=0)}
 
 
 def _figures(recorded: RecordedRun, row: TableRow) -> tuple[Figure, ...]:
@@ -202,6 +212,3 @@ def _compared(runs: Sequence[RunPage], groups: Sequence[Group]) -> list[dict[str
             )
         compared.append({"name": name, "series": series})
     return compared
-
-
-__all__ = ["Figure", "PageData", "RunPage", "page_data", "per_second"]

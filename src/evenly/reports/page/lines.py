@@ -11,7 +11,8 @@ from evenly.reports.rank_times import Numbers, RankTimes
 from evenly.reports.time_axis import TimeAxis
 from evenly.spec import ExchangeDone, Measured, PeriodChosen, Rebalanced, Run, RunStarted, StepsDone
 
-BINS = 240  # of rates over time
+LEAST_BINS, MOST_BINS = 12, 240  # of rates over time
+NEGLIGIBLE = 0.01  # interfaces that sent less than this part of what was counted: all went over loopback
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def throughput(run: Run, times: Sequence[RankTimes], axis: TimeAxis) -> Points |
     shown = [part for part in times if len(part)]
     if shown:
         edges, steps = _bins(shown)
-        counted = sum((_amount(part.ended_s, part.samples, part.begins_s, edges) for part in shown), np.zeros(BINS))
+        counted = sum((_amount(part.ended_s, part.samples, part.begins_s, edges) for part in shown), np.zeros(len(edges) - 1))
         return Points("samples/s", _middles(edges), _middles(steps), counted / np.diff(edges))
     rows = []
     before: StepsDone | RunStarted | None = None
@@ -77,7 +78,7 @@ def sent_lines(times: Sequence[RankTimes]) -> dict[str, list[Points]]:
     edges, steps = _bins(shown)
     lines: dict[str, list[Points]] = {"exchanges": [], "gradients": [], "interfaces": []}
     for node in sorted({part.started.node for part in shown}):
-        sums = {kind: np.zeros(BINS) for kind in lines}
+        sums = {kind: np.zeros(len(edges) - 1) for kind in lines}
         for part in shown:
             if part.started.node != node:
                 continue
@@ -91,7 +92,10 @@ def sent_lines(times: Sequence[RankTimes]) -> dict[str, list[Points]]:
         for kind, counted in sums.items():
             rate = np.maximum(0.0, counted) / np.diff(edges)
             lines[kind].append(Points(f"node {node}", _middles(edges), _middles(steps), rate))
-    return {kind: points for kind, points in lines.items() if any(float(line.value.max()) for line in points)}
+    most = {kind: max(float(line.value.max()) for line in nodes) for kind, nodes in lines.items()}
+    if most["interfaces"] < NEGLIGIBLE * max(most["exchanges"], most["gradients"]):
+        del lines["interfaces"]
+    return {kind: nodes for kind, nodes in lines.items() if most[kind]}
 
 
 def exchange_lines(run: Run, axis: TimeAxis) -> dict[str, Points]:
@@ -143,8 +147,10 @@ def batch_lines(run: Run, axis: TimeAxis) -> list[Points]:
 
 def _bins(times: Sequence[RankTimes]) -> tuple[Numbers, Numbers]:
     """Returns the borders of equal times, and the step that the first rank had reached at each."""
-    edges = np.linspace(0.0, max(1e-9, *(float(part.ended_s[-1]) for part in times)), BINS + 1)
     first = [part for part in times if part.started.rank == times[0].started.rank]
+    bins = min(MOST_BINS, max(LEAST_BINS, sum(map(len, first)) // 2))
+    end_s = max(float(part.ended_s[-1]) for part in times)
+    edges = np.linspace(0.0, max(1e-9, end_s), bins + 1)
     reached_s = np.concatenate([np.append(part.begins_s, part.ended_s) for part in first])
     reached = np.concatenate([np.append(part.step[0] - part.steps[0], part.step) for part in first])
     return edges, np.interp(edges, reached_s, reached)

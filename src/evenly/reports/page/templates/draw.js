@@ -37,7 +37,7 @@ const rate = (value) => bytes(value) + "/s";
 function ticks(low, high, count, whole) {
   const raw = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(raw));
-  let step = [1, 2, 5, 10].find((factor) => factor * power >= raw * 0.999) * power;
+  let step = [1, 2, 5, 10].find((factor) => factor * power >= raw * 0.7) * power;
   if (whole) step = Math.max(1, step);
   const marks = [];
   for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) marks.push(+(n * step).toPrecision(12));

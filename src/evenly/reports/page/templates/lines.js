@@ -8,7 +8,7 @@ function lineChart(holder, chart) {
   const width = holder.clientWidth;
   const finite = (list) => list.filter((value) => value !== null);
   const ys = chart.series.flatMap((one) => finite(one.v).concat(finite(one.low || []), finite(one.high || [])));
-  const xs = chart.series.flatMap((one) => [one.x[0], one.x[one.x.length - 1]]);
+  const xs = chart.series.flatMap((one) => [one.x[0], one.x[one.x.length - 1]]).concat(0, chart.end || 0);
   if (!ys.length) { holder.append("no finite value was recorded"); return; }
   let [low, high] = extent(ys), [left, right] = extent(xs);
   if (chart.zero) low = Math.min(0, low);

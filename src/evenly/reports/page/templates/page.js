@@ -4,7 +4,7 @@ let axis = "t";
 function series(line, color, more) { return { name: line.name, color, x: line[axis], v: line.v, ...more }; }
 
 function chartOf(holder) {
-  const { chart, run, index } = holder.dataset, charts = data.runs[run], common = { axis, format: short };
+  const { chart, run, index } = holder.dataset, charts = data.runs[run], common = { axis, format: short, end: run === undefined ? 0 : charts.end[axis] };
   if (chart === "compared") {
     const compared = data.compared[index];
     const all = compared.series.flatMap((group) => {
