@@ -50,12 +50,13 @@ def _exchange_words(run: Run) -> list[str]:
     waited_s, seconds = sum(done.waited_s for done in exchanges), sum(done.seconds for done in exchanges)
     late = sum(done.merged > done.step and done.waited_s > LATE_S for done in exchanges)
     beside = f", {late} of them merged late" if any(done.merged > done.step for done in exchanges) else ""
-    return [
-        f"{counted(len(exchanges), 'exchange')}{_form(run)} took {seconds:.3g} s, "
-        f"training waited for {waited_s:.3g} s{beside}; "
-        f"the node of rank 0 was {_percent(exchanges[-1].drift)} away from the average of all at the last, "
+    cost = f"took {seconds:.3g} s, training waited for {waited_s:.3g} s{beside}"
+    drift = (
+        f"; the node of rank 0 was {_percent(exchanges[-1].drift)} away from the average of all at the last, "
         f"{_percent(max(d.drift for d in exchanges))} at most"
-    ]
+    )
+    is_simulated = any(started.settings.get("simulated") for started in run.of(RunStarted))  # then drift is not known
+    return [f"{counted(len(exchanges), 'exchange')}{_form(run)} {cost}{'' if is_simulated else drift}"]
 
 
 def _form(run: Run) -> str:

@@ -23,7 +23,7 @@ COLUMNS = (*IDENTITY, *FIELDS)
 def write_rank_table(runs: Sequence[RecordedRun], path: Path) -> None:
     """Writes all lines of all ranks as CSV under `COLUMNS`; a field that a kind of line does not have is empty.
 
-    `at_s` counts from `began_at_s`, seconds since 1970 by the clock of the rank; a row of steps has the time of its end.
+    `at_s` counts from `began_at_s`, seconds since 1970 by the rank's clock; a row of steps has the time of its end.
     """
     if not any(recorded.logs.parts for recorded in runs):
         names = ", ".join(recorded.name for recorded in runs)

@@ -35,7 +35,8 @@ def write_run(folder: Path, run: Run, parts: Sequence[RankPart]) -> None:
 def _lines(part: RankPart) -> Iterator[str]:
     """Yields the lines of a part in the order of their times."""
     rows = [(row.ended_s, row.to_line()) for row in part.steps]
-    rows += [(event.at_s, event.model_dump_json()) for event in (*part.exchanges, *part.links)]
+    rows += [(done.at_s, done.model_dump_json()) for done in part.exchanges]
+    rows += [(link.at_s, link.model_dump_json()) for link in part.links]
     yield part.started.model_dump_json()
     yield from (line for _, line in sorted(rows, key=lambda row: row[0]))
 

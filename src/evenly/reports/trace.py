@@ -81,9 +81,7 @@ def _rows(part: RankTimes) -> Iterator[dict[str, Any]]:
         yield from _phases(part, n, begin_us, end_us, place)
 
 
-def _phases(
-    part: RankTimes, n: int, begin_us: float, end_us: float, place: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def _phases(part: RankTimes, n: int, begin_us: float, end_us: float, place: dict[str, Any]) -> Iterator[dict[str, Any]]:
     seconds = dict(zip(PHASES, part.phases_s[n].tolist(), strict=True))
     total_s = sum(seconds.values())
     at_us = begin_us

@@ -105,6 +105,17 @@ def plan_bars(run: Run) -> list[Bar]:
     return [bar for _, bar in sorted(bars.items())]
 
 
+def plan_legend(run: Run) -> dict[str, str]:
+    """Returns what the colours of `plan_bars` mean."""
+    kinds = {segment.kind for bar in plan_bars(run) for segment in bar.segments}
+    words = {
+        "compute": "computing, as predicted" if "waiting" in kinds else "samples",
+        "waiting": "averaging and waiting",
+        LEFT_OUT: "left out",
+    }
+    return {kind: word for kind, word in words.items() if kind in kinds}
+
+
 def plan_words(plan: Plan | None) -> list[str]:
     """Returns the plan in sentences."""
     return plan.explain().splitlines() if plan is not None else []

@@ -6,8 +6,8 @@ from statistics import mean
 
 from evenly.reports.fresh_start import since_fresh_start
 from evenly.reports.page import lines
-from evenly.reports.page.bars import Bar, phase_bars, plan_bars, plan_words, prediction_bars
-from evenly.reports.page.groups import Group, group_cells, groups_of, mean_line
+from evenly.reports.page.bars import Bar, phase_bars, plan_bars, plan_legend, plan_words, prediction_bars
+from evenly.reports.page.groups import Group, group_bars, group_cells, groups_of, mean_line
 from evenly.reports.page.timeline import timeline
 from evenly.reports.phases import phase_rows, phase_sums, remarks
 from evenly.reports.plan_table import gigabytes
@@ -44,6 +44,7 @@ class RunPage:
     phases: list[Bar]
     phase_cells: list[tuple[str, ...]]
     plan: list[Bar]
+    plan_legend: dict[str, str]
     plan_sentences: list[str]
     predictions: list[Bar]
     prediction_cells: list[tuple[str, ...]]
@@ -63,6 +64,7 @@ class PageData:
     groups: list[Group]
     table: list[tuple[str, ...]]
     group_table: list[tuple[str, ...]]
+    group_bars: list[tuple[str, list[Bar]]]
     notes: list[str]
     charts: dict[str, object]
 
@@ -77,6 +79,7 @@ def page_data(runs: Sequence[RecordedRun]) -> PageData:
         groups=groups,
         table=[cells(row) for row in rows],
         group_table=[group_cells(group, rows) for group in groups] if len(groups) < len(runs) else [],
+        group_bars=group_bars(groups, rows) if len(runs) > 1 else [],
         notes=notes(rows),
         charts={
             "runs": [run.charts for run in shown],
@@ -102,9 +105,7 @@ def _run_page(recorded: RecordedRun, *, most_rows: int, most_points: int) -> Run
         "end": _end(whole, axis, times),
         "logged": [line.to_data(most=each) for line in logged],
         "throughput": [samples.to_data(most=each)] if samples is not None else [],
-        "sent": {
-            kind: [line.to_data(most=each) for line in nodes] for kind, nodes in lines.sent_lines(times).items()
-        },
+        "sent": {kind: [line.to_data(most=each) for line in nodes] for kind, nodes in lines.sent_lines(times).items()},
         "exchanges": {kind: line.to_data(most=each) for kind, line in lines.exchange_lines(run, axis).items()},
         "period": [line.to_data(most=each) for line in [lines.period_line(run, axis)] if line is not None],
         "batches": [line.to_data(most=each) for line in lines.batch_lines(run, axis)],
@@ -119,6 +120,7 @@ def _run_page(recorded: RecordedRun, *, most_rows: int, most_points: int) -> Run
         phases=phase_bars(run, times),
         phase_cells=phase_rows(run),
         plan=plan_bars(run),
+        plan_legend=plan_legend(run),
         plan_sentences=plan_words(started.plan if started is not None else None),
         predictions=prediction_bars(run),
         prediction_cells=prediction_rows(run),
@@ -143,7 +145,7 @@ def _end(whole: Run, axis: TimeAxis, times: Sequence[RankTimes]) -> dict[str, fl
 def _figures(recorded: RecordedRun, row: TableRow) -> tuple[Figure, ...]:
     """Returns the headline figures: those of the table, and the last value under each name that was logged."""
     table = dict(zip(("run", "ranks", "period", "state", "time", "rate", "mb", "exchanges"), cells(row), strict=False))
-    figures = [Figure("state", table["state"], row.note)]
+    figures = [Figure("state", table["state"], row.note)] if row.state != "done" else []
     if row.seconds is not None:
         figures.append(Figure("time", f"{table['time']} s"))
     if row.samples_per_s is not None:

@@ -3,16 +3,18 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 from statistics import mean, stdev
 
 import numpy as np
 
+from evenly.reports.page.bars import Bar, Segment
 from evenly.reports.page.downsample import rounded
 from evenly.reports.page.lines import Points
 from evenly.reports.reading import RecordedRun
 from evenly.reports.table import TableRow
 from evenly.spec import RunStarted
+from evenly.spec.plan import counted
 
 GRID = 160  # points of a line of means
 
@@ -62,7 +64,9 @@ def _name(names: Sequence[str]) -> str:
     >>> _name(["every10-seed0", "every10-seed1"]), _name(["a"]), _name(["a", "b"])
     ('every10', 'a', 'a and 1 more')
     """
-    common = re.sub(r"[-_. ]*(seed|run)?[-_. =]*\d*$", "", commonprefix(list(names)), flags=re.IGNORECASE)
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    prefix = "".join(letters[0] for letters in same)
+    common = re.sub(r"[-_. ]*(seed|run)?[-_. =]*\d*$", "", prefix, flags=re.IGNORECASE)
     if len(names) == 1:
         return names[0]
     return common or f"{names[0]} and {len(names) - 1} more"
@@ -86,6 +90,26 @@ def group_cells(group: Group, rows: Sequence[TableRow]) -> tuple[str, ...]:
         for values, (_, form) in zip(figures, _FIGURES, strict=True)
     ]
     return (group.name, str(len(group.runs)), *texts)
+
+
+def group_bars(groups: Sequence[Group], rows: Sequence[TableRow]) -> list[tuple[str, list[Bar]]]:
+    """Returns bars of the time and throughput of each group: the mean, with the deviation around it."""
+    charts = []
+    for name, (figure, form) in (("time, seconds", _FIGURES[0]), ("throughput, samples/s", _FIGURES[1])):
+        values = [[value for place in group.runs if (value := figure(rows[place])) is not None] for group in groups]
+        tops = [mean(some) + (stdev(some) if len(some) > 1 else 0.0) for some in values if some]
+        top = max(tops, default=0.0)
+        if top <= 0:
+            continue
+        bars = []
+        for number, (group, some) in enumerate(zip(groups, values, strict=True)):
+            middle, spread = (mean(some), stdev(some) if len(some) > 1 else 0.0) if some else (0.0, 0.0)
+            segment = Segment(f"c{number % 8}", 0.0, round(1000 * middle / top, 2), mean_words(some, form))
+            whisker = (1000 * max(0.0, middle - spread) / top, 1000 * (middle + spread) / top) if spread else None
+            detail = counted(len(group.runs), "run")
+            bars.append(Bar(group.name, detail, (segment,), mean_words(some, form), whisker=whisker))
+        charts.append((name, bars))
+    return charts
 
 
 def mean_words(values: Sequence[float], form: str) -> str:

@@ -58,7 +58,9 @@ def throughput(run: Run, times: Sequence[RankTimes], axis: TimeAxis) -> Points |
     shown = [part for part in times if len(part)]
     if shown:
         edges, steps = _bins(shown)
-        counted = sum((_amount(part.ended_s, part.samples, part.begins_s, edges) for part in shown), np.zeros(len(edges) - 1))
+        counted = sum(
+            (_amount(part.ended_s, part.samples, part.begins_s, edges) for part in shown), np.zeros(len(edges) - 1)
+        )
         return Points("samples/s", _middles(edges), _middles(steps), counted / np.diff(edges))
     rows = []
     before: StepsDone | RunStarted | None = None
@@ -111,8 +113,9 @@ def exchange_lines(run: Run, axis: TimeAxis) -> dict[str, Points]:
         ]
         return points_of(name, rows)
 
+    drift = {"drift": line("drift", [event.drift for event in done])} if any(event.drift for event in done) else {}
     return {
-        "drift": line("drift", [event.drift for event in done]),
+        **drift,
         "seconds": line("exchange", [event.seconds for event in done]),
         "waited": line("training waited", [event.waited_s for event in done]),
     }

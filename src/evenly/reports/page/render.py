@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from evenly import __version__
 from evenly.errors import SpecError
 from evenly.reports.page.bars import PHASE_WORDS
 from evenly.reports.page.data import PageData, page_data
@@ -40,7 +39,6 @@ def render(runs: Sequence[RecordedRun]) -> str:
         phase_headers=PHASE_HEADERS,
         prediction_headers=PREDICTION_HEADERS,
         phase_words=PHASE_WORDS,
-        version=__version__,
     )
 
 

@@ -14,7 +14,11 @@ function draw(name, attributes, parent, text) {
 function short(value) {
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size >= 1e5 || size < 1e-4) return value.toExponential(1).replace("+", "").replace(".0e", "e");
+  if (size >= 1e4 && size < 1e12) {
+    const [unit, letter] = size >= 1e9 ? [1e9, "G"] : size >= 1e6 ? [1e6, "M"] : [1e3, "k"];
+    return +(value / unit).toPrecision(4) + letter;
+  }
+  if (size >= 1e12 || size < 1e-4) return value.toExponential(1).replace("+", "").replace(".0e", "e");
   return String(+value.toPrecision(4));
 }
 

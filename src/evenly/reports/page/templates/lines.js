@@ -72,7 +72,7 @@ function drawSeries(svg, one, x, y) {
     path += !pen ? `M${px} ${py}` : one.stepped ? `H${px}V${py}` : `L${px} ${py}`;
     pen = true;
   });
-  draw("path", { class: one.thin ? "line thin" : "line", d: path, style: `stroke:${color}` }, svg);
+  draw("path", { class: one.thin ? "line thin" : "line", d: path, style: `stroke:${color}${one.dashed ? ";stroke-dasharray:6 5" : ""}` }, svg);
   if (one.x.length <= 25 && !one.thin) one.x.forEach((at, n) => {
     if (one.v[n] !== null) draw("circle", { cx: x(at), cy: y(one.v[n]), r: 2.6, style: `fill:${color}` }, svg);
   });

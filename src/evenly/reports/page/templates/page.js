@@ -16,7 +16,7 @@ function chartOf(holder) {
   }
   if (chart === "logged") return { ...common, label: charts.logged[index].name, series: [series(charts.logged[index], 0)], format: valueFormat(charts.logged[index].name) };
   if (chart === "throughput") return { ...common, label: "samples per second", zero: true, series: charts.throughput.map((line) => series(line, 2)) };
-  if (chart === "sent") return { ...common, label: "bytes per second", zero: true, format: rate, series: charts.sent[index].map((line, n) => series(line, n)) };
+  if (chart === "sent") return { ...common, label: "bytes per second", zero: true, format: rate, series: charts.sent[index].map((line, n) => series(line, n, { dashed: n % 2 === 1 })) }; // equal lines are both seen
   if (chart === "drift") return { ...common, label: "drift", zero: true, format: percent, series: [series(charts.exchanges.drift, 3)] };
   if (chart === "cost") return { ...common, label: "seconds of exchanges", zero: true, format: seconds, series: [series(charts.exchanges.seconds, 1), series(charts.exchanges.waited, 6)] };
   if (chart === "period") return { ...common, label: "period", zero: true, series: charts.period.map((line) => series(line, 4, { stepped: true })) };

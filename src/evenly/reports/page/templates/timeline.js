@@ -53,7 +53,7 @@ class Timeline {
       this.drawLane(svg, one, y, lane);
     });
     xAxis(svg, this.box, (value) => this.x(value / this.unit), this.from * this.unit, this.to * this.unit, "t");
-    this.range.textContent = this.from > 0 || this.to < this.end ? `${seconds(this.from * this.unit)} to ${seconds(this.to * this.unit)}` : "drag to zoom";
+    this.range.textContent = this.from > 0 || this.to < this.end ? `${seconds(this.from * this.unit)} to ${seconds(this.to * this.unit)}` : matchMedia("(pointer: coarse)").matches ? "" : "drag to zoom";
     this.select(svg);
     this.canvas.replaceChildren(svg);
   }
