@@ -55,7 +55,7 @@ def _rows(part: RankPart, name: str) -> Iterator[dict[str, object]]:
         "began_at_s": started.at_s,
     }
     for row in part.steps:
-        fields = row._asdict()
+        fields = dict(zip(StepTimes._fields, row, strict=True))
         yield {**identity, "event": "steps", "at_s": fields.pop("ended_s"), **fields}
     for event in (*part.exchanges, *part.links):
         yield {**identity, **event.model_dump()}

@@ -59,7 +59,7 @@ def rank_times(recorded: RecordedRun, axis: TimeAxis | None = None) -> list[Rank
             for (other, _), other_start in zip(parts, starts, strict=True)
             if other_start == start and other.steps and (is_global or other.started.node == part.started.node)
         ]
-        times.append(_times_of(part, together, max(0.0, begins_s + shifts_s.get(part.started.host, 0.0))))
+        times.append(_times_of(part, together, begins_s + shifts_s.get(part.started.host, 0.0)))
     return times
 
 

@@ -107,4 +107,4 @@ def _counters(part: RankTimes) -> Iterator[dict[str, Any]]:
 
 
 def _us(seconds: float) -> float:
-    return round(1e6 * float(seconds), 3)
+    return round(1e6 * max(0.0, float(seconds)), 3)
