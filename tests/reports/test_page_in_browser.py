@@ -124,3 +124,17 @@ def test_a_run_of_100000_steps_on_8_ranks_opens_at_once(browser, tmp_path):
     assert len(browser.ask("[...document.querySelectorAll('.timeline .lane')].map(one => one.textContent)")) == len(
         simulated.parts
     )
+
+
+def test_it_prints_on_white_whatever_the_theme(browser, pages):
+    browser.open(pages["one"], width=800, theme="dark")
+    browser.ask("document.documentElement.dataset.theme = 'dark'")
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.call("Emulation.setEmulatedMedia", media="print", features=features)
+    try:
+        assert browser.ask(BACKGROUND) == "rgb(255, 255, 255)"
+        assert browser.ask("getComputedStyle(document.querySelector('.card')).backgroundColor") == "rgb(255, 255, 255)"
+        assert browser.ask("getComputedStyle(document.body).color") == "rgb(27, 31, 36)"
+        assert browser.ask("getComputedStyle(document.querySelector('.controls')).display") == "none"
+    finally:
+        browser.call("Emulation.setEmulatedMedia", media="", features=features)

@@ -61,19 +61,19 @@ def _names(times: list[RankTimes]) -> Iterator[dict[str, Any]]:
 
 
 def _events(times: list[RankTimes]) -> Iterator[dict[str, Any]]:
+    free_us: dict[int, float] = {}  # when the last event of each rank ended
     for part in times:
-        yield from _rows(part)
+        yield from _rows(part, free_us)
         yield from _counters(part)
 
 
-def _rows(part: RankTimes) -> Iterator[dict[str, Any]]:
+def _rows(part: RankTimes, free_us: dict[int, float]) -> Iterator[dict[str, Any]]:
     """Yields for each row the steps and, inside, their phases. Rows follow each other without overlapping."""
     place = {"ph": "X", "pid": _process(part), "tid": part.started.rank}
-    free_us = 0.0
     for n in range(len(part)):
-        begin_us = max(free_us, _us(part.began_s[n]))
+        begin_us = max(free_us.get(part.started.rank, 0.0), _us(part.began_s[n]))
         end_us = max(begin_us, _us(part.ended_s[n]))
-        free_us = end_us
+        free_us[part.started.rank] = end_us
         last, count = int(part.step[n]), int(part.steps[n])
         name = f"step {last}" if count == 1 else f"steps {last - count + 1} to {last}"
         args = {"samples": float(part.samples[n]), "gradient_bytes": int(part.gradient_bytes[n])}
