@@ -5,7 +5,7 @@ import pytest
 from evenly.reports.rank_times import PHASES, rank_times
 from evenly.spec import RankExchange, StepTimes
 from tests.reports.recorded import of_parts, part, simulated
-from tests.reports.runs import started
+from tests.reports.runs import finished, started
 
 
 def row(step, steps, ended_s, seconds, compute_s, gradients_s):
@@ -37,6 +37,24 @@ def test_rows_of_ranks_need_not_have_the_same_borders():
     assert phases(second, "averaging") == pytest.approx([0.2, 0.6])
 
 
+def test_steps_that_another_rank_did_not_record_are_not_compared():
+    whole = part(0, 0, row(1, 1, 1.0, 1.0, 0.4, 0.5), row(2, 1, 2.0, 1.0, 0.4, 0.5))
+    short = part(1, 0, row(1, 1, 1.0, 1.0, 0.7, 0.2))
+    first, _ = rank_times(of_parts(whole, short))
+    assert phases(first, "averaging") == pytest.approx([0.2, 0.5])
+    assert phases(first, "waiting") == pytest.approx([0.3, 0.0])
+
+
+def test_a_clock_that_is_behind_does_not_move_a_rank_into_the_start_before():
+    again = started(resumed=1).model_copy(update={"at_s": 200.0})
+    parts = [
+        part(rank, 0, row(2, 1, 1.0, 1.0, 0.8 - wait, wait), at_s=200.0 - rank) for rank, wait in enumerate([0.5, 0.1])
+    ]
+    first, second = rank_times(of_parts(*parts, events=(started(), again)))
+    assert phases(first, "waiting") == pytest.approx([0.4])
+    assert phases(second, "waiting") == pytest.approx([0.0])
+
+
 def test_with_global_gradients_all_ranks_wait_for_each_other():
     parts = [part(rank, rank, row(1, 1, 1.0, 1.0, 0.9 - wait, wait)) for rank, wait in enumerate([0.5, 0.1])]
     first, second = rank_times(of_parts(*parts, events=(started(every="global"),)))
@@ -63,8 +81,6 @@ def test_an_interruption_takes_no_time_and_starts_before_a_fresh_one_do_not_coun
 
     def steps(at_s):
         return part(0, 0, row(5, 5, 2.0, 2.0, 1.0, 0.0), at_s=at_s)
-
-    from tests.reports.runs import finished
 
     ends = [finished().model_copy(update={"at_s": at_s}) for at_s in (102.0, 1002.0, 9002.0)]
     events = (begun(100.0, 0), ends[0], begun(1000.0, 0), ends[1], begun(9000.0, 5), ends[2])

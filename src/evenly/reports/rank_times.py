@@ -46,17 +46,17 @@ class RankTimes:
 def rank_times(recorded: RecordedRun, axis: TimeAxis | None = None) -> list[RankTimes]:
     """Returns the times of all ranks, by rank and start, since the last fresh start of the run."""
     axis = axis or time_axis(recorded.run, recorded.logs.parts)
-    begun = [(part, axis.part_begins_s(part)) for part in recorded.logs.parts]
-    parts = [(part, begins_s) for part, begins_s in begun if begins_s is not None]
+    found = [(part, axis.start_of_part(part)) for part in recorded.logs.parts]
+    started_parts = [(part, start) for part, start in found if start is not None]
+    parts = [(part, axis.part_begins_s(part, start)) for part, start in started_parts]
     shifts_s = _clock_shifts(parts)
     started = recorded.run.last(RunStarted)
     is_global = started is not None and started.plan is not None and isinstance(started.plan.period, EveryGradient)
-    starts = [axis.start_of(part.started.at_s) for part, _ in parts]
     times = []
-    for (part, begins_s), start in zip(parts, starts, strict=True):
+    for (part, begins_s), (_, start) in zip(parts, started_parts, strict=True):
         together = [
             other
-            for (other, _), other_start in zip(parts, starts, strict=True)
+            for other, other_start in started_parts
             if other_start == start and other.steps and (is_global or other.started.node == part.started.node)
         ]
         times.append(_times_of(part, together, begins_s + shifts_s.get(part.started.host, 0.0)))
@@ -73,11 +73,13 @@ def _times_of(part: RankPart, together: Sequence[RankPart], begins_s: float) -> 
     for other in together:
         if other is not part:
             at, total_s = _cumulative_gradients(other)
-            averaging_s = np.minimum(averaging_s, np.interp(step, at, total_s) - np.interp(first, at, total_s))
+            other_s = np.interp(step, at, total_s) - np.interp(first, at, total_s)
+            is_recorded = (first >= at[0]) & (step <= at[-1])  # by the other rank
+            averaging_s = np.where(is_recorded, np.minimum(averaging_s, other_s), averaging_s)
     averaging_s = np.maximum(0.0, averaging_s)
     waiting_s = columns["waiting_s"] + own_s - averaging_s
     accounted_s = columns["compute_s"] + averaging_s + columns["exchange_s"] + waiting_s
-    other_s = np.maximum(0.0, columns["seconds"] - accounted_s)
+    rest_s = np.maximum(0.0, columns["seconds"] - accounted_s)
     return RankTimes(
         started=part.started,
         begins_s=begins_s,
@@ -85,7 +87,7 @@ def _times_of(part: RankPart, together: Sequence[RankPart], begins_s: float) -> 
         steps=columns["steps"],
         ended_s=columns["ended_s"] + begins_s,
         seconds=columns["seconds"],
-        phases_s=np.stack([columns["compute_s"], averaging_s, columns["exchange_s"], waiting_s, other_s], axis=1),
+        phases_s=np.stack([columns["compute_s"], averaging_s, columns["exchange_s"], waiting_s, rest_s], axis=1),
         samples=columns["samples"],
         gradient_bytes=columns["gradient_bytes"],
         exchanges=part.exchanges,

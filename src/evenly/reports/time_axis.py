@@ -24,18 +24,20 @@ class TimeAxis:
         start = self.start_of(at_s)
         return max(0.0, at_s - self.began_at_s[start]) + self.before_s[start]
 
-    def part_begins_s(self, part: RankPart) -> float | None:
-        """Returns the training time at which a rank's part begins; None if it belongs to a start that does not count.
+    def start_of_part(self, part: RankPart) -> int | None:
+        """Returns the number of the start to which a rank's part belongs; None if that does not count.
 
         The clocks of machines differ: the nearest start is meant.
         """
-        at_s = part.started.at_s
-        distances = [abs(at_s - began) for began in self.began_at_s]
+        distances = [abs(part.started.at_s - began) for began in self.began_at_s]
         nearest = min(distances)
-        if any(abs(at_s - began) < nearest for began in self.other_began_at_s):
+        if any(abs(part.started.at_s - began) < nearest for began in self.other_began_at_s):
             return None
-        start = distances.index(nearest)
-        return max(0.0, at_s - self.began_at_s[start]) + self.before_s[start]
+        return distances.index(nearest)
+
+    def part_begins_s(self, part: RankPart, start: int) -> float:
+        """Returns the training time at which a part of this start begins, by the clock of its rank."""
+        return max(0.0, part.started.at_s - self.began_at_s[start]) + self.before_s[start]
 
 
 def time_axis(run: Run, parts: tuple[RankPart, ...] = ()) -> TimeAxis:

@@ -153,7 +153,7 @@ def _figures(recorded: RecordedRun, row: TableRow) -> tuple[Figure, ...]:
     values = since_fresh_start(recorded.run).latest_values()
     for name, value in sorted(values.items(), key=lambda item: item[0] != "accuracy"):
         is_part = name == "accuracy"
-        text = "not finite" if value is None else f"{100 * value:.2f} %" if is_part else f"{value:.4g}"
+        text = "not finite" if value is None else f"{100 * value:.2f} %" if is_part else f"{value:.3g}"
         figures.append(Figure(f"last {name}", text))
     if row.mb_across is not None:
         figures.append(Figure("network interfaces", f"{table['mb']} MB", "sent by all nodes"))
