@@ -5,7 +5,19 @@ from pathlib import Path
 from evenly.planner import plan, simulate_run
 from evenly.reports import write_run
 from evenly.reports.reading import RecordedRun, read_recorded
-from evenly.spec import Event, Measured, PeriodChosen, RankLogs, RankPart, RankStarted, Rebalanced, Run, StepTimes
+from evenly.spec import (
+    Event,
+    EverySteps,
+    Measured,
+    PeriodChosen,
+    Plan,
+    RankLogs,
+    RankPart,
+    RankStarted,
+    Rebalanced,
+    Run,
+    StepTimes,
+)
 from tests.reports.plans import cluster_of, graph_of, profile_of
 
 SPEEDS = [60.0, 30.0, 10.0]
@@ -17,6 +29,16 @@ def simulated(*, steps: int = 200, seed: int = 0, every: object = 10, jitter: fl
     profile = profile_of(cluster, SPEEDS, graph)
     made = plan(cluster, profile, graph, every=every, cut=False)
     return simulate_run(made, cluster, profile, graph, name=name, steps=steps, jitter=jitter, seed=seed)
+
+
+def write_big(folder: Path) -> Path:
+    """Writes a run of 100,000 steps on 8 ranks of three nodes."""
+    cluster, graph = cluster_of(4, 3, 1), graph_of()
+    profile = profile_of(cluster, [9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0], graph)
+    even = Plan.even(cluster, batch_size=12, period=EverySteps(10))
+    made = simulate_run(even, cluster, profile, graph, name=folder.name, steps=100_000, jitter=0.1)
+    write_run(folder, made.run, made.parts)
+    return folder
 
 
 def write_recorded(folder: Path, *, seed: int = 0, steps: int = 200, every: object = 10) -> Path:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from evenly.errors import SpecError
-from evenly.reports import cells, phase_rows, prediction_rows, read_recorded, row_of, write_run
+from evenly.reports import cells, phase_rows, prediction_rows, read_recorded, row_of
 from evenly.reports.page import render, write_page
 from evenly.reports.page.downsample import kept_points
 from evenly.reports.page.groups import groups_of
-from tests.reports.recorded import of_parts, recorded, simulated, write_recorded
+from tests.reports.recorded import of_parts, recorded, simulated, write_big, write_recorded
 from tests.reports.runs import failed, measured, started, steps, write
 
 VOID = {"meta", "input", "br", "link", "img", "rect", "path"}
@@ -141,14 +141,7 @@ def test_lines_keep_their_extremes():
 
 @pytest.mark.slow
 def test_a_page_of_100000_steps_on_8_ranks_is_small(tmp_path):
-    from evenly.planner import plan, simulate_run
-    from tests.reports.plans import cluster_of, graph_of, profile_of
-
-    cluster, graph = cluster_of(4, 3, 1), graph_of()
-    profile = profile_of(cluster, [9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0], graph)
-    values = (plan(cluster, profile, graph, every=10, cut=False), cluster, profile, graph)
-    made = simulate_run(*values, name="big", steps=100_000, jitter=0.1)
-    write_run(tmp_path / "big", made.run, made.parts)
+    write_big(tmp_path / "big")
     began = time.monotonic()
     write_page([read_recorded(tmp_path / "big")], tmp_path / "big.html")
     assert time.monotonic() - began < 60

@@ -108,8 +108,10 @@ def plan_bars(run: Run) -> list[Bar]:
 def plan_legend(run: Run) -> dict[str, str]:
     """Returns what the colours of `plan_bars` mean."""
     kinds = {segment.kind for bar in plan_bars(run) for segment in bar.segments}
+    started = since_fresh_start(run).last(RunStarted)
+    roles = started.plan.roles if started is not None and started.plan is not None else ()
     words = {
-        "compute": "computing, as predicted" if "waiting" in kinds else "samples",
+        "compute": "computing, as predicted" if any(role.compute_s for role in roles) else "samples",
         "waiting": "averaging and waiting",
         LEFT_OUT: "left out",
     }

@@ -50,7 +50,7 @@ function legend(series) {
 function xAxis(svg, box, x, left, right, axis) {
   const words = axis === "t" ? seconds : (value) => short(value);
   draw("line", { class: "axisline", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }, svg);
-  const marks = ticks(left, right, Math.max(2, Math.floor((box.right - box.left) / 90)), axis === "step");
+  const marks = ticks(left, right, Math.max(2, Math.floor((box.right - box.left) / 70)), axis === "step");
   for (const mark of marks) {
     const anchor = x(mark) > box.right - 18 ? "end" : "middle";
     draw("text", { x: x(mark), y: box.bottom + 17, "text-anchor": anchor }, svg, words(mark) + (axis === "step" && mark === marks[marks.length - 1] ? " steps" : ""));
