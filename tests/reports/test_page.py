@@ -187,7 +187,7 @@ def test_no_file_however_odd_ends_in_another_error(tmp_path):
     chance = random.Random(5)
     folder = write_recorded(tmp_path / "run", steps=40)
     files = {file: file.read_text() for file in (folder / "run.jsonl", *(folder / "ranks").iterdir())}
-    for _ in range(60):
+    for _ in range(40):
         for file, text in files.items():
             lines = text.splitlines()
             for _ in range(chance.randrange(4)):

@@ -84,8 +84,21 @@ class RankRecorder:
         if now < self._due or self._is_closed:
             return
         totals = self._totals()
-        steps, *sums, gradient_bytes = (new - old for new, old in zip(totals, self._before, strict=True))
-        row = StepTimes(step, int(steps), now - self._began, now - self._row_began, *sums, int(gradient_bytes))
+        steps, compute_s, gradients_s, exchange_s, waiting_s, samples, gradient_bytes = (
+            new - old for new, old in zip(totals, self._before, strict=True)
+        )
+        row = StepTimes(
+            step=step,
+            steps=int(steps),
+            ended_s=now - self._began,
+            seconds=now - self._row_began,
+            compute_s=compute_s,
+            gradients_s=gradients_s,
+            exchange_s=exchange_s,
+            waiting_s=waiting_s,
+            samples=samples,
+            gradient_bytes=int(gradient_bytes),
+        )
         self._write(row.to_line())
         self._before, self._row_began = totals, now
         self._due = now + max(LEAST_S, LEAST_PART * (now - self._began))

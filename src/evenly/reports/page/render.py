@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evenly.errors import SpecError
 from evenly.reports.page.bars import PHASE_WORDS
@@ -14,31 +16,43 @@ from evenly.reports.predictions import PREDICTION_HEADERS
 from evenly.reports.reading import RecordedRun
 from evenly.reports.table import HEADERS
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 TEMPLATES = "templates"
 SCRIPTS = ("draw.js", "lines.js", "timeline.js", "page.js")
 
 
 def render(runs: Sequence[RecordedRun]) -> str:
     """Returns the page of some runs."""
-    from jinja2 import DictLoader, Environment, StrictUndefined
     from markupsafe import Markup
 
-    templates = {name: _text(name) for name in ("page.html", "run.html", "parts.html")}
-    environment = Environment(
-        loader=DictLoader(templates), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     page = page_data(runs)
-    return environment.get_template("page.html").render(
-        page=page,
-        title=_title(page),
-        style=Markup(_text("style.css")),  # noqa: S704 (a file of this package)
-        script=Markup("\n".join(_text(name) for name in SCRIPTS)),  # noqa: S704 (files of this package)
-        data=Markup(_json(page.charts)),  # noqa: S704 (escaped for a script element)
-        headers=HEADERS,
-        group_headers=GROUP_HEADERS,
-        phase_headers=PHASE_HEADERS,
-        prediction_headers=PREDICTION_HEADERS,
-        phase_words=PHASE_WORDS,
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            page=page,
+            title=_title(page),
+            style=Markup(_text("style.css")),  # noqa: S704 (a file of this package)
+            script=Markup("\n".join(_text(name) for name in SCRIPTS)),  # noqa: S704 (files of this package)
+            data=Markup(_json(page.charts)),  # noqa: S704 (escaped for a script element)
+            headers=HEADERS,
+            group_headers=GROUP_HEADERS,
+            phase_headers=PHASE_HEADERS,
+            prediction_headers=PREDICTION_HEADERS,
+            phase_words=PHASE_WORDS,
+        )
+    )
+
+
+@cache
+def _environment() -> "Environment":
+    from jinja2 import DictLoader, Environment, StrictUndefined
+
+    templates = {name: _text(name) for name in ("page.html", "run.html", "parts.html")}
+    return Environment(
+        loader=DictLoader(templates), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
 
 
