@@ -130,3 +130,11 @@ def test_it_prints_on_white_whatever_the_theme(browser, pages):
         assert browser.ask("getComputedStyle(document.querySelector('.controls')).display") == "none"
     finally:
         browser.call("Emulation.setEmulatedMedia", media="", features=features)
+
+
+def test_ticks_differ_from_each_other_however_far_it_is_zoomed(browser, pages):
+    browser.open(pages["one"], width=1200, theme="light")
+    for _ in range(8):
+        browser.ask("document.querySelector('.timeline button[title=\"zoom in\"]').click()")
+        ticks = browser.ask("[...document.querySelectorAll('.timeline text[text-anchor]')].map(one => one.textContent)")
+        assert len(ticks) == len(set(ticks)) >= 2

@@ -11,32 +11,32 @@ function draw(name, attributes, parent, text) {
   return element;
 }
 
-function short(value) {
+function short(value, digits = 4) {
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size >= 1e4 && size < 1e12) {
     const [unit, letter] = size >= 1e9 ? [1e9, "G"] : size >= 1e6 ? [1e6, "M"] : [1e3, "k"];
-    return +(value / unit).toPrecision(4) + letter;
+    return +(value / unit).toPrecision(digits) + letter;
   }
   if (size >= 1e12 || size < 1e-4) return value.toExponential(1).replace("+", "").replace(".0e", "e");
-  return String(+value.toPrecision(4));
+  return String(+value.toPrecision(digits));
 }
 
-function seconds(value) {
+function seconds(value, digits = 4) {
   const size = Math.abs(value);
-  if (size >= 3600) return short(value / 3600) + " h";
-  if (size >= 300) return short(value / 60) + " min";
-  if (size >= 1 || size === 0) return short(value) + " s";
-  return size >= 1e-3 ? short(value * 1e3) + " ms" : short(value * 1e6) + " µs";
+  if (size >= 3600) return short(value / 3600, digits) + " h";
+  if (size >= 300) return short(value / 60, digits) + " min";
+  if (size >= 1 || size === 0) return short(value, digits) + " s";
+  return size >= 1e-3 ? short(value * 1e3, digits) + " ms" : short(value * 1e6, digits) + " µs";
 }
 
-function bytes(value) {
-  for (const [size, unit] of [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) if (value >= size) return short(+(value / size).toPrecision(3)) + " " + unit;
-  return short(+value.toPrecision(3)) + " B";
+function bytes(value, digits = 3) {
+  for (const [size, unit] of [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) if (value >= size) return short(value / size, digits) + " " + unit;
+  return short(value, digits) + " B";
 }
 
-const percent = (value) => short(+(100 * value).toPrecision(3)) + " %";
-const rate = (value) => bytes(value) + "/s";
+const percent = (value, digits = 3) => short(100 * value, digits) + " %";
+const rate = (value, digits = 3) => bytes(value, digits) + "/s";
 
 function ticks(low, high, count, whole) {
   const raw = (high - low) / Math.max(1, count);
@@ -46,6 +46,13 @@ function ticks(low, high, count, whole) {
   const marks = [];
   for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) marks.push(+(n * step).toPrecision(12));
   return marks;
+}
+
+// The digits that tell ticks apart.
+function digitsOf(marks) {
+  if (marks.length < 2) return 4;
+  const largest = Math.max(...marks.map(Math.abs));
+  return Math.min(12, Math.max(3, Math.ceil(Math.log10(largest / (marks[1] - marks[0]))) + 1));
 }
 
 function showTip(event, text) {

@@ -15,7 +15,7 @@ function lineChart(holder, chart) {
   if (low === high) { const room = Math.abs(low) * 0.1 || 1; low -= chart.zero && low === 0 ? 0 : room; high += room; }
   else { const room = (high - low) * 0.06; high += room; if (!chart.zero) low -= room; }
   if (left === right) { left -= 0.5; right += 0.5; }
-  const marks = ticks(low, high, 4), labels = marks.map(chart.format);
+  const marks = ticks(low, high, 4), digits = digitsOf(marks), labels = marks.map((mark) => chart.format(mark, digits));
   const box = { left: 14 + 6.3 * Math.max(...labels.map((label) => label.length)), right: width - 10, top: 8, bottom: HEIGHT - 24 };
   const x = (value) => box.left + (value - left) / (right - left) * (box.right - box.left);
   const y = (value) => box.bottom - (value - low) / (high - low) * (box.bottom - box.top);
@@ -48,12 +48,13 @@ function legend(series) {
 }
 
 function xAxis(svg, box, x, left, right, axis) {
-  const words = axis === "t" ? seconds : (value) => short(value);
+  const words = axis === "t" ? seconds : short;
   draw("line", { class: "axisline", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom }, svg);
   const marks = ticks(left, right, Math.max(2, Math.floor((box.right - box.left) / 70)), axis === "step");
+  const digits = digitsOf(marks);
   for (const mark of marks) {
     const anchor = x(mark) > box.right - 18 ? "end" : "middle";
-    draw("text", { x: x(mark), y: box.bottom + 17, "text-anchor": anchor }, svg, words(mark) + (axis === "step" && mark === marks[marks.length - 1] ? " steps" : ""));
+    draw("text", { x: x(mark), y: box.bottom + 17, "text-anchor": anchor }, svg, words(mark, digits) + (axis === "step" && mark === marks[marks.length - 1] ? " steps" : ""));
     draw("line", { class: "axisline", x1: x(mark), x2: x(mark), y1: box.bottom, y2: box.bottom + 4 }, svg);
   }
 }
