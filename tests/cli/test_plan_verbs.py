@@ -223,3 +223,21 @@ def test_settings_that_a_plan_has_are_refused_beside_it(evenly, tmp_path):
     for words in (("--set", "every=3"), ("--set", "batch_size=8")):
         with pytest.raises(SpecError, match="was given beside --plan"):
             evenly("train", "fashion", *words, "--plan", tmp_path / "plan.json")
+
+
+def test_a_simulation_is_recorded_as_a_run_that_report_shows(evenly, fails, files, given, tmp_path):
+    folder, page = tmp_path / "run", tmp_path / "page.html"
+    text = evenly("simulate", "--plan", files["plan"], *given, "--steps", "200", "--jitter", "0.1", "--record", folder)
+    assert f"recorded as a run in {folder}" in text.replace("\n", "")
+    assert Run.read(folder).last(RunFinished).steps == 200
+    assert sorted(file.name for file in (folder / "ranks").iterdir()) == ["0.jsonl", "1.jsonl", "2.jsonl"]
+    assert "2+1" in evenly("report", folder, "--html", page)
+    assert "Simulated" in page.read_text()
+    assert "it holds one already" in fails("simulate", "--plan", files["plan"], *given, "--record", folder)
+
+
+def test_of_a_what_if_the_changed_run_is_recorded(evenly, files, given, tmp_path):
+    folder = tmp_path / "run"
+    evenly("simulate", "--plan", files["plan"], *given, "--steps", "100", "--period", "25", "--record", folder)
+    assert Run.read(folder).last(RunStarted).plan.period == EverySteps(25)
+    assert Run.read(folder).last(RunFinished).exchanges == 4

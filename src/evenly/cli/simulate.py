@@ -59,6 +59,10 @@ def simulate(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the (changed) forecast as JSON to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw who computes and waits: a .png or .svg file.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Write the (changed) run to this folder, as training would; for report."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Simulate a plan, and with what-if options a changed one beside it. Nothing runs; no torch is needed.
@@ -69,19 +73,21 @@ def simulate(
     from evenly.cli._documents import read, require_writable
     from evenly.cli._edits import require_samples
     from evenly.cli._known import Options
-    from evenly.reports import require_picture
+    from evenly.reports import require_no_run, require_picture
     from evenly.spec import Plan
 
     require_writable(out, picture)
     if picture is not None:
         require_picture(picture)
+    if record is not None:
+        require_no_run(record)
     options = (cluster, profile, graph, speeds, nodes, flops, inside, across)
     described = Options(model, inputs or (), dtype, *options).load()
     planned = _Case(read(Plan, plan, "--plan"), *described)
     require_samples(planned.plan, planned.graph, planned.cluster)
     edits = _Edits(period, link, slow or [], add or [])
     changed = edits.of(planned)
-    _show(planned, changed, steps=steps, jitter=jitter, out=out, picture=picture, json=json)
+    _show(planned, changed, steps=steps, jitter=jitter, out=out, picture=picture, record=record, json=json)
 
 
 @dataclass(frozen=True)
@@ -94,10 +100,19 @@ class _Case:
     graph: Graph
     changes: list[str] = field(default_factory=list)
 
-    def simulate(self, steps: int, jitter: float) -> Forecast:
+    def simulate(self, steps: int, jitter: float, *, record: Path | None = None) -> Forecast:
+        """Returns the forecast, and writes the run into the folder `record` if there is one."""
         from evenly.planner import simulate as play
+        from evenly.planner import simulate_run
 
-        return play(self.plan, self.cluster, self.profile, self.graph, steps=steps, jitter=jitter)
+        values = (self.plan, self.cluster, self.profile, self.graph)
+        if record is None:
+            return play(*values, steps=steps, jitter=jitter)
+        from evenly.reports import write_run
+
+        simulated = simulate_run(*values, name=record.name, steps=steps, jitter=jitter)
+        write_run(record, simulated.run, simulated.parts)
+        return simulated.forecast
 
 
 @dataclass(frozen=True)
@@ -159,12 +174,13 @@ def _show(
     jitter: float,
     out: Path | None,
     picture: Path | None,
+    record: Path | None,
     json: bool,
 ) -> None:
     if steps is None:
         steps = _whole_periods([case.plan for case in (planned, changed) if case is not None])
-    before = planned.simulate(steps, jitter)
-    after = changed.simulate(steps, jitter) if changed else None
+    before = planned.simulate(steps, jitter, record=None if changed else record)
+    after = changed.simulate(steps, jitter, record=record) if changed else None
     if out is not None:
         (after or before).save(out)
     if picture is not None:
@@ -185,3 +201,4 @@ def _show(
     say([f"changed: {change}" for change in changed.changes] if changed else [], console)
     after_case = (changed.plan, after, changed.cluster) if changed and after else None
     show_forecasts((planned.plan, before, planned.cluster), after_case, console=console)
+    say([f"recorded as a run in {record}"] if record is not None else [], console)

@@ -12,7 +12,7 @@ from evenly.spec.cluster import Cluster
 from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph
 from evenly.spec.period import EPOCH_STEPS, Adaptive, EveryEpoch, EveryGradient, EverySeconds, EverySteps
-from evenly.spec.plan import Plan
+from evenly.spec.plan import Plan, Role
 from evenly.spec.profile import Profile
 
 MOST_STEPS = 10**8
@@ -30,6 +30,7 @@ def simulate(
     jitter: float = 0.0,
     steps_per_epoch: int = EPOCH_STEPS,
     seed: int = 0,
+    observer: "SimulationObserver | None" = None,
 ) -> Forecast:
     """Returns the time and traffic of a plan on a cluster, simulated step by step.
 
@@ -45,6 +46,7 @@ def simulate(
         jitter: how much a rank's time varies from step to step: the standard deviation over the mean.
         steps_per_epoch: for plans whose period is counted in epochs.
         seed: of the jitter.
+        observer: is called with all steps and exchanges.
     """
     if len(plan.roles) != cluster.world_size or len(profile.devices) != cluster.world_size:
         raise SpecError(
@@ -57,7 +59,24 @@ def simulate(
         raise SpecError(
             f"steps={steps}, jitter={jitter} were asked for. Give 1 to {MOST_STEPS} steps and a jitter from 0 to 10."
         )
-    return _Play(plan, cluster, profile, GraphCosts(graph)).run(steps, jitter, _every(plan, steps_per_epoch), seed)
+    play = _Play(plan, cluster, profile, GraphCosts(graph), observer or SimulationObserver())
+    return play.run(steps, jitter, _every(plan, steps_per_epoch), seed)
+
+
+class SimulationObserver:
+    """Sees a simulation as it goes; does nothing by itself."""
+
+    def steps_done(self, steps: int, compute_s: Numbers, step_s: Numbers) -> None:
+        """Is called after `steps` alike: the seconds each rank computes in one, and each node needs for one."""
+
+    def exchange_done(self, seconds: float, blocked_s: Numbers, overlap: int) -> None:
+        """Is called after an exchange of `seconds` with the seconds for which it stopped each node.
+
+        With `overlap` it was made beside so many steps, else these seconds are part of the stop.
+        """
+
+    def finished(self, sent_bytes: list[float], exchanged_bytes: list[float]) -> None:
+        """Is called at the end with the bytes that each rank sent in a step and in an exchange."""
 
 
 def _every(plan: Plan, steps_per_epoch: int) -> int:
@@ -80,6 +99,7 @@ class _Play:
     cluster: Cluster
     profile: Profile
     graph_costs: GraphCosts
+    observer: SimulationObserver
 
     def run(self, steps: int, jitter: float, every: int, seed: int) -> Forecast:
         compute, communication_s, sent = self._each_step()
@@ -103,13 +123,16 @@ class _Play:
                 computed += times * step_compute
                 waited += times * (slowest[nodes] - step_compute - each)
                 clock += times * slowest
+                self.observer.steps_done(times, step_compute, slowest)
             steps_done += count
             if busy.sum() > 1:
                 latest = clock[busy].max()
                 merged = np.maximum(clock, latest + exchange_s - overlap * slowest)  # seen from the snapshot
                 waited += (merged - clock - stop_s)[nodes]
+                self.observer.exchange_done(exchange_s, merged - clock, overlap)
                 clock = merged
                 exchanges += 1
+        self.observer.finished(sent, [self._exchanged_bytes(role) for role in self.plan.roles])
         return self._forecast(
             steps, float(clock[busy].max()), computed, waited, communication_s, sent, exchanges, stop_s
         )
@@ -125,11 +148,9 @@ class _Play:
         exchanges: int,
         exchange_s: float,
     ) -> Forecast:
-        size, nodes = self.graph_costs.exchanged_bytes(self.plan.exchange), self.plan.nodes
         devices = []
         for role in self.plan.roles:
             is_busy = role.samples > 0
-            ranks = sum(self.plan.roles[rank].samples > 0 for rank in nodes[role.node])
             devices.append(
                 DeviceForecast(
                     rank=role.rank,
@@ -138,7 +159,7 @@ class _Play:
                     compute_s=float(computed[role.rank]),
                     wires_s=steps * communication_s[role.rank] + exchanges * exchange_s if is_busy else 0.0,
                     wait_s=max(0.0, float(waited[role.rank])) if is_busy else seconds,
-                    sent_bytes=steps * sent[role.rank] + 2 * exchanges * size / max(1, ranks) if is_busy else 0.0,
+                    sent_bytes=steps * sent[role.rank] + self._exchanged_bytes(role, exchanges) if is_busy else 0.0,
                 )
             )
         total = self.plan.batch_size or sum(role.samples for role in self.plan.roles)
@@ -150,6 +171,12 @@ class _Play:
             exchange_s=exchanges * exchange_s,
             devices=tuple(devices),
         )
+
+    def _exchanged_bytes(self, role: Role, exchanges: int = 1) -> float:
+        """Returns what a rank sends to other nodes in exchanges."""
+        size = self.graph_costs.exchanged_bytes(self.plan.exchange)
+        ranks = sum(self.plan.roles[rank].samples > 0 for rank in self.plan.nodes[role.node])
+        return 2 * exchanges * size / max(1, ranks) if role.samples else 0.0
 
     def _each_step(self) -> tuple[Numbers, list[float], list[float]]:
         """Returns for each rank the seconds it computes and communicates in a step, and the bytes it sends."""

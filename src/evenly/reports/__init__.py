@@ -18,6 +18,8 @@ from evenly.reports.plan_table import (
     totals,
 )
 from evenly.reports.predictions import PREDICTION_HEADERS, prediction_rows
+from evenly.reports.reading import RecordedRun, read_recorded
+from evenly.reports.run_files import require_no_run, write_run
 from evenly.reports.table import HEADERS, TableRow, cells, notes, read_row, report, row_of
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "BlockRow",
     "Panel",
     "RankRow",
+    "RecordedRun",
     "TableRow",
     "bars",
     "block_rows",
@@ -45,11 +48,14 @@ __all__ = [
     "prediction_rows",
     "rank_cells",
     "rank_rows",
+    "read_recorded",
     "read_row",
     "remarks",
     "report",
+    "require_no_run",
     "require_picture",
     "row_of",
     "side_by_side",
     "totals",
+    "write_run",
 ]

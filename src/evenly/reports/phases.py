@@ -15,9 +15,14 @@ LATE_S = 1e-3  # waiting less than this is no delay
 
 def phase_rows(run: Run) -> list[tuple[str, ...]]:
     """Returns a row of texts for each rank, under `PHASE_HEADERS`; a resumed run is the sum of its parts that ended."""
+    return [_row(phases) for phases in phase_sums(run)]
+
+
+def phase_sums(run: Run) -> list[Phases]:
+    """Returns where the seconds and bytes of each rank went; a resumed run is the sum of its parts that ended."""
     parts = [done.phases for done in since_fresh_start(run).of(RunFinished) if done.steps and done.phases]
     same = [part for part in parts if len(part) == len(parts[-1])]  # it may have resumed with other ranks
-    return [_row(_sum(rank)) for rank in zip(*same, strict=True)]
+    return [_sum(rank) for rank in zip(*same, strict=True)]
 
 
 def remarks(run: Run) -> list[str]:
@@ -60,12 +65,13 @@ def _exchange_words(run: Run) -> list[str]:
     waited_s, seconds = sum(done.waited_s for done in exchanges), sum(done.seconds for done in exchanges)
     late = sum(done.merged > done.step and done.waited_s > LATE_S for done in exchanges)
     beside = f", {late} of them merged late" if any(done.merged > done.step for done in exchanges) else ""
-    return [
-        f"{counted(len(exchanges), 'exchange')}{_form(run)} took {seconds:.3g} s, "
-        f"training waited for {waited_s:.3g} s{beside}; "
-        f"the node of rank 0 was {_percent(exchanges[-1].drift)} away from the average of all at the last, "
+    cost = f"took {seconds:.3g} s, training waited for {waited_s:.3g} s{beside}"
+    drift = (
+        f"; the node of rank 0 was {_percent(exchanges[-1].drift)} away from the average of all at the last, "
         f"{_percent(max(d.drift for d in exchanges))} at most"
-    ]
+    )
+    is_simulated = any(started.settings.get("simulated") for started in run.of(RunStarted))  # then drift is not known
+    return [f"{counted(len(exchanges), 'exchange')}{_form(run)} {cost}{'' if is_simulated else drift}"]
 
 
 def _form(run: Run) -> str:

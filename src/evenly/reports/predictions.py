@@ -15,15 +15,19 @@ def prediction_rows(run: Run) -> list[tuple[str, ...]]:
     Measured are medians. Of a resumed run the last start that ended counts. Empty for a run without a plan that
     predicts, and for one that recorded no times of steps.
     """
+    return [_cells(name, predicted_s, measured) for name, predicted_s, measured in predictions(run)]
+
+
+Row = tuple[str, float, Quartiles]
+
+
+def predictions(run: Run) -> list[Row]:
+    """Returns what was predicted, in seconds, and what was measured, for the rows of `prediction_rows`."""
     started, phases = _last_start(since_fresh_start(run))
     plan = None if started is None else started.plan
     if plan is None or plan.predicted is None:
         return []
-    rows = [*_step_row(plan, phases), *_exchange_row(plan, run), *_rank_rows(plan, phases)]
-    return [_cells(name, predicted_s, measured) for name, predicted_s, measured in rows]
-
-
-Row = tuple[str, float, Quartiles]
+    return [*_step_row(plan, phases), *_exchange_row(plan, run), *_rank_rows(plan, phases)]
 
 
 def _last_start(run: Run) -> tuple[RunStarted | None, tuple[Phases, ...]]:

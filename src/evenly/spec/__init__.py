@@ -5,6 +5,7 @@ from evenly.spec.exchange import BufferPolicy, Exchange, ExchangeWishes, Outer, 
 from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph, Layer, Tensor
 from evenly.spec.layout import Layout, deal
+from evenly.spec.lenient_run import LenientRun, read_leniently
 from evenly.spec.period import (
     Adaptive,
     AnyPeriod,
@@ -75,6 +76,7 @@ __all__ = [
     "Layer",
     "LayerCurves",
     "Layout",
+    "LenientRun",
     "Link",
     "LinkBytes",
     "Measured",
@@ -108,5 +110,6 @@ __all__ = [
     "deal",
     "misfit",
     "period_of",
+    "read_leniently",
     "read_rank_logs",
 ]
