@@ -1,11 +1,13 @@
 """Every rank records its steps and exchanges in a file of its own, which stays small."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 from evenly.session import rank_recorder
 from evenly.session.rank_recorder import RankIdentity, RankRecorder, RankTotals
+from evenly.session.stopwatch import Stopwatch
 from evenly.spec import ExchangeDone, Run, RunFinished, read_rank_logs
 from tests.processes import run_processes
 from tests.ranks import ragged
@@ -13,10 +15,11 @@ from tests.ranks import ragged
 IDENTITY = RankIdentity(0, 0, host="a", device="cpu:0")
 
 
-class Clock:
+class Clock(Stopwatch):
     """The time, as a test sets it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.now = 1000.0
 
     def monotonic(self) -> float:
@@ -27,15 +30,15 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(rank_recorder, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 def record(folder: Path, clock: Clock, *, steps: int, step_s: float) -> None:
     made = 0
-    recorder = RankRecorder(folder, IDENTITY, lambda: RankTotals(made, made * step_s / 2, 0, 0, 0, made * 4, 0), None)
+    recorder = RankRecorder(
+        folder, IDENTITY, lambda: RankTotals(made, made * step_s / 2, 0, 0, 0, made * 4, 0), None, clock
+    )
     for made in range(1, steps + 1):  # the recorder reads it
         clock.now += step_s
         recorder.step_done(made)
@@ -94,3 +97,18 @@ def test_all_ranks_of_a_run_record_what_they_did(tmp_path: Path) -> None:
         assert sum(done.sent_bytes for done in part.exchanges) == phases.exchange_bytes
         assert all(row.compute_s + row.gradients_s <= row.seconds * 1.01 + 1e-3 for row in part.steps)
     assert [bool(part.links) for part in logs.parts] == [True, False, True]
+
+
+def test_a_pause_is_left_out_of_the_time() -> None:
+    stopwatch = Stopwatch()
+    began, began_at = stopwatch.monotonic(), stopwatch.time()
+    stopwatch.pause()
+    stopwatch.pause()
+    time.sleep(0.3)
+    assert stopwatch.monotonic() - began < 0.1
+    stopwatch.resume()
+    stopwatch.resume()
+    assert stopwatch.monotonic() - began < 0.1
+    assert stopwatch.time() - began_at < 0.1
+    time.sleep(0.02)
+    assert stopwatch.monotonic() - began >= 0.02

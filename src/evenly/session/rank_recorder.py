@@ -1,7 +1,6 @@
 """Writes what this rank does in every step to `ranks/<rank>.jsonl`: times, exchanges, bytes on the link."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import NamedTuple, TextIO
 
 from evenly.exchange import ExchangeSummary
 from evenly.session.recorder import drop_cut_line
+from evenly.session.stopwatch import Stopwatch
 from evenly.spec import LinkBytes, RankExchange, RankStarted, StepTimes
 from evenly.spec.rank_log import FOLDER
 
@@ -54,6 +54,7 @@ class RankRecorder:
         identity: RankIdentity,
         totals: Callable[[], RankTotals],
         link_bytes: Callable[[], int] | None,
+        stopwatch: Stopwatch,
     ) -> None:
         """Writes nothing yet.
 
@@ -62,7 +63,9 @@ class RankRecorder:
             identity: the rank.
             totals: returns the sums of this rank so far.
             link_bytes: returns the bytes that this node has sent since the start; None on all but its first rank.
+            stopwatch: the time of the run.
         """
+        self._stopwatch = stopwatch
         self._file = folder / FOLDER / f"{identity.rank}.jsonl"
         self._identity, self._totals, self._link_bytes = identity, totals, link_bytes
         self._stream: TextIO | None = None
@@ -72,15 +75,15 @@ class RankRecorder:
 
     def begin(self, step: int) -> None:
         """Starts the clock: training begins after `step`. What is recorded from here on is a part of its own."""
-        self._began = self._row_began = self._flushed_at = time.monotonic()
+        self._began = self._row_began = self._flushed_at = self._stopwatch.monotonic()
         self._due = self._began + LEAST_S
         self._before = self._totals()
-        started = RankStarted(at_s=time.time(), step=step, **vars(self._identity))
+        started = RankStarted(at_s=self._stopwatch.time(), step=step, **vars(self._identity))
         self._header: str | None = started.model_dump_json()  # written before the first line of the part
 
     def step_done(self, step: int) -> None:
         """Records a step, or several since the last line."""
-        now = time.monotonic()
+        now = self._stopwatch.monotonic()
         if now < self._due or self._is_closed:
             return
         totals = self._totals()
@@ -126,7 +129,7 @@ class RankRecorder:
             self._stream = None
 
     def _elapsed_s(self) -> float:
-        return round(time.monotonic() - self._began, 6)
+        return round(self._stopwatch.monotonic() - self._began, 6)
 
     def _write(self, line: str) -> None:
         if self._header is not None:
@@ -135,7 +138,7 @@ class RankRecorder:
         self._lines.append(line)
 
     def _flush(self) -> None:
-        self._flushed_at = time.monotonic()
+        self._flushed_at = self._stopwatch.monotonic()
         if self._is_closed or not self._lines:
             return
         if self._link_bytes is not None:

@@ -1,11 +1,11 @@
 """Writes the events of a run to `run.jsonl` on rank 0 and calls the listeners."""
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from evenly.errors import CheckpointError
+from evenly.session.stopwatch import Stopwatch
 from evenly.spec import Event, RunFailed
 
 logger = logging.getLogger(__name__)
@@ -16,6 +16,7 @@ class Recorder:
 
     def __init__(self, folder: Path | None, *, rank: int) -> None:
         self.listeners: list[Callable[[Event], None]] = []
+        self.stopwatch = Stopwatch()
         self._rank = rank
         self._stream = None
         if folder is not None and rank == 0:
@@ -34,7 +35,7 @@ class Recorder:
         """Records an event of `kind` with the current time; only on rank 0."""
         if self._rank:
             return
-        event: Event = kind(at_s=time.time(), **fields)
+        event: Event = kind(at_s=self.stopwatch.time(), **fields)
         if self._stream is not None:
             self._stream.write(event.model_dump_json() + "\n")
             self._stream.flush()

@@ -51,6 +51,7 @@ from evenly.session.reductions import Number, gather_values, mean_value, numbers
 from evenly.session.seeding import seed_program
 from evenly.session.sharding import shard_for
 from evenly.session.stopping import RunInterrupted, StopAgreement
+from evenly.session.stopwatch import Stopwatch
 from evenly.spec import (
     CheckpointSaved,
     Event,
@@ -383,6 +384,11 @@ class Session:
     def listen(self, listener: Callable[[Event], None]) -> None:
         """Calls `listener` with every event, on rank 0."""
         self._recorder.listeners.append(listener)
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """The time of the run, which `pause()` and `resume()` leave out of its record."""
+        return self._recorder.stopwatch
 
     def sum(self, *numbers: float) -> list[float]:
         """Returns the sums of each number over all ranks."""

@@ -1,0 +1,191 @@
+"""What every rank of `make demo` runs: three ways to train one network, in turns of a few steps.
+
+All ranks train one way for a turn, then the next: a moment in which the machine is busy with other things hits all ways
+alike. Each way is a run of its own, with a folder of its own, whose time stands still while others have their turn.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import evenly
+from evenly.planner import simulate
+from evenly.recipes.fashion_data import load_fashion
+from evenly.recipes.made_digits import make_digits
+from evenly.recipes.resnet import SmallResNet
+from evenly.session.counters import interface_bytes
+from evenly.spec import Plan, Profile, deal
+
+PERIOD = 8  # steps between exchanges, and steps of a turn
+BATCH = 48  # of all ranks together
+WIDTH = 32
+FEWEST = 4  # rounds after the first, also if they take longer
+READY = "all ranks have started"
+EPOCHS = 1000  # more than there is time for
+
+
+@dataclass
+class Way:
+    """One way to train: a run, and its steps."""
+
+    name: str
+    session: evenly.Session
+    model: nn.Module
+    plan: Plan
+    predicted_s: float
+    steps: Iterator[None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where the runs and the result go")
+    parser.add_argument("--data", help="folder of Fashion-MNIST; 'made' for made digits", default="")
+    parser.add_argument("--until", type=float, required=True, help="when the last turn ends, in seconds since 1970")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    folder = Path(arguments.data) if arguments.data else None
+    train, test = make_digits() if arguments.data == "made" else load_fashion(folder)
+    train, test = TensorDataset(*train[:6000]), TensorDataset(*test[:1200])
+    with ExitStack() as stack:
+        ways = open_ways(stack, arguments.folder, train)
+        rows = take_turns(ways, arguments.folder, until=arguments.until)
+        status(ways[0].session, arguments.folder, "testing the three networks")
+        for way in ways:
+            way.session.stop("the time of the demo is over")
+            for _ in way.steps:
+                pass
+            rows[way.name]["accuracy"] = accuracy(way, test)
+        if ways[0].session.is_main:
+            (arguments.folder / "turns.json").write_text(json.dumps(rows, indent=1))
+
+
+def open_ways(stack: ExitStack, folder: Path, train: TensorDataset) -> list[Way]:
+    """Returns the three ways, ready to train."""
+    sessions = {
+        name: stack.enter_context(evenly.Session(folder / name, progress=False, checkpoint_every=None, resume=False))
+        for name in ("global", "node-based", "planned")
+    }
+    for session in sessions.values():
+        session.stopwatch.pause()
+    first = sessions["global"]
+    x = train[:BATCH][0]
+    wait_for_quotas(first, folder)
+    model = SmallResNet(WIDTH).to(first.device)
+    status(first, folder, "measuring the devices and links")
+    profile = evenly.measure(model, x.to(first.device), quick=True)
+    graph = evenly.trace(model, x.to(first.device))
+    share = BATCH // first.world_size
+    plans = {
+        "global": first.plan(batch_size=share, every="global"),
+        "node-based": sessions["node-based"].plan(batch_size=share, every=PERIOD),
+    }
+    plans["planned"] = planned(sessions["planned"], model, x, profile, plans["node-based"])
+    ways = []
+    for name, session in sessions.items():
+        torch.manual_seed(0)
+        network = SmallResNet(WIDTH)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.03, momentum=0.9, nesterov=True)
+        forecast = simulate(plans[name], session.cluster, profile, graph, steps=10 * PERIOD)
+        synchronized, _, loader = session.prepare(network, optimizer, train, plan=plans[name])
+        steps = train_steps(session, synchronized, optimizer, loader)
+        ways.append(Way(name, session, synchronized, plans[name], forecast.step_s, steps))
+    return ways
+
+
+def planned(session: evenly.Session, model: nn.Module, x: torch.Tensor, profile: Profile, even: Plan) -> Plan:
+    """Returns the plan for all ranks by what was measured: if the shortest leaves some out, batches go by speed."""
+    plan = session.plan(model, x.to(session.device), global_batch=BATCH, every=PERIOD, profile=profile)
+    if len(plan.active) == len(plan.roles) and not plan.replicas:
+        return plan
+    share = BATCH // len(profile.devices)
+    speeds = [share / device.step.at(share) for device in profile.devices]
+    samples = [max(1, count) for count in deal(BATCH, speeds)]
+    roles = [role.model_copy(update={"samples": count}) for role, count in zip(even.roles, samples, strict=True)]
+    return even.model_copy(update={"roles": tuple(roles)})
+
+
+def train_steps(
+    session: evenly.Session, model: nn.Module, optimizer: torch.optim.Optimizer, loader: evenly.batches.Feed
+) -> Iterator[None]:
+    """Trains, and yields after every step."""
+    for _ in session.epochs(EPOCHS):
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+            optimizer.step()
+            optimizer.zero_grad()
+            session.log(loss=loss.detach())
+            yield
+
+
+def take_turns(ways: list[Way], folder: Path, *, until: float) -> dict[str, dict[str, object]]:
+    """Trains all ways in turns until the time is over, and returns the seconds and bytes of each turn."""
+    rows: dict[str, dict[str, object]] = {
+        way.name: {"seconds": [], "bytes": [], "predicted_s": way.predicted_s, "samples": list(way.plan.batch_shares)}
+        for way in ways
+    }
+    is_over, number = False, 0
+    while not is_over:
+        began = time.time()
+        for place in range(len(ways)):
+            way = ways[(place + number) % len(ways)]
+            status(way.session, folder, f"round {number}, {way.name}")
+            turn_s, turn_bytes = take_turn(way)
+            if number:  # the first round warms up
+                rows[way.name]["seconds"].append(turn_s)  # type: ignore[attr-defined]
+                rows[way.name]["bytes"].append(turn_bytes)  # type: ignore[attr-defined]
+        number += 1
+        (is_over, *_) = ways[0].session.gather(number > FEWEST and 2 * time.time() - began > until)
+    return rows
+
+
+def take_turn(way: Way) -> tuple[float, int]:
+    """Makes the steps of one turn and returns its seconds and the bytes that all nodes sent."""
+    session = way.session
+    is_first = session.rank in [ranks[0] for ranks in session.cluster.rank_lists()]
+    session.sum(0)
+    before, began = interface_bytes() if is_first else 0, time.monotonic()
+    session.stopwatch.resume()
+    for _ in range(PERIOD):
+        next(way.steps)
+    session.sum(0)
+    session.stopwatch.pause()
+    turn_s = time.monotonic() - began
+    (sent_bytes,) = session.sum((interface_bytes() if is_first else 0) - before)
+    return turn_s, int(sent_bytes)
+
+
+def wait_for_quotas(session: evenly.Session, folder: Path) -> None:
+    """Waits until the program that started the ranks has made them uneven: starting took no part of the comparison."""
+    status(session, folder, READY)
+    while session.is_main and not (folder / "go").exists():
+        time.sleep(0.05)
+    session.sum(0)
+
+
+def status(session: evenly.Session, folder: Path, words: str) -> None:
+    """Writes what is done now, for the view of the program that started the ranks."""
+    if session.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "status").write_text(words)
+        print(words, flush=True)
+
+
+@torch.no_grad()
+def accuracy(way: Way, test: TensorDataset) -> float:
+    """Returns the part of the test images that are right, in per cent; each rank tests its part."""
+    way.model.eval()
+    right = sum(int((way.model(x).argmax(1) == y).sum()) for x, y in way.session.feed(test, batch_size=256))
+    return 100 * way.session.sum(right)[0] / len(test)
+
+
+if __name__ == "__main__":
+    main()
