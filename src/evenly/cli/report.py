@@ -21,6 +21,9 @@ def report(
         Path | None, typer.Option(help="Write a trace of one run, for Perfetto or Chrome, to this file.")
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write all that ranks recorded to this file.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Show a run that goes on until it ends; Ctrl-C stops showing it.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run instead of a table.")] = False,
 ) -> None:
     """Print one row for each run: time, samples/s, MB across nodes, exchanges, accuracy.
@@ -40,6 +43,8 @@ def report(
     require_writable(html, trace, csv)
     if trace is not None and len(runs) > 1:
         raise SpecError(f"--trace was given with {len(runs)} runs, but a trace shows one. Give one run.")
+    if follow:
+        _follow(runs)
     with_ranks = any(path is not None for path in (html, trace, csv))
     recorded, console = [read_recorded(path, with_ranks=with_ranks) for path in runs], open_console()
     if json:
@@ -60,6 +65,20 @@ def report(
         print(f"evenly: {problem}", file=sys.stderr)
     if problems:
         raise typer.Exit(1)
+
+
+def _follow(runs: list[Path]) -> None:
+    from evenly.cli._follow import follow
+    from evenly.cli._show import open_console
+    from evenly.errors import SpecError
+    from evenly.reports.live import FollowedRun
+
+    if len(runs) > 1:
+        raise SpecError(f"--follow was given with {len(runs)} runs, but it shows one. Give one run.")
+    try:
+        follow(FollowedRun(runs[0]), open_console())
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
 
 
 def _write(runs: list[RecordedRun], html: Path | None, trace: Path | None, csv: Path | None) -> list[Path]:

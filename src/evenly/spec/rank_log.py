@@ -141,7 +141,7 @@ def parse_rank_log(lines: Iterable[str | bytes], *, name: str) -> RankLogs:
     unread: list[int] = []
     rows = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     for number, line in rows:
-        entry = _entry(line)
+        entry = parse_line(line)
         if isinstance(entry, RankStarted):
             parts += _closed(started, steps, others)
             started, steps, others = entry, [], []
@@ -158,7 +158,7 @@ def parse_rank_log(lines: Iterable[str | bytes], *, name: str) -> RankLogs:
     return RankLogs(tuple(parts), tuple(problems))
 
 
-def _entry(line: str | bytes) -> RankStarted | RankExchange | LinkBytes | StepTimes | None:
+def parse_line(line: str | bytes) -> RankStarted | RankExchange | LinkBytes | StepTimes | None:
     """Returns what one line holds; None if it cannot be read."""
     try:
         if line[:1] not in ("[", b"["):

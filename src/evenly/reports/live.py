@@ -1,0 +1,147 @@
+"""Files of a run that goes on -> one row per rank: how it spends its time now, and the bytes it sends."""
+
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenly.errors import SpecError
+from evenly.spec import LinkBytes, RankExchange, RankStarted, Run, RunFailed, RunFinished, RunStarted, StepTimes
+from evenly.spec.rank_log import FOLDER, parse_line
+
+WINDOW_S = 5.0  # of a rank's time that a row shows
+PHASES = ("computing", "averaging", "sending", "waiting", "other")
+
+
+@dataclass(frozen=True)
+class LiveRow:
+    """One rank during the last seconds: the parts of its time, and the bytes that it sent since the start."""
+
+    rank: int
+    node: int
+    host: str
+    step: int
+    steps_per_s: float
+    parts: tuple[float, ...]  # one for each of `PHASES`; their sum is 1
+    sent_bytes: int
+    link_bytes: int | None  # of its node's network interfaces; None unless this rank reads them
+
+    @property
+    def state(self) -> str:
+        """What the rank does for the largest part of its time."""
+        return PHASES[max(range(len(PHASES)), key=lambda index: self.parts[index])]
+
+
+class GrowingFile:
+    """A file to which lines are added, and what was read of it so far."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        self._begun_line = b""
+
+    def new_lines(self) -> list[bytes]:
+        """Returns the lines that were completed since the last call; all of them again if the file begins anew."""
+        try:
+            with self._path.open("rb") as stream:
+                size = stream.seek(0, 2)
+                if size < self._position:
+                    self._position, self._begun_line = 0, b""
+                stream.seek(self._position)
+                text = self._begun_line + stream.read()
+                self._position = stream.tell()
+        except OSError:
+            return []
+        *lines, self._begun_line = text.split(b"\n")
+        return [line for line in lines if line.strip()]
+
+
+class _RankTail:
+    """The last seconds of one rank."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GrowingFile(path)
+        self.started: RankStarted | None = None
+        self.rows: deque[StepTimes] = deque()
+        self.exchange_bytes = self.gradient_bytes = 0
+        self.link_bytes: int | None = None
+
+    def read(self) -> None:
+        """Takes in what the rank has written since the last call."""
+        for line in self._file.new_lines():
+            entry = parse_line(line)
+            if isinstance(entry, RankStarted):
+                self.started = entry
+                self.rows.clear()
+                self.exchange_bytes = self.gradient_bytes = 0
+            elif isinstance(entry, StepTimes):
+                self.rows.append(entry)
+                self.gradient_bytes += entry.gradient_bytes
+            elif isinstance(entry, RankExchange):
+                self.exchange_bytes += entry.sent_bytes
+            elif isinstance(entry, LinkBytes):
+                self.link_bytes = entry.sent_bytes
+        while self.rows and self.rows[0].ended_s < self.rows[-1].ended_s - WINDOW_S:
+            self.rows.popleft()
+
+    def part(self, field: str) -> float:
+        """Returns the part of the last seconds that went into a field of `StepTimes`."""
+        return sum(getattr(row, field) for row in self.rows) / max(1e-9, sum(row.seconds for row in self.rows))
+
+
+class FollowedRun:
+    """A run that another program makes, as its files show it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        if not self._folder.is_dir():
+            raise SpecError(f"the run in {folder} was to be followed, but there is no such folder. Give a run folder.")
+        self._events = GrowingFile(self._folder / "run.jsonl")
+        self._tails: dict[str, _RankTail] = {}
+        self.run = Run(events=())
+
+    def read(self) -> None:
+        """Takes in what was written since the last call."""
+        lines = self._events.new_lines()
+        if lines:
+            self.run = Run(events=(*self.run.events, *Run.from_lines(lines).events))
+        for file in Path(self._folder, FOLDER).glob("*.jsonl"):
+            self._tails.setdefault(file.name, _RankTail(file)).read()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last start of the run has ended."""
+        for event in reversed(self.run.events):
+            if isinstance(event, RunFinished | RunFailed):
+                return True
+            if isinstance(event, RunStarted):
+                return False
+        return False
+
+    def rows(self) -> list[LiveRow]:
+        """Returns a row for each rank that has made steps."""
+        found = [(tail.started, tail) for tail in self._tails.values() if tail.started is not None and tail.rows]
+        rows = []
+        for started, tail in found:
+            together = [other for other_started, other in found if other_started.node == started.node]
+            rows.append(_row(started, tail, together))
+        return sorted(rows, key=lambda row: row.rank)
+
+
+def _row(started: RankStarted, tail: _RankTail, together: list[_RankTail]) -> LiveRow:
+    """Returns the row of one rank; what it spends on averaging beyond the fastest rank of its node is waiting."""
+    seconds = max(1e-9, sum(row.seconds for row in tail.rows))
+    averaging = min(other.part("gradients_s") for other in together)
+    computing, sending = tail.part("compute_s"), tail.part("exchange_s")
+    waiting = tail.part("waiting_s") + tail.part("gradients_s") - averaging
+    other = max(0.0, 1 - computing - averaging - sending - waiting)
+    total = computing + averaging + sending + waiting + other
+    return LiveRow(
+        rank=started.rank,
+        node=started.node,
+        host=started.host,
+        step=tail.rows[-1].step,
+        steps_per_s=sum(row.steps for row in tail.rows) / seconds,
+        parts=tuple(part / total for part in (computing, averaging, sending, waiting, other)),
+        sent_bytes=tail.exchange_bytes + tail.gradient_bytes,
+        link_bytes=tail.link_bytes,
+    )
