@@ -7,29 +7,33 @@ machine: the methods are the same, but no link is slow, so the times say little.
 import argparse
 import json
 import math
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import webbrowser
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
+from evenly.cli._follow import live_view
 from evenly.lab import Lab, LabCluster, load_cluster, missing
 from evenly.recipes.fashion_data import DEBIAN
+from evenly.reports import read_recorded
+from evenly.reports.live import FollowedRun
+from evenly.reports.page import write_page
 
 LIMIT_S = 170.0  # of everything; the installation is over
 TEST_S = 12.0  # kept for the tests of the networks at the end
-WAYS = {
-    "global": "global: gradients averaged over all ranks in every step",
-    "node-based": "node-based: averaged in the node, parameters across nodes every 8 steps",
-    "planned": "node-based, batches by the measured plan",
-}
+WAYS = {"global": "global", "node-based": "node-based", "planned": "node-based, planned batches"}
 FEWEST = 4  # rounds from which a ratio is told
 WIDEST = 1.5  # largest over smallest likely value of a ratio that is told
 READY = "all ranks have started"  # what the ranks say before they wait for their quotas
@@ -58,7 +62,7 @@ class Ratio:
 
 
 def ratio_of(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
-    """Returns the ratio of turns that followed each other, with the range of its median at 90 % or the best there is."""
+    """Returns the ratio of turns that followed each other, and where its median likely is (in 9 of 10 cases)."""
     ratios = sorted(a / b for a, b in zip(slow, fast, strict=True))
     count, skipped = len(ratios), 0
     while 2 * sum(math.comb(count, k) for k in range(skipped + 2)) / 2**count <= 0.1:
@@ -87,10 +91,61 @@ def main() -> None:
     command = [str(Path(__file__).with_name("demo_ranks.py")), "--folder", str(arguments.run.resolve())]
     command += ["--data", str(data) if data.is_dir() else "made"]
     command += ["--until", str(time.time() + arguments.seconds - TEST_S)]
-    (on_lab if reason is None else on_this_machine)(command, arguments.run)
+    with viewing(arguments.run, console):
+        (on_lab if reason is None else on_this_machine)(command, arguments.run)
     rows = json.loads((arguments.run / "turns.json").read_text())
     show(rows, console, is_emulated=reason is None)
-    console.print(f"{time.monotonic() - began:.0f} s")
+    page = arguments.run / "report.html"
+    write_page([read_recorded(arguments.run / name) for name in WAYS], page)
+    console.print(f"took {time.monotonic() - began:.0f} s; who computed, waited and sent when: {page}", soft_wrap=True)
+    open_page(page)
+
+
+@contextmanager
+def viewing(folder: Path, console: Console) -> Iterator[None]:
+    """Shows what the ranks do: a table that is renewed on a terminal, a line for each round elsewhere."""
+    is_over = threading.Event()
+    thread = threading.Thread(target=view, args=(folder, console, is_over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def view(folder: Path, console: Console, is_over: threading.Event) -> None:
+    """Shows the way whose turn it is until `is_over`."""
+    runs: dict[str, FollowedRun] = {}
+    words = ""
+    with Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else nullcontext() as live:
+        while not is_over.wait(0.5):
+            before, words = words, read_status(folder)
+            for name in WAYS:
+                if name not in runs and (folder / name).is_dir():
+                    runs[name] = FollowedRun(folder / name)
+                if name in runs:
+                    runs[name].read()
+            current = next((run for name, run in runs.items() if words.endswith(name)), None)
+            if live is not None:
+                live.update(words if current is None else live_view(current, words))
+            elif words != before and (not words.startswith("round") or words.endswith("global")):
+                console.print(words.partition(",")[0])
+
+
+def read_status(folder: Path) -> str:
+    """Returns what the ranks do now."""
+    try:
+        return (folder / "status").read_text() or "starting"
+    except OSError:
+        return "starting the ranks"
+
+
+def open_page(page: Path) -> None:
+    """Opens the page in a browser where there is a display and a person."""
+    has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")) or sys.platform == "darwin"
+    if sys.stdout.isatty() and has_display:
+        webbrowser.open(page.resolve().as_uri())
 
 
 def on_lab(command: list[str], folder: Path) -> None:
@@ -101,7 +156,7 @@ def on_lab(command: list[str], folder: Path) -> None:
             lab.set_cpu(rank, None)
         waiting = threading.Thread(target=set_quotas, args=(lab, cluster, folder), daemon=True)
         waiting.start()
-        lab.run([sys.executable, *command], output="rank0").check()
+        lab.run([sys.executable, *command], output="capture").check()
         waiting.join()
 
 
@@ -123,7 +178,7 @@ def set_quotas(lab: Lab, cluster: LabCluster, folder: Path) -> None:
 def on_this_machine(command: list[str], folder: Path) -> None:
     (folder / "go").write_text("")
     launch = [sys.executable, "-m", "evenly", "launch", "--nodes", "2,1", *command]
-    subprocess.run(launch, check=True)
+    subprocess.run(launch, check=True, stdout=subprocess.DEVNULL)
 
 
 def show(rows: dict[str, dict[str, list[float]]], console: Console, *, is_emulated: bool) -> None:
@@ -145,6 +200,11 @@ def show(rows: dict[str, dict[str, list[float]]], console: Console, *, is_emulat
             f"{row['accuracy']:.1f}",
         )
     console.print("", table)
+    console.print(
+        "global: gradients are averaged over all ranks in every step. node-based: inside each node in every step, and "
+        "parameters across nodes every 8 steps. planned: each rank gets the samples it can do in the same time.",
+        soft_wrap=True,
+    )
     seconds = {name: row["seconds"] for name, row in rows.items()}
     sent = {name: statistics.median(row["bytes"]) for name, row in rows.items()}
     if is_emulated:

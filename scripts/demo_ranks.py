@@ -176,7 +176,6 @@ def status(session: evenly.Session, folder: Path, words: str) -> None:
     if session.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "status").write_text(words)
-        print(words, flush=True)
 
 
 @torch.no_grad()
