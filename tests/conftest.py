@@ -51,13 +51,22 @@ SLOW = (  # over ten seconds each on a busy core; `make test-all` runs them
     "launch/test_terminal.py::test_ranks_of_mpirun_write_plain_text_into_a_file",
     "nodes/test_caught_errors.py::test_ranks_that_catch_the_error_end_with_their_own_code",
     "session/test_shards.py::test_state_of_a_factored_optimizer_is_averaged_as_by_hand",
+    "golden/test_golden.py::test_losses_are_those_of_before",
+    "test_docs.py::test_the_site_builds_without_a_warning",
+    "test_examples.py::test_each_runs_alone_and_leaves_nothing",  # the complete ones run on three ranks in `make test`
+    "session/test_shards.py::test_a_run_that_crashed_resumes_bit_for_bit_and_with_other_shares",
+    "planner/test_fewer.py::test_no_set_of_nodes_is_clearly_faster",
+    "shards/test_networks.py::test_a_cut_network_runs_uncompiled_inside_of_a_compiled_function",
+    "shards/test_networks.py::test_sequences_of_other_lengths_and_a_limit_of_traces",
+    "shards/test_state.py::test_dropout_masks_go_on_where_they_were",
     "launch/test_command.py::test_two_ranks_and_one_run_as_two_nodes",  # test_one_failing_rank... starts as many
     "graph/test_refused.py::test_only_our_error_is_said",
     "session/test_planning.py::test_a_measurement_becomes_a_plan_that_trains",  # the report's test does so, too
     "shards/test_recurrent.py::test_layers_with_dropout_between_them_and_states_that_go_on",
     "shards/test_recurrent.py::test_other_lengths_keep_the_way_of_the_example",
 )
-SAMPLED = {  # of tests with many cases `make test` runs these, and `make test-all` the others
+# Of tests with many cases `make test` runs these, or every second, third, ... of them; `make test-all` runs the others.
+SAMPLED: dict[str, tuple[str, ...] | int] = {
     "graph/test_trace.py::test_encoders_whose_layers_torch_would_fuse_in_evaluation": ("0.0-0", "0.1-0"),
     "graph/test_trace.py::test_tracing_leaves_the_network_as_it_is": ("resnet18",),
     "checkpoints/test_export.py::test_an_exported_run_is_what_agreed_shows": (
@@ -107,17 +116,27 @@ SAMPLED = {  # of tests with many cases `make test` runs these, and `make test-a
         "stochastic depth", "bernoulli", "a module that cannot be traced"),
     "shards/test_networks.py::test_recurrent_layers_are_cut_along_the_batch": (
         "False-LSTM, steps first", "False-GRU of both directions"),
-    "shards/test_probe.py::test_elementwise_optimizers_pass": (
-        "SGD-options1", "Adam-options5", "AdamW-options10", "RMSprop-options13", "Adagrad-options15",
-        "Adadelta-options18", "Adamax-options20", "NAdam-options22", "RAdam-options24", "ASGD-options26",
-        "Rprop-options28"),
+    "shards/test_probe.py::test_elementwise_optimizers_pass": 5,
+    "shards/test_parameters.py::test_what_treats_each_element_alone_gives_the_numbers_of_one_device": 3,
+    "shards/test_loops.py::test_a_loop_does_the_same": 2,
+    "shards/test_guard.py::test_what_treats_each_element_alone_works_as_ever": 3,
+    "shards/test_guard.py::test_what_looks_at_several_elements_is_refused": 3,
+    "shards/test_guard.py::test_torchs_clipping_gives_the_numbers_of_one_device": 3,
+    "shards/test_attacks.py::test_a_cut_network_is_exact_or_refuses": 2,
+    "shards/test_own_code.py::test_code_that_is_put_in_place_of_torchs_runs": 2,
+    "shards/test_refusals.py::test_it_is_computed_as_it_is": 2,
+    "shards/test_verify.py::test_a_parameter_that_one_rank_has_changed_is_named": 3,
+    "shards/test_state.py::test_counts_of_steps_are_kept_in_either_form": 2,
+    "session/test_shards.py::test_a_cut_network_trains_as_on_one_device": 2,
+    "session/test_verifying.py::test_a_run_is_the_same_to_the_last_bit": 2,
+    "gradients/test_not_averaged.py::test_ranks_of_a_node_that_hold_different_parameters_are_named": 3,
     "shards/test_properties.py::test_any_network_trains_as_on_one_device": ("2",),
     "shards/test_recurrent.py::test_units_are_computed_by_the_rank_that_holds_them": (
         "LSTM of both directions, given states",),
     "shards/test_recurrent.py::test_ranks_without_units_or_without_a_share": ("shares0",),
     "shards/test_state.py::test_torch_reads_the_checkpoints_and_they_come_back": ("sgd",),
     "shards/test_state.py::test_training_goes_on_in_another_split_and_in_plain_torch": (
-        "small-adam-adam", "autoencoder1d-adafactor-torch_adafactor"),
+        "small-adam-adam",),
     "shards/test_verify.py::test_networks_that_are_cut_are_the_same": ("small-3", "gpt2_separate_tied-2"),
     "shards/test_verify.py::test_a_gather_with_the_wrong_way_back_is_named": ("small", "small32"),
     "shards/test_zoo.py::test_a_network_trains_as_on_one_device": ("resnet18",),
@@ -150,9 +169,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases: dict[str, set[str]] = {}
     for item in items:
         name, _, case = item.nodeid.removeprefix("tests/").partition("[")
-        case, kept = case.removesuffix("]"), SAMPLED.get(name)
+        case, kept = case.removesuffix("]"), SAMPLED.get(name, 1)
+        is_kept = case in kept if isinstance(kept, tuple) else len(cases.get(name, ())) % kept == 0
         cases.setdefault(name, set()).add(case)
-        if name in SLOW or (kept is not None and case not in kept):
+        if name in SLOW or not is_kept:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))  # some need a minute of processor time, of which others take most
@@ -186,7 +206,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _require_known(cases: dict[str, set[str]]) -> None:
     """Refuses lists that name what is not there: a test that was renamed would run always, or never."""
     files = {name.partition("::")[0] for name in cases}
-    for name, kept in (*((name, ()) for name in SLOW), *SAMPLED.items()):
+    listed = {name: kept for name, kept in SAMPLED.items() if isinstance(kept, tuple)}
+    for name, kept in (*((name, ()) for name in {*SLOW, *SAMPLED} - listed.keys()), *listed.items()):
         file = name.partition("::")[0]
         is_known = (Path(__file__).parent / file).exists()
         if not is_known or (file in files and (name not in cases or not set(kept) <= cases[name])):

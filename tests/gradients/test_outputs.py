@@ -238,21 +238,24 @@ def test_losses_that_the_module_keeps_are_weighted_by_their_batch(fill):
     assert_same(run_ranks(2, act), reference_gradients(parts, weights))
 
 
+WIDTH = 1009  # no tensor of another test has as many elements
+
+
 def test_copies_of_gradients_are_freed_at_the_end_of_backward():
     both_done = threading.Barrier(2)
 
     def has_copies():
         gc.collect()
         return any(
-            type(tensor) is torch.Tensor and tensor.numel() == 3000 and tensor.dtype == torch.float32
+            type(tensor) is torch.Tensor and tensor.numel() == 3 * WIDTH and tensor.dtype == torch.float32
             for tensor in gc.get_objects()
         )
 
     def act(rank_group):
-        model = nn.Linear(1000, 3, bias=False).bfloat16()
+        model = nn.Linear(WIDTH, 3, bias=False).bfloat16()
         synchronized, _ = join(rank_group, ragged(2), model, every=50)
         with closing(synchronized):
-            synchronized(torch.ones(2 + rank_group.rank, 1000, dtype=torch.bfloat16)).float().mean().backward()
+            synchronized(torch.ones(2 + rank_group.rank, WIDTH, dtype=torch.bfloat16)).float().mean().backward()
             both_done.wait(timeout=30)  # objects of all threads are looked at
             until = time.monotonic() + 10.0  # a thread of gloo may hold what it has just sent
             while (is_any := has_copies()) and time.monotonic() < until:
