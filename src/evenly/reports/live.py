@@ -85,7 +85,8 @@ class _RankTail:
 
     def part(self, field: str) -> float:
         """Returns the part of the last seconds that went into a field of `StepTimes`."""
-        return sum(getattr(row, field) for row in self.rows) / max(1e-9, sum(row.seconds for row in self.rows))
+        seconds: float = sum(getattr(row, field) for row in self.rows)
+        return seconds / max(1e-9, sum(row.seconds for row in self.rows))
 
 
 class FollowedRun:
