@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt
 
+# Without bytecode every process compiles what it imports anew, and the tests start many.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-all lint style fast bench docs data clean
 
 help: ## Show this list

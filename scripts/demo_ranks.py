@@ -74,7 +74,7 @@ def open_ways(stack: ExitStack, folder: Path, train: TensorDataset) -> list[Way]
         for name in ("global", "node-based", "planned")
     }
     for session in sessions.values():
-        session.stopwatch.pause()
+        session.run_clock.pause()
     first = sessions["global"]
     x = train[:BATCH][0]
     wait_for_quotas(first, folder)
@@ -153,11 +153,11 @@ def take_turn(way: Way) -> tuple[float, int]:
     is_first = session.rank in [ranks[0] for ranks in session.cluster.rank_lists()]
     session.sum(0)
     before, began = interface_bytes() if is_first else 0, time.monotonic()
-    session.stopwatch.resume()
+    session.run_clock.resume()
     for _ in range(PERIOD):
         next(way.steps)
     session.sum(0)
-    session.stopwatch.pause()
+    session.run_clock.pause()
     turn_s = time.monotonic() - began
     (sent_bytes,) = session.sum((interface_bytes() if is_first else 0) - before)
     return turn_s, int(sent_bytes)

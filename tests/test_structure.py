@@ -27,6 +27,12 @@ def trees() -> list[tuple[Path, ast.Module]]:
     return [(path, ast.parse(path.read_text())) for path in FILES]
 
 
+@functools.cache
+def nodes() -> list[tuple[Path, ast.AST]]:
+    """All that the files consist of; to walk through the trees takes longer than to look at it."""
+    return [(path, node) for path, tree in trees() for node in ast.walk(tree)]
+
+
 def spot(path: Path, node: ast.stmt | ast.expr) -> str:
     return f"{path.relative_to(ROOT)}:{node.lineno}"
 
@@ -59,8 +65,7 @@ def test_what_needs_no_torch_starts_without_it() -> None:
 def test_only_launch_reads_the_environment() -> None:
     reads = [
         spot(path, node)
-        for path, tree in trees()
-        for node in ast.walk(tree)
+        for path, node in nodes()
         if isinstance(node, ast.Attribute | ast.ImportFrom) and _of_os(node) and package_of(path) != "launch"
     ]
     assert reads == []
@@ -75,8 +80,7 @@ def _of_os(node: ast.Attribute | ast.ImportFrom) -> bool:
 def test_only_the_command_line_prints() -> None:
     prints = [
         spot(path, node)
-        for path, tree in trees()
-        for node in ast.walk(tree)
+        for path, node in nodes()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
         if package_of(path) != "cli"
     ]
@@ -84,7 +88,7 @@ def test_only_the_command_line_prints() -> None:
 
 
 def test_no_bare_assert() -> None:
-    assert [spot(path, n) for path, tree in trees() for n in ast.walk(tree) if isinstance(n, ast.Assert)] == []
+    assert [spot(path, node) for path, node in nodes() if isinstance(node, ast.Assert)] == []
 
 
 def test_only_one_package_touches_private_names_of_others() -> None:
@@ -168,8 +172,7 @@ def _names_of_torch() -> set[str]:
 def test_only_one_package_patches_torch_or_counts_references() -> None:
     found = [
         spot(path, node)
-        for path, tree in trees()
-        for node in ast.walk(tree)
+        for path, node in nodes()
         if isinstance(node, ast.Attribute) and package_of(path) != "_torch" and _is_trick(node)
     ]
     assert found == []
@@ -197,12 +200,7 @@ DISTRIBUTED = ("dist", "distributed", "torch.distributed", "torch.distributed.di
 
 
 def test_only_comm_calls_collectives_of_torch() -> None:
-    calls = [
-        spot(path, node)
-        for path, tree in trees()
-        for node in ast.walk(tree)
-        if package_of(path) != "comm" and _is_collective(node)
-    ]
+    calls = [spot(path, node) for path, node in nodes() if package_of(path) != "comm" and _is_collective(node)]
     assert calls == []
 
 
@@ -216,10 +214,9 @@ def _is_collective(node: ast.AST) -> bool:
 
 def test_class_names_are_unique() -> None:
     homes: dict[str, list[str]] = {}
-    for path, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name, []).append(spot(path, node))
+    for path, node in nodes():
+        if isinstance(node, ast.ClassDef):
+            homes.setdefault(node.name, []).append(spot(path, node))
     assert {name: spots for name, spots in homes.items() if len(spots) > 1} == {}
 
 

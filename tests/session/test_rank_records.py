@@ -7,7 +7,7 @@ import pytest
 
 from evenly.session import rank_recorder
 from evenly.session.rank_recorder import RankIdentity, RankRecorder, RankTotals
-from evenly.session.stopwatch import Stopwatch
+from evenly.session.run_clock import RunClock
 from evenly.spec import ExchangeDone, Run, RunFinished, read_rank_logs
 from tests.processes import run_processes
 from tests.ranks import ragged
@@ -15,7 +15,7 @@ from tests.ranks import ragged
 IDENTITY = RankIdentity(0, 0, host="a", device="cpu:0")
 
 
-class Clock(Stopwatch):
+class Clock(RunClock):
     """The time, as a test sets it."""
 
     def __init__(self) -> None:
@@ -100,15 +100,15 @@ def test_all_ranks_of_a_run_record_what_they_did(tmp_path: Path) -> None:
 
 
 def test_a_pause_is_left_out_of_the_time() -> None:
-    stopwatch = Stopwatch()
-    began, began_at = stopwatch.monotonic(), stopwatch.time()
-    stopwatch.pause()
-    stopwatch.pause()
+    run_clock = RunClock()
+    began, began_at = run_clock.monotonic(), run_clock.time()
+    run_clock.pause()
+    run_clock.pause()
     time.sleep(0.3)
-    assert stopwatch.monotonic() - began < 0.1
-    stopwatch.resume()
-    stopwatch.resume()
-    assert stopwatch.monotonic() - began < 0.1
-    assert stopwatch.time() - began_at < 0.1
+    assert run_clock.monotonic() - began < 0.1
+    run_clock.resume()
+    run_clock.resume()
+    assert run_clock.monotonic() - began < 0.1
+    assert run_clock.time() - began_at < 0.1
     time.sleep(0.02)
-    assert stopwatch.monotonic() - began >= 0.02
+    assert run_clock.monotonic() - began >= 0.02

@@ -103,7 +103,7 @@ class ActiveRanks:
             rank, node, host=self.cluster.nodes[node].name, device=device.name or f"{device.kind}:{device.index}"
         )
         link_bytes = self.counters.link_bytes if nodes[node][0] == rank else None
-        return RankRecorder(folder, identity, self.counters.rank_totals, link_bytes, self.recorder.stopwatch)
+        return RankRecorder(folder, identity, self.counters.rank_totals, link_bytes, self.recorder.run_clock)
 
     @property
     def participation(self) -> dict[str, object]:

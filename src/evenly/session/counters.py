@@ -25,7 +25,7 @@ class Counters:
         self.samples = self._all_samples = self.exchange_seconds = 0.0
         self.steps_made = self.exchanges = self.sent_bytes = 0
         self._exchange_s = self._waiting_s = 0.0  # in which training waited
-        self._recorder, self._stopwatch = recorder, recorder.stopwatch
+        self._recorder, self._run_clock = recorder, recorder.run_clock
         self.rank_recorder: RankRecorder | None = None  # of a run with a folder
         self.stragglers: StragglerWatch | None = None  # of a run with several ranks
         self._hosts: list[str] = []  # of each rank
@@ -40,7 +40,7 @@ class Counters:
 
     def start(self) -> None:
         """Starts the clock: training begins here."""
-        self._began = self._recorded_at = self._stopwatch.monotonic()
+        self._began = self._recorded_at = self._run_clock.monotonic()
         self._interfaces_before = interface_bytes()
         self._stepped_at, self._step_times = None, TimeSamples()
         if self.rank_recorder is not None:
@@ -68,8 +68,8 @@ class Counters:
         self.steps_made += 1
         self.samples += samples
         self._all_samples += times * samples
-        if self._stopwatch.monotonic() - self._recorded_at > RECORD_S:
-            self._recorded_at = self._stopwatch.monotonic()
+        if self._run_clock.monotonic() - self._recorded_at > RECORD_S:
+            self._recorded_at = self._run_clock.monotonic()
             self._recorder.record(StepsDone, epoch=epoch, step=step, samples=round(self._all_samples))
         if self.rank_recorder is not None:
             self.rank_recorder.step_done(step)
@@ -87,7 +87,7 @@ class Counters:
 
     def _time_step(self) -> None:
         """Adds the time since the last step, less what exchanges took of it."""
-        now, blocked_s = self._stopwatch.monotonic(), self._exchange_s + self._waiting_s
+        now, blocked_s = self._run_clock.monotonic(), self._exchange_s + self._waiting_s
         if self._stepped_at is not None:
             stepped_at, blocked_before_s = self._stepped_at
             self._step_times.add(now - stepped_at - (blocked_s - blocked_before_s))
@@ -144,7 +144,7 @@ class Counters:
 
     def record_totals(self, rows: list[dict[str, float]], nodes: list[list[int]]) -> None:
         """Records the end of the run, from the sums of every rank."""
-        seconds = self._stopwatch.monotonic() - self._began
+        seconds = self._run_clock.monotonic() - self._began
         samples = int(sum(row["samples"] for row in rows))
         self._recorder.record(
             RunFinished,

@@ -8,7 +8,7 @@ from typing import NamedTuple, TextIO
 
 from evenly.exchange import ExchangeSummary
 from evenly.session.recorder import drop_cut_line
-from evenly.session.stopwatch import Stopwatch
+from evenly.session.run_clock import RunClock
 from evenly.spec import LinkBytes, RankExchange, RankStarted, StepTimes
 from evenly.spec.rank_log import FOLDER
 
@@ -54,7 +54,7 @@ class RankRecorder:
         identity: RankIdentity,
         totals: Callable[[], RankTotals],
         link_bytes: Callable[[], int] | None,
-        stopwatch: Stopwatch,
+        run_clock: RunClock,
     ) -> None:
         """Writes nothing yet.
 
@@ -63,9 +63,9 @@ class RankRecorder:
             identity: the rank.
             totals: returns the sums of this rank so far.
             link_bytes: returns the bytes that this node has sent since the start; None on all but its first rank.
-            stopwatch: the time of the run.
+            run_clock: the time of the run.
         """
-        self._stopwatch = stopwatch
+        self._run_clock = run_clock
         self._file = folder / FOLDER / f"{identity.rank}.jsonl"
         self._identity, self._totals, self._link_bytes = identity, totals, link_bytes
         self._stream: TextIO | None = None
@@ -75,15 +75,15 @@ class RankRecorder:
 
     def begin(self, step: int) -> None:
         """Starts the clock: training begins after `step`. What is recorded from here on is a part of its own."""
-        self._began = self._row_began = self._flushed_at = self._stopwatch.monotonic()
+        self._began = self._row_began = self._flushed_at = self._run_clock.monotonic()
         self._due = self._began + LEAST_S
         self._before = self._totals()
-        started = RankStarted(at_s=self._stopwatch.time(), step=step, **vars(self._identity))
+        started = RankStarted(at_s=self._run_clock.time(), step=step, **vars(self._identity))
         self._header: str | None = started.model_dump_json()  # written before the first line of the part
 
     def step_done(self, step: int) -> None:
         """Records a step, or several since the last line."""
-        now = self._stopwatch.monotonic()
+        now = self._run_clock.monotonic()
         if now < self._due or self._is_closed:
             return
         totals = self._totals()
@@ -129,7 +129,7 @@ class RankRecorder:
             self._stream = None
 
     def _elapsed_s(self) -> float:
-        return round(self._stopwatch.monotonic() - self._began, 6)
+        return round(self._run_clock.monotonic() - self._began, 6)
 
     def _write(self, line: str) -> None:
         if self._header is not None:
@@ -138,7 +138,7 @@ class RankRecorder:
         self._lines.append(line)
 
     def _flush(self) -> None:
-        self._flushed_at = self._stopwatch.monotonic()
+        self._flushed_at = self._run_clock.monotonic()
         if self._is_closed or not self._lines:
             return
         if self._link_bytes is not None:

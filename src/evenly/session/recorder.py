@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evenly.errors import CheckpointError
-from evenly.session.stopwatch import Stopwatch
+from evenly.session.run_clock import RunClock
 from evenly.spec import Event, RunFailed
 
 logger = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ class Recorder:
 
     def __init__(self, folder: Path | None, *, rank: int) -> None:
         self.listeners: list[Callable[[Event], None]] = []
-        self.stopwatch = Stopwatch()
+        self.run_clock = RunClock()
         self._rank = rank
         self._stream = None
         if folder is not None and rank == 0:
@@ -35,7 +35,7 @@ class Recorder:
         """Records an event of `kind` with the current time; only on rank 0."""
         if self._rank:
             return
-        event: Event = kind(at_s=self.stopwatch.time(), **fields)
+        event: Event = kind(at_s=self.run_clock.time(), **fields)
         if self._stream is not None:
             self._stream.write(event.model_dump_json() + "\n")
             self._stream.flush()

@@ -48,10 +48,10 @@ from evenly.session.planning import (
 from evenly.session.progress import ProgressDisplay
 from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.reductions import Number, gather_values, mean_value, numbers_of
+from evenly.session.run_clock import RunClock
 from evenly.session.seeding import seed_program
 from evenly.session.sharding import shard_for
 from evenly.session.stopping import RunInterrupted, StopAgreement
-from evenly.session.stopwatch import Stopwatch
 from evenly.spec import (
     CheckpointSaved,
     Event,
@@ -386,9 +386,9 @@ class Session:
         self._recorder.listeners.append(listener)
 
     @property
-    def stopwatch(self) -> Stopwatch:
+    def run_clock(self) -> RunClock:
         """The time of the run, which `pause()` and `resume()` leave out of its record."""
-        return self._recorder.stopwatch
+        return self._recorder.run_clock
 
     def sum(self, *numbers: float) -> list[float]:
         """Returns the sums of each number over all ranks."""

@@ -3,7 +3,7 @@
 import time
 
 
-class Stopwatch:
+class RunClock:
     """Runs from the start, and can be paused: in turns with other runs, or for a long evaluation."""
 
     def __init__(self) -> None:
