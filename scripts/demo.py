@@ -15,16 +15,17 @@ import sys
 import threading
 import time
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from evenly.cli._follow import live_view
+from evenly.cli._show import open_console, say, table_of
 from evenly.lab import Lab, LabCluster, load_cluster, missing
 from evenly.recipes.fashion_data import DEBIAN
 from evenly.reports import read_recorded
@@ -33,10 +34,18 @@ from evenly.reports.page import write_page
 
 LIMIT_S = 170.0  # of everything; the installation is over
 TEST_S = 12.0  # kept for the tests of the networks at the end
-WAYS = {"global": "global", "node-based": "node-based", "planned": "node-based, planned batches"}
+STEPS = 8  # of a turn
+WAYS = ("global", "node-based", "planned")
+MEANINGS = {
+    "global": "gradients are averaged over all ranks in every step, as DDP does",
+    "node-based": f"gradients inside each node in every step, parameters across nodes every {STEPS} steps",
+    "planned": "node-based, and each rank gets as many samples as it computes in the same time",
+}
 FEWEST = 4  # rounds from which a ratio is told
 WIDEST = 1.5  # largest over smallest likely value of a ratio that is told
 READY = "all ranks have started"  # what the ranks say before they wait for their quotas
+
+Turns = dict[str, dict[str, Any]]  # of each way: seconds and bytes of its turns, samples, predicted_s, accuracy
 
 
 @dataclass(frozen=True)
@@ -55,10 +64,9 @@ class Ratio:
 
     def __str__(self) -> str:
         if self.is_decided:
-            return f"{self.median:.2f}x ({self.lower:.2f} to {self.upper:.2f})"
-        return (
-            f"undecided: {self.lower:.2f} to {self.upper:.2f} in {self.rounds} rounds, the machine is too busy to tell"
-        )
+            return f"{self.median:.2f}x as fast ({self.lower:.2f} to {self.upper:.2f})"
+        spread = f"{self.lower:.2f} to {self.upper:.2f}x as fast in {self.rounds} rounds" if self.rounds else "no round"
+        return f"undecided ({spread}): the machine is too busy to tell"
 
 
 def ratio_of(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
@@ -79,26 +87,51 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="where the runs and the report go")
     parser.add_argument("--seconds", type=float, default=LIMIT_S, help="about how long it takes")
     arguments = parser.parse_args()
-    console = Console(highlight=False)
+    console = open_console()
     data = arguments.data or DEBIAN
     reason = missing()
-    if not data.is_dir():
-        console.print(f"There is no Fashion-MNIST in {data}: the demo trains on digits that it draws.", soft_wrap=True)
-    if reason is not None:
-        console.print(f"Without a slow link and CPU quotas: {reason}", soft_wrap=True)
-    shutil.rmtree(arguments.run, ignore_errors=True)
-    arguments.run.mkdir(parents=True)
+    introduce(data, reason, arguments.seconds, console)
+    prepare_folder(arguments.run)
     command = [str(Path(__file__).with_name("demo_ranks.py")), "--folder", str(arguments.run.resolve())]
     command += ["--data", str(data) if data.is_dir() else "made"]
     command += ["--until", str(time.time() + arguments.seconds - TEST_S)]
     with viewing(arguments.run, console):
         (on_lab if reason is None else on_this_machine)(command, arguments.run)
-    rows = json.loads((arguments.run / "turns.json").read_text())
-    show(rows, console, is_emulated=reason is None)
+    show(read_turns(arguments.run), console, is_emulated=reason is None)
     page = arguments.run / "report.html"
     write_page([read_recorded(arguments.run / name) for name in WAYS], page)
-    console.print(f"took {time.monotonic() - began:.0f} s; who computed, waited and sent when: {page}", soft_wrap=True)
+    say([f"Took {time.monotonic() - began:.0f} s. Who computed, waited and sent when, as a page: {page}"], console)
     open_page(page)
+
+
+def introduce(data: Path, reason: str | None, seconds: float, console: Console) -> None:
+    """Says what is going to happen, and what is missing."""
+    say(
+        [f"One small ResNet is trained in three ways, in turns of {STEPS} steps, for {seconds / 60:.1f} minutes:"],
+        console,
+    )
+    say([f"  {name}: {meaning}" for name, meaning in MEANINGS.items()], console)
+    if reason is None:
+        cluster = load_cluster("demo")
+        nodes = "; ".join(
+            f"node {node.name}: {' + '.join(f'{node.cpu_of(rank):g}' for rank in range(node.ranks))} of a core, "
+            f"{node.rate_mbit:g} Mbit/s"
+            for node in cluster.nodes
+        )
+        say([f"The cluster is emulated on this machine. {nodes}."], console)
+    else:
+        say([f"The ranks run without a slow link and without CPU quotas, so times say little: {reason}"], console)
+    if not data.is_dir():
+        say([f"There is no Fashion-MNIST in {data}: the images are digits drawn by the demo."], console)
+    say([""], console)
+
+
+def prepare_folder(folder: Path) -> None:
+    """Empties the folder of an earlier demo; any other folder with files is left alone."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "status").exists():
+        raise SystemExit(f"{folder} holds other files than those of a demo. Give another folder with --run.")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 @contextmanager
@@ -115,22 +148,42 @@ def viewing(folder: Path, console: Console) -> Iterator[None]:
 
 
 def view(folder: Path, console: Console, is_over: threading.Event) -> None:
-    """Shows the way whose turn it is until `is_over`."""
+    """Shows the ranks of the way whose turn it is, and the times of all ways so far, until `is_over`."""
     runs: dict[str, FollowedRun] = {}
-    words = ""
+    said = ""
     with Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else nullcontext() as live:
         while not is_over.wait(0.5):
-            before, words = words, read_status(folder)
             for name in WAYS:
                 if name not in runs and (folder / name).is_dir():
                     runs[name] = FollowedRun(folder / name)
                 if name in runs:
                     runs[name].read()
+            words, times = read_status(folder), so_far(read_turns(folder))
             current = next((run for name, run in runs.items() if words.endswith(name)), None)
             if live is not None:
-                live.update(words if current is None else live_view(current, words))
-            elif words != before and (not words.startswith("round") or words.endswith("global")):
-                console.print(words.partition(",")[0])
+                title = f"{words}\n{times}" if times else words
+                live.update(title if current is None else live_view(current, title))
+            elif (line := times or words.partition(",")[0]) != said:
+                say([line], console)
+                said = line
+
+
+def so_far(rows: Turns) -> str:
+    """Returns the times of all ways until now in one line."""
+    rounds = min((len(row["seconds"]) for row in rows.values()), default=0)
+    if not rounds:
+        return ""
+    times = [f"{name} {1e3 * statistics.median(row['seconds']) / STEPS:.0f}" for name, row in rows.items()]
+    return f"after {rounds} rounds: " + ", ".join(times) + " ms a step"
+
+
+def read_turns(folder: Path) -> Turns:
+    """Returns what was measured until now."""
+    try:
+        rows: Turns = json.loads((folder / "turns.json").read_text())
+    except OSError:
+        return {}
+    return rows
 
 
 def read_status(folder: Path) -> str:
@@ -181,37 +234,47 @@ def on_this_machine(command: list[str], folder: Path) -> None:
     subprocess.run(launch, check=True, stdout=subprocess.DEVNULL)
 
 
-def show(rows: dict[str, dict[str, list[float]]], console: Console, *, is_emulated: bool) -> None:
+def show(rows: Turns, console: Console, *, is_emulated: bool) -> None:
     """Prints the three ways side by side, and how they compare."""
-    table = Table(title="One network, one batch of 48 samples, three ways, in turns of 8 steps")
-    for header in ("", "samples", "ms a step", "half of the turns", "predicted ms", "MB a step", "test accuracy %"):
-        table.add_column(header, justify="left" if not header else "right")
-    for name, words in WAYS.items():
-        row = rows[name]
-        times = [1e3 * second / 8 for second in row["seconds"]]
-        quarters = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-        table.add_row(
-            words,
-            " + ".join(map(str, row["samples"])),
-            f"{statistics.median(times):.0f}",
-            f"{quarters[0]:.0f} to {quarters[2]:.0f}",
-            f"{1e3 * row['predicted_s']:.0f}",  # type: ignore[operator]
-            f"{statistics.median(row['bytes']) / 8e6:.2f}",
-            f"{row['accuracy']:.1f}",
-        )
-    console.print("", table)
-    console.print(
-        "global: gradients are averaged over all ranks in every step. node-based: inside each node in every step, and "
-        "parameters across nodes every 8 steps. planned: each rank gets the samples it can do in the same time.",
-        soft_wrap=True,
-    )
+    times = {name: [1e3 * second / STEPS for second in row["seconds"]] for name, row in rows.items()}
+    medians = {name: statistics.median(values) if values else math.nan for name, values in times.items()}
+    table = table_of(("", *WAYS), left=1)
+    lines: dict[str, Callable[[str], str]] = {
+        "samples of each rank": lambda name: " + ".join(map(str, rows[name]["samples"])),
+        "ms a step": lambda name: f"{medians[name]:.0f}",
+        "in half of the turns": lambda name: middle_half(times[name]),
+        "predicted ms a step": lambda name: f"{1e3 * rows[name]['predicted_s']:.0f}",
+        "MB a step across nodes": lambda name: f"{megabytes(rows[name]):.2f}",
+        "test accuracy": lambda name: f"{rows[name]['accuracy']:.1f} %",
+    }
+    if not is_emulated:
+        del lines["MB a step across nodes"]  # nothing crosses a network
+    for header, cell in lines.items():
+        table.add_row(header, *map(cell, WAYS))
+    console.print("", table, "")
     seconds = {name: row["seconds"] for name, row in rows.items()}
-    sent = {name: statistics.median(row["bytes"]) for name, row in rows.items()}
-    if is_emulated:
-        console.print(f"fewer bytes across the slow link: {sent['global'] / max(1, sent['node-based']):.1f}x")
-    console.print(f"node-based against global, time: {ratio_of(seconds['global'], seconds['node-based'])}")
-    console.print(f"planned batches against equal ones, time: {ratio_of(seconds['node-based'], seconds['planned'])}")
-    console.print(f"both together, time: {ratio_of(seconds['global'], seconds['planned'])}")
+    fewer = f"{megabytes(rows['global']) / megabytes(rows['node-based']):.1f}x fewer bytes, " if is_emulated else ""
+    say(
+        [
+            f"node-based instead of global: {fewer}{ratio_of(seconds['global'], seconds['node-based'])}",
+            f"planned batches instead of equal ones: {ratio_of(seconds['node-based'], seconds['planned'])}",
+            f"both together: {ratio_of(seconds['global'], seconds['planned'])}",
+        ],
+        console,
+    )
+
+
+def middle_half(values: list[float]) -> str:
+    """Returns the range of the middle half of the values."""
+    if len(values) < 2:
+        return "-"
+    lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{lower:.0f} to {upper:.0f}"
+
+
+def megabytes(row: dict[str, Any]) -> float:
+    """Returns what all nodes sent in one step."""
+    return statistics.median(row["bytes"]) / STEPS / 1e6 if row["bytes"] else math.nan
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ alike. Each way is a run of its own, with a folder of its own, whose time stands
 """
 
 import argparse
+import faulthandler
 import json
 import time
 from collections.abc import Iterator
@@ -21,14 +22,13 @@ from evenly.planner import simulate
 from evenly.recipes.fashion_data import load_fashion
 from evenly.recipes.made_digits import make_digits
 from evenly.recipes.resnet import SmallResNet
-from evenly.session.counters import interface_bytes
 from evenly.spec import Plan, Profile, deal
 
 PERIOD = 8  # steps between exchanges, and steps of a turn
 BATCH = 48  # of all ranks together
 WIDTH = 32
-FEWEST = 4  # rounds after the first, also if they take longer
 READY = "all ranks have started"
+GRACE_S = 60.0  # after the last turn, for the tests of the networks and the end
 EPOCHS = 1000  # more than there is time for
 
 
@@ -50,6 +50,8 @@ def main() -> None:
     parser.add_argument("--data", help="folder of Fashion-MNIST; 'made' for made digits", default="")
     parser.add_argument("--until", type=float, required=True, help="when the last turn ends, in seconds since 1970")
     arguments = parser.parse_args()
+    limit_s = max(0.0, arguments.until - time.time()) + GRACE_S
+    faulthandler.dump_traceback_later(limit_s, exit=True)  # a rank that hangs says where
     torch.manual_seed(0)
     folder = Path(arguments.data) if arguments.data else None
     train, test = make_digits() if arguments.data == "made" else load_fashion(folder)
@@ -63,8 +65,7 @@ def main() -> None:
             for _ in way.steps:
                 pass
             rows[way.name]["accuracy"] = accuracy(way, test)
-        if ways[0].session.is_main:
-            (arguments.folder / "turns.json").write_text(json.dumps(rows, indent=1))
+        write(ways[0].session, arguments.folder, rows)
 
 
 def open_ways(stack: ExitStack, folder: Path, train: TensorDataset) -> list[Way]:
@@ -143,24 +144,31 @@ def take_turns(ways: list[Way], folder: Path, *, until: float) -> dict[str, dict
                 rows[way.name]["seconds"].append(turn_s)  # type: ignore[attr-defined]
                 rows[way.name]["bytes"].append(turn_bytes)  # type: ignore[attr-defined]
         number += 1
-        (is_over, *_) = ways[0].session.gather(number > FEWEST and 2 * time.time() - began > until)
+        write(ways[0].session, folder, rows)
+        (is_over, *_) = ways[0].session.gather(2 * time.time() - began > until)
     return rows
 
 
 def take_turn(way: Way) -> tuple[float, int]:
     """Makes the steps of one turn and returns its seconds and the bytes that all nodes sent."""
-    session = way.session
+    session, clock = way.session, way.session.run_clock
     is_first = session.rank in [ranks[0] for ranks in session.cluster.rank_lists()]
-    session.sum(0)
-    before, began = interface_bytes() if is_first else 0, time.monotonic()
-    session.run_clock.resume()
+    session.sum(0)  # all ranks begin together
+    before_bytes, before_s = clock.interface_bytes(), clock.monotonic()
+    clock.resume()
     for _ in range(PERIOD):
         next(way.steps)
     session.sum(0)
-    session.run_clock.pause()
-    turn_s = time.monotonic() - began
-    (sent_bytes,) = session.sum((interface_bytes() if is_first else 0) - before)
-    return turn_s, int(sent_bytes)
+    clock.pause()
+    (sent_bytes,) = session.sum(clock.interface_bytes() - before_bytes if is_first else 0)
+    return clock.monotonic() - before_s, int(sent_bytes)
+
+
+def write(session: evenly.Session, folder: Path, rows: dict[str, dict[str, object]]) -> None:
+    """Writes the turns so far in one move: another program reads them meanwhile."""
+    if session.is_main:
+        (folder / "turns.new").write_text(json.dumps(rows, indent=1))
+        (folder / "turns.new").replace(folder / "turns.json")
 
 
 def wait_for_quotas(session: evenly.Session, folder: Path) -> None:

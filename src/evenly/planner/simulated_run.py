@@ -24,7 +24,7 @@ from evenly.spec.run import (
     StepsDone,
 )
 
-LEAST_S, LEAST_PART = 0.01, 1 / 4000  # a row lasts at least so long, and this part of the run so far, as in training
+LEAST_S, LEAST_PART = 0.02, 1 / 4000  # a row lasts at least so long, and this part of the run so far, as in training
 PROGRESS_S = 1.0  # between events of progress
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import asdict
 
-import psutil
-
 from evenly.checkpoints.full_state import TrainedModel
 from evenly.exchange import ExchangeSummary
 from evenly.nodes import Synchronized
@@ -41,7 +39,7 @@ class Counters:
     def start(self) -> None:
         """Starts the clock: training begins here."""
         self._began = self._recorded_at = self._run_clock.monotonic()
-        self._interfaces_before = interface_bytes()
+        self._interfaces_before = self._run_clock.interface_bytes()
         self._stepped_at, self._step_times = None, TimeSamples()
         if self.rank_recorder is not None:
             self.rank_recorder.begin(self.step)
@@ -123,7 +121,7 @@ class Counters:
 
     def link_bytes(self) -> int:
         """Returns the bytes that this machine or network namespace has sent since training began."""
-        return interface_bytes() - self._interfaces_before
+        return self._run_clock.interface_bytes() - self._interfaces_before
 
     def sums(self) -> dict[str, float]:
         """Returns the sums of this rank that the totals are made of, and the quartiles of the times of its steps."""
@@ -202,9 +200,3 @@ def _named_quartiles(name: str, times: Quartiles | None) -> dict[str, float]:
 def _quartiles_named(name: str, row: dict[str, float]) -> Quartiles | None:
     fields = {field: row[f"{name}/{field}"] for field in Quartiles.model_fields if f"{name}/{field}" in row}
     return Quartiles(**fields) if fields else None
-
-
-def interface_bytes() -> int:
-    """Returns the bytes this machine or network namespace has sent over its interfaces, loopback left out."""
-    counters = psutil.net_io_counters(pernic=True)
-    return sum(count.bytes_sent for name, count in counters.items() if not name.startswith("lo"))

@@ -14,7 +14,7 @@ from evenly.spec.rank_log import FOLDER
 
 logger = logging.getLogger(__name__)
 
-LEAST_S = 0.01  # a line lasts at least this long ...
+LEAST_S = 0.02  # a line lasts at least this long ...
 LEAST_PART = 1 / 4000  # ... and at least this part of the run so far: the file grows with the logarithm of its time
 FLUSH_S = 1.0  # lines are written at most this often
 MOST_BYTES = 16 * 2**20  # a file that earlier starts of the run have made larger is begun anew
@@ -42,8 +42,14 @@ class RankIdentity:
     device: str
 
 
+_Step = tuple[int, float, RankTotals]  # the number of a step, when it ended, the sums then
+_Exchange = tuple[float, ExchangeSummary]  # when it ended
+
+
 class RankRecorder:
     """The record of one rank. Most steps cost it a look at the clock: sums are read when a line is due.
+
+    Lines are made and written once a second: then their code is in the processor's cache.
 
     A file that cannot be written ends the record, not the run.
     """
@@ -70,11 +76,12 @@ class RankRecorder:
         self._identity, self._totals, self._link_bytes = identity, totals, link_bytes
         self._stream: TextIO | None = None
         self._is_closed = False
-        self._lines: list[str] = []
+        self._pending: list[_Step | _Exchange] = []  # not yet written
         self.begin(0)
 
     def begin(self, step: int) -> None:
         """Starts the clock: training begins after `step`. What is recorded from here on is a part of its own."""
+        self._flush()
         self._began = self._row_began = self._flushed_at = self._run_clock.monotonic()
         self._due = self._began + LEAST_S
         self._before = self._totals()
@@ -86,39 +93,15 @@ class RankRecorder:
         now = self._run_clock.monotonic()
         if now < self._due or self._is_closed:
             return
-        totals = self._totals()
-        before = self._before
-        row = StepTimes(
-            step=step,
-            steps=totals.steps - before.steps,
-            ended_s=now - self._began,
-            seconds=now - self._row_began,
-            compute_s=totals.compute_s - before.compute_s,
-            gradients_s=totals.gradients_s - before.gradients_s,
-            exchange_s=totals.exchange_s - before.exchange_s,
-            waiting_s=totals.waiting_s - before.waiting_s,
-            samples=totals.samples - before.samples,
-            gradient_bytes=totals.gradient_bytes - before.gradient_bytes,
-        )
-        self._write(row.to_line())
-        self._before, self._row_began = totals, now
+        self._pending.append((step, now, self._totals()))
         self._due = now + max(LEAST_S, LEAST_PART * (now - self._began))
         if now - self._flushed_at > FLUSH_S:
             self._flush()
 
     def exchange_done(self, done: ExchangeSummary) -> None:
         """Records an exchange."""
-        event = RankExchange(
-            at_s=self._elapsed_s(),
-            number=done.number,
-            step=done.step,
-            merged=done.merged,
-            seconds=round(done.seconds, 6),
-            met_s=round(done.met_s, 6),
-            waited_s=round(done.waited_s, 6),
-            sent_bytes=done.sent_bytes,
-        )
-        self._write(event.model_dump_json())
+        if not self._is_closed:
+            self._pending.append((self._elapsed_s(), done))
 
     def close(self) -> None:
         """Writes what is left and closes the file."""
@@ -131,26 +114,59 @@ class RankRecorder:
     def _elapsed_s(self) -> float:
         return round(self._run_clock.monotonic() - self._began, 6)
 
-    def _write(self, line: str) -> None:
-        if self._header is not None:
-            self._lines.append(self._header)
-            self._header = None
-        self._lines.append(line)
-
     def _flush(self) -> None:
         self._flushed_at = self._run_clock.monotonic()
-        if self._is_closed or not self._lines:
+        if self._is_closed or not self._pending:
             return
+        lines = [self._line_of(entry) for entry in self._pending]
+        self._pending = []
+        if self._header is not None:
+            lines.insert(0, self._header)
+            self._header = None
         if self._link_bytes is not None:
-            self._write(LinkBytes(at_s=self._elapsed_s(), sent_bytes=self._link_bytes()).model_dump_json())
+            lines.append(LinkBytes(at_s=self._elapsed_s(), sent_bytes=self._link_bytes()).model_dump_json())
         try:
             self._stream = self._stream or _open(self._file)
-            self._stream.write("".join(f"{line}\n" for line in self._lines))
+            self._stream.write("".join(f"{line}\n" for line in lines))
             self._stream.flush()
         except OSError as error:
             logger.warning("%s cannot be written: %s. The run goes on without it.", self._file, error.strerror or error)
             self._is_closed = True
-        self._lines = []
+
+    def _line_of(self, entry: _Step | _Exchange) -> str:
+        return _exchange_line(*entry) if len(entry) == 2 else self._step_line(*entry)
+
+    def _step_line(self, step: int, now: float, totals: RankTotals) -> str:
+        """Returns the line of all steps since the line before."""
+        before, self._before = self._before, totals
+        began, self._row_began = self._row_began, now
+        row = StepTimes(
+            step=step,
+            steps=totals.steps - before.steps,
+            ended_s=now - self._began,
+            seconds=now - began,
+            compute_s=totals.compute_s - before.compute_s,
+            gradients_s=totals.gradients_s - before.gradients_s,
+            exchange_s=totals.exchange_s - before.exchange_s,
+            waiting_s=totals.waiting_s - before.waiting_s,
+            samples=totals.samples - before.samples,
+            gradient_bytes=totals.gradient_bytes - before.gradient_bytes,
+        )
+        return row.to_line()
+
+
+def _exchange_line(at_s: float, done: ExchangeSummary) -> str:
+    event = RankExchange(
+        at_s=at_s,
+        number=done.number,
+        step=done.step,
+        merged=done.merged,
+        seconds=round(done.seconds, 6),
+        met_s=round(done.met_s, 6),
+        waited_s=round(done.waited_s, 6),
+        sent_bytes=done.sent_bytes,
+    )
+    return event.model_dump_json()
 
 
 def _open(file: Path) -> TextIO:
