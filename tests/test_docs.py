@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -109,6 +111,25 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 def test_some_commands_were_found() -> None:
     verbs = {words[0] for page in PAGES for words in commands(page)}
     assert {"discover", "train", "launch", "report", "lab"} <= verbs
+
+
+def script(name: str) -> dict[str, Any]:
+    """Returns the functions of a script."""
+    return runpy.run_path(str(ROOT / "scripts" / name))
+
+
+def test_the_command_line_page_is_what_the_commands_say() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert script("cli-reference.py")["rewritten"](page) == page, "Run: python scripts/cli-reference.py"
+
+
+def test_another_default_and_a_command_without_its_parts_are_noticed() -> None:
+    rewritten, page = script("cli-reference.py")["rewritten"], (ROOT / "docs" / "cli.md").read_text()
+    other = page.replace("| `--budget <float>` | `0.05` |", "| `--budget <float>` | `0.5` |")
+    assert other != page
+    assert rewritten(other) == page
+    with pytest.raises(SystemExit, match=r"options: lab check -->'.*more than once: \[\]"):
+        rewritten(page.replace("<!-- options: lab check -->", ""))
 
 
 def test_the_diff_in_the_readme_is_that_of_the_examples() -> None:
