@@ -14,6 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 
 import typer
@@ -94,7 +95,12 @@ def row(parameter: "typer.core.TyperOption", context: typer.Context) -> str:
     )
     if "required" in remarks:
         default = "required"
-    return " | ".join(["", *(cell.replace("|", r"\|") for cell in (f"`{names}`", default, text)), ""]).strip()
+    return f"| {code(names)} | {default} | {text.replace('|', '&#124;')} |"
+
+
+def code(text: str) -> str:
+    """Returns the text as code in a cell of a table, which a bar would end."""
+    return f"<code>{escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 
 if __name__ == "__main__":

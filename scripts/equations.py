@@ -10,7 +10,7 @@ A page has the equation in TeX, in a comment, and below it the MathML that this 
 
 Zensical hands TeX to a script in the reader's browser, and imports functions for the build from installed packages
 only; hence MathML in the pages. Of TeX it knows what the pages need: letters, numbers, operators, groups, `_`, `^`,
-primes, `\frac`, `\text`, and the commands in the tables below. Anything else is an error.
+primes, `\frac`, `\text`, `\left(`, `\right)`, and the commands in the tables below. Anything else is an error.
 """
 
 # ruff: noqa: RUF001  (signs and Greek letters of equations)
@@ -26,14 +26,14 @@ COMMAND = "python scripts/equations.py"
 EQUATION = re.compile(r"^<!-- math: (.+?) -->\n(?:<math .*?</math>\n)?", re.MULTILINE | re.DOTALL)
 TOKEN = re.compile(r"\\text\{[^}]*\}|\\[A-Za-z]+|\\.|\d+(?:\.\d+)?|\S")
 OPERATORS = {
-    "in": "∈", "le": "≤", "ge": "≥", "cdot": "·", "times": "×", "leftarrow": "←", "rightarrow": "→", "approx": "≈",
-    "ast": "∗", "lceil": "⌈", "rceil": "⌉", "{": "{", "}": "}", "ldots": "…",
+    "in": "∈", "le": "≤", "ge": "≥", "leftarrow": "←", "ast": "∗", "lceil": "⌈", "rceil": "⌉", "{": "{", "}": "}",
 }  # fmt: skip
 LETTERS = {
-    "alpha": "α", "beta": "β", "lambda": "λ", "partial": "∂", "nabla": "∇", "eta": "η", "sigma": "σ", "infty": "∞",
+    "alpha": "α", "beta": "β", "eta": "η", "sigma": "σ", "partial": "∂",
 }  # fmt: skip
-WITH_LIMITS = {"sum": "<mo>∑</mo>", "max": "<mo>max</mo>", "min": "<mo>min</mo>"}  # subscripts stand below
-ACCENTS = {"hat": "^", "bar": "¯"}
+WITH_LIMITS = {"sum": "<mo>∑</mo>", "max": "<mo>max</mo>"}  # subscripts stand below
+FENCES = "()[]{}⌈⌉"  # as tall as a letter, but for \\left and \\right: as tall as what is between them
+STRUT = '<mspace depth="0.15em"/>'  # lowers subscripts also where a system has no font with mathematical metrics
 SPACES = {",": "0.17em", ";": "0.28em", "quad": "1em"}
 
 
@@ -61,8 +61,8 @@ def rewritten(page: str) -> str:
 def mathml(tex: str) -> str:
     r"""Returns the equation as one element.
 
-    >>> mathml("x_n^2").partition(">")[2]
-    '<msubsup><mi>x</mi><mi>n</mi><mn>2</mn></msubsup></math>'
+    >>> mathml("x_n").partition(">")[2]
+    '<msub><mrow><mi>x</mi><mspace depth="0.15em"/></mrow><mi>n</mi></msub></math>'
     """
     tokens = Tokens(tex)
     row = "".join(tokens.items(end=""))
@@ -101,6 +101,8 @@ class Tokens:
                 above += "<mo>′</mo>" if word == "'" else self._element()
         scripts = ("munder", "mover", "munderover") if has_limits else ("msub", "msup", "msubsup")
         tag = scripts[0] if not above else scripts[1] if not below else scripts[2]
+        if below and not has_limits:
+            base = f"<mrow>{base}{STRUT}</mrow>"
         return f"<{tag}>{base}{below}{above}</{tag}>" if below or above else base
 
     def _element(self) -> str:
@@ -116,19 +118,27 @@ class Tokens:
             return self._command(name)
         if word[0].isdigit():
             return f"<mn>{word}</mn>"
-        return f"<mi>{word}</mi>" if word.isalpha() else f"<mo>{escape(word.replace('-', '−'))}</mo>"
+        if word.isalpha():
+            return f"<mi>{word}</mi>"
+        return f'<mo stretchy="false">{word}</mo>' if word in FENCES else f"<mo>{escape(word.replace('-', '−'))}</mo>"
+
+    def _fence(self) -> str:
+        word = self._next().removeprefix("\\")
+        return OPERATORS.get(word, word)
 
     def _command(self, name: str) -> str:
         if name == "frac":
             return f"<mfrac>{self._element()}{self._element()}</mfrac>"
-        if name in ACCENTS:
-            return f'<mover accent="true">{self._element()}<mo>{ACCENTS[name]}</mo></mover>'
         if name in SPACES:
             return f'<mspace width="{SPACES[name]}"/>'
         if name in LETTERS:
             return f"<mi>{LETTERS[name]}</mi>"
+        if name == "left":
+            first, inner, last = self._fence(), "".join(self.items(end="\\right")), self._fence()
+            return f"<mrow><mo>{first}</mo>{inner}<mo>{last}</mo></mrow>"
         if name in OPERATORS:
-            return f"<mo>{OPERATORS[name]}</mo>"
+            sign = OPERATORS[name]
+            return f'<mo stretchy="false">{sign}</mo>' if sign in FENCES else f"<mo>{sign}</mo>"
         if name in WITH_LIMITS:
             return WITH_LIMITS[name]
         raise ValueError(
