@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -17,6 +19,8 @@ from evenly.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PEERS = ROOT / "docs" / "peers.md"
+FIGURES = re.compile(r"^<!-- figures: (.+) -->\n\n((?:\|.*\n)+)", re.MULTILINE)
 FENCE = re.compile(r"(<!-- runs -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 RUNNER = """
@@ -109,6 +113,78 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 def test_some_commands_were_found() -> None:
     verbs = {words[0] for page in PAGES for words in commands(page)}
     assert {"discover", "train", "launch", "report", "lab"} <= verbs
+
+
+def script(name: str) -> dict[str, Any]:
+    """Returns the functions of a script."""
+    return runpy.run_path(str(ROOT / "scripts" / name))
+
+
+def test_the_command_line_page_is_what_the_commands_say() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert script("cli-reference.py")["rewritten"](page) == page, "Run: python scripts/cli-reference.py"
+
+
+def test_another_default_and_a_command_without_its_parts_are_noticed() -> None:
+    rewritten, page = script("cli-reference.py")["rewritten"], (ROOT / "docs" / "cli.md").read_text()
+    other = page.replace("| `--budget <float>` | `0.05` |", "| `--budget <float>` | `0.5` |")
+    assert other != page
+    assert rewritten(other) == page
+    with pytest.raises(SystemExit, match=r"options: lab check -->'.*more than once: \[\]"):
+        rewritten(page.replace("<!-- options: lab check -->", ""))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_equations_are_what_their_tex_says(page: Path) -> None:
+    text = page.read_text()
+    assert script("equations.py")["rewritten"](text) == text, "Run: python scripts/equations.py"
+    assert len(re.findall("^<math ", text, re.MULTILINE)) == len(re.findall("^<!-- math: ", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("tex", ["{x", "x_", "x}", r"\unknown", r"\frac{a}"])
+def test_tex_that_is_wrong_or_unknown_is_refused(tex: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(tex))):
+        script("equations.py")["mathml"](tex)
+
+
+def recorded(settings: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Returns the rows of a result that a table of figures is about, by the table's first column."""
+    result = json.loads((ROOT / "benchmarks" / "results" / settings["file"]).read_text())
+    where = dict(pair.split("=", 1) for pair in settings.get("where", "").split(", ") if pair)
+    rows = [row for row in result["rows"] if all(str(row[key]) == value for key, value in where.items())]
+    by_key = {str(row[settings["key"]]): row for row in rows}
+    assert len(by_key) == len(rows), f"{settings} names several rows alike"
+    return by_key
+
+
+def as_written(value: object, cell: str) -> str:
+    """Returns a recorded value in the form of a cell: a text, nothing, or a number with as many digits."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    assert isinstance(value, int | float)
+    number = cell.removesuffix(" %")
+    digits = len(number.partition(".")[2])
+    return f"{100 * value:.{digits}f} %" if number != cell else f"{value:.{digits}f}"
+
+
+def test_figures_of_the_peers_page_are_the_recorded_ones() -> None:
+    tables = FIGURES.findall(PEERS.read_text())
+    assert len(tables) >= 8
+    for marker, table in tables:
+        settings = dict(part.split(": ", 1) for part in f"file: {marker}".split("; "))
+        rows, columns = recorded(settings), settings["columns"].split(", ")
+        for line in table.splitlines()[2:]:
+            key, *cells = (cell.strip() for cell in line.strip("|").split(" | "))
+            expected = [as_written(rows[key][column], cell) for column, cell in zip(columns, cells, strict=True)]
+            assert cells == expected, f"{settings['file']}, {key}: {expected}"
+
+
+def test_the_peers_page_names_commit_and_machine_of_its_figures() -> None:
+    text = PEERS.read_text()
+    for marker in {marker.split("; ")[0] for marker, _ in FIGURES.findall(text)}:
+        result = json.loads((ROOT / "benchmarks" / "results" / marker).read_text())
+        assert result["commit"] in text
+        assert f"{result['machine']['cores']} cores {result['machine']['architecture']}" in " ".join(text.split())
 
 
 def test_the_diff_in_the_readme_is_that_of_the_examples() -> None:

@@ -12,7 +12,7 @@ def discover(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for all ranks.")] = 300.0,
 ) -> None:
-    """Show the cluster: run it under the launcher you train with, or alone.
+    """Show the cluster: every rank, its node and its device. Run it under the launcher you train with, or alone.
 
     Examples: `evenly discover`; `srun evenly discover`; `evenly launch --nodes 3,1 -m evenly discover`.
     """

@@ -35,9 +35,16 @@ def measure(
         ),
     ],
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", metavar="NxCxHxW", help="Sizes of a batch; repeat for several.")
+        list[str] | None,
+        typer.Option(
+            "--input",
+            metavar="NxCxHxW",
+            help="Shape of a batch, samples first; repeat it for several inputs. Recipes have a default.",
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Numbers of the input: float32, bfloat16, int64, ...")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="Of the input: float32, float64, float16, bfloat16, int64 or int32.")
+    ] = "float32",
     out: Annotated[Path | None, typer.Option(help="Write the profile as JSON to this file.")] = None,
     cluster_out: Annotated[Path | None, typer.Option(help="Write the cluster as JSON to this file.")] = None,
     graph_out: Annotated[Path | None, typer.Option(help="Write the network as JSON to this file.")] = None,
