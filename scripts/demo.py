@@ -162,7 +162,7 @@ def view(folder: Path, console: Console, is_over: threading.Event) -> None:
             current = next((run for name, run in runs.items() if words.endswith(name)), None)
             if live is not None:
                 title = f"{words}\n{times}" if times else words
-                live.update(title if current is None else live_view(current, title))
+                live.update(title if current is None else live_view(current, console, title))
             elif (line := times or words.partition(",")[0]) != said:
                 say([line], console)
                 said = line

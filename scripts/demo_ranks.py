@@ -22,7 +22,8 @@ from evenly.planner import simulate
 from evenly.recipes.fashion_data import load_fashion
 from evenly.recipes.made_digits import make_digits
 from evenly.recipes.resnet import SmallResNet
-from evenly.spec import Plan, Profile, deal
+from evenly.spec import Forecast, Plan, Profile, deal
+from evenly.spec.plan import Prediction
 
 PERIOD = 8  # steps between exchanges, and steps of a turn
 BATCH = 48  # of all ranks together
@@ -64,7 +65,8 @@ def main() -> None:
             way.session.stop("the time of the demo is over")
             for _ in way.steps:
                 pass
-            rows[way.name]["accuracy"] = accuracy(way, test)
+            rows[way.name]["accuracy"] = percent = accuracy(way, test)
+            way.session.log(accuracy=percent / 100)
         write(ways[0].session, arguments.folder, rows)
 
 
@@ -95,10 +97,18 @@ def open_ways(stack: ExitStack, folder: Path, train: TensorDataset) -> list[Way]
         network = SmallResNet(WIDTH)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.03, momentum=0.9, nesterov=True)
         forecast = simulate(plans[name], session.cluster, profile, graph, steps=10 * PERIOD)
-        synchronized, _, loader = session.prepare(network, optimizer, train, plan=plans[name])
+        plan = with_forecast(plans[name], forecast)
+        synchronized, _, loader = session.prepare(network, optimizer, train, plan=plan)
         steps = train_steps(session, synchronized, optimizer, loader)
-        ways.append(Way(name, session, synchronized, plans[name], forecast.step_s, steps))
+        ways.append(Way(name, session, synchronized, plan, forecast.step_s, steps))
     return ways
+
+
+def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
+    """Returns the plan with what its simulation gave, for the report of its run."""
+    step_s = (forecast.seconds - forecast.exchange_s) / forecast.steps
+    predicted = Prediction(step_s=step_s, exchange_s=forecast.exchange_s / max(1, forecast.exchanges))
+    return plan.model_copy(update={"predicted": plan.predicted or predicted})
 
 
 def planned(session: evenly.Session, model: nn.Module, x: torch.Tensor, profile: Profile, even: Plan) -> Plan:

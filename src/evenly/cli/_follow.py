@@ -1,7 +1,6 @@
 """Shows a run that goes on: a table that is renewed on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Callable
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,47 +12,64 @@ from evenly.reports.live import PHASES, FollowedRun, LiveRow
 
 COLORS = {"computing": "blue", "averaging": "cyan", "sending": "yellow", "waiting": "red", "other": "bright_black"}
 LETTERS = {"computing": "#", "averaging": "+", "sending": ">", "waiting": ".", "other": " "}  # without color
-WIDTH = 40  # of the bars
+LEAST_WIDTH, MOST_WIDTH, OTHERS_WIDTH = 10, 40, 68  # characters of a bar, and of all other columns
+MOST_IN_LINE = 8  # ranks; a line stays readable
 POLL_S, LINE_S = 0.5, 10.0
+SILENCE_S = 30.0  # after which it is said that nothing was written
 
 
-def follow(run: FollowedRun, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+def follow(run: FollowedRun, console: Console) -> None:
     """Shows the run until it is over."""
     run.read()
-    if not console.is_terminal:
-        _follow_in_lines(run, console, clock)
-        return
-    with Live(live_view(run), console=console, refresh_per_second=4, transient=True) as live:
+    if console.is_terminal:
+        _follow_in_a_table(run, console)
+    else:
+        _follow_in_lines(run, console)
+
+
+def _follow_in_a_table(run: FollowedRun, console: Console) -> None:
+    heard_at = time.monotonic()
+    with Live(live_view(run, console), console=console, refresh_per_second=4, transient=True) as live:
         while not run.is_over:
             time.sleep(POLL_S)
-            run.read()
-            live.update(live_view(run))
+            heard_at = time.monotonic() if run.read() else heard_at
+            live.update(live_view(run, console, silence(time.monotonic() - heard_at)))
 
 
-def _follow_in_lines(run: FollowedRun, console: Console, clock: Callable[[], float]) -> None:
-    said_at = -LINE_S
+def _follow_in_lines(run: FollowedRun, console: Console) -> None:
+    heard_at, said_at = time.monotonic(), -LINE_S
     while not run.is_over:
-        if clock() - said_at >= LINE_S and (rows := run.rows()):
-            say([live_line(rows)], console)
-            said_at = clock()
+        if time.monotonic() - said_at >= LINE_S:
+            rows, said_at = run.rows(), time.monotonic()
+            line = silence(said_at - heard_at) or (live_line(rows) if rows else "")
+            say([line] if line else [], console)
         time.sleep(POLL_S)
-        run.read()
+        heard_at = time.monotonic() if run.read() else heard_at
+
+
+def silence(silent_s: float) -> str:
+    """Returns a sentence if nothing was written for long."""
+    if silent_s < SILENCE_S:
+        return ""
+    return f"nothing was written for {silent_s:.0f} s: the run waits, or it has ended without a word. Ctrl-C to leave"
 
 
 def live_line(rows: list[LiveRow]) -> str:
     """Returns all ranks in one line."""
-    ranks = [f"rank {row.rank} {row.parts[0]:.0%} computing, {row.parts[3]:.0%} waiting" for row in rows]
-    return f"step {max(row.step for row in rows)}: " + "; ".join(ranks)
+    ranks = [f"rank {row.rank} {row.parts[0]:.0%} computing, {row.parts[3]:.0%} waiting" for row in rows[:MOST_IN_LINE]]
+    more = [f"and {len(rows) - MOST_IN_LINE} more ranks"] if len(rows) > MOST_IN_LINE else []
+    sent = sum(row.sent_bytes for row in rows) / 1e6
+    return f"step {max(row.step for row in rows)}, {sent:.1f} MB sent: " + "; ".join([*ranks, *more])
 
 
-def live_view(run: FollowedRun, title: str = "") -> Group:
+def live_view(run: FollowedRun, console: Console, title: str = "") -> Group:
     """Returns the table of all ranks, with a legend."""
-    rows = run.rows()
-    return Group(title or _title(run), live_table(rows), legend())
+    width = max(LEAST_WIDTH, min(MOST_WIDTH, console.width - OTHERS_WIDTH))
+    return Group(title or _title(run), live_table(run.rows(), width), legend())
 
 
-def live_table(rows: list[LiveRow]) -> Table:
-    """Returns a row for each rank: a bar of the last seconds, and bytes."""
+def live_table(rows: list[LiveRow], width: int) -> Table:
+    """Returns a row for each rank: a bar of the last seconds that is `width` characters long, and bytes."""
     table = table_of(
         ("rank", "host", "step", "steps/s", "the last seconds", "now", "MB sent", "MB on the link"), left=2
     )
@@ -64,7 +80,7 @@ def live_table(rows: list[LiveRow]) -> Table:
             row.host,
             str(row.step),
             f"{row.steps_per_s:.1f}",
-            bar(row),
+            bar(row, width),
             row.state,
             f"{row.sent_bytes / 1e6:.1f}",
             link,
@@ -72,12 +88,12 @@ def live_table(rows: list[LiveRow]) -> Table:
     return table
 
 
-def bar(row: LiveRow) -> Text:
-    """Returns the parts of a rank's time as a bar of `WIDTH` characters."""
+def bar(row: LiveRow, width: int) -> Text:
+    """Returns the parts of a rank's time as a bar of `width` characters."""
     text, filled, total = Text(), 0, 0.0
     for phase, part in zip(PHASES, row.parts, strict=True):
         total += part
-        length = round(total * WIDTH) - filled
+        length = round(total * width) - filled
         text.append(LETTERS[phase] * length, style=f"{COLORS[phase]} on {COLORS[phase]}")
         filled += length
     return text
@@ -93,5 +109,5 @@ def legend() -> Text:
 
 
 def _title(run: FollowedRun) -> str:
-    values = ", ".join(f"{name} {value:.4g}" for name, value in run.run.latest_values().items() if value is not None)
-    return values or "waiting for the first steps"
+    values = ", ".join(f"{name} {value:.4g}" for name, value in run.values.items())
+    return values or ("waiting for the first steps" if not run.rows() else "")

@@ -5,7 +5,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenly.errors import SpecError
-from evenly.spec import LinkBytes, RankExchange, RankStarted, Run, RunFailed, RunFinished, RunStarted, StepTimes
+from evenly.spec import (
+    EveryGradient,
+    LinkBytes,
+    Measured,
+    RankExchange,
+    RankStarted,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    StepTimes,
+)
+from evenly.spec.lenient_run import FILE as EVENTS_FILE
+from evenly.spec.lenient_run import parse_leniently
 from evenly.spec.rank_log import FOLDER, parse_line
 
 WINDOW_S = 5.0  # of a rank's time that a row shows
@@ -65,9 +77,10 @@ class _RankTail:
         self.exchange_bytes = self.gradient_bytes = 0
         self.link_bytes: int | None = None
 
-    def read(self) -> None:
-        """Takes in what the rank has written since the last call."""
-        for line in self._file.new_lines():
+    def read(self) -> bool:
+        """Takes in what the rank has written since the last call, and returns whether there was anything."""
+        lines = self._file.new_lines()
+        for line in lines:
             entry = parse_line(line)
             if isinstance(entry, RankStarted):
                 self.started = entry
@@ -82,6 +95,7 @@ class _RankTail:
                 self.link_bytes = entry.sent_bytes
         while self.rows and self.rows[0].ended_s < self.rows[-1].ended_s - WINDOW_S:
             self.rows.popleft()
+        return bool(lines)
 
     def part(self, field: str) -> float:
         """Returns the part of the last seconds that went into a field of `StepTimes`."""
@@ -90,46 +104,61 @@ class _RankTail:
 
 
 class FollowedRun:
-    """A run that another program makes, as its files show it."""
+    """A run that another program makes, as its files show it.
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
+    Attributes:
+        started: the last start of the run; None before it is known.
+        is_over: whether that start has ended.
+        values: what was logged last, by name.
+        problems: a sentence for each part that could not be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        file = Path(path)
+        self._folder = file.parent if file.name == EVENTS_FILE else file
         if not self._folder.is_dir():
-            raise SpecError(f"the run in {folder} was to be followed, but there is no such folder. Give a run folder.")
-        self._events = GrowingFile(self._folder / "run.jsonl")
+            raise SpecError(f"the run in {path} was to be followed, but there is no such folder. Give a run folder.")
+        self._events = GrowingFile(self._folder / EVENTS_FILE)
         self._tails: dict[str, _RankTail] = {}
-        self.run = Run(events=())
+        self.started: RunStarted | None = None
+        self.is_over = False
+        self.values: dict[str, float] = {}
+        self.problems: list[str] = []
 
-    def read(self) -> None:
-        """Takes in what was written since the last call."""
+    def read(self) -> bool:
+        """Takes in what was written since the last call, and returns whether there was anything."""
         lines = self._events.new_lines()
         if lines:
-            self.run = Run(events=(*self.run.events, *Run.from_lines(lines).events))
-        for file in Path(self._folder, FOLDER).glob("*.jsonl"):
-            self._tails.setdefault(file.name, _RankTail(file)).read()
+            self._take(lines)
+        for file in sorted(Path(self._folder, FOLDER).glob("*.jsonl")):
+            self._tails.setdefault(file.name, _RankTail(file))
+        return any([bool(lines), *(tail.read() for tail in self._tails.values())])
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the last start of the run has ended."""
-        for event in reversed(self.run.events):
-            if isinstance(event, RunFinished | RunFailed):
-                return True
+    def _take(self, lines: list[bytes]) -> None:
+        run, problems = parse_leniently(lines, name=str(self._folder / EVENTS_FILE))
+        self.problems += problems
+        for event in run.events:
             if isinstance(event, RunStarted):
-                return False
-        return False
+                self.started, self.is_over = event, False
+            elif isinstance(event, RunFinished | RunFailed):
+                self.is_over = True
+            elif isinstance(event, Measured):
+                self.values.update({name: value for name, value in event.values.items() if value is not None})
 
     def rows(self) -> list[LiveRow]:
         """Returns a row for each rank that has made steps."""
+        plan = None if self.started is None else self.started.plan
+        is_global = plan is not None and isinstance(plan.period, EveryGradient)
         found = [(tail.started, tail) for tail in self._tails.values() if tail.started is not None and tail.rows]
         rows = []
         for started, tail in found:
-            together = [other for other_started, other in found if other_started.node == started.node]
+            together = [other for other_started, other in found if is_global or other_started.node == started.node]
             rows.append(_row(started, tail, together))
         return sorted(rows, key=lambda row: row.rank)
 
 
 def _row(started: RankStarted, tail: _RankTail, together: list[_RankTail]) -> LiveRow:
-    """Returns the row of one rank; what it spends on averaging beyond the fastest rank of its node is waiting."""
+    """Returns the row of one rank; those `together` average gradients with it, and the slowest of them never waits."""
     seconds = max(1e-9, sum(row.seconds for row in tail.rows))
     averaging = min(other.part("gradients_s") for other in together)
     computing, sending = tail.part("compute_s"), tail.part("exchange_s")
