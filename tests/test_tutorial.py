@@ -1,0 +1,85 @@
+"""The tutorial is true: its files and commands run in an empty folder as they are written, and say what it shows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pages import Step, changed, pattern_of, read_steps
+
+PAGE = Path(__file__).parents[1] / "docs" / "tutorial.md"
+LIMIT_S = 240.0  # for one block of commands, on cores that others use, too
+
+
+def test_marked_lines_are_those_that_differ_from_the_plain_script() -> None:
+    plain, train = (file_of(name) for name in ("plain.py", "train.py"))
+    known = {line.strip() for line in plain.text.splitlines()}
+    different = {number for number, line in enumerate(train.text.splitlines(), start=1) if line.strip() not in known}
+    assert train.marked | {5} == different  # line 5 imports less
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_command_runs_as_written(tmp_path: Path) -> None:
+    follow([step for step in read_steps(PAGE) if not step.in_lab], tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"plain.py", "train.py", "runs", "plan.json", "simulated.html"}
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_on_the_emulated_cluster_the_plan_is_faster(tmp_path: Path) -> None:
+    follow([step for step in read_steps(PAGE) if step.in_lab or step.kind == "file"], tmp_path)
+    said = run("evenly report --json runs/equal runs/planned", tmp_path)
+    equal, planned = (json.loads(line) for line in said.splitlines())
+    assert planned["samples_per_s"] > 1.1 * equal["samples_per_s"]
+    assert "<html" in (tmp_path / "report.html").read_text()
+
+
+def file_of(name: str) -> Step:
+    (step,) = (step for step in read_steps(PAGE) if step.kind == "file" and step.name == name)
+    return step
+
+
+def follow(steps: list[Step], folder: Path) -> None:
+    """Does what the page says, in this folder, and compares the output with what it shows."""
+    said = ""
+    for step in steps:
+        if step.kind == "file":
+            (folder / step.name).write_text(step.text)
+        elif step.kind == "change":
+            (folder / step.name).write_text(changed((folder / step.name).read_text(), step.text))
+        elif step.kind == "command":
+            said = run(step.text, folder)
+        else:
+            require_shown(step.text, said)
+
+
+def run(commands: str, folder: Path) -> str:
+    """Returns what the commands print in a shell that has `evenly` on its path; each must end well."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # the page shows a machine without a GPU
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, f"{commands}\n{done.stdout}"
+    return done.stdout
+
+
+def require_shown(shown: str, said: str) -> None:
+    """Requires every line of the page in the output, in this order, whatever its numbers are; `...` stands for anything."""
+    lines = iter(pattern_of(line) for line in said.splitlines())
+    for line in shown.splitlines():
+        if line.strip("─. "):
+            begin = pattern_of(line.removesuffix("..."))
+            assert any(found.startswith(begin) for found in lines), f"not in the output: {line}\n\n{said}"
