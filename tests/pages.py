@@ -17,7 +17,7 @@ NUMBER = re.compile(r"\d+(\.\d+)*(e[+-]\d+)?")
 
 
 @dataclass(frozen=True)
-class Step:
+class PageStep:
     """One thing to do, or the output to expect (`output`); `name` is that of the file."""
 
     kind: Literal["file", "change", "command", "output"]
@@ -27,7 +27,7 @@ class Step:
     in_lab: bool = False
 
 
-def read_steps(page: Path) -> list[Step]:
+def read_steps(page: Path) -> list[PageStep]:
     """Returns what the page tells to do, from top to bottom."""
     return list(_steps(page.read_text()))
 
@@ -46,7 +46,7 @@ def pattern_of(line: str) -> str:
     return " ".join(NUMBER.sub("N", line.replace("─", "")).split())
 
 
-def _steps(text: str) -> Iterator[Step]:
+def _steps(text: str) -> Iterator[PageStep]:
     comment, in_lab = "", False
     for found in PART.finditer(text):
         said, language, attributes, block = found.groups()
@@ -56,11 +56,11 @@ def _steps(text: str) -> Iterator[Step]:
         verb, _, name = comment.partition(": ")
         comment = ""
         if verb in ("file", "change"):
-            yield Step(verb, block, name, _marked(attributes), in_lab)  # type: ignore[arg-type]  # one of the two
+            yield PageStep(verb, block, name, _marked(attributes), in_lab)  # type: ignore[arg-type]  # one of the two
         elif language == "bash" and verb != "not run":
-            yield Step("command", block, in_lab=in_lab)
+            yield PageStep("command", block, in_lab=in_lab)
         elif language == "text":
-            yield Step("output", block, in_lab=in_lab)
+            yield PageStep("output", block, in_lab=in_lab)
 
 
 def _marked(attributes: str) -> frozenset[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import Step, changed, pattern_of, read_steps
+from tests.pages import PageStep, changed, pattern_of, read_steps
 
 PAGE = Path(__file__).parents[1] / "docs" / "tutorial.md"
 LIMIT_S = 240.0  # for one block of commands, on cores that others use, too
@@ -39,12 +39,12 @@ def test_on_the_emulated_cluster_the_plan_is_faster(tmp_path: Path) -> None:
     assert "<html" in (tmp_path / "report.html").read_text()
 
 
-def file_of(name: str) -> Step:
+def file_of(name: str) -> PageStep:
     (step,) = (step for step in read_steps(PAGE) if step.kind == "file" and step.name == name)
     return step
 
 
-def follow(steps: list[Step], folder: Path) -> None:
+def follow(steps: list[PageStep], folder: Path) -> None:
     """Does what the page says, in this folder, and compares the output with what it shows."""
     said = ""
     for step in steps:
@@ -77,7 +77,7 @@ def run(commands: str, folder: Path) -> str:
 
 
 def require_shown(shown: str, said: str) -> None:
-    """Requires every line of the page in the output, in this order, whatever its numbers are; `...` stands for anything."""
+    """Requires every line of the page in the output, in this order, whatever its numbers are."""
     lines = iter(pattern_of(line) for line in said.splitlines())
     for line in shown.splitlines():
         if line.strip("─. "):
