@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from evenly.spec import Measured, Run
 from tests.pages import PageStep, changed, pattern_of, read_steps
+from tests.processes import run_processes
+from tests.ranks import ragged
 
 PAGE = Path(__file__).parents[1] / "docs" / "tutorial.md"
 LIMIT_S = 240.0  # for one block of commands, on cores that others use, too
@@ -19,6 +22,17 @@ def test_marked_lines_are_those_that_differ_from_the_plain_script() -> None:
     known = {line.strip() for line in plain.text.splitlines()}
     different = {number for number, line in enumerate(train.text.splitlines(), start=1) if line.strip() not in known}
     assert train.marked | {5} == different  # line 5 imports less
+
+
+def test_the_script_trains_on_two_unequal_nodes(tmp_path: Path) -> None:
+    for name in ("plain.py", "train.py"):
+        (tmp_path / name).write_text(file_of(name).text)
+    arguments = {"script": "train.py", "words": [["runs/first"]], "folder": str(tmp_path)}
+    said = run_processes(ragged(2, 1), "tests.scripts:run_script", arguments, limit_s=100.0)
+    assert "3 ranks on 2 nodes" in said[0]
+    losses = [event.values["loss"] for event in Run.read(tmp_path / "runs" / "first").of(Measured)]
+    assert len(losses) == 3
+    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.slow
