@@ -14,6 +14,7 @@ from tests.processes import run_processes
 from tests.ranks import ragged
 
 PAGE = Path(__file__).parents[1] / "docs" / "tutorial.md"
+ATTEMPTS = 3
 LIMIT_S = 240.0  # for one block of commands, on cores that others use, too
 
 
@@ -38,19 +39,30 @@ def test_the_script_trains_on_two_unequal_nodes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_command_runs_as_written(tmp_path: Path) -> None:
-    follow([step for step in read_steps(PAGE) if not step.in_lab], tmp_path)
+    for shown, said in follow([step for step in read_steps(PAGE) if not step.in_lab], tmp_path):
+        require_shown(shown, said)
     assert {path.name for path in tmp_path.iterdir()} >= {"plain.py", "train.py", "runs", "plan.json", "simulated.html"}
 
 
 @pytest.mark.lab
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_on_the_emulated_cluster_the_plan_is_faster(tmp_path: Path) -> None:
-    follow([step for step in read_steps(PAGE) if step.in_lab or step.kind == "file"], tmp_path)
-    said = run("evenly report --json runs/equal runs/planned", tmp_path)
-    equal, planned = (json.loads(line) for line in said.splitlines())
-    assert planned["samples_per_s"] > 1.1 * equal["samples_per_s"]
-    assert "<html" in (tmp_path / "report.html").read_text()
+    steps = [step for step in read_steps(PAGE) if step.in_lab or step.kind == "file"]
+    for attempt in range(ATTEMPTS):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        outputs = follow(steps, folder)
+        try:
+            for shown, said in outputs:
+                require_shown(shown, said)
+            require_faster("runs/planned", "runs/equal", folder)
+            break
+        except AssertionError:
+            was_doubtful = any("the plan is doubtful" in said for _, said in outputs)
+            if not was_doubtful or attempt == ATTEMPTS - 1:  # as the page says: measured while others used the cores
+                raise
+    assert "<html" in (folder / "report.html").read_text()
 
 
 def file_of(name: str) -> PageStep:
@@ -58,9 +70,9 @@ def file_of(name: str) -> PageStep:
     return step
 
 
-def follow(steps: list[PageStep], folder: Path) -> None:
-    """Does what the page says, in this folder, and compares the output with what it shows."""
-    said = ""
+def follow(steps: list[PageStep], folder: Path) -> list[tuple[str, str]]:
+    """Does what the page says, in this folder; returns what it shows of outputs, with what was printed."""
+    outputs, said = [], ""
     for step in steps:
         if step.kind == "file":
             (folder / step.name).write_text(step.text)
@@ -69,7 +81,8 @@ def follow(steps: list[PageStep], folder: Path) -> None:
         elif step.kind == "command":
             said = run(step.text, folder)
         else:
-            require_shown(step.text, said)
+            outputs.append((step.text, said))
+    return outputs
 
 
 def run(commands: str, folder: Path) -> str:
@@ -97,3 +110,9 @@ def require_shown(shown: str, said: str) -> None:
         if line.strip("─. "):
             begin = pattern_of(line.removesuffix("..."))
             assert any(found.startswith(begin) for found in lines), f"not in the output: {line}\n\n{said}"
+
+
+def require_faster(run_folder: str, other: str, folder: Path) -> None:
+    said = run(f"evenly report --json {run_folder} {other}", folder)
+    faster, slower = (json.loads(line)["samples_per_s"] for line in said.splitlines())
+    assert faster > 1.1 * slower
