@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 def run_script(script: str, words: Sequence[Sequence[str]], folder: str) -> str:
     """Returns what `python SCRIPT WORDS` prints in this folder, for each of `words` in turn."""
     os.chdir(folder)
+    sys.path.insert(0, str(Path(script).resolve().parent))
     with redirect_stdout(io.StringIO()) as said:
         for given in words:
             sys.argv = [script, *given]

@@ -1,4 +1,4 @@
-"""`make demo`: what it measures becomes a number only if the turns agree, and it works without root and without data."""
+"""`make demo`: its turns become a number only if they agree, and it works without root and without data."""
 
 import os
 import re
@@ -54,8 +54,10 @@ def test_an_earlier_demo_is_replaced_and_other_files_are_not(tmp_path: Path) -> 
 
 
 def test_made_digits_are_the_same_every_time_and_differ_by_class() -> None:
-    (images, labels), (tests, _) = make_digits()
-    assert torch.equal(images, make_digits()[0][0])
+    train, test = make_digits(600, 100)
+    images, labels = train.tensors
+    tests, _ = test.tensors
+    assert torch.equal(images, make_digits(600, 100)[0].tensors[0])
     assert images.shape[1:] == tests.shape[1:] == (1, 28, 28)
     means = torch.stack([images[labels == digit].mean(0) for digit in range(10)]).flatten(1)
     assert torch.cdist(means, means).fill_diagonal_(9).min() > 0.5

@@ -21,16 +21,19 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PEERS = ROOT / "docs" / "peers.md"
 FIGURES = re.compile(r"^<!-- figures: (.+) -->\n\n((?:\|.*\n)+)", re.MULTILINE)
-FENCE = re.compile(r"(<!-- runs -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"(<!-- runs -->\n)?^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 RUNNER = """
-import json, os, sys
+import json, os, subprocess, sys
 for page, blocks in json.load(sys.stdin).items():
     os.mkdir(page)
     os.chdir(page)
     namespace = {"__name__": "__main__"}  # the blocks of a page go on from each other
-    for number, block in enumerate(blocks, start=1):
-        exec(compile(block, f"{page}, block {number}", "exec"), namespace)
+    for number, (language, block) in enumerate(blocks, start=1):
+        if language == "bash":
+            subprocess.run(["bash", "-euc", block], check=True)
+        else:
+            exec(compile(block, f"{page}, block {number}", "exec"), namespace)
     os.chdir("..")
 """
 
@@ -39,11 +42,14 @@ def ids(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def blocks(page: Path, *languages: str) -> Iterator[tuple[bool, str]]:
-    """Yields whether a block is marked to run, and its text."""
-    for mark, language, text in FENCE.findall(page.read_text()):
-        if language in languages:
-            yield bool(mark), text
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    """Yields the text of each block in one of these languages."""
+    yield from (text for _, language, text in FENCE.findall(page.read_text()) if language in languages)
+
+
+def marked_blocks(page: Path) -> list[tuple[str, str]]:
+    """Returns language and text of the blocks that are marked to run."""
+    return [(language, text) for mark, language, text in FENCE.findall(page.read_text()) if mark]
 
 
 def prose(page: Path) -> str:
@@ -57,7 +63,7 @@ def slugs(page: Path) -> set[str]:
 
 def commands(page: Path) -> Iterator[list[str]]:
     """Yields the words after `evenly` of every command in a shell block or between backticks."""
-    lines = [line.split("#")[0] for _, text in blocks(page, "bash") for line in text.splitlines()]
+    lines = [line.split("#")[0] for text in blocks(page, "bash") for line in text.splitlines()]
     spans = re.findall(r"`([^`\n]+)`", prose(page))
     for line in [*lines, *spans]:
         yield from (found.split() for found in re.findall(r"(?:^|-m |-- |\d )evenly ((?:[a-z]|--help).*)", line))
@@ -65,21 +71,22 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_python_compiles(page: Path) -> None:
-    for _, text in blocks(page, "python"):
+    for text in blocks(page, "python"):
         compile(text, str(page), "exec")
 
 
-def test_python_that_is_marked_runs(tmp_path: Path) -> None:
-    marked = {ids(page).replace("/", "-"): [text for mark, text in blocks(page, "python") if mark] for page in PAGES}
+def test_what_is_marked_runs(tmp_path: Path) -> None:
+    marked = {ids(page).replace("/", "-"): marked_blocks(page) for page in PAGES}
     assert sum(map(len, marked.values())) > 5
+    assert {language for shown in marked.values() for language, _ in shown} == {"python", "bash"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUNNER],
         input=json.dumps(marked),
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr
 
@@ -189,7 +196,7 @@ def test_the_peers_page_names_commit_and_machine_of_its_figures() -> None:
 
 def test_the_diff_in_the_readme_is_that_of_the_examples() -> None:
     plain, by_hand = ((ROOT / "examples" / name).read_text() for name in ("plain.py", "evenly_by_hand.py"))
-    ((_, text),) = blocks(ROOT / "README.md", "diff")
+    (text,) = blocks(ROOT / "README.md", "diff")
     for line in text.splitlines():
         line = line.ljust(1)
         assert line[0] == "+" or line[1:] in plain, line
