@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(READY) data ## Train on an emulated uneven cluster twice and print one table (a few minutes)
+demo: $(READY) data ## Train in three ways, in turns, on an emulated uneven cluster; ends with a table and a page (3 minutes)
 	$(BIN)/python scripts/demo.py
 
 test: style data ## Lint and run the tests (about 6 minutes on 2 cores, and the installation)

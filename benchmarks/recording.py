@@ -4,9 +4,9 @@ Two processes form one node and train in turns, in sessions with a folder and wi
 a record: `run.jsonl`, and what each rank did in every step in `ranks/`. The network is small: steps of a few
 milliseconds are the worst case, since a record costs the same in a long step.
 
-The claim is the processor time inside of the functions that record, over that of the whole step. Beside it is the
-median of the times of both sessions with a record over those without, less one, with its standard error: it includes
-everything, but on a busy machine it is too coarse for parts of a per cent.
+The claim is the time inside of the functions that record, over that of the whole step: both by the same clock, which
+costs little to read. Beside it is the median of the times of both sessions with a record over those without, less one,
+with its standard error: it includes everything, but on a busy machine it is too coarse for parts of a per cent.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def run_recording_rank(rounds: int, folder: Path) -> None:
-    """Trains in turns; rank 0 prints the processor seconds of a step in each turn. Ends the process."""
+    """Trains in turns; rank 0 prints the seconds of a step in each turn. Ends the process."""
     import torch
     import torch.distributed as dist
 
@@ -74,7 +74,7 @@ def run_recording_rank(rounds: int, folder: Path) -> None:
 
 
 class InsideRecording:
-    """Adds the processor time of this thread inside of what records steps, exchanges and events."""
+    """Adds the time inside of what records steps, exchanges and events."""
 
     def __init__(self) -> None:
         from evenly.session.rank_recorder import RankRecorder
@@ -89,18 +89,18 @@ class InsideRecording:
         function = getattr(owner, name)
 
         def timed(*args: Any, **options: Any) -> Any:
-            began = time.thread_time()
+            began = time.perf_counter()
             try:
                 return function(*args, **options)
             finally:
                 if self.is_counted:
-                    self.seconds += time.thread_time() - began
+                    self.seconds += time.perf_counter() - began
 
         setattr(owner, name, timed)
 
 
 def make_turn(folder: Path | None) -> Callable[[], float]:
-    """Returns a function that makes some steps in a session and returns the processor seconds of one."""
+    """Returns a function that makes some steps in a session and returns the seconds of one."""
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset
@@ -128,10 +128,10 @@ def make_turn(folder: Path | None) -> Callable[[], float]:
 
     def turn() -> float:
         session.run_clock.resume()
-        began = time.process_time()  # of all threads: others may use the machine meanwhile
+        began = time.perf_counter()
         for _ in range(STEPS):
             next(steps)
-        taken_s = time.process_time() - began
+        taken_s = time.perf_counter() - began
         session.run_clock.pause()
         return taken_s / STEPS
 
@@ -148,8 +148,8 @@ def report(turns: list[list[float]], inside_s: float, *, written_bytes: int, sav
     ]
     rows += [{"method": "inside of recording, part of a step", "median": inside_s / steps_s}, _row(costs)]
     note = (
-        f"Ten layers of 64 x 64, batch 32, {STEPS} steps a turn, {len(costs)} rounds, one node of two ranks; processor "
-        f"seconds. {written_bytes} bytes were written."
+        f"Ten layers of 64 x 64, batch 32, {STEPS} steps a turn, {len(costs)} rounds, one node of two ranks. "
+        f"{written_bytes} bytes were written."
     )
     claims = [Claim("recording_cost_of_step", inside_s / steps_s, 0.005, "lower")]
     write_result("recording", rows, claims, note=note, save=save)
