@@ -1,6 +1,7 @@
 """What a network looks like as a value, and what is refused with its name rather than cut wrongly."""
 
 import cProfile
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -451,3 +452,30 @@ def test_encoders_whose_layers_torch_would_fuse_in_evaluation(count, dropout):
     assert attention == [(dropout, 0.0)] * (max(1, count) if dropout else 0)
     if not dropout:
         compare(build, example, [2, 1])
+
+
+class RunsBesideAThread(nn.Module):
+    """Its forward, which tracing runs, lets a thread compute with another network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.slopes: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=self._differentiate)
+        thread.start()
+        thread.join()
+        return self.layer(x)
+
+    def _differentiate(self) -> None:
+        x = torch.ones(2, 3, requires_grad=True)
+        self.slopes.append(*torch.autograd.grad(nn.Linear(3, 3)(x).sum(), x))
+
+
+def test_networks_of_other_threads_are_left_alone() -> None:
+    """torch's own counter of flops puts hooks on them, with which autograd.grad() for an input is an error."""
+    model = RunsBesideAThread()
+    slopes = model.slopes
+    trace(nn.Sequential(model, nn.ReLU()), torch.ones(2, 3))
+    assert slopes

@@ -13,6 +13,7 @@ from evenly.comm import rank_group_of
 from evenly.graph import trace_module
 from evenly.layouts import lay_out
 from evenly.shards import Sharded, full_state_dict, join_shards, local_shard_of, reshard
+from evenly.spec import Layout
 from tests.shards.grammar import sample
 from tests.zoo import ZOO
 
@@ -153,25 +154,12 @@ def moving(devices: Sequence[str], ways: Sequence[Sequence[float]], case: str) -
     device = torch.device(devices[dist.get_rank()])
     model, example = _case(case)
     plain = _copy(model).double()
-    optimizers = [torch.optim.AdamW(plain.parameters(), lr=1e-3)]
     ready = _copy(model).double().to(device)
     local = tuple(x.to(device, torch.float64 if x.is_floating_point() else x.dtype) for x in example)
     given = tuple(x.double() if x.is_floating_point() else x for x in example)
     sharded = evenly.shard(ready, local, shares=ways[0])
-    optimizers.append(torch.optim.AdamW(sharded.parameters(), lr=1e-3))
     graph = evenly.trace(ready, local)
-    for shares in ways:
-        reshard(sharded, optimizers[1], lay_out(graph, shares))
-        for network, optimizer, batch in ((plain, optimizers[0], given), (sharded, optimizers[1], local)):
-            leaves = [x for x in pytree.tree_leaves(network(*batch)) if isinstance(x, Tensor) and x.requires_grad]
-            sum(x.square().mean() for x in leaves).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    full = full_state_dict(sharded, device="cpu")["model"]
-    far = max(float((full[name].cpu() - p).abs().max()) for name, p in plain.state_dict().items())
-    sharded.close()
-    dist.destroy_process_group()
-    return far
+    return _distance_after(plain, sharded, given, local, [lay_out(graph, shares) for shares in ways])
 
 
 def recurrent_by_units(devices: Sequence[str], ways: Sequence[Sequence[float]], kind: str) -> float:
@@ -186,12 +174,19 @@ def recurrent_by_units(devices: Sequence[str], ways: Sequence[Sequence[float]], 
     layouts = [lay_out(traced.graph, shares, modes={"recurrent": ["units"]}) for shares in ways]
     sharded = join_shards(traced, layouts[0], rank_group=rank_group_of())
     sharded.to(device)  # calls flatten_parameters, which must leave the parts alone
-    optimizers = [torch.optim.AdamW(network.parameters(), lr=1e-2) for network in (plain, sharded)]
+    return _distance_after(plain, sharded, [x], [local], layouts)
+
+
+def _distance_after(
+    plain: nn.Module, sharded: Sharded, given: Sequence[Tensor], local: Sequence[Tensor], layouts: Sequence[Layout]
+) -> float:
+    """Returns how far both networks are apart after a step with each layout; closes the cut one and the group."""
+    optimizers = [torch.optim.AdamW(network.parameters(), lr=1e-3) for network in (plain, sharded)]
     for layout in layouts:
         reshard(sharded, optimizers[1], layout)
-        for network, optimizer, batch in ((plain, optimizers[0], x), (sharded, optimizers[1], local)):
-            leaves = pytree.tree_leaves(network(batch))
-            sum(y.square().mean() for y in leaves).backward()
+        for network, optimizer, batch in ((plain, optimizers[0], given), (sharded, optimizers[1], local)):
+            leaves = [x for x in pytree.tree_leaves(network(*batch)) if isinstance(x, Tensor) and x.requires_grad]
+            sum(x.square().mean() for x in leaves).backward()
             optimizer.step()
             optimizer.zero_grad()
     full = full_state_dict(sharded, device="cpu")["model"]

@@ -9,6 +9,7 @@ from operator import attrgetter
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils import checkpoint
 
 NO_BACKWARD = -1
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # the dicts that the engine reads
@@ -35,7 +36,7 @@ def is_saving_hooked() -> bool:
 
 def is_end_of_recomputing(error: BaseException) -> bool:
     """Returns whether an activation checkpoint raised this error to end a forward of which it has seen enough."""
-    return type(error).__name__ == "_StopRecomputationError"  # of torch.utils.checkpoint
+    return isinstance(error, checkpoint._StopRecomputationError)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,8 @@ class Exchanger:
         self.on_exchange: list[Callable[[ExchangeSummary], None]] = []
         self.may_have_skipped_step = False  # by a scaler we were not given, since the last exchange
         self.buffers = Buffers(module, settings, replica_exchange, alone=groups.rank_group.size == 1)
-        self._module, self._optimizer = module, optimizer
+        self._module = module
+        self._optimizer = optimizer
         self._device = next(module.parameters(), torch.empty(0)).device
         self._schedule = schedule
         self._groups = groups

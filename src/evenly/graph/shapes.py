@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 from torch.fx.node import Argument, Target
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from evenly._torch import pytree
 from evenly._torch.autograd import version_of
@@ -33,11 +33,11 @@ class Shapes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> MetaValue:
         """Runs one node and keeps its value."""
-        counter, random_recorder = FlopCounterMode(display=False), _RandomRecorder()
+        recorder = _OperationRecorder()
         input_tensors = [x for m in n.all_input_nodes if isinstance(x := self.values[m.name], torch.Tensor)]
         before = [version_of(x) for x in input_tensors]
         try:
-            with counter, random_recorder, torch.device("meta"):
+            with recorder, torch.device("meta"):
                 value = super().run_node(n)
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -51,8 +51,8 @@ class Shapes(fx.Interpreter):
                 f"the operation {n.name!r} changes its input in place, which has no rule for a network whose layers "
                 "are cut. Make it return a new tensor."
             )
-        self.values[n.name], self.flops[n.name] = value, counter.get_total_flops()
-        if random_recorder.drawn:
+        self.values[n.name], self.flops[n.name] = value, recorder.flops
+        if recorder.draws_random:
             self.random_nodes.add(n.name)
         return value
 
@@ -96,12 +96,17 @@ def is_random(func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, o
     return "dropout_p" not in names or bool(arguments.get("dropout_p"))
 
 
-class _RandomRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
-    """Records whether random numbers are drawn."""
+class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
+    """Adds the flops of the operations that run, and records whether one draws random numbers.
+
+    torch's FlopCounterMode counts the same flops, but it also puts hooks on all modules of the process: networks that
+    other threads run meanwhile would get them, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
-        self.drawn = False
+        self.flops = 0
+        self.draws_random = False
 
     def __torch_dispatch__(
         self,
@@ -110,9 +115,16 @@ class _RandomRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Runs an operation."""
-        self.drawn |= is_random(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        """Runs an operation, as the simpler ones that it is made of if it is a composite."""
+        kwargs = kwargs or {}
+        self.draws_random |= is_random(func, args, kwargs)
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
+            if (flops_of := flop_registry.get(func.overloadpacket)) is not None:
+                self.flops += flops_of(*args, **kwargs, out_val=result)
+        return result
 
 
 def shape_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from evenly.shards.run import ops
 from evenly.shards.run.dropout import draw, drop, seeded
 from evenly.shards.run.op_instance import ForwardContext, NodeValue, OpInstance
 from evenly.shards.run.overlapped_layers import layer_options, overlapped_layer, to_autocast_dtype
-from evenly.shards.run.recurrent import recurrent_by_units
+from evenly.shards.run.recurrent import RecurrentOptions, recurrent_by_units
 from evenly.spec.layout import TensorPlacement
 
 LocalOp = Callable[..., NodeValue]  # (context, *args, **kwargs) -> the operation's output on this rank
@@ -318,27 +318,13 @@ def _recurrent_units(op_instance: OpInstance) -> LocalOp:
         x: torch.Tensor,
         states: list[torch.Tensor],
         weights: list[torch.Tensor],
-        mode: str,
-        num_layers: int,
-        has_biases: bool,
-        _: bool,
-        bidirectional: bool,
-        batch_first: bool,
+        *arguments: Any,
     ) -> NodeValue:
-        segments = context.segments(hidden_placement)
-        if is_state_shared and mode == "LSTM":
+        options, segments = RecurrentOptions(*arguments), context.segments(hidden_placement)
+        if is_state_shared and options.mode == "LSTM":
             states = [states[0], take(states[1], 2, segments[context.shard_group.rank])]
-        return recurrent_by_units(
-            x,
-            states,
-            weights,
-            Redistribute(context.shard_group, "gather_for_ranks", 2, segments),
-            mode=mode,
-            num_layers=num_layers,
-            has_biases=has_biases,
-            bidirectional=bidirectional,
-            batch_first=batch_first,
-        )
+        gather = Redistribute(context.shard_group, "gather_for_ranks", 2, segments)
+        return recurrent_by_units(x, states, weights, gather, options)
 
     return run_local
 

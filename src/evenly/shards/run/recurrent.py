@@ -16,17 +16,23 @@ from evenly.errors import SpecError
 from evenly.shards.run.ops import AutogradContext
 
 
+class RecurrentOptions(NamedTuple):
+    """What `graph.rewrites.recurrent` takes after the weights, in its order."""
+
+    mode: str  # LSTM, GRU, RNN_TANH or RNN_RELU
+    num_layers: int
+    has_biases: bool  # whether biases are among the weights
+    training: bool  # dropout between layers is an operation of its own, so nothing depends on it
+    bidirectional: bool  # whether each layer also runs backwards
+    batch_first: bool  # whether the batch is dim 0 of the inputs
+
+
 def recurrent_by_units(
     x: torch.Tensor,
     states: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     gather: Redistribute,
-    *,
-    mode: str,
-    num_layers: int,
-    has_biases: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    options: RecurrentOptions,
 ) -> tuple[torch.Tensor, ...]:
     """Returns this rank's units of the outputs, of the last hidden states, and of an LSTM of the last cells.
 
@@ -36,12 +42,9 @@ def recurrent_by_units(
             the first cells; none of them for zeros.
         weights: this rank's rows of the weights of all layers and directions, in torch's order.
         gather: of hidden states [directions, batch, units] along their units.
-        mode: LSTM, GRU, RNN_TANH or RNN_RELU.
-        num_layers: the number of layers.
-        has_biases: whether biases are among the weights.
-        bidirectional: whether each layer also runs backwards.
-        batch_first: whether the batch is dim 0 of x.
+        options: the kind of layers and how they run.
     """
+    mode, num_layers, has_biases, _, bidirectional, batch_first = options
     if not x.shape[1 if batch_first else 0]:
         raise SpecError(
             f"a recurrent layer was given {tuple(x.shape)}: a sequence without steps. Give one step or more."
@@ -162,7 +165,9 @@ class _Recurrence(torch.autograd.Function):
         first_cells: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         steps = _run_steps(mode, gather, is_last, gates, recurrence, bias, first_hidden, first_cells)
-        ctx.mode, ctx.gather, ctx.is_last = mode, gather, is_last
+        ctx.mode = mode
+        ctx.gather = gather
+        ctx.is_last = is_last
         ctx.set_materialize_grads(False)
         before = [first_hidden, *steps.gathered[: len(gates) - 1]]
         cells_before = [cells for cells in [first_cells, *steps.cells[:-1]] if cells is not None]
