@@ -455,7 +455,7 @@ def test_encoders_whose_layers_torch_would_fuse_in_evaluation(count, dropout):
 
 
 class RunsBesideAThread(nn.Module):
-    """Its forward, which tracing runs, lets a thread compute with another network."""
+    """Lets a thread compute with another network; tracing runs its forward as it is, since it branches on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -465,7 +465,7 @@ class RunsBesideAThread(nn.Module):
         thread = threading.Thread(target=differentiate)
         thread.start()
         thread.join()
-        return self.layer(x)
+        return self.layer(x) if x.sum() >= 0 else x
 
 
 def differentiate() -> None:
