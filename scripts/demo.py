@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.live import Live
 
@@ -32,7 +33,7 @@ from evenly.reports import read_recorded
 from evenly.reports.live import FollowedRun
 from evenly.reports.page import write_page
 
-LIMIT_S = 170.0  # of everything; the installation is over
+LIMIT_S = 168.0  # of everything; the installation is over
 TEST_S = 12.0  # kept for the tests of the networks at the end
 STEPS = 8  # of a turn
 WAYS = ("global", "node-based", "planned")
@@ -81,7 +82,7 @@ def ratio_of(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
 
 
 def main() -> None:
-    began = time.monotonic()
+    began = psutil.Process().create_time()  # what is imported takes seconds on a busy machine
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with the idx files of Fashion-MNIST")
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="where the runs and the report go")
@@ -94,13 +95,13 @@ def main() -> None:
     prepare_folder(arguments.run)
     command = [str(Path(__file__).with_name("demo_ranks.py")), "--folder", str(arguments.run.resolve())]
     command += ["--data", str(data) if data.is_dir() else "made"]
-    command += ["--until", str(time.time() + arguments.seconds - TEST_S)]
+    command += ["--until", str(began + arguments.seconds - TEST_S)]
     with viewing(arguments.run, console):
         (on_lab if reason is None else on_this_machine)(command, arguments.run)
     show(read_turns(arguments.run), console, is_emulated=reason is None)
     page = arguments.run / "report.html"
     write_page([read_recorded(arguments.run / name) for name in WAYS], page)
-    say([f"Took {time.monotonic() - began:.0f} s. Who computed, waited and sent when, as a page: {page}"], console)
+    say([f"Took {time.time() - began:.0f} s. Who computed, waited and sent when, as a page: {page}"], console)
     open_page(page)
 
 
