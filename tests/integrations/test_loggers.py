@@ -27,11 +27,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients and what the
 PACKAGES = {"mlflow": "mlflow-skinny"}
 
 
-def needs(module: str) -> pytest.MarkDecorator:
+def needs(module: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Marks a test that only `make test-all` runs, which installs the clients of all loggers."""
     is_missing = importlib.util.find_spec(module) is None
-    return pytest.mark.skipif(
-        is_missing, reason=f"{module} is not installed: pip install {PACKAGES.get(module, module)}"
-    )
+    reason = f"{module} is not installed: pip install {PACKAGES.get(module, module)}"
+    return lambda test: pytest.mark.slow(pytest.mark.skipif(is_missing, reason=reason)(test))
 
 
 def a_run() -> list[Event]:
