@@ -24,7 +24,7 @@ def open_group() -> torch.device:
         dist.init_process_group("gloo")
     else:  # a single process
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    index = int(os.environ.get("LOCAL_RANK", 0))
+    index = int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.cuda.device_count())
     return torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")
 
 

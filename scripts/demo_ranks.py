@@ -93,6 +93,7 @@ def open_ways(stack: ExitStack, folder: Path, train: TensorDataset) -> list[Way]
     plans["planned"] = planned(sessions["planned"], model, x, profile, plans["node-based"])
     ways = []
     for name, session in sessions.items():
+        session.describe(way=name)  # reports compare runs with other settings, and average those with the same
         torch.manual_seed(0)
         network = SmallResNet(WIDTH)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.03, momentum=0.9, nesterov=True)
@@ -106,8 +107,9 @@ def open_ways(stack: ExitStack, folder: Path, train: TensorDataset) -> list[Way]
 
 def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
     """Returns the plan with what its simulation gave, for the report of its run."""
-    step_s = (forecast.seconds - forecast.exchange_s) / forecast.steps
-    predicted = Prediction(step_s=step_s, exchange_s=forecast.exchange_s / max(1, forecast.exchanges))
+    between_s = 0.0 if plan.period.kind == "global" else forecast.exchange_s  # there each step has it
+    step_s = (forecast.seconds - between_s) / forecast.steps
+    predicted = Prediction(step_s=step_s, exchange_s=between_s / max(1, forecast.exchanges))
     return plan.model_copy(update={"predicted": plan.predicted or predicted})
 
 
