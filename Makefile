@@ -78,7 +78,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "evenly needs Python 3.11 or newer, and $(PYTHON) is older. Give another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@echo "1 of 2: making a virtual environment in $(VENV) (a few seconds)"
-	@$(PYTHON) -m venv --clear $(VENV) || { \
+	@clear=--clear; [ "$$($(BIN)/python -V 2> /dev/null)" = "$$($(PYTHON) -V)" ] && clear=; \
+	$(PYTHON) -m venv $$clear $(VENV) || { \
 		echo "$(PYTHON) cannot make a virtual environment. On Debian: apt-get install python3-venv"; exit 1; }
 	@echo "2 of 2: installing into it what pyproject.toml names, torch first of all (about two minutes)"
 	@$(INSTALL)

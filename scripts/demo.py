@@ -5,6 +5,7 @@ machine: the methods are the same, but no link is slow, so the times say little.
 """
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -33,10 +34,12 @@ from evenly.reports import read_recorded
 from evenly.reports.live import FollowedRun
 from evenly.reports.page import write_page
 
+LEAST_S = 45.0  # starting and measuring take half a minute
 LIMIT_S = 168.0  # of everything; the installation is over
 TEST_S = 12.0  # kept for the tests of the networks at the end
 STEPS = 8  # of a turn
 WAYS = ("global", "node-based", "planned")
+FILES = ("status", "go", "turns.json", "turns.new", "report.html")  # besides a folder for each way and "lock"
 MEANINGS = {
     "global": "gradients are averaged over all ranks in every step, as DDP does",
     "node-based": f"gradients inside each node in every step, parameters across nodes every {STEPS} steps",
@@ -66,7 +69,9 @@ class Ratio:
     def __str__(self) -> str:
         if self.is_decided:
             return f"{self.median:.2f}x as fast ({self.lower:.2f} to {self.upper:.2f})"
-        spread = f"{self.lower:.2f} to {self.upper:.2f}x as fast in {self.rounds} rounds" if self.rounds else "no round"
+        if self.rounds < FEWEST:
+            return f"undecided: {self.rounds} rounds in this time are too few to tell"
+        spread = f"{self.lower:.2f} to {self.upper:.2f}x as fast in {self.rounds} rounds"
         return f"undecided ({spread}): the machine is too busy to tell"
 
 
@@ -88,11 +93,13 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="where the runs and the report go")
     parser.add_argument("--seconds", type=float, default=LIMIT_S, help="about how long it takes")
     arguments = parser.parse_args()
+    if not LEAST_S <= arguments.seconds <= 3600:
+        parser.error(f"--seconds is {arguments.seconds:g}; give {LEAST_S:g} to 3600, of which a third is for the start")
     console = open_console()
+    prepare_folder(arguments.run)
     data = arguments.data or DEBIAN
     reason = missing()
     introduce(data, reason, arguments.seconds, console)
-    prepare_folder(arguments.run)
     command = [str(Path(__file__).with_name("demo_ranks.py")), "--folder", str(arguments.run.resolve())]
     command += ["--data", str(data) if data.is_dir() else "made"]
     command += ["--until", str(began + arguments.seconds - TEST_S)]
@@ -128,11 +135,22 @@ def introduce(data: Path, reason: str | None, seconds: float, console: Console) 
 
 
 def prepare_folder(folder: Path) -> None:
-    """Empties the folder of an earlier demo; any other folder with files is left alone."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / "status").exists():
-        raise SystemExit(f"{folder} holds other files than those of a demo. Give another folder with --run.")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Removes the files of an earlier demo from the folder; one that holds others is left alone."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if (folder.exists() and not folder.is_dir()) or names - {*WAYS, *FILES, "lock"}:
+        raise SystemExit(f"{folder} is not the folder of an earlier demo. Give another one with --run.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)  # until the process ends
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f"another demo runs in {folder}. Wait for it, or give another folder with --run.") from None
+    except OSError as error:
+        raise SystemExit(f"{folder} cannot be written: {error.strerror}. Give another folder with --run.") from None
+    for name in WAYS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -238,14 +256,14 @@ def on_this_machine(command: list[str], folder: Path) -> None:
 def show(rows: Turns, console: Console, *, is_emulated: bool) -> None:
     """Prints the three ways side by side, and how they compare."""
     times = {name: [1e3 * second / STEPS for second in row["seconds"]] for name, row in rows.items()}
-    medians = {name: statistics.median(values) if values else math.nan for name, values in times.items()}
+    medians = {name: f"{statistics.median(values):.0f}" if values else "-" for name, values in times.items()}
     table = table_of(("", *WAYS), left=1)
     lines: dict[str, Callable[[str], str]] = {
         "samples of each rank": lambda name: " + ".join(map(str, rows[name]["samples"])),
-        "ms a step": lambda name: f"{medians[name]:.0f}",
+        "ms a step": lambda name: medians[name],
         "in half of the turns": lambda name: middle_half(times[name]),
         "predicted ms a step": lambda name: f"{1e3 * rows[name]['predicted_s']:.0f}",
-        "MB a step across nodes": lambda name: f"{megabytes(rows[name]):.2f}",
+        "MB a step across nodes": lambda name: f"{megabytes(rows[name]):.2f}" if rows[name]["bytes"] else "-",
         "test accuracy": lambda name: f"{rows[name]['accuracy']:.1f} %",
     }
     if not is_emulated:
@@ -254,12 +272,15 @@ def show(rows: Turns, console: Console, *, is_emulated: bool) -> None:
         table.add_row(header, *map(cell, WAYS))
     console.print("", table, "")
     seconds = {name: row["seconds"] for name, row in rows.items()}
-    fewer = f"{megabytes(rows['global']) / megabytes(rows['node-based']):.1f}x fewer bytes, " if is_emulated else ""
+    is_counted = is_emulated and rows["global"]["bytes"]
+    fewer = f"{megabytes(rows['global']) / megabytes(rows['node-based']):.1f}x fewer bytes, " if is_counted else ""
     say(
         [
             f"node-based instead of global: {fewer}{ratio_of(seconds['global'], seconds['node-based'])}",
             f"planned batches instead of equal ones: {ratio_of(seconds['node-based'], seconds['planned'])}",
             f"both together: {ratio_of(seconds['global'], seconds['planned'])}",
+            "Each is the median over all rounds of the ratio of two turns in a round, with the range in which it",
+            "likely lies; medians of the ways themselves, above, may give a slightly other one.",
         ],
         console,
     )
@@ -275,8 +296,11 @@ def middle_half(values: list[float]) -> str:
 
 def megabytes(row: dict[str, Any]) -> float:
     """Returns what all nodes sent in one step."""
-    return statistics.median(row["bytes"]) / STEPS / 1e6 if row["bytes"] else math.nan
+    return statistics.median(row["bytes"]) / STEPS / 1e6
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

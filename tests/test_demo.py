@@ -31,7 +31,7 @@ def test_one_disturbed_turn_of_many_changes_little() -> None:
 )
 def test_turns_that_disagree_or_are_few_give_none(slow: list[float], fast: list[float]) -> None:
     assert "undecided" in str(ratio_of(slow, fast))
-    assert "too busy" in str(ratio_of(slow, fast))
+    assert ("too few" if len(slow) < 4 else "too busy") in str(ratio_of(slow, fast))
 
 
 def test_the_range_holds_the_true_ratio_in_nine_of_ten_cases() -> None:
@@ -42,15 +42,21 @@ def test_the_range_holds_the_true_ratio_in_nine_of_ten_cases() -> None:
 
 
 def test_an_earlier_demo_is_replaced_and_other_files_are_not(tmp_path: Path) -> None:
-    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "global").mkdir(parents=True)
     (tmp_path / "old" / "status").write_text("round 3")
     prepare_folder(tmp_path / "old")
-    assert list((tmp_path / "old").iterdir()) == []
+    prepare_folder(tmp_path / "new")
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["lock"]
+    with pytest.raises(SystemExit, match="another demo runs"):
+        prepare_folder(tmp_path / "old")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("1")
+    (tmp_path / "thesis" / "status").write_text("nearly done")
     with pytest.raises(SystemExit, match="--run"):
         prepare_folder(tmp_path / "thesis")
     assert (tmp_path / "thesis" / "chapter").read_text() == "1"
+    with pytest.raises(SystemExit, match="--run"):
+        prepare_folder(tmp_path / "thesis" / "chapter")
 
 
 def test_made_digits_are_the_same_every_time_and_differ_by_class() -> None:
@@ -101,7 +107,7 @@ def test_without_root_and_without_data_it_says_so_and_compares_all_the_same(tmp_
         folder.chmod(0o755)
     os.chown(home, 65534, 65534)
     other = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", f"HOME={home}")
-    text = run_demo(home / "demo", "--seconds", "45", "--data", "/nowhere", prefix=other)
+    text = run_demo(home / "demo", "--seconds", "60", "--data", "/nowhere", prefix=other)
     assert_shown(text, home / "demo")
     assert "without a slow link" in text
     assert "digits drawn by the demo" in text

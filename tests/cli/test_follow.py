@@ -1,5 +1,6 @@
 """`evenly report --follow` shows a run that another process makes until it ends."""
 
+import io
 import os
 import pty
 import re
@@ -11,7 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from evenly.cli._follow import live_view
+from evenly.reports.live import FollowedRun
+from evenly.spec import Measured
 from tests.reports.recorded import write_recorded
 
 
@@ -49,7 +54,7 @@ def test_lines_where_there_is_no_terminal_and_the_table_at_the_end(growing: Grow
         first = process.stdout.readline()
         growing.write(1)
         rest = process.stdout.read()
-    assert re.fullmatch(r"step \d+, [\d.]+ MB sent: rank 0 \d+% computing, \d+% waiting; rank 1 .*; rank 2 .*\n", first)
+    assert re.fullmatch(r"step \d+, [\d.]+ MB between nodes: rank 0 \d+% computing, \d+% waiting; .*rank 2 .*\n", first)
     assert "\x1b" not in first + rest
     assert "samples/s" in rest  # the table of every report
     assert process.returncode == 0
@@ -80,7 +85,7 @@ def test_a_table_on_a_terminal_which_an_interruption_leaves(growing: GrowingRun,
     with subprocess.Popen(command(growing), stdout=theirs, env=environment) as process:
         os.close(theirs)
         shown = read_until(ours, "computing")
-        for header in ("rank", "steps/s", "MB on the link", "averaging", "waiting"):
+        for header in ("rank", "steps/s", "MB of its node", "averaging", "waiting"):
             assert header in shown or header in read_until(ours, header)
         growing.write(0.8)
         read_until(ours, "\x1b[1A")  # drawn again
@@ -88,6 +93,34 @@ def test_a_table_on_a_terminal_which_an_interruption_leaves(growing: GrowingRun,
         assert process.wait(timeout=20) == 130
 
 
+def test_names_are_shown_as_they_are(growing: GrowingRun) -> None:
+    event = Measured(at_s=1.0, step=1, values={"map[/]": 0.5, "acc[val]": 0.25})
+    with (growing.folder / "run.jsonl").open("a") as stream:
+        stream.write(event.model_dump_json() + "\n")
+    run = FollowedRun(growing.folder)
+    run.read()
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(live_view(run, console))
+    assert "map[/] 0.5, acc[val] 0.25" in console.export_text()
+
+
+def test_a_run_that_has_ended_is_said_to_have(growing: GrowingRun) -> None:
+    growing.write(1)
+    done = subprocess.run(command(growing), capture_output=True, text=True, timeout=60)
+    assert "has ended" in done.stdout
+    assert done.returncode == 0
+
+
 def test_wishes_that_cannot_be_met(growing: GrowingRun, fails, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     assert "shows one" in fails("report", "--follow", growing.folder, growing.folder)
-    assert "no such folder" in fails("report", "--follow", tmp_path / "nowhere")
+    code = "import evenly.cli._follow as f; f.APPEAR_S = 0; from evenly.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", "--follow", "nowhere"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert "waiting for nowhere" in done.stdout
+    assert "no such folder" in done.stderr
+    assert done.returncode == 1

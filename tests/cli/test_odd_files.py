@@ -61,7 +61,7 @@ def test_a_run_with_a_number_of_400_digits(tmp_path, place):
     (told,) = done.stderr.splitlines()
     assert "it holds the number 1000" in told
     assert done.returncode == 1
-    assert ("stopped before its first recorded step" in done.stdout) == (place != "settings")
+    assert ("unfinished before its first recorded step" in done.stdout) == (place != "settings")
 
 
 @pytest.mark.parametrize(

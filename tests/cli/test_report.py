@@ -31,6 +31,22 @@ def test_wishes_that_cannot_be_met_are_refused_before_any_work(fails, tmp_path):
     assert "there is no folder" in fails("report", first, "--html", tmp_path / "nowhere" / "page.html")
 
 
+def test_a_record_is_never_replaced_by_an_output(fails, tmp_path):
+    folder = write_recorded(tmp_path / "run")
+    before = {file: file.read_bytes() for file in folder.rglob("*.jsonl")}
+    assert "is a part of the run" in fails("report", folder, "--html", folder / "run.jsonl")
+    assert "is a part of the run" in fails("report", folder / "run.jsonl", "--csv", folder / "ranks" / "0.jsonl")
+    assert "for two outputs" in fails("report", folder, "--html", tmp_path / "x", "--csv", tmp_path / "x")
+    assert {file: file.read_bytes() for file in folder.rglob("*.jsonl")} == before
+
+
+def test_a_closed_output_is_no_error(tmp_path):
+    folder = write_recorded(tmp_path / "run")
+    command = f"exec {sys.executable} -m evenly report {folder} >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_run_without_rank_files_has_a_page_but_no_trace(tmp_path):
     folder = write(tmp_path / "run", started())
     command = [sys.executable, "-m", "evenly", "report", folder]

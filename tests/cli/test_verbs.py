@@ -125,7 +125,7 @@ def test_report_fits_80_columns_whatever_happened(tmp_path):
     assert all(len(line) <= 80 for line in lines[:-2])
     assert lines[2].split() == ["first", "3+1", "epoch", "done", "10.0", "640", "1.6", "4", "91.32"]
     assert lines[-2].startswith("[red] failed: PeerError: long long")
-    assert lines[-1] == "killed stopped after step 4"
+    assert lines[-1] == "killed unfinished after step 4"
 
 
 def test_report_as_json_is_one_object_a_run(tmp_path):
@@ -133,7 +133,7 @@ def test_report_as_json_is_one_object_a_run(tmp_path):
     stopped = write(tmp_path / "second", started(every="epoch"))
     first, second = map(json.loads, evenly("report", "--json", str(folder), f"{stopped}/run.jsonl").splitlines())
     assert (first["name"], first["state"], first["samples_per_s"], first["accuracy"]) == ("first", "done", 640.0, 0.5)
-    assert (second["name"], second["state"], second["seconds"]) == ("second", "stopped", None)
+    assert (second["name"], second["state"], second["seconds"]) == ("second", "unfinished", None)
 
 
 @pytest.mark.parametrize(

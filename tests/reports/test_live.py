@@ -136,3 +136,39 @@ def test_what_is_no_event_is_told_and_what_follows_is_read(tmp_path: Path) -> No
 def test_there_must_be_a_folder(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="there is no such folder"):
         FollowedRun(tmp_path / "nowhere")
+
+
+def test_ranks_of_an_earlier_start_are_not_shown(tmp_path: Path) -> None:
+    def start(*nodes: int) -> str:
+        return RunStarted(at_s=0.0, name="x", cluster=cluster_of(*nodes)).model_dump_json() + "\n"
+
+    (tmp_path / "run.jsonl").write_text(start(4))
+    for rank in range(4):
+        add(tmp_path, rank, row(1, compute_s=1.0))
+    run = FollowedRun(tmp_path)
+    run.read()
+    assert len(run.rows()) == 4
+    with (tmp_path / "run.jsonl").open("a") as stream:
+        stream.write(start(2))
+    run.read()
+    assert run.rows() == []
+    for rank in range(2):
+        add(tmp_path, rank, RankStarted(at_s=9.0, rank=rank, node=0, host="b"), row(5))
+    run.read()
+    assert [(r.rank, r.step, r.host) for r in run.rows()] == [(0, 5, "b"), (1, 5, "b")]
+    again = FollowedRun(tmp_path)
+    again.read()
+    assert again.rows() == run.rows()
+
+
+def test_a_line_that_a_crash_cut_and_a_new_start_replaced_hides_nothing(tmp_path: Path) -> None:
+    add(tmp_path, 0, row(1))
+    file = tmp_path / "ranks" / "0.jsonl"
+    whole = file.read_text()
+    file.write_text(whole + "[7,1,")
+    run = FollowedRun(tmp_path)
+    run.read()
+    file.write_text(whole)
+    add(tmp_path, 0, RankStarted(at_s=9.0, rank=0, node=0, host="b"), row(3))
+    run.read()
+    assert [(r.step, r.host) for r in run.rows()] == [(3, "b")]

@@ -39,8 +39,8 @@ def test_a_run_that_failed_says_why():
 )
 def test_a_run_that_stopped_says_how_far_it_came(events, told):
     stopped = row(started(), *events)
-    assert (stopped.state, stopped.note) == ("stopped", told)
-    assert notes([stopped]) == [f"first stopped {told}"]
+    assert (stopped.state, stopped.note) == ("unfinished", told)
+    assert notes([stopped]) == [f"first unfinished {told}"]
 
 
 def test_a_resumed_run_that_stopped_again_came_at_least_to_where_it_resumed():
@@ -75,7 +75,7 @@ def test_the_period_in_a_word(every, told):
 
 
 def test_a_run_without_a_start_is_still_a_row():
-    assert cells(row()) == ("run", "?", "?", "stopped", "-", "-", "-", "-", "-")
+    assert cells(row()) == ("run", "?", "?", "unfinished", "-", "-", "-", "-", "-")
     assert row(measured(accuracy=None), finished()).accuracy is None
 
 

@@ -2,7 +2,9 @@
 
 import atexit
 import gc
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -49,6 +51,9 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 def main() -> None:
     """Runs the command line; an expected error is one message, not a traceback."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the program that started this one has closed it
+            setattr(sys, name, Path(os.devnull).open("w"))
     if not (is_terminal(sys.stdout) and is_terminal(sys.stderr)) and _may_force_colours():
         from typer import rich_utils
 

@@ -82,7 +82,8 @@ def torch_checks(facts: Mapping[str, Any]) -> list[Check]:
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['hip']}" if facts["hip"] else "CPU only"
     step = Check("training", "ok", "a session trained one step on the CPU")
     if problem:
-        step = Check("training", "broken", str(problem), "pip install --force-reinstall evenly 'torch>=2.11'")
+        mend = "mend what it says; if nothing is wrong there: pip install --force-reinstall evenly 'torch>=2.11'"
+        step = Check("training", "broken", str(problem).rstrip("."), mend)
     return [Check("torch", "ok", f"{facts['version']}, {build}"), step, *_backend_checks(facts)]
 
 

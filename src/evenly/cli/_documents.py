@@ -1,6 +1,7 @@
 """Reads and checks the files that verbs take and write."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,6 +47,18 @@ def require_writable(*paths: Path | None) -> None:
             case = error.strerror
         if case:
             raise SpecError(f"the file {path} was to be written, but {case}. Give a file in a folder of yours.")
+
+
+def require_own_files(outputs: Sequence[Path | None], inputs: Sequence[Path]) -> None:
+    """Raises `SpecError` if two outputs are one file, or if an output would replace a part of an input."""
+    files = [path.resolve() for path in outputs if path is not None]
+    for path in files:
+        if files.count(path) > 1:
+            raise SpecError(f"{path} was given for two outputs. Give each a file of its own.")
+        for given in inputs:
+            folder = given.resolve().parent if given.is_file() else given.resolve()
+            if path.suffix == ".jsonl" and path.is_relative_to(folder):
+                raise SpecError(f"{path} was to be written, but it is a part of the run {given}. Give another file.")
 
 
 def _actual_kind(kind: type[Document], path: Path) -> str | None:

@@ -34,13 +34,14 @@ def report(
 
     With `--html` all this and more is one page for a browser, which needs no network.
     """
-    from evenly.cli._documents import require_writable
+    from evenly.cli._documents import require_own_files, require_writable
     from evenly.cli._show import open_console, say
     from evenly.cli.console import show_phases, show_rows
     from evenly.errors import SpecError
     from evenly.reports import read_recorded, row_of
 
     require_writable(html, trace, csv)
+    require_own_files((html, trace, csv), runs)
     if trace is not None and len(runs) > 1:
         raise SpecError(f"--trace was given with {len(runs)} runs, but a trace shows one. Give one run.")
     if follow:
@@ -68,15 +69,15 @@ def report(
 
 
 def _follow(runs: list[Path]) -> None:
-    from evenly.cli._follow import follow
+    from evenly.cli._follow import follow, open_run
     from evenly.cli._show import open_console
     from evenly.errors import SpecError
-    from evenly.reports.live import FollowedRun
 
     if len(runs) > 1:
         raise SpecError(f"--follow was given with {len(runs)} runs, but it shows one. Give one run.")
+    console = open_console()
     try:
-        follow(FollowedRun(runs[0]), open_console())
+        follow(open_run(runs[0], console), console)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -1,5 +1,6 @@
 """Files of a run that goes on -> one row per rank: how it spends its time now, and the bytes it sends."""
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,27 +45,25 @@ class LiveRow:
 
 
 class GrowingFile:
-    """A file to which lines are added, and what was read of it so far."""
+    """A file to which lines are added, and how far it was read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._position = 0
-        self._begun_line = b""
+        self._position = 0  # of the first line that was not complete yet: a new start of a run may replace that line
 
     def new_lines(self) -> list[bytes]:
         """Returns the lines that were completed since the last call; all of them again if the file begins anew."""
         try:
             with self._path.open("rb") as stream:
-                size = stream.seek(0, 2)
-                if size < self._position:
-                    self._position, self._begun_line = 0, b""
+                if stream.seek(0, 2) < self._position:
+                    self._position = 0
                 stream.seek(self._position)
-                text = self._begun_line + stream.read()
-                self._position = stream.tell()
+                text = stream.read()
         except OSError:
             return []
-        *lines, self._begun_line = text.split(b"\n")
-        return [line for line in lines if line.strip()]
+        complete, newline, _ = text.rpartition(b"\n")
+        self._position += len(complete) + len(newline)
+        return [line for line in complete.split(b"\n") if line.strip()]
 
 
 class _RankTail:
@@ -76,6 +75,11 @@ class _RankTail:
         self.rows: deque[StepTimes] = deque()
         self.exchange_bytes = self.gradient_bytes = 0
         self.link_bytes: int | None = None
+
+    def forget(self) -> None:
+        """Drops what an earlier start of the run has made."""
+        self.started = self.link_bytes = None
+        self.rows.clear()
 
     def read(self) -> bool:
         """Takes in what the rank has written since the last call, and returns whether there was anything."""
@@ -140,6 +144,8 @@ class FollowedRun:
         for event in run.events:
             if isinstance(event, RunStarted):
                 self.started, self.is_over = event, False
+                for tail in self._tails.values():
+                    tail.forget()
             elif isinstance(event, RunFinished | RunFailed):
                 self.is_over = True
             elif isinstance(event, Measured):
@@ -149,7 +155,12 @@ class FollowedRun:
         """Returns a row for each rank that has made steps."""
         plan = None if self.started is None else self.started.plan
         is_global = plan is not None and isinstance(plan.period, EveryGradient)
-        found = [(tail.started, tail) for tail in self._tails.values() if tail.started is not None and tail.rows]
+        ranks = math.inf if self.started is None else len(self.started.ranks) or self.started.cluster.world_size
+        found = [
+            (tail.started, tail)
+            for tail in self._tails.values()
+            if tail.started is not None and tail.rows and tail.started.rank < ranks  # earlier starts may have had more
+        ]
         rows = []
         for started, tail in found:
             together = [other for other_started, other in found if is_global or other_started.node == started.node]

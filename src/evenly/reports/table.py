@@ -31,7 +31,7 @@ class TableRow:
     name: str
     cluster: str
     period: str
-    state: Literal["done", "failed", "stopped", "stopped early"]
+    state: Literal["done", "failed", "unfinished", "stopped early"]
     note: str  # of an unfinished run: the error, or its last step
     seconds: float | None
     samples_per_s: float | None
@@ -111,7 +111,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _state(whole: Run) -> tuple[Literal["done", "failed", "stopped", "stopped early"], str]:
+def _state(whole: Run) -> tuple[Literal["done", "failed", "unfinished", "stopped early"], str]:
     latest = list(takewhile(lambda event: not isinstance(event, RunStarted), reversed(whole.events)))
     for event in latest:
         if isinstance(event, RunStopped):
@@ -122,7 +122,7 @@ def _state(whole: Run) -> tuple[Literal["done", "failed", "stopped", "stopped ea
         if isinstance(event, RunFailed):
             return "failed", event.error
     step = max((_step(event) for event in whole.events), default=0)
-    return "stopped", f"after step {step}" if step else "before its first recorded step"
+    return "unfinished", f"after step {step}" if step else "before its first recorded step"
 
 
 def _step(event: Event) -> int:

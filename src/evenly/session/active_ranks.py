@@ -164,6 +164,7 @@ class ActiveRanks:
         )
         active_ranks._resume = self._resume
         active_ranks.recorder.listeners = listeners
+        active_ranks.recorder.run_clock.continue_from(self.recorder.run_clock)
         active_ranks._active = plan.active
         active_ranks._left_out = left_out
         active_ranks._closing.callback(monitor.close)

@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -43,7 +44,7 @@ class RankIdentity:
 
 
 _Step = tuple[int, float, RankTotals]  # the number of a step, when it ended, the sums then
-_Exchange = tuple[float, ExchangeSummary]  # when it ended
+_Exchange = tuple[float, int, ExchangeSummary]  # when the last of several ended, how many, that one with all bytes
 
 
 class RankRecorder:
@@ -77,39 +78,72 @@ class RankRecorder:
         self._stream: TextIO | None = None
         self._is_closed = False
         self._pending: list[_Step | _Exchange] = []  # not yet written
-        self.begin(0)
+        self._begin(0)
 
     def begin(self, step: int) -> None:
         """Starts the clock: training begins after `step`. What is recorded from here on is a part of its own."""
-        self._flush()
+        self._end_part()
+        self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        self._step = step
+        self._unwritten: tuple[int, ExchangeSummary] | None = None  # exchanges since the last line of one
+        self._exchange_due = self._link_due = 0.0
         self._began = self._row_began = self._flushed_at = self._run_clock.monotonic()
         self._due = self._began + LEAST_S
-        self._before = self._totals()
+        self._before = self._appended = self._totals()
         started = RankStarted(at_s=self._run_clock.time(), step=step, **vars(self._identity))
         self._header: str | None = started.model_dump_json()  # written before the first line of the part
 
     def step_done(self, step: int) -> None:
         """Records a step, or several since the last line."""
+        self._step = step
         now = self._run_clock.monotonic()
         if now < self._due or self._is_closed:
             return
-        self._pending.append((step, now, self._totals()))
+        self._append_steps(now)
         self._due = now + max(LEAST_S, LEAST_PART * (now - self._began))
         if now - self._flushed_at > FLUSH_S:
             self._flush()
 
     def exchange_done(self, done: ExchangeSummary) -> None:
-        """Records an exchange."""
-        if not self._is_closed:
-            self._pending.append((self._elapsed_s(), done))
+        """Records an exchange, or several since the last line of one."""
+        if self._is_closed:
+            return
+        count, sent_bytes = (0, 0) if self._unwritten is None else (self._unwritten[0], self._unwritten[1].sent_bytes)
+        self._unwritten = count + 1, replace(done, sent_bytes=sent_bytes + done.sent_bytes)
+        now = self._run_clock.monotonic()
+        if now >= self._exchange_due:
+            self._exchange_due = now + LEAST_PART * (now - self._began)
+            self._append_exchanges()
 
     def close(self) -> None:
         """Writes what is left and closes the file."""
-        self._flush()
+        self._end_part()
         self._is_closed = True
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        self._close_stream()
+
+    def _end_part(self) -> None:
+        """Writes all that was not due yet: the last steps, and the exchange after them."""
+        self._append_exchanges()
+        if not self._is_closed and self._totals() != self._appended:
+            self._append_steps(self._run_clock.monotonic())
+        self._flush()
+
+    def _append_steps(self, now: float) -> None:
+        self._appended = self._totals()
+        self._pending.append((self._step, now, self._appended))
+
+    def _append_exchanges(self) -> None:
+        if self._unwritten is not None:
+            self._pending.append((self._elapsed_s(), *self._unwritten))
+            self._unwritten = None
+
+    def _close_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with suppress(OSError):  # what could not be written is still in its buffer
+                stream.close()
 
     def _elapsed_s(self) -> float:
         return round(self._run_clock.monotonic() - self._began, 6)
@@ -123,18 +157,25 @@ class RankRecorder:
         if self._header is not None:
             lines.insert(0, self._header)
             self._header = None
-        if self._link_bytes is not None:
-            lines.append(LinkBytes(at_s=self._elapsed_s(), sent_bytes=self._link_bytes()).model_dump_json())
         try:
+            lines += self._link_lines()
             self._stream = self._stream or _open(self._file)
             self._stream.write("".join(f"{line}\n" for line in lines))
             self._stream.flush()
         except OSError as error:
             logger.warning("%s cannot be written: %s. The run goes on without it.", self._file, error.strerror or error)
             self._is_closed = True
+            self._close_stream()
+
+    def _link_lines(self) -> list[str]:
+        now = self._run_clock.monotonic()
+        if self._link_bytes is None or now < self._link_due:
+            return []
+        self._link_due = now + LEAST_PART * (now - self._began)
+        return [LinkBytes(at_s=self._elapsed_s(), sent_bytes=self._link_bytes()).model_dump_json()]
 
     def _line_of(self, entry: _Step | _Exchange) -> str:
-        return _exchange_line(*entry) if len(entry) == 2 else self._step_line(*entry)
+        return self._step_line(*entry) if isinstance(entry[2], RankTotals) else _exchange_line(*entry)
 
     def _step_line(self, step: int, now: float, totals: RankTotals) -> str:
         """Returns the line of all steps since the line before."""
@@ -155,7 +196,7 @@ class RankRecorder:
         return row.to_line()
 
 
-def _exchange_line(at_s: float, done: ExchangeSummary) -> str:
+def _exchange_line(at_s: float, count: int, done: ExchangeSummary) -> str:
     event = RankExchange(
         at_s=at_s,
         number=done.number,
@@ -165,6 +206,7 @@ def _exchange_line(at_s: float, done: ExchangeSummary) -> str:
         met_s=round(done.met_s, 6),
         waited_s=round(done.waited_s, 6),
         sent_bytes=done.sent_bytes,
+        count=count,
     )
     return event.model_dump_json()
 

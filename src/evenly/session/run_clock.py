@@ -26,12 +26,17 @@ class RunClock:
             self._paused_bytes += machine_bytes() - paused_at_bytes
             self._paused_at = None
 
+    def continue_from(self, other: "RunClock") -> None:
+        """Takes over the pauses of another clock, also one that is open."""
+        self._paused_s, self._paused_bytes = other._paused_s, other._paused_bytes
+        self._paused_at = other._paused_at
+
     def monotonic(self) -> float:
         """Returns seconds that only grow, pauses left out."""
         return (time.monotonic() if self._paused_at is None else self._paused_at[0]) - self._paused_s
 
     def time(self) -> float:
-        """Returns the seconds since 1970, less those of all pauses."""
+        """Returns the seconds since 1970, less those of all pauses: the times of events leave pauses out."""
         open_pause_s = 0.0 if self._paused_at is None else time.monotonic() - self._paused_at[0]
         return time.time() - self._paused_s - open_pause_s
 

@@ -34,7 +34,10 @@ class RankStarted(Value):
 
 
 class RankExchange(Value):
-    """One exchange across nodes as this rank saw it: merged at `at_s`; see `ExchangeDone` for the other fields."""
+    """One exchange across nodes as this rank saw it: merged at `at_s`; see `ExchangeDone` for the other fields.
+
+    In a long run a line stands for the last `count` exchanges: it tells of the last one, with the bytes of all.
+    """
 
     event: Literal["exchange"] = "exchange"
     at_s: float
@@ -45,6 +48,7 @@ class RankExchange(Value):
     met_s: float
     waited_s: float
     sent_bytes: int
+    count: int = 1
 
 
 class LinkBytes(Value):
