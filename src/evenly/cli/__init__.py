@@ -53,7 +53,7 @@ def main() -> None:
     """Runs the command line; an expected error is one message, not a traceback."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the program that started this one has closed it
-            setattr(sys, name, Path(os.devnull).open("w"))
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # open until the process ends
     if not (is_terminal(sys.stdout) and is_terminal(sys.stderr)) and _may_force_colours():
         from typer import rich_utils
 
