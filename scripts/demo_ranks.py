@@ -63,8 +63,10 @@ def main() -> None:
         status(ways[0].session, arguments.folder, "testing the three networks")
         for way in ways:
             way.session.stop("the time of the demo is over")
+            way.session.run_clock.resume()
             for _ in way.steps:
                 pass
+            way.session.run_clock.pause()
             rows[way.name]["accuracy"] = percent = accuracy(way, test)
             way.session.log(accuracy=percent / 100)
         write(ways[0].session, arguments.folder, rows)
