@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from evenly.reports.fresh_start import since_fresh_start
+from evenly.reports.missing_ranks import missing_ranks
 from evenly.reports.page import lines
 from evenly.reports.page.bars import Bar, phase_bars, plan_bars, plan_legend, plan_words, prediction_bars
 from evenly.reports.page.groups import Group, group_bars, group_cells, groups_of, mean_line
@@ -97,7 +98,8 @@ def _run_page(recorded: RecordedRun, *, most_rows: int, most_points: int) -> Run
     started = whole.last(RunStarted)
     row = row_of(run, name=recorded.name)
     logged = lines.logged_lines(run, axis)
-    samples = lines.throughput(run, times, axis)
+    is_whole = not missing_ranks(run, recorded.logs.parts, axis)
+    samples = lines.throughput(run, times, axis, is_whole=is_whole)
     settings = started.settings if started is not None else {}
     each = max(80, most_points // (len(logged) + 4))
     charts: dict[str, object] = {

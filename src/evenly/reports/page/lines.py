@@ -53,10 +53,13 @@ def logged_lines(run: Run, axis: TimeAxis) -> list[Points]:
     return [points_of(name, line) for name, line in rows.items() if line]
 
 
-def throughput(run: Run, times: Sequence[RankTimes], axis: TimeAxis) -> Points | None:
-    """Returns the samples per second of all ranks, from what ranks recorded, or else from the progress of the run."""
+def throughput(run: Run, times: Sequence[RankTimes], axis: TimeAxis, *, is_whole: bool = True) -> Points | None:
+    """Returns the samples per second of all ranks, from what ranks recorded.
+
+    If that is nothing, or not of all ranks (`is_whole`), from the progress of the run.
+    """
     shown = [part for part in times if len(part)]
-    if shown:
+    if shown and is_whole:
         edges, steps = _bins(shown)
         counted = sum(
             (_amount(part.ended_s, part.samples, part.begins_s, edges) for part in shown), np.zeros(len(edges) - 1)
