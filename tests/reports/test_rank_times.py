@@ -75,6 +75,38 @@ def test_a_host_whose_clock_is_wrong_is_set_right_by_its_exchanges():
     assert second.ended_s.tolist() == pytest.approx([1.9])
 
 
+def test_exchanges_of_one_start_do_not_set_the_clocks_of_another():
+    """Exchange 2 was lost with the first start and repeated; rank 1 resumed on another host, whose clock is wrong."""
+
+    def begun(rank, host, at_s, *exchanges):
+        return part(rank, rank, row(2, 2, 2.0, 2.0, 1.0, 0.0), host=host, at_s=at_s, exchanges=exchanges)
+
+    def at(event, at_s):
+        return event.model_copy(update={"at_s": at_s})
+
+    events = (started(), at(finished(), 110.0), at(started(resumed=1), 9000.0), at(finished(), 9010.0))
+    parts = (
+        begun(0, "a", 100.0, exchange(1, 1.0), exchange(2, 2.0)),
+        begun(0, "a", 9000.0, exchange(2, 1.0), exchange(3, 2.0)),
+        begun(1, "b", 100.0, exchange(1, 1.0), exchange(2, 2.0)),
+        begun(1, "c", 9037.0, exchange(2, 1.0), exchange(3, 2.0)),
+    )
+    times = rank_times(of_parts(*parts, events=events))
+    assert [one.ended_s.tolist() for one in times] == [pytest.approx([end]) for end in (2.0, 12.0, 2.0, 12.0)]
+
+
+def test_a_run_whose_first_rank_changed_its_host_is_set_right_in_both_starts():
+    def begun(rank, host, at_s):
+        exchanges = (exchange(1, 1.0),)
+        return part(rank, rank, row(2, 2, 2.0, 2.0, 1.0, 0.0), host=host, at_s=at_s, exchanges=exchanges)
+
+    ends = [finished().model_copy(update={"at_s": at_s}) for at_s in (110.0, 9010.0)]
+    events = (started(), ends[0], started(resumed=1).model_copy(update={"at_s": 9000.0}), ends[1])
+    parts = (begun(0, "a", 100.0), begun(0, "b", 9000.0), begun(1, "b", 103.0), begun(1, "c", 9003.0))
+    times = rank_times(of_parts(*parts, events=events))
+    assert [one.ended_s.tolist() for one in times] == [pytest.approx([end]) for end in (2.0, 12.0, 2.0, 12.0)]
+
+
 def test_an_interruption_takes_no_time_and_starts_before_a_fresh_one_do_not_count():
     def begun(at_s, step):
         return started(resumed=step).model_copy(update={"at_s": at_s})

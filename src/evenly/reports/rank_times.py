@@ -48,18 +48,18 @@ def rank_times(recorded: RecordedRun, axis: TimeAxis | None = None) -> list[Rank
     axis = axis or time_axis(recorded.run, recorded.logs.parts)
     found = [(part, axis.start_of_part(part)) for part in recorded.logs.parts]
     started_parts = [(part, start) for part, start in found if start is not None]
-    parts = [(part, axis.part_begins_s(part, start)) for part, start in started_parts]
-    shifts_s = _clock_shifts(parts)
+    shifts_s = _clock_shifts([(part, start, axis.part_begins_s(part, start)) for part, start in started_parts])
     started = recorded.run.last(RunStarted)
     is_global = started is not None and started.plan is not None and isinstance(started.plan.period, EveryGradient)
     times = []
-    for (part, begins_s), (_, start) in zip(parts, started_parts, strict=True):
+    for part, start in started_parts:
         together = [
             other
             for other, other_start in started_parts
             if other_start == start and other.steps and (is_global or other.started.node == part.started.node)
         ]
-        times.append(_times_of(part, together, begins_s + shifts_s.get(part.started.host, 0.0)))
+        begins_s = axis.part_begins_s(part, start) + shifts_s.get((start, part.started.host), 0.0)
+        times.append(_times_of(part, together, begins_s))
     return times
 
 
@@ -104,22 +104,24 @@ def _cumulative_gradients(part: RankPart) -> tuple[list[float], list[float]]:
     return at, total_s
 
 
-def _clock_shifts(parts: Sequence[tuple[RankPart, float]]) -> dict[str, float]:
-    """Returns the seconds to add to the times of each host so that exchanges end together on all.
+def _clock_shifts(parts: Sequence[tuple[RankPart, int, float]]) -> dict[tuple[int, str], float]:
+    """Returns for each start and host the seconds to add to its times so that exchanges end together on all hosts.
 
-    The clocks of machines differ. An exchange that training waits for ends at the same time on all ranks.
+    The clocks of machines differ. An exchange that training waits for ends at the same time on all ranks. Starts are
+    compared by themselves: a resumed run repeats numbers of exchanges, and its ranks may be on other hosts. `parts`
+    come with the number of their start and the time at which they begin, those of the lowest rank first.
     """
-    if not parts:
-        return {}
-    merged_s: dict[str, dict[int, float]] = {}
-    for part, begins_s in parts:
+    merged_s: dict[tuple[int, str], dict[int, float]] = {}
+    references: dict[int, str] = {}
+    for part, start, begins_s in parts:
+        references.setdefault(start, part.started.host)
         for done in part.exchanges:
             if done.merged == done.step:
-                merged_s.setdefault(part.started.host, {})[done.number] = begins_s + done.at_s
-    reference = merged_s.get(parts[0][0].started.host, {})
+                merged_s.setdefault((start, part.started.host), {})[done.number] = begins_s + done.at_s
     shifts = {}
-    for host, times_s in merged_s.items():
+    for (start, host), times_s in merged_s.items():
+        reference = merged_s.get((start, references[start]), {})
         differences = [reference[number] - time_s for number, time_s in times_s.items() if number in reference]
         if differences:
-            shifts[host] = median(differences)
+            shifts[start, host] = median(differences)
     return shifts
