@@ -51,30 +51,38 @@ def rank_times(recorded: RecordedRun, axis: TimeAxis | None = None) -> list[Rank
     shifts_s = _clock_shifts([(part, start, axis.part_begins_s(part, start)) for part, start in started_parts])
     started = recorded.run.last(RunStarted)
     is_global = started is not None and started.plan is not None and isinstance(started.plan.period, EveryGradient)
-    times = []
+    together: dict[tuple[int, int], list[_Columns]] = {}  # parts that average gradients with each other
+    tables = []
     for part, start in started_parts:
-        together = [
-            other
-            for other, other_start in started_parts
-            if other_start == start and other.steps and (is_global or other.started.node == part.started.node)
-        ]
+        columns, group = _columns(part), (start, 0 if is_global else part.started.node)
         begins_s = axis.part_begins_s(part, start) + shifts_s.get((start, part.started.host), 0.0)
-        times.append(_times_of(part, together, begins_s))
-    return times
+        tables.append((part, columns, group, begins_s))
+        together.setdefault(group, []).append(columns)
+    return [_times_of(part, columns, together[group], begins_s) for part, columns, group, begins_s in tables]
 
 
-def _times_of(part: RankPart, together: Sequence[RankPart], begins_s: float) -> RankTimes:
-    """Returns the times of one part; the parts in `together` average gradients with it."""
+_Columns = dict[str, Numbers]  # by the fields of `StepTimes`
+
+
+def _columns(part: RankPart) -> _Columns:
+    """Returns the rows of a part as columns, and its `averaged_s`: how long it had averaged after each of `reached`."""
     rows = np.array(part.steps, dtype=np.float64).reshape(-1, len(StepTimes._fields))
     columns = dict(zip(StepTimes._fields, rows.T, strict=True))
+    columns["reached"] = np.append(columns["step"][:1] - columns["steps"][:1], columns["step"])
+    columns["averaged_s"] = np.append(np.zeros(min(1, len(rows))), np.cumsum(columns["gradients_s"]))
+    return columns
+
+
+def _times_of(part: RankPart, columns: _Columns, together: Sequence[_Columns], begins_s: float) -> RankTimes:
+    """Returns the times of one part; those in `together` average gradients with it."""
     step, own_s = columns["step"], columns["gradients_s"]
     first = step - columns["steps"]
     averaging_s = own_s.copy()
     for other in together:
-        if other is not part:
-            at, total_s = _cumulative_gradients(other)
-            other_s = np.interp(step, at, total_s) - np.interp(first, at, total_s)
-            is_recorded = (first >= at[0]) & (step <= at[-1])  # by the other rank
+        if other is not columns and len(other["step"]):
+            reached, averaged_s = other["reached"], other["averaged_s"]
+            other_s = np.interp(step, reached, averaged_s) - np.interp(first, reached, averaged_s)
+            is_recorded = (first >= reached[0]) & (step <= reached[-1])  # by the other rank
             averaging_s = np.where(is_recorded, np.minimum(averaging_s, other_s), averaging_s)
     averaging_s = np.maximum(0.0, averaging_s)
     waiting_s = columns["waiting_s"] + own_s - averaging_s
@@ -93,15 +101,6 @@ def _times_of(part: RankPart, together: Sequence[RankPart], begins_s: float) -> 
         exchanges=part.exchanges,
         links=part.links,
     )
-
-
-def _cumulative_gradients(part: RankPart) -> tuple[list[float], list[float]]:
-    """Returns steps, and the seconds for which the rank had averaged gradients after each."""
-    at, total_s = [float(part.steps[0].step - part.steps[0].steps)], [0.0]
-    for row in part.steps:
-        at.append(float(row.step))
-        total_s.append(total_s[-1] + row.gradients_s)
-    return at, total_s
 
 
 def _clock_shifts(parts: Sequence[tuple[RankPart, int, float]]) -> dict[tuple[int, str], float]:
