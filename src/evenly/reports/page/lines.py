@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenly.reports.fresh_start import since_fresh_start
+from evenly.reports.fresh_start import exchanges_of, since_fresh_start
 from evenly.reports.page.downsample import kept_points, rounded
 from evenly.reports.rank_times import Numbers, RankTimes
 from evenly.reports.time_axis import TimeAxis
-from evenly.spec import ExchangeDone, Measured, PeriodChosen, Rebalanced, Run, RunStarted, StepsDone
+from evenly.spec import Measured, PeriodChosen, Rebalanced, Run, RunStarted, StepsDone
 
 LEAST_BINS, MOST_BINS = 12, 240  # of rates over time
 NEGLIGIBLE = 0.01  # interfaces that sent less than this part of what was counted: all went over loopback
@@ -105,7 +105,7 @@ def sent_lines(times: Sequence[RankTimes]) -> dict[str, list[Points]]:
 
 def exchange_lines(run: Run, axis: TimeAxis) -> dict[str, Points]:
     """Returns the drift of the node of rank 0, and the seconds of exchanges and of waiting for them."""
-    done = list({event.number: event for event in since_fresh_start(run).of(ExchangeDone)}.values())
+    done = exchanges_of(run)
     if not done:
         return {}
 
