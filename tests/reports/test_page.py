@@ -4,6 +4,7 @@ import json
 import random
 import re
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -288,3 +289,53 @@ def test_ranks_of_one_start_are_not_missed_in_another():
 def test_ranks_are_not_missed_in_the_first_second_of_a_run():
     row = StepTimes(5, 5, 0.5, 0.5, 0.1, 0.0, 0.0, 0.0, 40.0, 0)
     assert missing(of_parts(part(0, 0, row, at_s=100.0), events=(started(), steps(5)))) == {}
+
+
+def replaced(run, **events):
+    """Returns the run with other first and last events."""
+    kept = run.run.events[1:-1]
+    first, last = (run.run.events[place].model_copy(update=events.get(name, {})) for name, place in PLACES.items())
+    return of_parts(*run.logs.parts, events=(first, *kept, last))
+
+
+PLACES = {"first": 0, "last": -1}
+
+
+def test_a_run_whose_ranks_spent_no_time_has_a_page(run):
+    nothing = dict.fromkeys(("compute_s", "gradients_s", "exchange_s", "waiting_s", "other_s"), 0.0)
+    phases = tuple(rank.model_copy(update=nothing) for rank in run.run.events[-1].phases)
+    texts = Checker(render([replaced(run, last={"phases": phases})])).texts
+    assert "computing" not in texts[: texts.index("exchanges")]
+    some = (run.run.events[-1].phases[0], *phases[1:])
+    Checker(render([replaced(run, last={"phases": some})]))
+
+
+def test_a_plan_that_predicts_no_time_has_no_ratio(run):
+    planned = run.run.events[0].plan
+    prediction = planned.predicted.model_copy(update={"step_s": 0.0})
+    odd = replaced(run, first={"plan": planned.model_copy(update={"predicted": prediction})})
+    assert prediction_rows(odd.run)[0][-1] == "-"
+    assert Checker(render([odd])).opened == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_any_numbers_are_drawn_without_warnings(run, seed):
+    chance = random.Random(seed)
+    numbers = (0, 1, -1, 1e29, -1e29, 1e-29, 3.5, 1e18)
+
+    def odd(row):
+        fields = chance.sample(StepTimes._fields, k=chance.randrange(4))
+        return row._replace(**{name: chance.choice(numbers) for name in fields})
+
+    for rows in (20, 3000):
+        parts = [
+            replace(part, steps=tuple(odd(part.steps[n % len(part.steps)]) for n in range(rows)))
+            for part in run.logs.parts
+        ]
+        broken = of_parts(*parts, events=run.run.events)
+        assert len(data_of(render([broken]))["runs"][0]["timeline"]["lanes"]) == 3
+        extreme = [
+            replace(part, steps=tuple(row._replace(step=1e29, steps=-1e29, ended_s=-1e29) for row in part.steps))
+            for part in parts
+        ]
+        assert data_of(render([of_parts(*extreme, events=run.run.events)]))

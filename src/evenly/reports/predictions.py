@@ -65,5 +65,5 @@ def _rank_rows(plan: Plan, phases: Sequence[Phases]) -> Iterator[Row]:
 
 def _cells(name: str, predicted_s: float, measured: Quartiles) -> tuple[str, ...]:
     half = f"{milliseconds(measured.lower_s)} to {milliseconds(measured.upper_s)}"
-    ratio = f"{measured.median_s / predicted_s:.2f}"
+    ratio = f"{measured.median_s / predicted_s:.2f}" if predicted_s else "-"
     return (name, milliseconds(predicted_s), milliseconds(measured.median_s), half, ratio)

@@ -163,10 +163,13 @@ def _figures(recorded: RecordedRun, row: TableRow) -> tuple[Figure, ...]:
         sent = sum(rank.exchange_bytes for rank in phase_sums(recorded.run))
         words = f"{gigabytes(sent)} sent in them" if sent else ""
         figures.append(Figure("exchanges", table["exchanges"], words))
-    if phases := phase_sums(recorded.run):
-        totals = [p.compute_s + p.gradients_s + p.exchange_s + p.waiting_s + p.other_s for p in phases]
-        computing = mean(p.compute_s / total for p, total in zip(phases, totals, strict=True) if total)
-        waiting = mean(p.waiting_s / total for p, total in zip(phases, totals, strict=True) if total)
+    times_s = [
+        (p.compute_s, p.waiting_s, p.compute_s + p.gradients_s + p.exchange_s + p.waiting_s + p.other_s)
+        for p in phase_sums(recorded.run)
+    ]
+    if any(total_s for _, _, total_s in times_s):
+        computing = mean(compute_s / total_s for compute_s, _, total_s in times_s if total_s)
+        waiting = mean(waiting_s / total_s for _, waiting_s, total_s in times_s if total_s)
         figures.append(Figure("computing", f"{computing:.0%}", f"waiting {waiting:.0%}, mean of ranks"))
     return tuple(figures[:12])
 
