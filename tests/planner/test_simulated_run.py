@@ -4,7 +4,7 @@ import pytest
 
 from evenly import Run
 from evenly.planner import plan, simulate, simulate_run
-from evenly.reports import read_recorded, write_run
+from evenly.reports import read_recorded, row_of, write_run
 from evenly.spec import ExchangeDone, RunFinished, RunStarted
 from tests.reports.plans import cluster_of, graph_of, profile_of
 from tests.reports.recorded import SPEEDS, simulated
@@ -46,6 +46,29 @@ def test_totals_are_those_of_the_forecast(jitter, every):
         sent = sum(row.gradient_bytes for row in part.steps) + sum(done.sent_bytes for done in part.exchanges)
         assert sent == pytest.approx(device.sent_bytes, rel=1e-3, abs=200)
         assert phases.compute_s == pytest.approx(device.compute_s)
+        assert phases.gradient_bytes + phases.exchange_bytes == pytest.approx(device.sent_bytes, rel=1e-3, abs=200)
+    across = forecast.devices[2].sent_bytes  # it is alone on its node, and nodes send equal amounts to each other
+    assert across > 0
+    assert finished.interface_bytes == pytest.approx((across, across), rel=1e-3, abs=200)
+    assert finished.sent_bytes == pytest.approx(0 if every == "global" else 2 * across, rel=1e-3, abs=200)
+    for part, total in zip((made.parts[0], made.parts[2]), finished.interface_bytes, strict=True):
+        assert part.links[-1].sent_bytes == pytest.approx(total, abs=1)
+        assert part.links[-1].at_s == pytest.approx(forecast.seconds, rel=1e-5)
+    assert row_of(made.run).mb_across == pytest.approx(2 * across / 1e6, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("every", [10, "global"])
+def test_a_single_node_sends_nothing_to_others(every):
+    cluster, graph = cluster_of(2), graph_of()
+    profile = profile_of(cluster, [60.0, 30.0], graph)
+    made = simulate_run(
+        plan(cluster, profile, graph, every=every, cut=False), cluster, profile, graph, name="r", steps=50
+    )
+    finished = made.run.last(RunFinished)
+    assert finished.interface_bytes == (0,)
+    assert [link.sent_bytes for link in made.parts[0].links] == [0]
+    for phases, device in zip(finished.phases, made.forecast.devices, strict=True):
+        assert phases.gradient_bytes == pytest.approx(device.sent_bytes, rel=1e-3, abs=200)
 
 
 def test_a_rank_that_is_left_out_is_named_with_its_reason():

@@ -4,17 +4,23 @@ import json
 import random
 import re
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
 from evenly.errors import SpecError
-from evenly.reports import cells, phase_rows, prediction_rows, read_recorded, row_of
+from evenly.planner import plan, simulate_run
+from evenly.reports import cells, phase_rows, prediction_rows, read_recorded, row_of, write_run
+from evenly.reports.missing_ranks import missing_ranks
 from evenly.reports.page import render, write_page
 from evenly.reports.page.downsample import kept_points
 from evenly.reports.page.groups import groups_of
-from tests.reports.recorded import of_parts, recorded, simulated, write_big, write_recorded
+from evenly.reports.time_axis import time_axis
+from evenly.spec import StepTimes
+from tests.reports.plans import cluster_of, graph_of, profile_of
+from tests.reports.recorded import of_parts, part, recorded, simulated, write_big, write_recorded
 from tests.reports.runs import failed, measured, started, steps, write
 
 VOID = {"meta", "input", "br", "link", "img", "rect", "path"}
@@ -209,3 +215,127 @@ def _changed(line, chance):
         if chance.random() < 0.2:
             number = chance.choice(["-1", "0", "1e300", "-1e300", "1e-300", "99999999", "1e12", '"x"'])
             yield line[: match.start()] + number + line[match.end() :]
+
+
+def without_ranks(folder, *ranks):
+    for rank in ranks:
+        (folder / "ranks" / f"{rank}.jsonl").unlink()
+    return read_recorded(folder)
+
+
+def mean_rate(run):
+    return np.mean(data_of(render([run]))["runs"][0]["throughput"][0]["v"])
+
+
+@pytest.mark.parametrize("every", [10, "global"])
+def test_ranks_whose_files_are_on_other_hosts_are_named_and_the_throughput_counts_them(tmp_path, every):
+    folder = write_recorded(tmp_path / "run", every=every)
+    whole = read_recorded(folder)
+    assert whole.problems == ()
+    expected = row_of(whole.run).samples_per_s
+    hosts = [node.name for node in whole.run.events[0].cluster.nodes]
+    run = without_ranks(folder, 0)
+    (problem,) = run.problems
+    assert problem.startswith("rank 0 has no record in ")
+    assert f"from host {hosts[0]}" in problem
+    assert problem in Checker(render([run])).texts
+    assert mean_rate(run) == pytest.approx(expected, rel=0.1)
+    (problem,) = without_ranks(folder, 1).problems
+    assert problem.startswith("ranks 0, 1 have no record in ")
+
+
+def test_a_run_of_which_no_rank_has_a_record_here_is_shown_as_one_without(tmp_path):
+    folder = write_recorded(tmp_path / "run")
+    run = without_ranks(folder, 0, 1, 2)
+    assert run.problems == ()
+    assert mean_rate(run) == pytest.approx(row_of(run.run).samples_per_s, rel=0.1)
+
+
+def test_a_rank_that_is_left_out_is_not_missed(tmp_path):
+    cluster, graph = cluster_of(2, 1), graph_of()
+    profile = profile_of(cluster, [60.0, 30.0, 0.001], graph)
+    made = plan(cluster, profile, graph, every=1, cut=False)
+    assert made.roles[2].left_out
+    simulation = simulate_run(made, cluster, profile, graph, name="run", steps=200)
+    run, parts = simulation.run, simulation.parts
+    write_run(tmp_path / "run", run, parts)
+    assert read_recorded(tmp_path / "run").problems == ()
+    begun = run.events[0].model_copy(update={"plan": made, "cluster": cluster})  # a record of all ranks
+    assert missing(of_parts(*parts, events=(begun, *run.events[1:]))) == {}
+    assert missing(of_parts(parts[0], events=(begun, *run.events[1:]))) == {0: [1]}
+
+
+def missing(run):
+    return missing_ranks(run.run, run.logs.parts, time_axis(run.run, run.logs.parts))
+
+
+def test_ranks_of_one_start_are_not_missed_in_another():
+    """The run began on four ranks and resumed on two."""
+    four = started().model_copy(update={"at_s": 0.0})
+    two = four.cluster.among([0, 1])
+    events = (four, steps(5).model_copy(update={"at_s": 10.0}))
+    resumed = started(resumed=5).model_copy(update={"at_s": 500.0, "cluster": two, "plan": None})
+    events += (resumed, steps(9).model_copy(update={"at_s": 510.0}))
+
+    def begun(at_s, *ranks):
+        row = StepTimes(5, 5, 8.0, 8.0, 1.0, 0.0, 0.0, 0.0, 40.0, 0)
+        return [part(rank, 0, row, at_s=at_s) for rank in ranks]
+
+    assert missing(of_parts(*begun(0.0, 0, 1, 2, 3), *begun(500.0, 0, 1), events=events)) == {}
+    assert missing(of_parts(*begun(0.0, 0, 1, 2), *begun(500.0, 0), events=events)) == {0: [3], 1: [1]}
+    assert missing(of_parts(*begun(500.0, 0, 1), events=events)) == {0: [0, 1, 2, 3]}
+
+
+def test_ranks_are_not_missed_in_the_first_second_of_a_run():
+    row = StepTimes(5, 5, 0.5, 0.5, 0.1, 0.0, 0.0, 0.0, 40.0, 0)
+    assert missing(of_parts(part(0, 0, row, at_s=100.0), events=(started(), steps(5)))) == {}
+
+
+def replaced(run, **events):
+    """Returns the run with other first and last events."""
+    kept = run.run.events[1:-1]
+    first, last = (run.run.events[place].model_copy(update=events.get(name, {})) for name, place in PLACES.items())
+    return of_parts(*run.logs.parts, events=(first, *kept, last))
+
+
+PLACES = {"first": 0, "last": -1}
+
+
+def test_a_run_whose_ranks_spent_no_time_has_a_page(run):
+    nothing = dict.fromkeys(("compute_s", "gradients_s", "exchange_s", "waiting_s", "other_s"), 0.0)
+    phases = tuple(rank.model_copy(update=nothing) for rank in run.run.events[-1].phases)
+    texts = Checker(render([replaced(run, last={"phases": phases})])).texts
+    assert "computing" not in texts[: texts.index("exchanges")]
+    some = (run.run.events[-1].phases[0], *phases[1:])
+    Checker(render([replaced(run, last={"phases": some})]))
+
+
+def test_a_plan_that_predicts_no_time_has_no_ratio(run):
+    planned = run.run.events[0].plan
+    prediction = planned.predicted.model_copy(update={"step_s": 0.0})
+    odd = replaced(run, first={"plan": planned.model_copy(update={"predicted": prediction})})
+    assert prediction_rows(odd.run)[0][-1] == "-"
+    assert Checker(render([odd])).opened == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_any_numbers_are_drawn_without_warnings(run, seed):
+    chance = random.Random(seed)
+    numbers = (0, 1, -1, 1e29, -1e29, 1e-29, 3.5, 1e18)
+
+    def odd(row):
+        fields = chance.sample(StepTimes._fields, k=chance.randrange(4))
+        return row._replace(**{name: chance.choice(numbers) for name in fields})
+
+    for rows in (20, 3000):
+        parts = [
+            replace(part, steps=tuple(odd(part.steps[n % len(part.steps)]) for n in range(rows)))
+            for part in run.logs.parts
+        ]
+        broken = of_parts(*parts, events=run.run.events)
+        assert len(data_of(render([broken]))["runs"][0]["timeline"]["lanes"]) == 3
+        extreme = [
+            replace(part, steps=tuple(row._replace(step=1e29, steps=-1e29, ended_s=-1e29) for row in part.steps))
+            for part in parts
+        ]
+        assert data_of(render([of_parts(*extreme, events=run.run.events)]))

@@ -94,6 +94,8 @@ class _NodeRows:
     compute_s: Numbers = field(default_factory=lambda: np.zeros(0))
     gradients_s: Numbers = field(default_factory=lambda: np.zeros(0))
     rows: list[tuple[int, int, float, float, list[float], list[float], float, float]] = field(default_factory=list)
+    sendings: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])  # times, exchanges made until then
+    last_sending: tuple[float, int] = (0.0, 0)
 
     def add(self, steps: int, compute_s: Numbers, step_s: float) -> None:
         """Adds steps that are alike, in as many rows as are due."""
@@ -106,6 +108,12 @@ class _NodeRows:
             self.step += count
             self.now_s += count * step_s
             steps -= count
+
+    def sent(self, exchanges: int) -> None:
+        """Notes that the node has sent its part of so many exchanges, at most once a second."""
+        self.last_sending = (self.now_s, exchanges)
+        if self.now_s - self.sendings[-1][0] > PROGRESS_S:
+            self.sendings.append(self.last_sending)
 
     def flush(self, *, is_due: bool) -> None:
         """Ends the row before the next step, so that an exchange belongs to the step that it follows."""
@@ -142,7 +150,8 @@ class _Record(SimulationObserver):
         self._nodes = {node: _NodeRows(busy[node]) for node in self._numbers}
         for rows in self._nodes.values():
             rows.compute_s, rows.gradients_s = np.zeros(len(rows.ranks)), np.zeros(len(rows.ranks))
-        self._exchanges: list[_Exchange] = []
+        self._sendings = 0  # exchanges between nodes: of parameters or, with global gradients, of those of a step
+        self._exchanges: list[_Exchange] = []  # of parameters
         self._step_s: dict[int, list[float]] = {node: [] for node in self._nodes}
         self._computing_s: list[Numbers] = []
         self._sent: list[float] = []
@@ -155,6 +164,7 @@ class _Record(SimulationObserver):
             rows.add(steps, compute_s[rows.ranks], float(step_s[node]))
 
     def exchange_done(self, seconds: float, blocked_s: Numbers, overlap: int) -> None:
+        self._sendings += 1
         at_s, met_s, blocked = [], [], []
         for node, rows in self._nodes.items():
             stopped_s = float(blocked_s[node])
@@ -165,6 +175,7 @@ class _Record(SimulationObserver):
             else:
                 rows.exchange_s += stopped_s if overlap else transfer_s
                 rows.waiting_s += 0.0 if overlap else stopped_s - transfer_s
+            rows.sent(self._sendings)
             at_s.append(rows.now_s)
             met_s.append(stopped_s - transfer_s)
             blocked.append(stopped_s)
@@ -175,7 +186,7 @@ class _Record(SimulationObserver):
 
     def finished(self, sent_bytes: list[float], exchanged_bytes: list[float]) -> None:
         self._sent, self._exchanged = sent_bytes, exchanged_bytes
-        if self._is_global:
+        if self._is_global and self._sendings:
             self._sent = [sum(pair) for pair in zip(sent_bytes, exchanged_bytes, strict=True)]
         for rows in self._nodes.values():
             rows.flush(is_due=False)
@@ -221,7 +232,7 @@ class _Record(SimulationObserver):
             exchanges=len(self._exchanges),
             exchange_seconds=sum(done.seconds for done in self._exchanges),
             sent_bytes=int(sum(sent.values())),
-            interface_bytes=tuple(int(sum(sent[rank] for rank in rows.ranks)) for rows in self._nodes.values()),
+            interface_bytes=tuple(int(self._sendings * self._node_bytes(rows)) for rows in self._nodes.values()),
             phases=tuple(self._phases(forecast.seconds, steps, sent)),
         )
 
@@ -272,7 +283,7 @@ class _Record(SimulationObserver):
                 )
                 steps = tuple(self._row(rank, index, row) for row in rows.rows)
                 exchanges = tuple(self._exchange(done, place, rank) for done in self._exchanges)
-                links = self._links(place, rows) if index == 0 else ()
+                links = self._links(rows) if index == 0 else ()
                 parts.append(RankPart(started, steps, exchanges, links))
         return tuple(sorted(parts, key=lambda part: part.started.rank))
 
@@ -296,13 +307,12 @@ class _Record(SimulationObserver):
             sent_bytes=int(self._exchanged[rank]),
         )
 
-    def _links(self, place: int, rows: _NodeRows) -> tuple[LinkBytes, ...]:
-        """Returns the bytes that a node had sent, at most once a second."""
-        each = sum(self._exchanged[rank] for rank in rows.ranks)
-        links, recorded_s = [LinkBytes(at_s=0.0, sent_bytes=0)], 0.0
-        for done in self._exchanges:
-            at_s = done.at_s[place]
-            if at_s - recorded_s > PROGRESS_S or done is self._exchanges[-1]:
-                recorded_s = at_s
-                links.append(LinkBytes(at_s=round(at_s, 6), sent_bytes=int(done.number * each)))
-        return tuple(links)
+    def _node_bytes(self, rows: _NodeRows) -> float:
+        """Returns what a node sends to others in one exchange."""
+        return sum(self._exchanged[rank] for rank in rows.ranks)
+
+    def _links(self, rows: _NodeRows) -> tuple[LinkBytes, ...]:
+        """Returns the bytes that a node had sent."""
+        each = self._node_bytes(rows)
+        sendings = dict.fromkeys([*rows.sendings, rows.last_sending])
+        return tuple(LinkBytes(at_s=round(at_s, 6), sent_bytes=int(number * each)) for at_s, number in sendings)

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from evenly.reports.fresh_start import since_fresh_start
+from evenly.reports.fresh_start import exchanges_of, since_fresh_start
 from evenly.reports.plan_table import by_reason, named
-from evenly.spec import ExchangeDone, Phases, Rebalanced, Run, RunFinished, RunStarted, Straggler
+from evenly.spec import Phases, Rebalanced, Run, RunFinished, RunStarted, Straggler
 from evenly.spec.plan import counted, travel_words
 
 PHASE_HEADERS = ("rank", "node", "compute", "gradients", "exchange", "waiting", "other", "MB grad.", "MB exch.")
@@ -58,8 +58,7 @@ def _straggler_words(run: Run) -> list[str]:
 
 def _exchange_words(run: Run) -> list[str]:
     """Returns the cost of a run's exchanges and the drift of nodes between them, in one line."""
-    events = since_fresh_start(run).of(ExchangeDone)
-    exchanges = list({done.number: done for done in events}.values())  # a resumed run repeats some
+    exchanges = exchanges_of(run)
     if not exchanges:
         return []
     waited_s, seconds = sum(done.waited_s for done in exchanges), sum(done.seconds for done in exchanges)

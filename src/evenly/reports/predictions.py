@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from evenly.reports.fresh_start import since_fresh_start
+from evenly.reports.fresh_start import exchanges_of, since_fresh_start
 from evenly.reports.plan_table import milliseconds
-from evenly.spec import ExchangeDone, Phases, Plan, Quartiles, Run, RunFinished, RunStarted
+from evenly.spec import Phases, Plan, Quartiles, Run, RunFinished, RunStarted
 
 PREDICTION_HEADERS = ("time of", "predicted ms", "measured ms", "half of them", "ratio")
 
@@ -50,9 +50,8 @@ def _step_row(plan: Plan, phases: Sequence[Phases]) -> Iterator[Row]:
 
 
 def _exchange_row(plan: Plan, run: Run) -> Iterator[Row]:
-    exchanges = {done.number: done.seconds for done in since_fresh_start(run).of(ExchangeDone)}
     predicted_s = 0.0 if plan.predicted is None else plan.predicted.exchange_s
-    measured = Quartiles.of(list(exchanges.values()))
+    measured = Quartiles.of([done.seconds for done in exchanges_of(run)])
     if measured is not None and predicted_s and plan.period.kind != "global":  # there each step has it
         yield "an exchange", predicted_s, measured
 
@@ -66,5 +65,5 @@ def _rank_rows(plan: Plan, phases: Sequence[Phases]) -> Iterator[Row]:
 
 def _cells(name: str, predicted_s: float, measured: Quartiles) -> tuple[str, ...]:
     half = f"{milliseconds(measured.lower_s)} to {milliseconds(measured.upper_s)}"
-    ratio = f"{measured.median_s / predicted_s:.2f}"
+    ratio = f"{measured.median_s / predicted_s:.2f}" if predicted_s else "-"
     return (name, milliseconds(predicted_s), milliseconds(measured.median_s), half, ratio)

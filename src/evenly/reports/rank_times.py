@@ -48,33 +48,41 @@ def rank_times(recorded: RecordedRun, axis: TimeAxis | None = None) -> list[Rank
     axis = axis or time_axis(recorded.run, recorded.logs.parts)
     found = [(part, axis.start_of_part(part)) for part in recorded.logs.parts]
     started_parts = [(part, start) for part, start in found if start is not None]
-    parts = [(part, axis.part_begins_s(part, start)) for part, start in started_parts]
-    shifts_s = _clock_shifts(parts)
+    shifts_s = _clock_shifts([(part, start, axis.part_begins_s(part, start)) for part, start in started_parts])
     started = recorded.run.last(RunStarted)
     is_global = started is not None and started.plan is not None and isinstance(started.plan.period, EveryGradient)
-    times = []
-    for (part, begins_s), (_, start) in zip(parts, started_parts, strict=True):
-        together = [
-            other
-            for other, other_start in started_parts
-            if other_start == start and other.steps and (is_global or other.started.node == part.started.node)
-        ]
-        times.append(_times_of(part, together, begins_s + shifts_s.get(part.started.host, 0.0)))
-    return times
+    together: dict[tuple[int, int], list[_Columns]] = {}  # parts that average gradients with each other
+    tables = []
+    for part, start in started_parts:
+        columns, group = _columns(part), (start, 0 if is_global else part.started.node)
+        begins_s = axis.part_begins_s(part, start) + shifts_s.get((start, part.started.host), 0.0)
+        tables.append((part, columns, group, begins_s))
+        together.setdefault(group, []).append(columns)
+    return [_times_of(part, columns, together[group], begins_s) for part, columns, group, begins_s in tables]
 
 
-def _times_of(part: RankPart, together: Sequence[RankPart], begins_s: float) -> RankTimes:
-    """Returns the times of one part; the parts in `together` average gradients with it."""
+_Columns = dict[str, Numbers]  # by the fields of `StepTimes`
+
+
+def _columns(part: RankPart) -> _Columns:
+    """Returns the rows of a part as columns, and its `averaged_s`: how long it had averaged after each of `reached`."""
     rows = np.array(part.steps, dtype=np.float64).reshape(-1, len(StepTimes._fields))
     columns = dict(zip(StepTimes._fields, rows.T, strict=True))
+    columns["reached"] = np.append(columns["step"][:1] - columns["steps"][:1], columns["step"])
+    columns["averaged_s"] = np.append(np.zeros(min(1, len(rows))), np.cumsum(columns["gradients_s"]))
+    return columns
+
+
+def _times_of(part: RankPart, columns: _Columns, together: Sequence[_Columns], begins_s: float) -> RankTimes:
+    """Returns the times of one part; those in `together` average gradients with it."""
     step, own_s = columns["step"], columns["gradients_s"]
     first = step - columns["steps"]
     averaging_s = own_s.copy()
     for other in together:
-        if other is not part:
-            at, total_s = _cumulative_gradients(other)
-            other_s = np.interp(step, at, total_s) - np.interp(first, at, total_s)
-            is_recorded = (first >= at[0]) & (step <= at[-1])  # by the other rank
+        if other is not columns and len(other["step"]):
+            reached, averaged_s = other["reached"], other["averaged_s"]
+            other_s = np.interp(step, reached, averaged_s) - np.interp(first, reached, averaged_s)
+            is_recorded = (first >= reached[0]) & (step <= reached[-1])  # by the other rank
             averaging_s = np.where(is_recorded, np.minimum(averaging_s, other_s), averaging_s)
     averaging_s = np.maximum(0.0, averaging_s)
     waiting_s = columns["waiting_s"] + own_s - averaging_s
@@ -95,31 +103,24 @@ def _times_of(part: RankPart, together: Sequence[RankPart], begins_s: float) -> 
     )
 
 
-def _cumulative_gradients(part: RankPart) -> tuple[list[float], list[float]]:
-    """Returns steps, and the seconds for which the rank had averaged gradients after each."""
-    at, total_s = [float(part.steps[0].step - part.steps[0].steps)], [0.0]
-    for row in part.steps:
-        at.append(float(row.step))
-        total_s.append(total_s[-1] + row.gradients_s)
-    return at, total_s
+def _clock_shifts(parts: Sequence[tuple[RankPart, int, float]]) -> dict[tuple[int, str], float]:
+    """Returns for each start and host the seconds to add to its times so that exchanges end together on all hosts.
 
-
-def _clock_shifts(parts: Sequence[tuple[RankPart, float]]) -> dict[str, float]:
-    """Returns the seconds to add to the times of each host so that exchanges end together on all.
-
-    The clocks of machines differ. An exchange that training waits for ends at the same time on all ranks.
+    The clocks of machines differ. An exchange that training waits for ends at the same time on all ranks. Starts are
+    compared by themselves: a resumed run repeats numbers of exchanges, and its ranks may be on other hosts. `parts`
+    come with the number of their start and the time at which they begin, those of the lowest rank first.
     """
-    if not parts:
-        return {}
-    merged_s: dict[str, dict[int, float]] = {}
-    for part, begins_s in parts:
+    merged_s: dict[tuple[int, str], dict[int, float]] = {}
+    references: dict[int, str] = {}
+    for part, start, begins_s in parts:
+        references.setdefault(start, part.started.host)
         for done in part.exchanges:
             if done.merged == done.step:
-                merged_s.setdefault(part.started.host, {})[done.number] = begins_s + done.at_s
-    reference = merged_s.get(parts[0][0].started.host, {})
+                merged_s.setdefault((start, part.started.host), {})[done.number] = begins_s + done.at_s
     shifts = {}
-    for host, times_s in merged_s.items():
+    for (start, host), times_s in merged_s.items():
+        reference = merged_s.get((start, references[start]), {})
         differences = [reference[number] - time_s for number, time_s in times_s.items() if number in reference]
         if differences:
-            shifts[host] = median(differences)
+            shifts[start, host] = median(differences)
     return shifts

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenly.errors import SpecError
+from evenly.reports.missing_ranks import missing_words
+from evenly.reports.time_axis import time_axis
 from evenly.spec import RankLogs, Run, read_leniently, read_rank_logs
 
 
@@ -24,11 +26,14 @@ def read_recorded(path: str | Path, *, with_ranks: bool = True) -> RecordedRun:
     """
     file = Path(path)
     lenient = read_leniently(file)
-    logs = read_rank_logs(file.parent if file.suffix == ".jsonl" else file) if with_ranks else RankLogs(())
+    folder = file.parent if file.suffix == ".jsonl" else file
+    logs = read_rank_logs(folder) if with_ranks else RankLogs(())
     problems = (*lenient.problems, *logs.problems)
     if not lenient.run.events and not logs.parts:
         raise SpecError(" ".join(problems))
-    return RecordedRun(name_of(file), lenient.run, logs, problems)
+    axis = time_axis(lenient.run, logs.parts)
+    missing = missing_words(lenient.run, logs.parts, axis, folder=folder)
+    return RecordedRun(name_of(file), lenient.run, logs, (*problems, *missing))
 
 
 def name_of(path: Path) -> str:

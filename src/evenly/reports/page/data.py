@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from evenly.reports.fresh_start import since_fresh_start
+from evenly.reports.missing_ranks import missing_ranks
 from evenly.reports.page import lines
 from evenly.reports.page.bars import Bar, phase_bars, plan_bars, plan_legend, plan_words, prediction_bars
 from evenly.reports.page.groups import Group, group_bars, group_cells, groups_of, mean_line
@@ -97,7 +98,8 @@ def _run_page(recorded: RecordedRun, *, most_rows: int, most_points: int) -> Run
     started = whole.last(RunStarted)
     row = row_of(run, name=recorded.name)
     logged = lines.logged_lines(run, axis)
-    samples = lines.throughput(run, times, axis)
+    is_whole = not missing_ranks(run, recorded.logs.parts, axis)
+    samples = lines.throughput(run, times, axis, is_whole=is_whole)
     settings = started.settings if started is not None else {}
     each = max(80, most_points // (len(logged) + 4))
     charts: dict[str, object] = {
@@ -161,10 +163,13 @@ def _figures(recorded: RecordedRun, row: TableRow) -> tuple[Figure, ...]:
         sent = sum(rank.exchange_bytes for rank in phase_sums(recorded.run))
         words = f"{gigabytes(sent)} sent in them" if sent else ""
         figures.append(Figure("exchanges", table["exchanges"], words))
-    if phases := phase_sums(recorded.run):
-        totals = [p.compute_s + p.gradients_s + p.exchange_s + p.waiting_s + p.other_s for p in phases]
-        computing = mean(p.compute_s / total for p, total in zip(phases, totals, strict=True) if total)
-        waiting = mean(p.waiting_s / total for p, total in zip(phases, totals, strict=True) if total)
+    times_s = [
+        (p.compute_s, p.waiting_s, p.compute_s + p.gradients_s + p.exchange_s + p.waiting_s + p.other_s)
+        for p in phase_sums(recorded.run)
+    ]
+    if any(total_s for _, _, total_s in times_s):
+        computing = mean(compute_s / total_s for compute_s, _, total_s in times_s if total_s)
+        waiting = mean(waiting_s / total_s for _, waiting_s, total_s in times_s if total_s)
         figures.append(Figure("computing", f"{computing:.0%}", f"waiting {waiting:.0%}, mean of ranks"))
     return tuple(figures[:12])
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from evenly.reports.rank_times import Numbers, RankTimes
 
 Indices = npt.NDArray[np.int64]
+MOST_WHOLE = 2**53 - 1
 
 
 def kept_points(values: Numbers, *, most: int) -> Indices:
@@ -36,8 +37,18 @@ def merged_rows(times: RankTimes, *, most: int) -> Indices:
     if count <= most:
         return np.arange(count)
     weights = 0.5 / count + (0.5 * times.seconds / total_s if total_s else 0.5 / count)
-    bins = np.minimum(most - 1, (np.cumsum(weights) * most).astype(np.int64))
+    bins = whole_numbers(np.clip(np.cumsum(weights) * most, 0, most - 1), to_nearest=False)
     return np.flatnonzero(np.diff(bins, prepend=-1))
+
+
+def whole_numbers(values: Numbers, *, to_nearest: bool = True) -> Indices:
+    """Returns whole numbers that JavaScript can hold: damaged files have others, which become the nearest of these.
+
+    >>> whole_numbers(np.array([1.7, -1e35, float("nan")])).tolist()
+    [2, -9007199254740991, 0]
+    """
+    held = np.clip(np.nan_to_num(values), -MOST_WHOLE, MOST_WHOLE)
+    return (np.rint(held) if to_nearest else np.floor(held)).astype(np.int64)
 
 
 def rounded(values: Numbers, *, digits: int = 5) -> list[float | None]:

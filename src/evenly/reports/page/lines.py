@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenly.reports.fresh_start import since_fresh_start
+from evenly.reports.fresh_start import exchanges_of, since_fresh_start
 from evenly.reports.page.downsample import kept_points, rounded
 from evenly.reports.rank_times import Numbers, RankTimes
 from evenly.reports.time_axis import TimeAxis
-from evenly.spec import ExchangeDone, Measured, PeriodChosen, Rebalanced, Run, RunStarted, StepsDone
+from evenly.spec import Measured, PeriodChosen, Rebalanced, Run, RunStarted, StepsDone
 
 LEAST_BINS, MOST_BINS = 12, 240  # of rates over time
 NEGLIGIBLE = 0.01  # interfaces that sent less than this part of what was counted: all went over loopback
@@ -53,10 +53,13 @@ def logged_lines(run: Run, axis: TimeAxis) -> list[Points]:
     return [points_of(name, line) for name, line in rows.items() if line]
 
 
-def throughput(run: Run, times: Sequence[RankTimes], axis: TimeAxis) -> Points | None:
-    """Returns the samples per second of all ranks, from what ranks recorded, or else from the progress of the run."""
+def throughput(run: Run, times: Sequence[RankTimes], axis: TimeAxis, *, is_whole: bool = True) -> Points | None:
+    """Returns the samples per second of all ranks, from what ranks recorded.
+
+    If that is nothing, or not of all ranks (`is_whole`), from the progress of the run.
+    """
     shown = [part for part in times if len(part)]
-    if shown:
+    if shown and is_whole:
         edges, steps = _bins(shown)
         counted = sum(
             (_amount(part.ended_s, part.samples, part.begins_s, edges) for part in shown), np.zeros(len(edges) - 1)
@@ -102,7 +105,7 @@ def sent_lines(times: Sequence[RankTimes]) -> dict[str, list[Points]]:
 
 def exchange_lines(run: Run, axis: TimeAxis) -> dict[str, Points]:
     """Returns the drift of the node of rank 0, and the seconds of exchanges and of waiting for them."""
-    done = list({event.number: event for event in since_fresh_start(run).of(ExchangeDone)}.values())
+    done = exchanges_of(run)
     if not done:
         return {}
 

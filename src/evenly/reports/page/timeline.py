@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from evenly.reports.page.downsample import merged_rows
+from evenly.reports.page.downsample import merged_rows, whole_numbers
 from evenly.reports.rank_times import PHASES, RankTimes
 
 LEAST_ROWS = 60  # for each rank, however many there are
@@ -41,15 +41,15 @@ def _lane(parts: list[RankTimes], unit_s: float, most: int) -> dict[str, object]
         steps.append(np.add.reduceat(part.steps, starts))
         phases.append(np.add.reduceat(part.phases_s, starts, axis=0))
     started = parts[-1].started
-    units = np.rint(np.concatenate(phases)[:, : len(PHASES) - 1] / unit_s).astype(np.int64)
+    units = whole_numbers(np.concatenate(phases)[:, : len(PHASES) - 1] / unit_s)
     return {
         "rank": started.rank,
         "node": started.node,
         "host": started.host,
         "device": started.device,
-        "began": np.rint(np.concatenate(began) / unit_s).astype(np.int64).tolist(),
-        "length": np.rint(np.concatenate(seconds) / unit_s).astype(np.int64).tolist(),
-        "first": np.concatenate(first_step).astype(np.int64).tolist(),
-        "steps": np.concatenate(steps).astype(np.int64).tolist(),
+        "began": whole_numbers(np.concatenate(began) / unit_s).tolist(),
+        "length": whole_numbers(np.concatenate(seconds) / unit_s).tolist(),
+        "first": whole_numbers(np.concatenate(first_step)).tolist(),
+        "steps": whole_numbers(np.concatenate(steps)).tolist(),
         "phases": units.T.tolist(),
     }
