@@ -93,7 +93,7 @@ class ActiveRanks:
         hosts = {rank: node.name for node in self.cluster.nodes for rank in node.ranks}
         counters.watch_stragglers(watch, [hosts[rank] for rank in range(self.rank_group.size)])
         self.monitor.on_tick.append(watch.tick)
-        opened.callback(self.monitor.on_tick.remove, watch.tick)
+        opened.callback(self.monitor.remove_callback, watch.tick)
 
     def _rank_recorder(self, folder: Path) -> RankRecorder:
         rank, nodes = self.rank_group.rank, self.cluster.rank_lists()
