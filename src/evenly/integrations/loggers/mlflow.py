@@ -24,6 +24,10 @@ class MlflowLogger(EventLogger):
         self._client: MlflowClient | None = None
         self.run_id = ""  # MLflow's, once the run has begun
 
+    def load(self) -> None:
+        """Imports MLflow."""
+        import mlflow  # noqa: F401  (`begin` uses it)
+
     def begin(self, name: str, settings: Settings) -> None:
         """Makes a run, and its experiment if there is none of this name."""
         from mlflow import MlflowClient
