@@ -28,6 +28,7 @@ from evenly.integrations.loggers import (
     sender,
 )
 from evenly.integrations.loggers.base import EventLogger, Settings
+from evenly.integrations.loggers.prometheus import exposition
 from evenly.integrations.loggers.values import EventValues
 from evenly.spec import Event, ExchangeDone, Measured, RunFailed, StepsDone, Straggler
 from tests.reports.runs import finished, started
@@ -344,6 +345,42 @@ def test_a_dead_mlflow_server_does_not_hold_up_the_training(
     until = time.monotonic() + 10
     while listener.is_sending and time.monotonic() < until:
         time.sleep(0.05)
+
+
+@needs("mlflow")
+def test_names_that_mlflow_refuses_cost_only_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    place, run = (tmp_path / "mlruns").as_uri(), a_run()
+    listener = MlflowLogger("tests", tracking_uri=place)
+    listener(run[0].model_copy(update={"settings": {"a//b": 1, "lr": 0.1}}))
+    listener(Measured(at_s=run[0].at_s, step=3, values={"../loss": 1.0, "accuracy": 0.5}))
+    listener(finished())
+    logged = MlflowClient(place).get_run(listener.run_id)
+    assert (logged.info.status, logged.data.params) == ("FINISHED", {"lr": "0.1"})
+    assert logged.data.metrics["accuracy"] == 0.5
+    messages = [record.getMessage() for record in caplog.records if "MLflow" in record.getMessage()]
+    assert ["'a//b'" in messages[0], "'../loss'" in messages[1]] == [True, True]
+
+
+def test_prometheus_replaces_its_file_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, written = tmp_path / "evenly.prom", []
+    monkeypatch.setattr(prometheus, "exposition", lambda samples: written.append(1) or exposition(samples))
+    listener, step = PrometheusLogger(file), 0
+    listener(started())
+    until = time.monotonic() + 1.2
+    while time.monotonic() < until:
+        step += 1
+        listener(Measured(at_s=1.0, step=step, values={"loss": 1.0}))
+        time.sleep(0.005)
+    while listener.is_sending:  # the last numbers come without a further event
+        time.sleep(0.05)
+    samples = prometheus_samples(file.read_text())
+    assert samples["evenly_step", f'run="{started().name}"'] == step
+    assert 2 <= len(written) <= 4
 
 
 def test_a_client_that_is_not_installed_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
