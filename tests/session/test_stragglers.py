@@ -15,9 +15,16 @@ from evenly.session import straggler_watch
 from evenly.session.counters import Counters
 from evenly.session.rank_recorder import RankTotals
 from evenly.session.recorder import Recorder
-from evenly.session.straggler_rule import ComparedRanks, RankPace, StragglerRule, StragglerVerdict, compared_ranks
+from evenly.session.straggler_rule import (
+    ComparedRanks,
+    RankPace,
+    StragglerRule,
+    StragglerVerdict,
+    compared_ranks,
+    planned_work,
+)
 from evenly.session.straggler_watch import StragglerWatch
-from evenly.spec import Cluster, Device, Node, Run, RunFinished, Straggler
+from evenly.spec import Cluster, Device, Layout, Node, Plan, Replica, Role, Run, RunFinished, Straggler
 from tests.processes import run_processes
 from tests.ranks import cluster_of, ragged
 
@@ -25,10 +32,15 @@ STEPS = 100  # between two looks
 
 
 def play(
-    looks: Sequence[Sequence[float]], compared: Sequence[ComparedRanks], *, step_s: float = 0.0
+    looks: Sequence[Sequence[float]],
+    compared: Sequence[ComparedRanks],
+    *,
+    step_s: float = 0.0,
+    work: Sequence[float] = (),
 ) -> list[StragglerVerdict]:
     """Returns what is said when all ranks publish these computing times, look by look."""
     rule, verdicts = StragglerRule(compared), []
+    rule.expect([work] if work else [])
     for number, times in enumerate(looks, start=1):
         first, last = STEPS * (number - 1), STEPS * number
         paces = [RankPace(number, first, last, time_s, step_s or max(times)) for time_s in times]
@@ -83,6 +95,62 @@ def test_a_rank_between_the_two_limits_stays_what_it_was() -> None:
     between = [[1.0, 1.0, 1.4]] * 20
     assert play(between, node_of(3)) == []
     assert [verdict.is_over for verdict in play([*slow, *between], node_of(3))] == [False]
+
+
+UNEQUAL = {  # times of ranks that were given 4 parts and 1 part of the work
+    "small parts cost more than their part": [2.2, 1.0],
+    "in proportion": [4.0, 1.0],
+    "the plan gave the fast device more": [1.0, 1.05],
+}
+
+
+@pytest.mark.parametrize("times", UNEQUAL.values(), ids=UNEQUAL)
+def test_a_rank_that_was_given_more_work_is_no_straggler_until_it_becomes_slow(times: list[float]) -> None:
+    usual = [times] * 6
+    assert play(usual, node_of(2), work=[80, 20]) == []
+    for rank in (0, 1):
+        slow = [[2 * time_s if other == rank else time_s for other, time_s in enumerate(times)]] * 4
+        begun, over = play([*usual, *slow, *usual], node_of(2), work=[80, 20])
+        assert (begun.rank, begun.is_over, over.rank, over.is_over) == (rank, False, rank, True)
+        assert (begun.factor, over.factor) == pytest.approx((2.0, 1.0), rel=0.1)
+
+
+def test_a_rank_slower_than_its_work_explains_is_named_from_the_start() -> None:
+    (verdict,) = play([[8.0, 1.0]] * 9, node_of(2), work=[80, 20])
+    assert (verdict.rank, verdict.factor, verdict.since_step) == (0, 2.0, 0)
+    assert [verdict.rank for verdict in play([[8.0, 1.0]] * 9, node_of(2), work=[50, 50])] == [0]
+
+
+def test_a_pause_in_the_first_look_does_not_become_the_usual() -> None:
+    paused, usual, slow = [[4.0, 1.0]], [[1.5, 1.0]] * 6, [[3.0, 1.0]] * 3
+    assert [verdict.factor for verdict in play([*paused, *usual, *slow], node_of(2), work=[80, 20])] == [2.0]
+
+
+def test_the_work_of_a_rank_is_its_samples_and_its_part_of_the_network() -> None:
+    def role(rank: int, samples: int, compute_s: float = 0.0) -> Role:
+        return Role(rank=rank, node=0, samples=samples, compute_s=compute_s)
+
+    whole = Plan(roles=(role(0, 24, 0.5), role(1, 8, 0.4)))
+    assert planned_work(whole) == [[24.0, 8.0], [0.5, 0.4]]
+    cut = Plan(
+        roles=(role(0, 32), role(1, 32), role(2, 16)),
+        replicas=(
+            Replica(ranks=(0, 1), layout=Layout(graph="g", shares=(80.0, 20.0), members=(0, 1))),
+            Replica(ranks=(2,), layout=Layout(graph="g", shares=(1.0,), members=(0,))),
+        ),
+    )
+    (work,) = planned_work(cut)
+    assert work == pytest.approx([25.6, 6.4, 16.0])
+    assert planned_work(Plan(roles=(role(0, 0), role(1, 0)))) == [[1.0, 1.0]]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_hand_made_batch_shares_raise_no_alarm(tmp_path: Path) -> None:
+    run_processes(ragged(2), "tests.session.straggler_programs:train_unequally", {"folder": str(tmp_path / "run")})
+    run = Run.read(tmp_path / "run")
+    assert run.last(RunFinished) is not None
+    assert run.of(Straggler) == []
 
 
 def test_an_excess_that_nobody_waits_for_is_not_told() -> None:
