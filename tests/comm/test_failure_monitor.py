@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from evenly import EvenlyError
 from evenly.comm import CollectiveWaiter, FailureMonitor, RankGroup, all_reduce, first_line, open_group
@@ -186,6 +187,28 @@ def test_closing_an_alarm_ends_its_thread_and_twice_does_no_harm(monkeypatch):
         return before, watching()
 
     assert run_ranks(2, act) == [(2, 0), (2, 0)]
+
+
+def test_a_callback_that_fails_is_told_once_and_does_not_end_the_watching(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("evenly.comm.failure_monitor.INTERVAL_S", 0.02)
+    calls, ticked = [], threading.Semaphore(0)
+
+    def fail() -> None:
+        calls.append(1)
+        raise ValueError("odd")
+
+    monitor = FailureMonitor(RankGroup(0, 2, dist.HashStore()))
+    try:
+        monitor.on_tick += [fail, ticked.release]
+        assert all(ticked.acquire(timeout=5) for _ in range(3))
+    finally:
+        monitor.close()
+    monitor.remove_callback(fail)  # its owner does not know
+    assert calls == [1]
+    assert monitor.on_tick == [ticked.release]
+    assert caplog.text.count("ValueError: odd") == 1
 
 
 def test_the_first_line_of_an_error():

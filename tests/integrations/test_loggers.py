@@ -4,10 +4,12 @@ import importlib.util
 import json
 import math
 import re
+import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,17 @@ from torch.utils.data import TensorDataset
 
 import evenly
 from evenly.errors import SpecError
-from evenly.integrations.loggers import MlflowLogger, PrometheusLogger, TensorBoardLogger, WandbLogger
+from evenly.integrations.loggers import (
+    MlflowLogger,
+    PrometheusLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    base,
+    prometheus,
+    sender,
+)
+from evenly.integrations.loggers.base import EventLogger, Settings
+from evenly.integrations.loggers.prometheus import exposition
 from evenly.integrations.loggers.values import EventValues
 from evenly.spec import Event, ExchangeDone, Measured, RunFailed, StepsDone, Straggler
 from tests.reports.runs import finished, started
@@ -203,6 +215,7 @@ def test_prometheus_own_parser_reads_the_file(tmp_path: Path) -> None:
     listener = PrometheusLogger(tmp_path / "evenly.prom")
     listener(started())
     listener(Measured(at_s=1.0, step=1, values={'odd "name"\\\n': 2.0}))
+    listener(finished())
     text = (tmp_path / "evenly.prom").read_text()
     found = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
     assert found["evenly_logged"].labels["name"] == 'odd "name"\\\n'
@@ -234,6 +247,140 @@ def test_a_tool_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.L
     play(PrometheusLogger(tmp_path / "file" / "evenly.prom"))
     (message,) = [record.getMessage() for record in caplog.records]
     assert "PrometheusLogger cannot log any more: NotADirectoryError" in message
+
+
+class SlowTool(EventLogger):
+    """A tool that holds every event for a while, and counts what was opened and closed."""
+
+    def __init__(self, held_s: float = 0.0, *, fails_at: int = -1) -> None:
+        super().__init__()
+        self.held_s, self.fails_at = held_s, fails_at
+        self.steps: list[int] = []
+        self.ended: list[bool] = []
+
+    def begin(self, name: str, settings: Settings) -> None:
+        pass
+
+    def write(self, event: Event, step: int, values: Mapping[str, float]) -> None:
+        time.sleep(self.held_s)
+        if len(self.steps) == self.fails_at:
+            raise ConnectionError("the tool is gone")
+        self.steps.append(step)
+
+    def end(self, *, has_failed: bool) -> None:
+        self.ended.append(has_failed)
+
+
+def test_training_does_not_wait_for_a_slow_tool_which_gets_all_events() -> None:
+    tool = SlowTool(0.02)
+    began = time.monotonic()
+    for event in a_run()[:-1]:
+        tool(event)
+    assert time.monotonic() - began < 0.1
+    tool(a_run()[-1])
+    assert tool.steps == [0, 10, 10, 30, 28, 40, 50, 60, 60]
+    assert tool.ended == [False]
+
+
+def test_a_tool_that_hangs_at_the_end_is_left_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sender, "CLOSE_S", 0.2)
+    tool = SlowTool(0.6)
+    began = time.monotonic()
+    play(tool)
+    assert time.monotonic() - began < 0.5
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "SlowTool has not sent 9 events" in message
+
+
+def test_events_that_a_tool_is_too_slow_for_are_counted_in_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sender, "MOST_PENDING", 3)
+    tool = SlowTool(0.1)
+    play(tool)
+    assert len(tool.steps) < 9
+    assert tool.steps[-1] == 60  # the end of the run is never dropped
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "SlowTool is too slow" in message
+
+
+def test_a_tool_that_fails_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    tool = SlowTool(fails_at=2)
+    play(tool)
+    assert (tool.steps, tool.ended) == ([0, 10], [True])
+    assert [record.getMessage() for record in caplog.records] == [
+        "SlowTool cannot log any more: ConnectionError: the tool is gone. The run goes on without it."
+    ]
+
+
+@pytest.fixture(params=["refuses", "never answers"])
+def dead_server(request: pytest.FixtureRequest) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if request.param == "refuses":
+            server.close()
+        yield f"http://127.0.0.1:{port}"
+
+
+@needs("mlflow")
+def test_a_dead_mlflow_server_does_not_hold_up_the_training(
+    dead_server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (("TIMEOUT", "2"), ("MAX_RETRIES", "1"), ("BACKOFF_FACTOR", "1")):
+        monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", value)  # so that its thread ends with the test
+    monkeypatch.setattr(sender, "CLOSE_S", 0.5)
+    import mlflow  # noqa: F401  (its import is not what is timed)
+
+    listener, times_s = MlflowLogger("tests", tracking_uri=dead_server), []
+    for event in a_run():
+        began = time.monotonic()
+        listener(event)
+        times_s.append(time.monotonic() - began)
+    assert max(times_s[:-1]) < 0.1
+    assert times_s[-1] < 1.5
+    (message,) = [record.getMessage() for record in caplog.records if record.name == base.__name__]
+    assert message.startswith("MlflowLogger ")
+    until = time.monotonic() + 10
+    while listener.is_sending and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+@needs("mlflow")
+def test_names_that_mlflow_refuses_cost_only_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    place, run = (tmp_path / "mlruns").as_uri(), a_run()
+    listener = MlflowLogger("tests", tracking_uri=place)
+    listener(run[0].model_copy(update={"settings": {"a//b": 1, "lr": 0.1}}))
+    listener(Measured(at_s=run[0].at_s, step=3, values={"../loss": 1.0, "accuracy": 0.5}))
+    listener(finished())
+    logged = MlflowClient(place).get_run(listener.run_id)
+    assert (logged.info.status, logged.data.params) == ("FINISHED", {"lr": "0.1"})
+    assert logged.data.metrics["accuracy"] == 0.5
+    messages = [record.getMessage() for record in caplog.records if "MLflow" in record.getMessage()]
+    assert ["'a//b'" in messages[0], "'../loss'" in messages[1]] == [True, True]
+
+
+def test_prometheus_replaces_its_file_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, written = tmp_path / "evenly.prom", []
+    monkeypatch.setattr(prometheus, "exposition", lambda samples: written.append(1) or exposition(samples))
+    listener, step = PrometheusLogger(file), 0
+    listener(started())
+    until = time.monotonic() + 1.2
+    while time.monotonic() < until:
+        step += 1
+        listener(Measured(at_s=1.0, step=step, values={"loss": 1.0}))
+        time.sleep(0.005)
+    while listener.is_sending:  # the last numbers come without a further event
+        time.sleep(0.05)
+    samples = prometheus_samples(file.read_text())
+    assert samples["evenly_step", f'run="{started().name}"'] == step
+    assert 2 <= len(written) <= 4
 
 
 def test_a_client_that_is_not_installed_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

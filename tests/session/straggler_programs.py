@@ -57,3 +57,30 @@ def train(folder: str, *, slow_rank: int, phases_s: list[float]) -> dict[str, An
             break
         hosts = [node.name for node in session.cluster.nodes for _ in node.ranks]
     return {"slow": slow, "told": screen.getvalue(), "hosts": hosts}
+
+
+class DelayedBySamples(Delayed):
+    """A layer whose forward takes as long as its samples say."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Takes 4 ms for a sample."""
+        self.seconds = 0.004 * len(x)
+        return super().forward(x)
+
+
+def train_unequally(folder: str) -> None:
+    """Trains for some seconds on two ranks of which the first takes three quarters of each batch."""
+    straggler_watch.LOOK_S = 0.5
+    with evenly.Session(folder, checkpoint_every=None, timeout_s=60.0, device="cpu", progress=False) as session:
+        model = DelayedBySamples()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = session.plan(batch_size=8, every=10)
+        samples = [12, 4]
+        roles = [role.model_copy(update={"samples": samples[role.rank]}) for role in plan.roles]
+        plan = plan.model_copy(update={"roles": tuple(roles)})
+        network, _, loader = session.prepare(model, optimizer, TensorDataset(torch.ones(16 * 100, 4)), plan=plan)
+        for _ in session.epochs(1):
+            for (x,) in loader:
+                network(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()

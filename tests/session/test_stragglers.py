@@ -1,6 +1,7 @@
 """A rank that takes longer than the others is named while the run goes on, once, and again when that is over."""
 
 import json
+import random
 import timeit
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenly.comm import RankGroup
-from evenly.session import straggler_watch
+from evenly.session import straggler_rule, straggler_watch
 from evenly.session.counters import Counters
 from evenly.session.rank_recorder import RankTotals
 from evenly.session.recorder import Recorder
-from evenly.session.straggler_rule import ComparedRanks, RankPace, StragglerRule, StragglerVerdict, compared_ranks
+from evenly.session.straggler_rule import (
+    ComparedRanks,
+    RankPace,
+    StragglerRule,
+    StragglerVerdict,
+    compared_ranks,
+    planned_work,
+)
 from evenly.session.straggler_watch import StragglerWatch
-from evenly.spec import Cluster, Device, Node, Run, RunFinished, Straggler
+from evenly.spec import Cluster, Device, Layout, Node, Plan, Replica, Role, Run, RunFinished, Straggler
 from tests.processes import run_processes
 from tests.ranks import cluster_of, ragged
 
@@ -25,10 +33,15 @@ STEPS = 100  # between two looks
 
 
 def play(
-    looks: Sequence[Sequence[float]], compared: Sequence[ComparedRanks], *, step_s: float = 0.0
+    looks: Sequence[Sequence[float]],
+    compared: Sequence[ComparedRanks],
+    *,
+    step_s: float = 0.0,
+    work: Sequence[float] = (),
 ) -> list[StragglerVerdict]:
     """Returns what is said when all ranks publish these computing times, look by look."""
     rule, verdicts = StragglerRule(compared), []
+    rule.expect([work] if work else [])
     for number, times in enumerate(looks, start=1):
         first, last = STEPS * (number - 1), STEPS * number
         paces = [RankPace(number, first, last, time_s, step_s or max(times)) for time_s in times]
@@ -40,18 +53,32 @@ def node_of(size: int) -> list[ComparedRanks]:
     return compared_ranks(cluster_of(ragged(size)))
 
 
-@given(st.data(), st.integers(2, 6))
-@settings(max_examples=25, deadline=None)
-def test_equal_ranks_are_never_named_however_noisy_they_are(data: st.DataObject, size: int) -> None:
-    noise = st.floats(0.82, 1.22)
-    spike = data.draw(st.floats(1.0, 20.0))  # a pause of one rank now and then, never twice in a row
-    looks = [[data.draw(noise) for _ in range(size)] for _ in range(10)]
-    paused = data.draw(st.lists(st.integers(0, size - 1), min_size=200, max_size=200))
-    times = [
-        [time_s * (spike if paused[look] == rank and look % 2 else 1.0) for rank, time_s in enumerate(looks[look % 10])]
-        for look in range(200)
+def noisy_times(chance: random.Random, size: int, *, looks: int) -> list[list[float]]:
+    """Returns times of equal ranks with noise; now and then one pauses, not the same one twice in a row."""
+    times, paused = [], -1
+    for _ in range(looks):
+        row = [chance.gauss(1.0, 0.07) for _ in range(size)]
+        rank = chance.randrange(size)
+        paused = rank if chance.random() < 0.1 and rank != paused else -1
+        if paused >= 0:
+            row[paused] *= chance.uniform(1.0, 20.0)
+        times.append(row)
+    return times
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize("work", ["equal", "unequal"])
+def test_equal_ranks_are_never_named_however_noisy_they_are(
+    size: int, work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = [1.0 + (rank if work == "unequal" else 0) for rank in range(size)]
+    runs = [
+        [[time_s * part for time_s, part in zip(row, works, strict=True)] for row in noisy]
+        for noisy in (noisy_times(random.Random(seed), size, looks=200) for seed in range(10))
     ]
-    assert play(times, node_of(size)) == []
+    assert [play(times, node_of(size), work=works) for times in runs] == [[]] * 10
+    monkeypatch.setattr(straggler_rule, "LOOKS", 1)
+    assert all(play(times, node_of(size), work=works) for times in runs)  # there is something to be misled by
 
 
 @given(
@@ -83,6 +110,62 @@ def test_a_rank_between_the_two_limits_stays_what_it_was() -> None:
     between = [[1.0, 1.0, 1.4]] * 20
     assert play(between, node_of(3)) == []
     assert [verdict.is_over for verdict in play([*slow, *between], node_of(3))] == [False]
+
+
+UNEQUAL = {  # times of ranks that were given 4 parts and 1 part of the work
+    "small parts cost more than their part": [2.2, 1.0],
+    "in proportion": [4.0, 1.0],
+    "the plan gave the fast device more": [1.0, 1.05],
+}
+
+
+@pytest.mark.parametrize("times", UNEQUAL.values(), ids=UNEQUAL)
+def test_a_rank_that_was_given_more_work_is_no_straggler_until_it_becomes_slow(times: list[float]) -> None:
+    usual = [times] * 6
+    assert play(usual, node_of(2), work=[80, 20]) == []
+    for rank in (0, 1):
+        slow = [[2 * time_s if other == rank else time_s for other, time_s in enumerate(times)]] * 4
+        begun, over = play([*usual, *slow, *usual], node_of(2), work=[80, 20])
+        assert (begun.rank, begun.is_over, over.rank, over.is_over) == (rank, False, rank, True)
+        assert (begun.factor, over.factor) == pytest.approx((2.0, 1.0), rel=0.1)
+
+
+def test_a_rank_slower_than_its_work_explains_is_named_from_the_start() -> None:
+    (verdict,) = play([[8.0, 1.0]] * 9, node_of(2), work=[80, 20])
+    assert (verdict.rank, verdict.factor, verdict.since_step) == (0, 2.0, 0)
+    assert [verdict.rank for verdict in play([[8.0, 1.0]] * 9, node_of(2), work=[50, 50])] == [0]
+
+
+def test_a_pause_in_the_first_look_does_not_become_the_usual() -> None:
+    paused, usual, slow = [[4.0, 1.0]], [[1.5, 1.0]] * 6, [[3.0, 1.0]] * 3
+    assert [verdict.factor for verdict in play([*paused, *usual, *slow], node_of(2), work=[80, 20])] == [2.0]
+
+
+def test_the_work_of_a_rank_is_its_samples_and_its_part_of_the_network() -> None:
+    def role(rank: int, samples: int, compute_s: float = 0.0) -> Role:
+        return Role(rank=rank, node=0, samples=samples, compute_s=compute_s)
+
+    whole = Plan(roles=(role(0, 24, 0.5), role(1, 8, 0.4)))
+    assert planned_work(whole) == [[24.0, 8.0], [0.5, 0.4]]
+    cut = Plan(
+        roles=(role(0, 32), role(1, 32), role(2, 16)),
+        replicas=(
+            Replica(ranks=(0, 1), layout=Layout(graph="g", shares=(80.0, 20.0), members=(0, 1))),
+            Replica(ranks=(2,), layout=Layout(graph="g", shares=(1.0,), members=(0,))),
+        ),
+    )
+    (work,) = planned_work(cut)
+    assert work == pytest.approx([25.6, 6.4, 16.0])
+    assert planned_work(Plan(roles=(role(0, 0), role(1, 0)))) == [[1.0, 1.0]]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_hand_made_batch_shares_raise_no_alarm(tmp_path: Path) -> None:
+    run_processes(ragged(2), "tests.session.straggler_programs:train_unequally", {"folder": str(tmp_path / "run")})
+    run = Run.read(tmp_path / "run")
+    assert run.last(RunFinished) is not None
+    assert run.of(Straggler) == []
 
 
 def test_an_excess_that_nobody_waits_for_is_not_told() -> None:

@@ -216,6 +216,11 @@ class FailureMonitor:
         for note in notes:
             callback(note)
 
+    def remove_callback(self, callback: Callable[[], None]) -> None:
+        """Removes a callback from `on_tick`, unless it failed and was removed already."""
+        with suppress(ValueError):
+            self.on_tick.remove(callback)
+
     def record_passed(self, label: str) -> None:
         """Records that the collective `label` is complete: no rank waits there any more."""
         self._passed.add(label)
@@ -275,11 +280,14 @@ class FailureMonitor:
     def _call_back(self) -> None:
         if self.rank_group.store.error is not None or self._stop.is_set():
             return
-        for callback in self.on_tick:
+        for callback in list(self.on_tick):
             try:
                 callback()
             except errors.PeerError as error:
                 logger.debug("the store failed in %s: %s", callback, error)
+            except Exception:  # whatever an observer raises must not end this thread
+                logger.exception("%s failed in the failure monitor and is not called any more", callback)
+                self.remove_callback(callback)
 
     def _unexplained(self, waited_s: float) -> errors.PeerError:
         return errors.PeerError(

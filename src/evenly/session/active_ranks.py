@@ -93,7 +93,7 @@ class ActiveRanks:
         hosts = {rank: node.name for node in self.cluster.nodes for rank in node.ranks}
         counters.watch_stragglers(watch, [hosts[rank] for rank in range(self.rank_group.size)])
         self.monitor.on_tick.append(watch.tick)
-        opened.callback(self.monitor.on_tick.remove, watch.tick)
+        opened.callback(self.monitor.remove_callback, watch.tick)
 
     def _rank_recorder(self, folder: Path) -> RankRecorder:
         rank, nodes = self.rank_group.rank, self.cluster.rank_lists()
@@ -139,10 +139,15 @@ class ActiveRanks:
         Raises:
             LeftOut: on a rank that is left out, when the run is over.
         """
-        if len(plan.active) == len(plan.roles):
-            return self, fitting(plan, self.cluster)
-        active_ranks = self if self._active == plan.active else self._with_active_ranks(fitting(plan, self.cluster))
-        return active_ranks, fitting(plan.among_active(), active_ranks.cluster)
+        active_ranks, own = self, plan
+        if len(plan.active) < len(plan.roles):
+            if self._active != plan.active:
+                active_ranks = self._with_active_ranks(fitting(plan, self.cluster))
+            own = plan.among_active()
+        own = fitting(own, active_ranks.cluster)
+        if active_ranks.counters.stragglers is not None:
+            active_ranks.counters.stragglers.expect(own)
+        return active_ranks, own
 
     def _with_active_ranks(self, plan: Plan) -> "ActiveRanks":
         left_out = {role.rank: role.left_out for role in plan.roles if role.left_out}

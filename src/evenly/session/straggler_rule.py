@@ -1,15 +1,17 @@
 """Which ranks take longer than the others, from what all ranks published: a rule without clock and store."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal, NamedTuple
 
-from evenly.spec import Cluster
+from evenly.spec import Cluster, Plan
 
 BEGINS = 1.5  # times the median of the others, in consecutive looks: a straggler
 ENDS = 1.25  # below this it is none any more
 LOOKS = 2  # consecutive looks that must agree
+FIRST_LOOKS = 3  # say what unequal work costs
+LEAST_RATIO = 0.01  # of times, for a rank that has next to no work
 MATTERS = 0.05  # the excess is at least this part of a step, else nobody waits for it
 
 
@@ -51,6 +53,20 @@ class StragglerRule:
         self._states = [_RankState() for _ in compared]
         self._compared = compared
 
+    def expect(self, works: Sequence[Sequence[float]]) -> None:
+        """Allows unequal times for unequal work; each of `works` has a number for every rank, in any unit.
+
+        A device does twice the work in at most twice the time, and often in less. So a rank with r times the work of
+        the others is expected to take between 1 and r times their time: where in between, its first looks say.
+        """
+        for rank, state in enumerate(self._states):
+            state.ratios = []
+            for work in works:
+                others = [work[other] for other in self._compared[rank].ranks]
+                if others and (typical := median(others)) > 0:
+                    state.least = min(state.least, work[rank] / typical)
+                    state.most = max(state.most, work[rank] / typical)
+
     def look(self, paces: Sequence[RankPace | None]) -> list[StragglerVerdict]:
         """Returns what has changed; `paces` has the latest of each rank, None for those without one."""
         verdicts = [self._judge(rank, pace, paces) for rank, pace in enumerate(paces) if pace is not None]
@@ -62,6 +78,7 @@ class StragglerRule:
         if pace.number == state.number or not others or (typical_s := median(others)) <= 0:
             return None
         state.number = pace.number
+        typical_s *= state.expected(pace.computing_s / typical_s)
         factor = pace.computing_s / typical_s
         if state.is_straggler:
             disagrees = factor < ENDS
@@ -82,6 +99,17 @@ class _RankState:
     is_straggler: bool = False
     looks: int = 0  # in a row that disagree with `is_straggler`
     since_step: int = 0
+    least: float = 1.0  # times the time of the others, as far as its work explains it
+    most: float = 1.0
+    ratios: list[float] = field(default_factory=list)  # its time over that of the others, in the first looks
+
+    def expected(self, ratio: float) -> float:
+        """Returns the ratio of times that its work explains; `ratio` is that of this look."""
+        if len(self.ratios) < FIRST_LOOKS:
+            self.ratios.append(ratio)
+        if len(self.ratios) < FIRST_LOOKS:
+            return self.most
+        return max(LEAST_RATIO, min(max(median(self.ratios), self.least), self.most))
 
 
 def compared_ranks(cluster: Cluster) -> list[ComparedRanks]:
@@ -96,6 +124,19 @@ def compared_ranks(cluster: Cluster) -> list[ComparedRanks]:
         alike = [other for other in range(cluster.world_size) if other != rank and _kind(cluster, other) == device]
         compared.append(ComparedRanks(tuple(alike), of="devices"))
     return compared
+
+
+def planned_work(plan: Plan) -> list[list[float]]:
+    """Returns the work of each rank: its samples times its part of the network, and its predicted seconds if known."""
+    samples = []
+    for role in plan.roles:
+        replica = plan.replica_of(role.rank)
+        part = 1.0
+        if replica is not None and (total := sum(replica.layout.shares)) > 0:
+            part = replica.layout.shares[replica.ranks.index(role.rank)] / total
+        samples.append((role.samples or 1) * part)
+    seconds = [role.compute_s for role in plan.roles]
+    return [samples, seconds] if all(seconds) else [samples]
 
 
 def _kind(cluster: Cluster, rank: int) -> tuple[object, ...]:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from evenly.comm import RankGroup
 from evenly.session.rank_recorder import RankTotals
-from evenly.session.straggler_rule import RankPace, StragglerRule, StragglerVerdict, compared_ranks
-from evenly.spec import Cluster
+from evenly.session.straggler_rule import RankPace, StragglerRule, StragglerVerdict, compared_ranks, planned_work
+from evenly.spec import Cluster, Plan
 
 LOOK_S = 3.0  # seconds between two looks
 
@@ -43,6 +43,11 @@ class StragglerWatch:
         self._looked_at = time.monotonic()
         self._before = totals()
         self._store.set(self._keys[self._rank], "null")
+
+    def expect(self, plan: Plan) -> None:
+        """Allows each rank the time that its work in `plan` explains; plans of further models add to it."""
+        if self._rule is not None:
+            self._rule.expect(planned_work(plan))
 
     def tick(self) -> None:
         """Publishes and looks, if it is time; called by a thread that is not the training's."""

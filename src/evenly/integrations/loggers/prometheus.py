@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,11 +16,12 @@ _INDEXED = {
     "batch_samples": "index",
     "straggler": "rank",
 }  # numbers of several ranks: the last part of the name is a label
+REPLACE_S = 1.0  # the file is replaced at most this often
 LOGGED = "evenly_logged"  # numbers of the program, whose names may have any characters
 
 
 class PrometheusLogger(EventLogger):
-    """Keeps the latest numbers in a file that is replaced at each event, and never seen half written.
+    """Keeps the latest numbers in a file that is replaced once a second, and never seen half written.
 
     It needs no package. The file stays when the run ends: `evenly_last_event_timestamp_seconds` says how old it is.
     """
@@ -32,24 +34,36 @@ class PrometheusLogger(EventLogger):
             raise SpecError(f"PrometheusLogger was given {file}; node_exporter reads only files that end in .prom.")
         self._run = ""
         self._samples: dict[str, dict[str, float]] = {}  # metric: labels: number
+        self._is_changed = False  # since the file was written
+        self._replaced_at = -math.inf
 
     def begin(self, name: str, settings: Settings) -> None:
         """Forgets the numbers of an earlier run."""
         self._run, self._samples = name, {}
 
     def write(self, event: Event, step: int, values: Mapping[str, float]) -> None:
-        """Replaces the file."""
+        """Replaces the file, unless that was done less than a second ago."""
         for name, value in values.items():
             metric, labels = (LOGGED, {"name": name}) if isinstance(event, Measured) else _metric(name)
             self._set(metric, value, labels)
         self._set("evenly_step", step, {})
         self._set("evenly_last_event_timestamp_seconds", event.at_s, {})
+        self._is_changed = True
+        if time.monotonic() - self._replaced_at >= REPLACE_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Replaces the file if there are new numbers."""
+        if not self._is_changed:
+            return
+        self._is_changed, self._replaced_at = False, time.monotonic()
         unfinished = self._file.with_name(f"{self._file.name}.{os.getpid()}.tmp")
         unfinished.write_text(exposition(self._samples), encoding="utf-8")
         unfinished.replace(self._file)
 
     def end(self, *, has_failed: bool) -> None:
-        """Leaves the file as it is."""
+        """Replaces the file a last time, and leaves it."""
+        self.flush()
 
     def _set(self, metric: str, value: float, labels: Mapping[str, str]) -> None:
         pairs = {"run": self._run, **labels}.items()

@@ -21,6 +21,10 @@ class TensorBoardLogger(EventLogger):
         self._folder = Path(folder)
         self._writer: SummaryWriter | None = None
 
+    def load(self) -> None:
+        """Imports the writer."""
+        import torch.utils.tensorboard  # noqa: F401  (`begin` uses it)
+
     def begin(self, name: str, settings: Settings) -> None:
         """Opens an event file."""
         from torch.utils.tensorboard import SummaryWriter

@@ -22,6 +22,10 @@ class WandbLogger(EventLogger):
         self._options = {"project": project, **options}
         self._run: wandb.Run | None = None
 
+    def load(self) -> None:
+        """Imports wandb."""
+        import wandb  # noqa: F401  (`begin` uses it)
+
     def begin(self, name: str, settings: Settings) -> None:
         """Starts a run."""
         import wandb
