@@ -99,7 +99,7 @@ class Counters:
         self._waiting_s += waiting_s
         self._exchange_s += done.waited_s - waiting_s
         self.sent_bytes += done.sent_bytes
-        self._recorder.record(ExchangeDone, **asdict(done))
+        self._recorder.record(ExchangeDone, **vars(done))
         if self.rank_recorder is not None:
             self.rank_recorder.exchange_done(done)
 
