@@ -70,3 +70,9 @@ def test_shipped_clusters_fit_two_cores(name):
 def test_more_cpu_than_there_is_is_refused(node, complaint):
     with pytest.raises(LabError, match=complaint):
         check_fit(LabCluster(nodes=[node]), online=TWO_CORES)
+
+
+def test_a_folder_does_not_hide_a_cluster_of_the_same_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    assert load_cluster("demo").world_size == 3

@@ -109,7 +109,7 @@ def load_cluster(path: str | Path) -> LabCluster:
 
 def _read(path: str | Path) -> str:
     try:
-        if not Path(path).exists() and str(path) in shipped_clusters():
+        if not Path(path).is_file() and str(path) in shipped_clusters():
             return (_SHIPPED / f"{path}.toml").read_text()
         return Path(path).read_text()
     except (OSError, ValueError) as error:  # also text that is not UTF-8
