@@ -19,7 +19,6 @@ FACTS = {
     "hip": None,
     "backends": {"gloo": True, "nccl": False, "mpi": False},
     "gpus": [],
-    "threads": 2,
 }
 GPU = {"name": "H200", "memory_bytes": 141 * 2**30}
 

@@ -24,7 +24,6 @@ def torch_facts() -> dict[str, object]:
             "mpi": is_built and dist.is_mpi_available(),
         },
         "gpus": _gpus(),
-        "threads": torch.get_num_threads(),
     }
 
 

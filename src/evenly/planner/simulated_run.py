@@ -12,7 +12,7 @@ from evenly.spec.graph import Graph
 from evenly.spec.period import EPOCH_STEPS, EveryGradient
 from evenly.spec.plan import Plan
 from evenly.spec.profile import Profile
-from evenly.spec.rank_log import LinkBytes, RankExchange, RankPart, RankStarted, StepTimes
+from evenly.spec.rank_log import LEAST_PART, LEAST_ROW_S, LinkBytes, RankExchange, RankPart, RankStarted, StepTimes
 from evenly.spec.run import (
     Event,
     ExchangeDone,
@@ -24,7 +24,6 @@ from evenly.spec.run import (
     StepsDone,
 )
 
-LEAST_S, LEAST_PART = 0.02, 1 / 4000  # a row lasts at least so long, and this part of the run so far, as in training
 PROGRESS_S = 1.0  # between events of progress
 
 
@@ -85,7 +84,7 @@ class _NodeRows:
     ranks: list[int]
     now_s: float = 0.0
     row_began_s: float = 0.0
-    due_s: float = LEAST_S
+    due_s: float = LEAST_ROW_S
     row_steps: int = 0
     step: int = 0
     exchange_s: float = 0.0
@@ -124,7 +123,7 @@ class _NodeRows:
         times = (self.compute_s.tolist(), gradients_s, self.exchange_s, self.waiting_s)
         self.rows.append((self.step, self.row_steps, self.now_s, seconds, *times))
         self.row_began_s, self.row_steps = self.now_s, 0
-        self.due_s = self.now_s + max(LEAST_S, LEAST_PART * self.now_s)
+        self.due_s = self.now_s + max(LEAST_ROW_S, LEAST_PART * self.now_s)
         self.compute_s, self.gradients_s = np.zeros(len(self.ranks)), np.zeros(len(self.ranks))
         self.exchange_s = self.waiting_s = self.late_gradients_s = 0.0
 

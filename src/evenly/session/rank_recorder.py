@@ -11,12 +11,10 @@ from evenly.exchange import ExchangeSummary
 from evenly.session.recorder import drop_cut_line
 from evenly.session.run_clock import RunClock
 from evenly.spec import LinkBytes, RankExchange, RankStarted, StepTimes
-from evenly.spec.rank_log import FOLDER
+from evenly.spec.rank_log import FOLDER, LEAST_PART, LEAST_ROW_S
 
 logger = logging.getLogger(__name__)
 
-LEAST_S = 0.02  # a line lasts at least this long ...
-LEAST_PART = 1 / 4000  # ... and at least this part of the run so far: the file grows with the logarithm of its time
 FLUSH_S = 1.0  # lines are written at most this often
 MOST_BYTES = 16 * 2**20  # a file that earlier starts of the run have made larger is begun anew
 
@@ -74,7 +72,9 @@ class RankRecorder:
         """
         self._run_clock = run_clock
         self._file = folder / FOLDER / f"{identity.rank}.jsonl"
-        self._identity, self._totals, self._link_bytes = identity, totals, link_bytes
+        self._identity = identity
+        self._totals = totals
+        self._link_bytes = link_bytes
         self._stream: TextIO | None = None
         self._is_closed = False
         self._pending: list[_Step | _Exchange] = []  # not yet written
@@ -90,7 +90,7 @@ class RankRecorder:
         self._unwritten: tuple[int, ExchangeSummary] | None = None  # exchanges since the last line of one
         self._exchange_due = self._link_due = 0.0
         self._began = self._row_began = self._flushed_at = self._run_clock.monotonic()
-        self._due = self._began + LEAST_S
+        self._due = self._began + LEAST_ROW_S
         self._before = self._appended = self._totals()
         started = RankStarted(at_s=self._run_clock.time(), step=step, **vars(self._identity))
         self._header: str | None = started.model_dump_json()  # written before the first line of the part
@@ -102,7 +102,7 @@ class RankRecorder:
         if now < self._due or self._is_closed:
             return
         self._append_steps(now)
-        self._due = now + max(LEAST_S, LEAST_PART * (now - self._began))
+        self._due = now + max(LEAST_ROW_S, LEAST_PART * (now - self._began))
         if now - self._flushed_at > FLUSH_S:
             self._flush()
 

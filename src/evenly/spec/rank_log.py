@@ -18,6 +18,8 @@ from evenly.spec._value import Value
 
 FOLDER = "ranks"  # in the folder of a run
 MOST_BYTES = 64 * 2**20  # read of one file; a rank writes far less
+LEAST_ROW_S = 0.02  # a row of steps lasts at least this long ...
+LEAST_PART = 1 / 4000  # ... and lines at least this part of the run so far: a file grows with the logarithm of its time
 
 
 class RankStarted(Value):
@@ -106,10 +108,6 @@ class RankLogs:
 
     parts: tuple[RankPart, ...]
     problems: tuple[str, ...] = ()
-
-    def latest(self) -> tuple[RankPart, ...]:
-        """Returns the last part of each rank."""
-        return tuple({part.started.rank: part for part in self.parts}.values())
 
 
 _Line = Annotated[RankStarted | RankExchange | LinkBytes, Field(discriminator="event")]
