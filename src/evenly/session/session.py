@@ -90,7 +90,7 @@ class Session:
         """Opens nothing yet.
 
         Args:
-            folder: for `run.jsonl` and checkpoints; None writes nothing.
+            folder: for `run.jsonl`, the records of ranks and checkpoints; None writes nothing.
             device: `"auto"` (as `evenly launch --devices` says, else the GPU of the local rank, else the CPU),
                 `"cpu"`, `"cuda"` or `"cuda:1"`.
             nodes: the ranks of each node; discovered if left out.
