@@ -3,15 +3,15 @@
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from evenly.exchange import ExchangeSummary
 from evenly.session.recorder import drop_cut_line
 from evenly.session.run_clock import RunClock
-from evenly.spec import LinkBytes, RankExchange, RankStarted, StepTimes
-from evenly.spec.rank_log import FOLDER, LEAST_PART, LEAST_ROW_S
+from evenly.spec import LinkBytes, RankStarted, StepTimes
+from evenly.spec.rank_log import EXCHANGE_LINE, FOLDER, LEAST_PART, LEAST_ROW_S
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class RankIdentity:
 
 
 _Step = tuple[int, float, RankTotals]  # the number of a step, when it ended, the sums then
-_Exchange = tuple[float, int, ExchangeSummary]  # when the last of several ended, how many, that one with all bytes
+_Exchange = tuple[float, ExchangeSummary, int, int]  # when the last of several ended, that one, how many, their bytes
 
 
 class RankRecorder:
@@ -87,7 +87,8 @@ class RankRecorder:
 
     def _begin(self, step: int) -> None:
         self._step = step
-        self._unwritten: tuple[int, ExchangeSummary] | None = None  # exchanges since the last line of one
+        self._exchange: ExchangeSummary | None = None  # the last one, unless it has its line
+        self._exchanges = self._exchanged_bytes = 0  # since the last line of one
         self._exchange_due = self._link_due = 0.0
         self._began = self._row_began = self._flushed_at = self._run_clock.monotonic()
         self._due = self._began + LEAST_ROW_S
@@ -110,8 +111,9 @@ class RankRecorder:
         """Records an exchange, or several since the last line of one."""
         if self._is_closed:
             return
-        count, sent_bytes = (0, 0) if self._unwritten is None else (self._unwritten[0], self._unwritten[1].sent_bytes)
-        self._unwritten = count + 1, replace(done, sent_bytes=sent_bytes + done.sent_bytes)
+        self._exchange = done
+        self._exchanges += 1
+        self._exchanged_bytes += done.sent_bytes
         now = self._run_clock.monotonic()
         if now >= self._exchange_due:
             self._exchange_due = now + LEAST_PART * (now - self._began)
@@ -135,9 +137,10 @@ class RankRecorder:
         self._pending.append((self._step, now, self._appended))
 
     def _append_exchanges(self) -> None:
-        if self._unwritten is not None:
-            self._pending.append((self._elapsed_s(), *self._unwritten))
-            self._unwritten = None
+        if self._exchange is not None:
+            self._pending.append((self._elapsed_s(), self._exchange, self._exchanges, self._exchanged_bytes))
+            self._exchange = None
+            self._exchanges = self._exchanged_bytes = 0
 
     def _close_stream(self) -> None:
         stream, self._stream = self._stream, None
@@ -175,7 +178,7 @@ class RankRecorder:
         return [LinkBytes(at_s=self._elapsed_s(), sent_bytes=self._link_bytes()).model_dump_json()]
 
     def _line_of(self, entry: _Step | _Exchange) -> str:
-        return self._step_line(*entry) if isinstance(entry[2], RankTotals) else _exchange_line(*entry)
+        return self._step_line(*entry) if len(entry) == 3 else _exchange_line(*entry)
 
     def _step_line(self, step: int, now: float, totals: RankTotals) -> str:
         """Returns the line of all steps since the line before."""
@@ -196,19 +199,18 @@ class RankRecorder:
         return row.to_line()
 
 
-def _exchange_line(at_s: float, count: int, done: ExchangeSummary) -> str:
-    event = RankExchange(
-        at_s=at_s,
-        number=done.number,
-        step=done.step,
-        merged=done.merged,
-        seconds=round(done.seconds, 6),
-        met_s=round(done.met_s, 6),
-        waited_s=round(done.waited_s, 6),
-        sent_bytes=done.sent_bytes,
-        count=count,
+def _exchange_line(at_s: float, done: ExchangeSummary, count: int, sent_bytes: int) -> str:
+    return EXCHANGE_LINE % (
+        at_s,
+        done.number,
+        done.step,
+        done.merged,
+        done.seconds,
+        done.met_s,
+        done.waited_s,
+        sent_bytes,
+        count,
     )
-    return event.model_dump_json()
 
 
 def _open(file: Path) -> TextIO:

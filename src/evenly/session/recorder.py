@@ -6,19 +6,27 @@ from pathlib import Path
 
 from evenly.errors import CheckpointError
 from evenly.session.run_clock import RunClock
-from evenly.spec import Event, RunFailed
+from evenly.spec import Event, ExchangeDone, RunFailed
 
 logger = logging.getLogger(__name__)
 
+WRITE_S = 1.0  # exchanges are written at most this often, all other events at once
+
 
 class Recorder:
-    """The events of one run; only rank 0 writes, every rank may listen."""
+    """The events of one run; only rank 0 writes them and calls the listeners.
+
+    Exchanges can be frequent: their lines are made together, once a second, when their code is in the processor's
+    cache. Any other event writes them first, so that the order of events is kept.
+    """
 
     def __init__(self, folder: Path | None, *, rank: int) -> None:
         self.listeners: list[Callable[[Event], None]] = []
         self.run_clock = RunClock()
         self._rank = rank
         self._stream = None
+        self._pending: list[tuple[float, dict[str, object]]] = []  # times and fields of exchanges not yet written
+        self._written_at = 0.0
         if folder is not None and rank == 0:
             file = folder / "run.jsonl"
             try:
@@ -35,12 +43,30 @@ class Recorder:
         """Records an event of `kind` with the current time; only on rank 0."""
         if self._rank:
             return
-        event: Event = kind(at_s=self.run_clock.time(), **fields)
+        at_s = self.run_clock.time()
+        event: Event | None = None
         if self._stream is not None:
-            self._stream.write(event.model_dump_json() + "\n")
+            if kind is ExchangeDone:
+                self._pending.append((at_s, fields))
+                if self.run_clock.monotonic() - self._written_at > WRITE_S:
+                    self._write()
+            else:
+                event = kind(at_s=at_s, **fields)
+                self._write(event)
+        if self.listeners:
+            event = event or kind(at_s=at_s, **fields)
+            for listen in self.listeners:
+                listen(event)
+
+    def _write(self, last: Event | None = None) -> None:
+        """Writes the exchanges that are pending, then `last`."""
+        events: list[Event] = [ExchangeDone(at_s=at_s, **fields) for at_s, fields in self._pending]
+        self._pending = []
+        events += [] if last is None else [last]
+        self._written_at = self.run_clock.monotonic()
+        if events and self._stream is not None:
+            self._stream.write("".join(event.model_dump_json() + "\n" for event in events))
             self._stream.flush()
-        for listen in self.listeners:
-            listen(event)
 
     def record_failure(self, step: int, error: BaseException) -> None:
         """Records that the run ended in `error`; a failure to record must not hide it."""
@@ -50,10 +76,13 @@ class Recorder:
             logger.exception("the failure could not be recorded")
 
     def close(self) -> None:
-        """Closes the file."""
+        """Writes what is pending and closes the file."""
         if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+            try:
+                self._write()
+            finally:
+                self._stream.close()
+                self._stream = None
 
 
 def drop_cut_line(file: Path) -> None:

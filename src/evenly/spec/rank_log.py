@@ -65,6 +65,10 @@ class LinkBytes(Value):
 
 
 # Training waits while a line is made: no other form is as fast.
+EXCHANGE_LINE = (
+    '{"event":"exchange","at_s":%.6f,"number":%d,"step":%d,"merged":%d,'
+    '"seconds":%.6f,"met_s":%.6f,"waited_s":%.6f,"sent_bytes":%d,"count":%d}'
+)
 LINE = "[%d,%d,%.6f,%.6f,%.5g,%.5g,%.5g,%.5g,%.9g,%d]"
 
 
