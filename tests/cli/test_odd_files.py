@@ -10,7 +10,7 @@ from evenly import Session
 from evenly.cli import main
 from evenly.errors import CheckpointError, SpecError
 from evenly.lab import load_cluster
-from evenly.recipes.fashion import FashionConfig
+from evenly.recipes.config import load_config
 from evenly.spec import Cluster, Graph, Plan, Profile, Run
 
 DEEP = ["[" * 100_000, '{"nodes":' * 50_000]
@@ -95,7 +95,7 @@ def test_a_seed_that_no_generator_takes(fails, text):
 def test_a_settings_file_that_nests_without_end(tmp_path):
     (tmp_path / "config.toml").write_text("seed = " + "[" * 5000)
     with pytest.raises(SpecError, match="not valid"):
-        FashionConfig.build(tmp_path / "config.toml", [])
+        load_config("fashion", tmp_path / "config.toml")
 
 
 @pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 10**400, 0.5])

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from evenly.errors import SpecError
-from evenly.recipes.fashion import FashionConfig
+from evenly.recipes.config import TrainConfig, load_config, recipe_names
 
 
-def build(*changes: str, file: Path | None = None) -> FashionConfig:
-    return FashionConfig.build(file, changes)
+def build(*changes: str, file: Path | None = None) -> TrainConfig:
+    return load_config("fashion", file, changes)
 
 
 def toml(folder: Path, text: str) -> Path:
@@ -18,10 +18,10 @@ def toml(folder: Path, text: str) -> Path:
 
 
 def test_defaults_file_and_command_line_in_this_order(tmp_path):
-    assert build() == FashionConfig()
+    assert build().lr == 0.1
     file = toml(tmp_path, 'epochs = 2\nlr = 0.5\nevery = 20\ncheckpoint_every = "epoch"\n')
-    assert build(file=file) == FashionConfig(epochs=2, lr=0.5, every="20")
-    assert build("epochs=7", "lr = 1", file=file) == FashionConfig(epochs=7, lr=1.0, every="20")
+    assert build(file=file) == build("epochs=2", "lr=0.5", "every=20")
+    assert build("epochs=7", "lr = 1", file=file) == build("epochs=7", "lr=1.0", "every=20")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,12 @@ def test_defaults_file_and_command_line_in_this_order(tmp_path):
         ("checkpoint_every=25", "checkpoint_every", 25),
         ("checkpoint_every=None", "checkpoint_every", None),
         ("precision=bf16", "precision", "bf16"),
-        (" width = 64 ", "width", 64),
+        (" data = mnist ", "data", "mnist"),
+        ("network.width=64", "network", {"width": 64, "blocks": 1}),
+        (" width = 64 ", "network", {"width": 64, "blocks": 1}),
+        ("network={blocks = 2}", "network", {"width": 16, "blocks": 2}),
+        ("augment=['crop','flip']", "augment", ("crop", "flip")),
+        ("every=5 epochs", "every", "5 epochs"),
     ],
 )
 def test_a_value_on_the_command_line(change, name, value):
@@ -48,7 +53,8 @@ def test_a_value_on_the_command_line(change, name, value):
     [
         ("epochs", r"--set 'epochs' .* takes key=value"),
         ("=3", r"--set '=3' .* takes key=value"),
-        ("epoch=3", r"no setting 'epoch'. It has: epochs, batch_size, every"),
+        ("epoch=3", r"no setting 'epoch'; the nearest is epochs. There are: task, data"),
+        ("lr.high=3", r"'lr.high' was given, but lr has no parts. Give lr=VALUE"),
         ("epochs=0", "epochs: .*given 0"),
         ("epochs=many", "epochs: .*given 'many'"),
         ("epochs=", "epochs: .*given ''"),
@@ -84,3 +90,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "bytes.toml").write_bytes(b"\xff")
     with pytest.raises(SpecError, match="not valid TOML"):
         build(file=tmp_path / "bytes.toml")
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_recipe_is_valid(recipe):
+    assert load_config(recipe).epochs >= 1
+
+
+def test_an_unknown_recipe_is_refused_with_the_nearest_name():
+    with pytest.raises(SpecError, match=r"'fashoin' was asked for, .*; the nearest is fashion"):
+        load_config("fashoin")

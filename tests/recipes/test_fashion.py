@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from evenly.recipes.fashion import FashionConfig, train_fashion
 
 from evenly import Run
 from evenly.errors import SpecError
-from evenly.recipes.fashion import FashionConfig, train_fashion
 from evenly.recipes.resnet import SmallResNet
 from evenly.reports import row_of
 from evenly.spec import CheckpointSaved, EpochDone, ExchangeDone, Measured, RunFinished, RunStarted

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from evenly.recipes.shares import SharesConfig, train_shares
 
 from evenly.errors import DataError
 from evenly.recipes import cifar_data, mnist_data
 from evenly.recipes.cifar_data import TEST, TRAIN, load_cifar10
 from evenly.recipes.mnist_data import load_mnist
-from evenly.recipes.shares import SharesConfig, train_shares
 from tests.recipes.cifar import write_cifar
 from tests.recipes.images import idx, write_images
 

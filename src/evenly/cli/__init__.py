@@ -13,10 +13,12 @@ from evenly import __version__
 from evenly.cli import lab
 from evenly.cli.discover import discover
 from evenly.cli.doctor import doctor
+from evenly.cli.experiment import experiment
 from evenly.cli.export import export
 from evenly.cli.launch import CONTEXT_SETTINGS, launch
 from evenly.cli.measure import measure
 from evenly.cli.plan import plan
+from evenly.cli.predict import predict
 from evenly.cli.report import report
 from evenly.cli.simulate import simulate
 from evenly.cli.train import train
@@ -35,6 +37,8 @@ app.command("measure")(measure)
 app.command("plan")(plan)
 app.command("simulate")(simulate)
 app.command("train")(train)
+app.command("experiment")(experiment)
+app.command("predict")(predict)
 app.command("launch", context_settings=CONTEXT_SETTINGS)(launch)
 app.command("report")(report)
 app.command("export")(export)

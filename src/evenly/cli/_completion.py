@@ -3,18 +3,32 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-RECIPES = ("fashion", "cifar", "mnist")  # also the networks of `evenly measure` and `evenly plan`
+NETWORKS = ("fashion", "cifar", "mnist")  # names that `evenly measure` and `evenly plan` take for recipes' networks
 DEPTH = 2  # folders below the one that is typed
 MOST_FOLDERS = 2000  # looked at for one word
 
 
 def recipes(incomplete: str) -> list[str]:
-    """Returns the recipes, or the networks of the same names, that begin like this.
+    """Returns the recipes that begin like this.
 
-    >>> recipes("f")
+    >>> recipes("fa")
     ['fashion']
     """
-    return [name for name in RECIPES if name.startswith(incomplete)]
+    return _shipped("recipes/settings", incomplete)
+
+
+def experiments(incomplete: str) -> list[str]:
+    """Returns the experiments that begin like this.
+
+    >>> experiments("ci")
+    ['cifar']
+    """
+    return _shipped("recipes/experiments/grids", incomplete)
+
+
+def networks(incomplete: str) -> list[str]:
+    """Returns the recipes' networks that begin like this."""
+    return [name for name in NETWORKS if name.startswith(incomplete)]
 
 
 def clusters(incomplete: str) -> list[str]:
@@ -23,8 +37,7 @@ def clusters(incomplete: str) -> list[str]:
     >>> clusters("de")
     ['demo']
     """
-    files = (Path(__file__).parents[1] / "lab" / "clusters").glob("*.toml")
-    return sorted(file.stem for file in files if file.stem.startswith(incomplete))
+    return _shipped("lab/clusters", incomplete)
 
 
 def runs(incomplete: str) -> list[str]:
@@ -55,3 +68,9 @@ def _folders(folder: Path, name: str) -> list[Path]:
     except OSError:
         return []
     return [path for path in paths if not path.name.startswith(".") or name.startswith(".")]
+
+
+def _shipped(folder: str, incomplete: str) -> list[str]:
+    """Returns the names of the TOML files in a folder of the package that begin like this."""
+    files = (Path(__file__).parents[1] / folder).glob("*.toml")
+    return sorted(file.stem for file in files if file.stem.startswith(incomplete))

@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from evenly.cli._completion import recipes
+from evenly.cli._completion import networks
 
 ModelWord = Annotated[
     str | None,
     typer.Argument(
-        metavar="MODEL", autocompletion=recipes, help="Instead of --graph: cifar, mnist, fashion, or module:callable."
+        metavar="MODEL", autocompletion=networks, help="Instead of --graph: cifar, mnist, fashion, or module:callable."
     ),
 ]
 Inputs = Annotated[

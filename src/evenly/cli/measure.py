@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evenly.cli._completion import recipes
+from evenly.cli._completion import networks
 from evenly.errors import SpecError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def measure(
     model: Annotated[
         str,
         typer.Argument(
-            autocompletion=recipes, help="cifar, mnist, fashion, package.module:callable or file.py:callable."
+            autocompletion=networks, help="cifar, mnist, fashion, package.module:callable or file.py:callable."
         ),
     ],
     inputs: Annotated[

@@ -1,7 +1,6 @@
-"""`evenly train`: a published recipe on whatever launched it."""
+"""`evenly train`: a recipe on whatever launched it."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,36 +10,48 @@ from evenly.cli._completion import recipes, runs
 from evenly.errors import SpecError
 
 if TYPE_CHECKING:
-    from evenly.recipes.config import RecipeConfig
+    from evenly.recipes.config import TrainConfig
+    from evenly.spec import Event
 
-RECIPES = {
-    "fashion": "a small ResNet on Fashion-MNIST",
-    "cifar": "the published 8-convolution net on CIFAR-10, its layers cut in --shares",
-    "mnist": "the published convolution net on MNIST, its layers cut in --shares",
-}
-
-OF_PLAN = ("every", "batch_size", "shares", "cut_batch", "overlap", "fragments", "codec", "outer", "optimizer_state")
+OF_PLAN = (
+    "every",
+    "batch_size",
+    "global_batch",
+    "shares",
+    "cut_batch",
+    "overlap",
+    "fragments",
+    "codec",
+    "outer",
+    "optimizer_state",
+)
 
 
 def train(
     recipe: Annotated[
-        str, typer.Argument(autocompletion=recipes, help="; ".join(f"{name}: {text}" for name, text in RECIPES.items()))
-    ],
+        str, typer.Argument(autocompletion=recipes, help="A recipe: what is trained, with which settings; see --list.")
+    ] = "",
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     change: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting: `epochs=3`, `network.width=8`. Repeatable."),
     ] = None,
     shares: Annotated[
         str | None,
-        typer.Option(metavar="A,B,...", help="cifar, mnist: how much of every layer each rank of a node gets."),
+        typer.Option(metavar="A,B,...", help="Cut the layers: how much of each every rank of a node gets."),
+    ] = None,
+    sharing: Annotated[
+        int | None, typer.Option(min=1, metavar="EPOCHS", help="Exchange between nodes after so many epochs.")
     ] = None,
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--run", autocompletion=runs, help="Run folder: run.jsonl and checkpoints. A run found there goes on."
+            "--run",
+            autocompletion=runs,
+            help="Run folder: run.jsonl, results.csv and checkpoints. A run found there goes on.",
         ),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of the data set's files.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of the data set's files; see `evenly data`.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not go on from a checkpoint in the run folder.")] = False,
     plan: Annotated[
         Path | None,
@@ -53,7 +64,11 @@ def train(
             help="The device of each rank of a node, or of all ranks, in their order; gpu:0 and cpu:0 too.",
         ),
     ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write the figures for TensorBoard, too.")
+    ] = None,
     settings: Annotated[bool, typer.Option("--settings", help="List the recipe's settings and exit.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,
 ) -> None:
     """Train a recipe. Start it once per rank: by torchrun, srun, mpirun, `evenly launch`, `evenly lab run`, or alone.
 
@@ -63,38 +78,40 @@ def train(
     `evenly launch --nodes 2,1 -m evenly train cifar --plan plan.json --data data/cifar10`;
     `srun --ntasks 3 evenly train cifar --shares 70,25,5 --devices cuda:0,cuda:1,cpu --data data/cifar10`.
     """
-    if recipe not in RECIPES:
-        raise SpecError(f"there is no recipe {recipe!r}. Choose one of: {', '.join(RECIPES)}.")
-    from evenly.cli._devices import device_of_this_rank
-    from evenly.cli._quantities import numbers_between_commas
+    from evenly.recipes.config import describe_recipe, load_config, recipe_names
 
-    kind, run = _recipe(recipe)
-    if shares is not None and "shares" not in kind.model_fields:
-        raise SpecError(f"--shares was given, but the recipe {recipe!r} does not cut layers. Use cifar or mnist.")
-    if plan is not None:
-        _refuse_beside_plan(change or [], shares)
-    changes = [
-        *(change or []),
-        *([f"shares={numbers_between_commas(shares, '--shares')}"] if shares is not None else []),
-    ]
-    if settings:
-        for name, field in kind.model_fields.items():
-            print(f"{name} = {field.default}" + (f"  ({field.description})" if field.description else ""))
+    if listing:
+        for name in recipe_names():
+            print(f"{name}: {describe_recipe(name)}")
         return
+    if not recipe:
+        raise SpecError(f"no recipe was named. Choose one of: {', '.join(recipe_names())}; or see --list.")
+    if plan is not None:
+        _refuse_beside_plan(change or [], shares=shares, sharing=sharing)
+    training_config = load_config(recipe, config, [*(change or []), *_changes(shares=shares, sharing=sharing)])
+    if settings:
+        _show_settings(training_config)
+        return
+    from evenly.cli._devices import device_of_this_rank
     from evenly.cli.console import Watcher
+    from evenly.recipes.training import train as train_recipe
     from evenly.spec import Plan
 
     device = "auto" if devices is None else device_of_this_rank(devices)
     loaded_plan = None if plan is None else Plan.load(plan)
     watcher = Watcher(says_shared_devices=devices is not None)
+    listeners: list[Callable[[Event], None]] = [watcher]
+    if tensorboard is not None:
+        from evenly.integrations.loggers import TensorBoardLogger
+
+        listeners.append(TensorBoardLogger(tensorboard))
     try:
-        recipe_config = kind.build(config, changes)
-        run(
-            recipe_config,
+        train_recipe(
+            training_config,
             folder=folder,
             data=data,
             resume=not fresh,
-            listener=watcher,
+            listeners=listeners,
             plan=loaded_plan,
             device=device,
         )
@@ -102,22 +119,28 @@ def train(
         watcher.close()
 
 
-def _refuse_beside_plan(changes: list[str], shares: str | None) -> None:
+def _changes(*, shares: str | None, sharing: int | None) -> list[str]:
+    """Returns the settings that options of their own stand for."""
+    from evenly.cli._quantities import numbers_between_commas
+
+    changes = [] if shares is None else [f"shares={numbers_between_commas(shares, '--shares')}"]
+    return changes + ([] if sharing is None else [f"every={sharing} epochs"])
+
+
+def _show_settings(config: "TrainConfig") -> None:
+    for name, field in type(config).model_fields.items():
+        print(f"{name} = {getattr(config, name)}" + (f"  ({field.description})" if field.description else ""))
+
+
+def _refuse_beside_plan(changes: Sequence[str], *, shares: str | None, sharing: int | None) -> None:
     """Raises `SpecError` for settings that the plan already has."""
-    names = [*(change.partition("=")[0].strip() for change in changes), *(["shares"] if shares is not None else [])]
-    twice = [name for name in names if name in OF_PLAN]
+    options = {"shares": shares, "sharing": sharing}
+    names = [
+        *(change.partition("=")[0].strip() for change in changes),
+        *(name for name, value in options.items() if value is not None),
+    ]
+    twice = [name for name in names if name in (*OF_PLAN, "sharing")]
     if twice:
         raise SpecError(
             f"{twice[0]} was given beside --plan, which has its own. Leave it out, or make a plan with it: evenly plan."
         )
-
-
-def _recipe(name: str) -> tuple[type["RecipeConfig"], Callable[..., float]]:
-    """Returns the settings and the training of a recipe."""
-    if name == "fashion":
-        from evenly.recipes.fashion import FashionConfig, train_fashion
-
-        return FashionConfig, train_fashion
-    from evenly.recipes.shares import SharesConfig, train_shares
-
-    return SharesConfig, partial(train_shares, case=name)

@@ -1,0 +1,73 @@
+"""The record of a run -> its figures in a table of an experiment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from evenly.errors import EvenlyError
+from evenly.spec import EpochDone, Measured, Run, RunFinished, RunStarted
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of one run that is complete."""
+
+    figures: Mapping[str, float]  # the last value of each
+    epoch_s: float  # median over its epochs; 0: not known
+    sent_bytes: int  # across nodes, in all steps
+    curve: tuple[Mapping[str, float], ...] = ()  # the figures after each epoch
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """Returns the outcome of the run in `folder`, or None if it is not complete."""
+    try:
+        run = Run.read(folder)
+    except (EvenlyError, OSError):
+        return None
+    started, finished = run.last(RunStarted), run.last(RunFinished)
+    if started is None or finished is None or finished.at_s < started.at_s:
+        return None
+    figures = {name: value for name, value in run.latest_values().items() if value is not None and name != "epoch"}
+    return Outcome(figures, _epoch_seconds(run), _sent_bytes(run), _curve(run))
+
+
+def _epoch_seconds(run: Run) -> float:
+    """Returns the median time from the end of an epoch to the end of the next, without those that were interrupted."""
+    seconds: list[float] = []
+    before: float | None = None
+    for event in run.events:
+        if isinstance(event, RunStarted):
+            before = None
+        elif isinstance(event, EpochDone):
+            if before is not None:
+                seconds.append(event.at_s - before)
+            before = event.at_s
+    finished = run.last(RunFinished)
+    epochs = len(run.of(EpochDone))
+    return median(seconds) if seconds else (finished.seconds / epochs if finished is not None and epochs else 0.0)
+
+
+def _sent_bytes(run: Run) -> int:
+    """Returns the bytes that all ranks sent across nodes, from the part of the run with most steps."""
+    parts = [event for event in run.of(RunFinished) if event.steps]
+    started = run.last(RunStarted)
+    if not parts or started is None:
+        return 0
+    longest = max(parts, key=lambda event: event.steps)
+    is_global = started.settings.get("every") == "global"
+    sent = sum(phases.exchange_bytes + is_global * phases.gradient_bytes for phases in longest.phases)
+    total = started.settings.get("total_steps")
+    steps = total if isinstance(total, int) else longest.steps
+    return round(sent * steps / longest.steps)
+
+
+def _curve(run: Run) -> tuple[Mapping[str, float], ...]:
+    """Returns the figures after each epoch; of one that was made twice those of the last time."""
+    rows: dict[int, dict[str, float]] = {}
+    epoch = 0
+    for event in run.of(Measured):
+        values = {name: value for name, value in event.values.items() if value is not None}
+        epoch = int(values.get("epoch", epoch))
+        rows.setdefault(epoch, {"epoch": epoch}).update(values)
+    return tuple(rows[number] for number in sorted(rows))
