@@ -13,6 +13,7 @@ from evenly.cli._completion import experiments
 from evenly.errors import SpecError
 
 if TYPE_CHECKING:
+    from evenly.cli._experiment_table import Results
     from evenly.recipes.experiments import PlannedRun
 
 

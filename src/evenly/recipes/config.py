@@ -172,7 +172,7 @@ def _table(value: object) -> dict[str, object]:
 def _require_setting(name: str, key: str) -> None:
     if name not in TrainConfig.model_fields:
         raise SpecError(
-            f"the setting {key!r} was given, but there is no setting {name!r}{nearest(name, TrainConfig.model_fields)}. "
+            f"{key!r} was given, but there is no setting {name!r}{nearest(name, TrainConfig.model_fields)}. "
             f"There are: {', '.join(TrainConfig.model_fields)}."
         )
     if key != name and TrainConfig.model_fields[name].default_factory is None:
