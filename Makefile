@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-LOGGERS := $(VENV)/.loggers
+EXTRAS := $(VENV)/.extras
 PIP := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt
 
 # Without bytecode every process compiles what it imports anew, and the tests start many.
@@ -28,7 +28,7 @@ test: style data ## Lint and run the tests (about 6 minutes on 2 cores, and the 
 	cat $(VENV)/mypy.log; \
 	exit $$((tests ? tests : types))
 
-test-all: $(LOGGERS) data ## Run what `make test` leaves out: long tests, and the fuzzers with more seeds (about 20 minutes)
+test-all: $(EXTRAS) data ## Run what `make test` leaves out: long tests, and the fuzzers with more seeds (about 20 minutes)
 	$(BIN)/python -m pytest -m slow
 
 fast: $(READY) ## Only the tests that need neither root nor a lab nor a quiet machine
@@ -86,7 +86,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 	@echo "installed"
 
-$(LOGGERS): $(READY)
-	@echo "installing TensorBoard, MLflow, Weights & Biases and Prometheus clients for the tests of loggers (half a minute)"
-	@$(PIP) --quiet -e '.[loggers]'
-	@touch $(LOGGERS)
+$(EXTRAS): $(READY)
+	@echo "installing what only long tests need: clients of loggers, and pytorch_optimizer (half a minute)"
+	@$(PIP) --quiet -e '.[loggers,optim]'
+	@touch $(EXTRAS)
