@@ -14,6 +14,7 @@ from evenly.recipes.data import load_images
 from evenly.recipes.networks import build_network
 from evenly.recipes.png import tiled, write_png
 from evenly.recipes.tasks import Classification, Language
+from evenly.recipes.tasks.gan import as_bytes
 from evenly.recipes.training_files import SETTINGS
 
 BATCH = 256
@@ -79,8 +80,7 @@ def generate_images(
         generator=torch.Generator().manual_seed(seed),
     )
     pictures = generator(noise, torch.arange(images.classes).repeat(rows))
-    mean, std = (torch.tensor(values)[:, None, None] for values in (images.mean, images.std))
-    write_png(file, tiled(((pictures * std + mean).clamp(0, 1) * 255).to(torch.uint8), columns=images.classes))
+    write_png(file, tiled(as_bytes(pictures), columns=images.classes))
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from evenly.batches.evaluation import EvaluationFeed
 from evenly.nodes import Synchronized
 from evenly.recipes.config import TrainConfig
-from evenly.recipes.data import Augmentation, ImageData, load_images
+from evenly.recipes.data import ImageData, load_images
 from evenly.recipes.networks import build_network
 from evenly.recipes.optim import build_schedule
 from evenly.recipes.png import tiled, write_png
@@ -87,10 +87,9 @@ class Adversaries:
         plan: Plan,
     ) -> None:
         self._config, self._session, self._data = config, session, data
-        self._prepared = Augmentation(data, (), seed=config.seed)
         self._latent = int(generator.latent)  # type: ignore[arg-type]  # a number, which nn.Module does not declare
-        self.discriminator_optimizer = make_optimizer(config, discriminator, is_cut=False)
-        self.generator_optimizer = make_optimizer(config, generator, is_cut=False)
+        self.discriminator_optimizer = make_optimizer(config, discriminator)
+        self.generator_optimizer = make_optimizer(config, generator)
         self._discriminator: Synchronized
         self._generator: Synchronized
         self._discriminator, _, self.loader = session.prepare(
@@ -110,7 +109,7 @@ class Adversaries:
         with autocast(self._config, self._session):
             with torch.no_grad():
                 fake = self._generator.module(noise, classes)
-            real = self._prepared.plain(images)
+            real = scaled(images)
             sources, kinds = self._discriminator(torch.cat([real, fake]))  # one forward: one averaging covers both
             is_real = torch.cat([torch.ones(len(real)), torch.zeros(len(fake))]).to(sources)
             discriminator_loss = _loss(sources, is_real, kinds, torch.cat([labels, classes]))
@@ -141,7 +140,7 @@ class Adversaries:
         self._discriminator.eval()
         right = generated = count = 0.0
         for number, (images, labels, _) in enumerate(tests):
-            _, kinds = self._discriminator.module(self._prepared.plain(images))
+            _, kinds = self._discriminator.module(scaled(images))
             noise, classes = self._draw_noise(len(labels), epoch=-1, first=number)
             _, generated_kinds = self._discriminator.module(self._generator.module(noise, classes))
             right += float((kinds.argmax(1) == labels).sum())
@@ -160,10 +159,8 @@ class Adversaries:
         self._generator.eval()
         images = self._generator.module(noise, classes).float().cpu()
         self._generator.train()
-        mean, std = (torch.tensor(values)[:, None, None] for values in (self._data.mean, self._data.std))
         file.parent.mkdir(parents=True, exist_ok=True)
-        pixels = ((images * std + mean).clamp(0, 1) * 255).round().to(torch.uint8)
-        write_png(file, tiled(pixels, columns=self._data.classes))
+        write_png(file, tiled(as_bytes(images), columns=self._data.classes))
 
     def _draw_noise(self, count: int, *, epoch: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns noise [n, latent] and classes [n] that depend on the epoch and the first sample of the batch only."""
@@ -172,6 +169,20 @@ class Adversaries:
         noise = torch.randn(count, self._latent, generator=random)
         classes = torch.randint(0, self._data.classes, (count,), generator=random)
         return noise.to(self._session.device), classes.to(self._session.device)
+
+
+def scaled(images: torch.Tensor) -> torch.Tensor:
+    """Returns bytes as numbers from -1 to 1, which generators make.
+
+    >>> scaled(torch.tensor([0, 255], dtype=torch.uint8))
+    tensor([-1.,  1.])
+    """
+    return images.float() / 127.5 - 1
+
+
+def as_bytes(images: torch.Tensor) -> torch.Tensor:
+    """Returns numbers from -1 to 1 as bytes."""
+    return ((images + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def _loss(sources: torch.Tensor, is_real: torch.Tensor, kinds: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from evenly.session.session import Setting
 logger = logging.getLogger(__name__)
 
 
-def make_optimizer(config: TrainConfig, network: nn.Module, *, is_cut: bool) -> torch.optim.Optimizer:
+def make_optimizer(config: TrainConfig, network: nn.Module) -> torch.optim.Optimizer:
     """Returns the optimizer of the settings for the parameters of `network`."""
     return build_optimizer(
         config.optimizer,
@@ -25,7 +25,6 @@ def make_optimizer(config: TrainConfig, network: nn.Module, *, is_cut: bool) -> 
         lr=config.lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
-        cut=is_cut,
         **config.optimizer_options,
     )
 

@@ -26,7 +26,7 @@ def train_supervised(
         load_pretrained(network, config.pretrained)
     plan = plan or make_plan(config, session, network, objective)
     steps = session.steps_per_epoch(objective.train_set, plan)
-    optimizer = make_optimizer(config, network, is_cut=bool(plan.replicas))
+    optimizer = make_optimizer(config, network)
     schedule = build_schedule(
         config.schedule,
         optimizer,
