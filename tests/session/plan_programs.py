@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -58,7 +59,20 @@ def fit(
                 optimizer.step()
                 optimizer.zero_grad()
     told = [value.flatten().tolist() for value in trained.module.parameters()]
-    return {"parameters": told, "sizes": sizes, "rank": session.rank, "world": session.world_size}
+    return {
+        "parameters": told,
+        "sizes": sizes,
+        "rank": session.rank,
+        "world": session.world_size,
+        "summed_by_the_script": sum_of_ranks(session),
+    }
+
+
+def sum_of_ranks(session: evenly.Session) -> list[int]:
+    """Returns ones and the numbers of ranks, summed by a collective of the script over torch's default group."""
+    summed = torch.tensor([1, session.rank])
+    dist.all_reduce(summed)
+    return [int(number) for number in summed]
 
 
 def uneven(*, samples: list[int], folder: str | None = None, epochs: int = 2, local: bool = False) -> dict[str, Any]:
@@ -70,6 +84,22 @@ def uneven(*, samples: list[int], folder: str | None = None, epochs: int = 2, lo
             for rank, count in enumerate(samples)
         ]
         return fit(session, Plan(roles=tuple(roles)), epochs=epochs)
+    return {"left_out": True}
+
+
+def uneven_in_a_group_of_the_script(*, samples: list[int]) -> dict[str, Any]:
+    """Trains likewise in a process group that was open before."""
+    dist.init_process_group("gloo")
+    with evenly.Session(device="cpu") as session:
+        roles = [Role(rank=rank, node=rank, samples=n, left_out="" if n else "slow") for rank, n in enumerate(samples)]
+        _, _, loader = session.prepare(
+            model := nn.Linear(2, 2),
+            torch.optim.SGD(model.parameters()),
+            list(torch.ones(10, 2)),
+            plan=Plan(roles=roles),
+        )
+        return {"world": session.world_size, "batches": len(list(loader))}
+    dist.destroy_process_group()
     return {"left_out": True}
 
 

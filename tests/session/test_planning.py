@@ -27,6 +27,7 @@ def test_ranks_that_are_left_out_wait_for_the_end(tmp_path):
     results = run_processes(ragged(2, 2), UNEVEN, {"samples": [0, 7, 3, 0], "folder": str(tmp_path / "run")})
     assert [result.get("left_out", False) for result in results] == [True, False, False, True]
     assert [(results[rank]["rank"], results[rank]["world"]) for rank in (1, 2)] == [(0, 2), (1, 2)]
+    assert [results[rank]["summed_by_the_script"] for rank in (1, 2)] == [[2, 1], [2, 1]]
     assert results[1]["sizes"] == [7] * 10
     torch.testing.assert_close(parameters(results[1]), parameters(results[2]))
     run = Run.read(tmp_path / "run")
@@ -40,6 +41,14 @@ def test_a_node_that_is_left_out_waits_and_says_why():
     assert idle.result == {"left_out": True}
     assert (busy.result["rank"], busy.result["world"]) == (0, 1)
     assert "rank 1 is left out and waits until the run is over: too slow" in idle.errors
+
+
+def test_a_group_of_the_script_still_has_the_ranks_that_are_left_out_and_a_warning_says_so():
+    program = "tests.session.plan_programs:uneven_in_a_group_of_the_script"
+    busy, idle = collect(start_processes(ragged(1, 1), program, {"samples": [10, 0]}), limit_s=60)
+    assert idle.result == {"left_out": True}
+    assert busy.result["world"] == 1
+    assert "the process group that the script opened still has 2 ranks, of which only 0 train" in busy.errors
 
 
 def test_a_session_says_what_speaks_against_a_measurement():

@@ -41,6 +41,7 @@ __all__ = [
     "keep_until_exit",
     "make_recorder",
     "nccl",
+    "num_registered_groups",
 ]
 
 GlooDevice = ProcessGroupGloo.Device
@@ -49,6 +50,11 @@ GlooDevice = ProcessGroupGloo.Device
 def default_store() -> Store:
     """Returns the store of torch's default process group; it has no public access."""
     return distributed_c10d._get_default_store()
+
+
+def num_registered_groups() -> int:
+    """Returns how many groups torch's registry has, the default one included; it has no public access."""
+    return len(distributed_c10d._world.pg_map)
 
 
 def nccl(store: PrefixStore, rank: int, size: int, *, timeout: timedelta) -> Backend:

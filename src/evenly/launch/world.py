@@ -2,13 +2,14 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
 
-from evenly._torch.process_groups import HashStore, Store, default_store
+from evenly._torch.process_groups import HashStore, PrefixStore, Store, default_store, num_registered_groups
 from evenly.errors import LaunchError, SpecError
 from evenly.launch.launchers.place import Place
 from evenly.launch.limits import NoAnswerError, call_within
@@ -26,6 +27,30 @@ class World:
         self.store = store
         self.opened = opened
         self._closed = False
+
+    def restrict(self, ranks: Sequence[int], *, timeout_s: float) -> None:
+        """Replaces the default process group by one of `ranks`, which all call it; others leave it as it is.
+
+        Collectives of the script then run among these ranks. A group that the script opened, or that others of its
+        groups were made from, stays: a warning says that it still has all ranks.
+        """
+        if not self.opened or num_registered_groups() > 1:
+            _log.warning(
+                "the process group that the script opened still has %d ranks, of which only %s train: collectives of "
+                "the script over it would wait for the others. Use session.sum, session.gather and session.feed",
+                self.place.world_size,
+                ", ".join(map(str, ranks)),
+            )
+            return
+        dist.destroy_process_group()
+        store = PrefixStore(f"ranks {','.join(map(str, ranks))}", self.store)
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=ranks.index(self.place.rank),
+            world_size=len(ranks),
+            timeout=timedelta(seconds=timeout_s),
+        )
 
     def close(self) -> None:
         """Ends the process group if this world opened it; a second call does nothing."""

@@ -106,6 +106,11 @@ class ActiveRanks:
         return RankRecorder(folder, identity, self.counters.rank_totals, link_bytes, self.recorder.run_clock)
 
     @property
+    def launched_ranks(self) -> tuple[int, ...]:
+        """The numbers that the active ranks had when they were started."""
+        return tuple(self._active)
+
+    @property
     def participation(self) -> dict[str, object]:
         """Who takes part, for the record of a run."""
         return {"cluster": self.cluster, "ranks": tuple(self._active), "left_out": self._left_out}

@@ -134,7 +134,7 @@ class Session:
         return self
 
     def _open(self, place: Place) -> None:
-        self._closing.enter_context(open_world(place, timeout_s=self._timeout_s))
+        self._world = self._closing.enter_context(open_world(place, timeout_s=self._timeout_s))
         rank_group = rank_group_of(timeout_s=self._timeout_s)
         self.rank, self.world_size = rank_group.rank, rank_group.size
         self._monitor = FailureMonitor(rank_group.scoped("session"))
@@ -269,6 +269,8 @@ class Session:
         """
         require_epochs(plan, self._checkpoint_every, models=len(self._trained_models))
         active_ranks, plan = self._active_ranks.take_part(plan)
+        if active_ranks is not self._active_ranks:
+            self._world.restrict(active_ranks.launched_ranks, timeout_s=self._timeout_s)
         self._enter(active_ranks)
         if any(trained_model.name == name for trained_model in self._trained_models):
             raise SpecError(f"a model named {name!r} is prepared already. Give each model of a run its own name=.")
