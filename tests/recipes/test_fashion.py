@@ -6,7 +6,7 @@ import torch
 from evenly import Run
 from evenly.errors import SpecError
 from evenly.recipes.fashion import FashionConfig, train_fashion
-from evenly.recipes.resnet import SmallResNet
+from evenly.recipes.networks.small_resnet import SmallResNet
 from evenly.reports import row_of
 from evenly.spec import CheckpointSaved, EpochDone, ExchangeDone, Measured, RunFinished, RunStarted
 from tests.recipes.images import write_images

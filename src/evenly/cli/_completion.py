@@ -1,20 +1,31 @@
-"""What the shell offers for a word that is being typed: recipes, run folders, emulated clusters."""
+"""What the shell offers for a word that is being typed: recipes, networks, run folders, emulated clusters."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-RECIPES = ("fashion", "cifar", "mnist")  # also the networks of `evenly measure` and `evenly plan`
+RECIPES = ("fashion", "cifar", "mnist")  # also names of their networks for `evenly measure` and `evenly plan`
 DEPTH = 2  # folders below the one that is typed
 MOST_FOLDERS = 2000  # looked at for one word
 
 
 def recipes(incomplete: str) -> list[str]:
-    """Returns the recipes, or the networks of the same names, that begin like this.
+    """Returns the recipes that begin like this.
 
     >>> recipes("f")
     ['fashion']
     """
     return [name for name in RECIPES if name.startswith(incomplete)]
+
+
+def networks(incomplete: str) -> list[str]:
+    """Returns the networks that begin like this; those of recipes have their names too.
+
+    >>> networks("c")
+    ['cifar', 'convmixer', 'cait']
+    """
+    from evenly.recipes.networks import NETWORKS
+
+    return [name for name in (*RECIPES, *NETWORKS) if name.startswith(incomplete)]
 
 
 def clusters(incomplete: str) -> list[str]:

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from evenly.recipes.config import RecipeConfig
 from evenly.recipes.fashion_data import load_fashion
-from evenly.recipes.resnet import SmallResNet
+from evenly.recipes.networks.small_resnet import SmallResNet
 from evenly.session import Session
 from evenly.spec import Event, Plan
 from evenly.spec.exchange import StatePolicy

@@ -17,7 +17,7 @@ from evenly.errors import DataError
 from evenly.recipes.cifar_data import load_cifar10
 from evenly.recipes.config import RecipeConfig
 from evenly.recipes.mnist_data import load_mnist
-from evenly.recipes.published import PublishedCifarNet, PublishedMnistNet
+from evenly.recipes.networks.published import PublishedCifarNet, PublishedMnistNet
 from evenly.session import Session
 from evenly.shards import Adafactor
 from evenly.spec import Event, Plan
