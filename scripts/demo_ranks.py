@@ -21,7 +21,7 @@ import evenly
 from evenly.planner import simulate
 from evenly.recipes.fashion_data import load_fashion
 from evenly.recipes.made_digits import make_digits
-from evenly.recipes.resnet import SmallResNet
+from evenly.recipes.networks.small_resnet import SmallResNet
 from evenly.spec import Forecast, Plan, Profile, deal
 from evenly.spec.plan import Prediction
 

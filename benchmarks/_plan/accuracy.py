@@ -9,7 +9,7 @@ from benchmarks._plan.lab import run_command
 from benchmarks.common import Row
 from evenly.lab import Lab, LabCluster, LabNode
 from evenly.recipes.fashion_data import load_fashion
-from evenly.recipes.resnet import SmallResNet
+from evenly.recipes.networks.small_resnet import SmallResNet
 from evenly.spec import Plan, Role
 
 BATCHES = ("32/32", "49/15")  # samples of the two ranks

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from evenly.recipes.published import PublishedCifarNet
+from evenly.recipes.networks.published import PublishedCifarNet
 
 
 def wide_net() -> nn.Module:

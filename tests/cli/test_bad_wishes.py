@@ -94,7 +94,7 @@ def test_what_is_missing_or_given_twice(fails, files, given):
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        ("cooking", "there is no network 'cooking'. Choose one of: cifar, mnist, fashion. Or give"),
+        ("cooking", "there is no network 'cooking'. Choose one of: vgg16, resnet18,"),
         ("nowhere.py:Net", "there is no file nowhere.py"),
         ("no.such.module:Net", "importing no.such.module raised ModuleNotFoundError"),
         (f"{NETWORKS}:Nobody", "has no 'Nobody'"),

@@ -1,9 +1,9 @@
-"""What the shell offers for a word that is being typed: recipes, run folders, emulated clusters."""
+"""What the shell offers for a word that is being typed: recipes, networks, run folders, emulated clusters."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
-NETWORKS = ("fashion", "cifar", "mnist")  # names that `evenly measure` and `evenly plan` take for recipes' networks
+OF_RECIPES = (\"fashion\", \"cifar\", \"mnist\")  # names of recipes that `evenly measure` and `evenly plan` take for networks
 DEPTH = 2  # folders below the one that is typed
 MOST_FOLDERS = 2000  # looked at for one word
 
@@ -27,8 +27,14 @@ def experiments(incomplete: str) -> list[str]:
 
 
 def networks(incomplete: str) -> list[str]:
-    """Returns the recipes' networks that begin like this."""
-    return [name for name in NETWORKS if name.startswith(incomplete)]
+    """Returns the networks that begin like this; those of recipes have their names too.
+
+    >>> networks("c")
+    ['cifar', 'convmixer', 'cait']
+    """
+    from evenly.recipes.networks import NETWORKS
+
+    return [name for name in (*OF_RECIPES, *NETWORKS) if name.startswith(incomplete)]
 
 
 def clusters(incomplete: str) -> list[str]:

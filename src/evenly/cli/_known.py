@@ -17,7 +17,7 @@ class Options:
 
     model: str | None
     inputs: Sequence[str]
-    dtype: str
+    dtype: str | None
     cluster: Path | None
     profile: Path | None
     graph: Path | None

@@ -10,13 +10,15 @@ from evenly.cli._completion import networks
 ModelWord = Annotated[
     str | None,
     typer.Argument(
-        metavar="MODEL", autocompletion=networks, help="Instead of --graph: cifar, mnist, fashion, or module:callable."
+        metavar="MODEL",
+        autocompletion=networks,
+        help="Instead of --graph: a network's name, such as cifar or resnet18, or module:callable.",
     ),
 ]
 Inputs = Annotated[
     list[str] | None, typer.Option("--input", metavar="NxCxHxW", help="Sizes of MODEL's batch; repeat for several.")
 ]
-Dtype = Annotated[str, typer.Option(help="Numbers of MODEL's input.")]
+Dtype = Annotated[str | None, typer.Option(help="Numbers of MODEL's input; float32 unless it takes tokens.")]
 ClusterFile = Annotated[Path | None, typer.Option("--cluster", help="The cluster, from discover or measure.")]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="The profile, from measure.")]
 GraphFile = Annotated[Path | None, typer.Option("--graph", help="The network, from measure --graph-out.")]

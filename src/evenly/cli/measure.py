@@ -31,7 +31,8 @@ def measure(
     model: Annotated[
         str,
         typer.Argument(
-            autocompletion=networks, help="cifar, mnist, fashion, package.module:callable or file.py:callable."
+            autocompletion=networks,
+            help="A network's name, such as cifar or resnet18; package.module:callable; file.py:callable; timm:NAME.",
         ),
     ],
     inputs: Annotated[
@@ -39,12 +40,16 @@ def measure(
         typer.Option(
             "--input",
             metavar="NxCxHxW",
-            help="Shape of a batch, samples first; repeat it for several inputs. Recipes have a default.",
+            help="Shape of a batch, samples first; repeat it for several inputs. Networks with a name have a default.",
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of the input: float32, float64, float16, bfloat16, int64 or int32.")
-    ] = "float32",
+        str | None,
+        typer.Option(
+            help="Of the input: float32, float64, float16, bfloat16, int64 or int32; float32 unless the network takes "
+            "tokens."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the profile as JSON to this file.")] = None,
     cluster_out: Annotated[Path | None, typer.Option(help="Write the cluster as JSON to this file.")] = None,
     graph_out: Annotated[Path | None, typer.Option(help="Write the network as JSON to this file.")] = None,
@@ -70,7 +75,7 @@ def measure(
         if session.rank == 0:
             require_writable(out, cluster_out, graph_out)
         limits = _limits(session, memory)
-        network = build(model, dtype)
+        network = build(model, inputs or (), dtype)
         batch = examples(model, inputs or (), dtype)
         graph = draw(model, network, batch)
         moved = tuple(x.to(session.device) for x in batch)

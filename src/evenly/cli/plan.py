@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def plan(
     model: ModelWord = None,
     inputs: Inputs = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     cluster: ClusterFile = None,
     profile: ProfileFile = None,
     graph: GraphFile = None,

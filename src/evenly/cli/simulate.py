@@ -33,7 +33,7 @@ def simulate(
     plan: Annotated[Path, typer.Option(help="The plan, from evenly plan.")],
     model: ModelWord = None,
     inputs: Inputs = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     cluster: ClusterFile = None,
     profile: ProfileFile = None,
     graph: GraphFile = None,

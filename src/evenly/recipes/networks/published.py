@@ -15,7 +15,7 @@ from evenly.errors import SpecError
 
 
 class PublishedCifarNet(nn.Sequential):
-    """Logits [n, classes] of images [n, channels, 32, 32], by eight convolutions; 4.6 million parameters."""
+    """Logits [n, classes] of images [n, channels, size, size], by eight convolutions; 4,612,566 parameters."""
 
     def __init__(
         self,
@@ -25,12 +25,13 @@ class PublishedCifarNet(nn.Sequential):
         classes: int = 10,
         dropout: float = 0.0,
         channels: int = 3,
+        size: int = 32,
     ) -> None:
-        super().__init__(_parts(32, filters, hidden=hidden, classes=classes, dropout=dropout, channels=channels))
+        super().__init__(_parts(size, filters, hidden=hidden, classes=classes, dropout=dropout, channels=channels))
 
 
 class PublishedMnistNet(nn.Sequential):
-    """Logits [n, classes] of images [n, channels, 28, 28], by four convolutions; 0.4 million parameters."""
+    """Logits [n, classes] of images [n, channels, size, size], by four convolutions; 434,888 parameters."""
 
     def __init__(
         self,
@@ -40,8 +41,9 @@ class PublishedMnistNet(nn.Sequential):
         classes: int = 10,
         dropout: float = 0.0,
         channels: int = 1,
+        size: int = 28,
     ) -> None:
-        super().__init__(_parts(28, filters, hidden=hidden, classes=classes, dropout=dropout, channels=channels))
+        super().__init__(_parts(size, filters, hidden=hidden, classes=classes, dropout=dropout, channels=channels))
 
 
 def _parts(

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 
-class Block(nn.Module):
+class SmallBlock(nn.Module):
     """Two 3 x 3 convolutions around a skip."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -26,16 +26,16 @@ class Block(nn.Module):
 class SmallResNet(nn.Module):
     """Three stages of widths w, 2w, 4w on images [n, 1, 28, 28]; w = 16 has 0.08 million parameters, w = 64 1.2."""
 
-    def __init__(self, width: int = 16, *, blocks: int = 1, classes: int = 10) -> None:
+    def __init__(self, width: int = 16, *, blocks: int = 1, classes: int = 10, channels: int = 1) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(1, width, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+            nn.Conv2d(channels, width, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
         )
         stages, inputs = [], width
         for stage in range(3):
             for block in range(blocks):
                 outputs = width * 2**stage
-                stages.append(Block(inputs, outputs, stride=2 if stage and not block else 1))
+                stages.append(SmallBlock(inputs, outputs, stride=2 if stage and not block else 1))
                 inputs = outputs
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(inputs, classes)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from evenly.errors import SpecError
-from evenly.recipes.published import PublishedCifarNet, PublishedMnistNet
+from evenly.recipes.networks.published import PublishedCifarNet, PublishedMnistNet
 
 CIFAR, MNIST = torch.zeros(2, 3, 32, 32), torch.zeros(2, 1, 28, 28)
 
