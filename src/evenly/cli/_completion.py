@@ -1,4 +1,4 @@
-"""What the shell offers for a word that is being typed: recipes, run folders, emulated clusters."""
+"""What the shell offers for a word that is being typed: recipes, data sets, run folders, emulated clusters."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +15,17 @@ def recipes(incomplete: str) -> list[str]:
     ['fashion']
     """
     return [name for name in RECIPES if name.startswith(incomplete)]
+
+
+def datasets(incomplete: str) -> list[str]:
+    """Returns the names of the data sets that begin like this.
+
+    >>> datasets("cifar")
+    ['cifar10', 'cifar100']
+    """
+    from evenly.recipes.data.catalogue import DATASETS
+
+    return [name for name in DATASETS if name.startswith(incomplete)]
 
 
 def clusters(incomplete: str) -> list[str]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from evenly.recipes.config import RecipeConfig
-from evenly.recipes.fashion_data import load_fashion
+from evenly.recipes.data import load_images
 from evenly.recipes.resnet import SmallResNet
 from evenly.session import Session
 from evenly.spec import Event, Plan
@@ -55,7 +55,7 @@ def train_fashion(
     device: str = "auto",
 ) -> float:
     """Trains on all ranks together, as `plan` says if there is one, and returns the test accuracy at the end."""
-    train, test = load_fashion(data, limit=config.train_limit)
+    train, test = load_images("fashion", data, train_limit=config.train_limit).normalised()
     torch.manual_seed(config.seed)
     accuracy = math.nan  # on a rank that the plan leaves out
     with Session(

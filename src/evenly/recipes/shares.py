@@ -13,17 +13,15 @@ from pydantic import Field, field_validator
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from evenly.errors import DataError
-from evenly.recipes.cifar_data import load_cifar10
 from evenly.recipes.config import RecipeConfig
-from evenly.recipes.mnist_data import load_mnist
+from evenly.recipes.data import load_images
 from evenly.recipes.published import PublishedCifarNet, PublishedMnistNet
 from evenly.session import Session
 from evenly.shards import Adafactor
 from evenly.spec import Event, Plan
 from evenly.spec.layout import check_shares
 
-CASES = {"cifar": (PublishedCifarNet, load_cifar10), "mnist": (PublishedMnistNet, load_mnist)}
+CASES = {"cifar": (PublishedCifarNet, "cifar10"), "mnist": (PublishedMnistNet, "mnist")}
 
 
 class Sizes(TypedDict, total=False):
@@ -78,13 +76,8 @@ def train_shares(
     device: str = "auto",
 ) -> float:
     """Trains on all ranks together, as `plan` says if there is one, and returns the test accuracy at the end."""
-    build, load = CASES[case]
-    if data is None:
-        fetched = {"cifar": "cifar10"}.get(case, case)  # as scripts/fetch-data.py names it
-        raise DataError(
-            f"the recipe {case!r} needs its data. Run scripts/fetch-data.py, then pass --data data/{fetched}."
-        )
-    train, test = load(data, limit=config.train_limit)
+    build, dataset = CASES[case]
+    train, test = load_images(dataset, data, train_limit=config.train_limit).normalised()
     torch.manual_seed(config.seed)
     accuracy = math.nan  # on a rank that the plan leaves out
     with Session(
