@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from evenly.errors import DataError
 
 
@@ -19,12 +21,8 @@ def read_mat(path: Path, *, title: str) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"{title} was asked for, but there is no {path}. Take it from its archive.")
     try:
-        return {name: _flat(value) for name, value in loadmat(path, squeeze_me=True).items() if name[:2] != "__"}
+        return {name: np.atleast_1d(value) for name, value in loadmat(path, squeeze_me=True).items()}
     except Exception as error:  # of a damaged file: scipy raises what its parser meets
         raise DataError(
             f"{title} was asked for, but {path} cannot be read as a Matlab file: {error}. Take it from its archive."
         ) from None
-
-
-def _flat(value: Any) -> Any:
-    return value.reshape(-1)
