@@ -29,7 +29,7 @@ from rich.live import Live
 from evenly.cli._follow import live_view
 from evenly.cli._show import open_console, say, table_of
 from evenly.lab import Lab, LabCluster, load_cluster, missing
-from evenly.recipes.fashion_data import DEBIAN
+from evenly.recipes.data import DATASETS
 from evenly.reports import read_recorded
 from evenly.reports.live import FollowedRun
 from evenly.reports.page import write_page
@@ -97,7 +97,7 @@ def main() -> None:
         parser.error(f"--seconds is {arguments.seconds:g}; give {LEAST_S:g} to 3600, of which a third is for the start")
     console = open_console()
     prepare_folder(arguments.run)
-    data = arguments.data or DEBIAN
+    data = arguments.data or DATASETS["fashion"].system_folder
     reason = missing()
     introduce(data, reason, arguments.seconds, console)
     command = [str(Path(__file__).with_name("demo_ranks.py")), "--folder", str(arguments.run.resolve())]

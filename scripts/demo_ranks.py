@@ -19,8 +19,7 @@ from torch.utils.data import TensorDataset
 
 import evenly
 from evenly.planner import simulate
-from evenly.recipes.fashion_data import load_fashion
-from evenly.recipes.made_digits import make_digits
+from evenly.recipes.data import load_images
 from evenly.recipes.networks.small_resnet import SmallResNet
 from evenly.spec import Forecast, Plan, Profile, deal
 from evenly.spec.plan import Prediction
@@ -55,7 +54,8 @@ def main() -> None:
     faulthandler.dump_traceback_later(limit_s, exit=True)  # a rank that hangs says where
     torch.manual_seed(0)
     folder = Path(arguments.data) if arguments.data else None
-    train, test = make_digits() if arguments.data == "made" else load_fashion(folder)
+    data = load_images("digits", None) if arguments.data == "made" else load_images("fashion", folder)
+    train, test = data.normalised()
     train, test = TensorDataset(*train[:6000]), TensorDataset(*test[:1200])
     with ExitStack() as stack:
         ways = open_ways(stack, arguments.folder, train)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scripts.demo import Ratio, prepare_folder, ratio_of
 
-from evenly.recipes.made_digits import make_digits
+from evenly.recipes.data import load_images
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,10 +60,10 @@ def test_an_earlier_demo_is_replaced_and_other_files_are_not(tmp_path: Path) -> 
 
 
 def test_made_digits_are_the_same_every_time_and_differ_by_class() -> None:
-    train, test = make_digits(600, 100)
+    train, test = load_images("digits", None, train_limit=600).normalised()
     images, labels = train.tensors
     tests, _ = test.tensors
-    assert torch.equal(images, make_digits(600, 100)[0].tensors[0])
+    assert torch.equal(images, load_images("digits", None, train_limit=600).normalised()[0].tensors[0])
     assert images.shape[1:] == tests.shape[1:] == (1, 28, 28)
     means = torch.stack([images[labels == digit].mean(0) for digit in range(10)]).flatten(1)
     assert torch.cdist(means, means).fill_diagonal_(9).min() > 0.5

@@ -12,7 +12,7 @@ import evenly
 from benchmarks._exchange.method import PERIOD, Method, Nodes
 from benchmarks._exchange.methods import SLOW, MethodSet, methods_of, package_versions
 from benchmarks._exchange.networks import busy_network, network
-from evenly.recipes.fashion_data import load_fashion
+from evenly.recipes.data import load_images
 from evenly.session.counters import interface_bytes
 
 NUM_TESTED = 2000  # images
@@ -44,7 +44,7 @@ def run_exchange_rank(rounds: int, steps: int, method_set: MethodSet, batch_size
     """Runs all methods of a set on this rank; rank 0 prints one JSON object."""
     dist.init_process_group("gloo")
     nodes = evenly.discover().rank_lists()
-    train, test = load_fashion()
+    train, test = load_images("fashion", None).normalised()
     images, labels = train.tensors
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1))
     data = RankData(images, labels, order, batch_size)

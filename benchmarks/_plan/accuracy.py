@@ -8,7 +8,7 @@ import evenly
 from benchmarks._plan.lab import run_command
 from benchmarks.common import Row
 from evenly.lab import Lab, LabCluster, LabNode
-from evenly.recipes.fashion_data import load_fashion
+from evenly.recipes.data import load_images
 from evenly.recipes.networks.small_resnet import SmallResNet
 from evenly.spec import Plan, Role
 
@@ -36,7 +36,7 @@ def accuracy_row() -> Row:
 def run_accuracy_rank(samples: str, seed: int) -> None:
     """Trains with these samples on each rank, as in "49/15"; rank 0 prints the test accuracy."""
     torch.set_num_threads(1)
-    train, test = load_fashion(None, limit=NUM_TRAINED)
+    train, test = load_images("fashion", None, train_limit=NUM_TRAINED).normalised()
     with evenly.Session(device="cpu", seed=seed) as session:
         torch.manual_seed(seed)
         model: torch.nn.Module = SmallResNet(8)

@@ -107,9 +107,11 @@ def test_the_lab_says_what_it_lacks_and_what_to_do() -> None:
 def test_data_sets_are_found_where_they_were_fetched(tmp_path: Path) -> None:
     before = by_name(data_checks(tmp_path))
     assert before["MNIST"].state == before["CIFAR-10"].state == "missing"
-    assert before["MNIST"].remedy == f"python scripts/fetch-data.py --to {tmp_path}"
+    assert before["MNIST"].remedy == f"evenly data fetch mnist --to {tmp_path}"
+    assert "ImageNet" not in before
     write_images(tmp_path / "mnist")
-    assert by_name(data_checks(tmp_path))["MNIST"].state == "ok"
+    after = by_name(data_checks(tmp_path))["MNIST"]
+    assert (after.state, after.detail) == ("ok", f"{tmp_path / 'mnist'}, 64 + 20 of 60000 + 10000")
 
 
 def test_every_extra_for_users_is_checked() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from evenly.recipes.cifar_data import TEST, TRAIN
+from evenly.recipes.data.catalogue import CIFAR_FILES
 
 
 def write_cifar(folder: Path, *, batch: int = 8, test: int = 10) -> Path:
@@ -12,7 +12,7 @@ def write_cifar(folder: Path, *, batch: int = 8, test: int = 10) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     seen = 0
-    for name, count in [(name, batch) for name in TRAIN] + [(name, test) for name in TEST]:
+    for name, count in zip(CIFAR_FILES, (*[batch] * 5, test), strict=True):
         labels = torch.arange(seen, seen + count) % 10
         images = torch.randint(40, (count, 3, 32, 32), generator=generator)
         for image, label in zip(images, labels, strict=True):

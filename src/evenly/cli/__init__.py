@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from evenly import __version__
-from evenly.cli import lab
+from evenly.cli import data, lab
 from evenly.cli.discover import discover
 from evenly.cli.doctor import doctor
 from evenly.cli.experiment import experiment
@@ -43,6 +43,7 @@ app.command("launch", context_settings=CONTEXT_SETTINGS)(launch)
 app.command("report")(report)
 app.command("export")(export)
 app.command("doctor")(doctor)
+app.add_typer(data.app, name="data")
 app.add_typer(lab.app, name="lab")
 
 

@@ -16,19 +16,23 @@ import psutil
 
 from evenly import __version__
 from evenly.lab import missing
+from evenly.recipes.data import DATASETS, DatasetInfo, FoundData, look_for
+from evenly.recipes.data.checking import counts_in_words
 
 TORCH_LIMIT_S = 180.0  # for loading torch on a busy machine with a cold disk
-EXTRAS = {"plot": "matplotlib", "tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}  # extra: module
+EXTRAS = {  # extra: module
+    "plot": "matplotlib",
+    "images": "PIL",
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+}
 LAUNCHERS = {
     "torchrun": "pip install torch",
     "srun": "apt-get install slurm-client, on a machine of a SLURM cluster",
     "mpirun": "apt-get install openmpi-bin",
     "ray": "pip install 'ray[train]'",
 }
-FETCH = "python scripts/fetch-data.py --to {folder}"
-_IDX = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-_CIFAR = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
-DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
 @dataclass(frozen=True)
@@ -134,22 +138,22 @@ def lab_check(lack: str | None) -> Check:
 
 
 def data_checks(folder: Path) -> list[Check]:
-    """Returns a check for each data set of the recipes."""
-    fashion = next((place for place in (DEBIAN_FASHION, folder / "fashion-mnist") if _has(place, _IDX)), None)
-    rows = [("Fashion-MNIST", fashion, "apt-get install dataset-fashion-mnist")]
-    for name, place, files in (("CIFAR-10", folder / "cifar10", _CIFAR), ("MNIST", folder / "mnist", _IDX)):
-        rows.append((name, place if _has(place, files) else None, FETCH.format(folder=folder)))
+    """Returns a check for each data set that can be fetched, and for those that were put here by hand."""
     return [
-        Check(name, "missing", f"not found for evenly train; looked in {folder}", remedy)
-        if place is None
-        else Check(name, "ok", str(place))
-        for name, place, remedy in rows
+        _data_check(info, found, folder)
+        for info in DATASETS.values()
+        if info.files
+        if (found := look_for(info.name, root=folder)).folder or info.fetch
     ]
 
 
-def _has(folder: Path, names: Iterable[str]) -> bool:
-    """Returns whether a folder holds all files, packed by gzip or not."""
-    return all((folder / name).is_file() or (folder / f"{name}.gz").is_file() for name in names)
+def _data_check(info: DatasetInfo, found: FoundData, folder: Path) -> Check:
+    fetch = f"evenly data fetch {info.name} --to {folder}" if info.fetch else ""
+    if found.folder is None:
+        return Check(info.title, "missing", f"not found for evenly train; looked in {folder}", fetch)
+    if found.problem:
+        return Check(info.title, "missing", found.problem.rstrip("."), fetch)
+    return Check(info.title, "ok", f"{found.folder}, {counts_in_words(info, found)}")
 
 
 def _extra_check(extra: str) -> Check:

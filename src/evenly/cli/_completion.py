@@ -1,4 +1,4 @@
-"""What the shell offers for a word that is being typed: recipes, networks, run folders, emulated clusters."""
+"""What the shell offers for a word that is being typed: recipes, networks, data sets, runs, emulated clusters."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +35,17 @@ def networks(incomplete: str) -> list[str]:
     from evenly.recipes.networks import NETWORKS
 
     return [name for name in (*OF_RECIPES, *NETWORKS) if name.startswith(incomplete)]
+
+
+def datasets(incomplete: str) -> list[str]:
+    """Returns the names of the data sets that begin like this.
+
+    >>> datasets("cifar")
+    ['cifar10', 'cifar100']
+    """
+    from evenly.recipes.data.catalogue import DATASETS
+
+    return [name for name in DATASETS if name.startswith(incomplete)]
 
 
 def clusters(incomplete: str) -> list[str]:

@@ -8,7 +8,7 @@ import typer
 
 def doctor(
     data: Annotated[
-        Path, typer.Option(help="Folder to look for data sets in, as scripts/fetch-data.py fills it.")
+        Path, typer.Option(help="Folder to look for data sets in, as `evenly data fetch` fills it.")
     ] = Path("data"),
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:

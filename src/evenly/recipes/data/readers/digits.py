@@ -1,10 +1,9 @@
 """Digits that are drawn instead of read from files: seven segments, each image moved, turned, slanted and noisy."""
 
-import math
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.data import TensorDataset
 
 SIZE = 28
 SEGMENTS = {  # rows and columns of bright pixels
@@ -29,15 +28,12 @@ DARK_SEGMENTS = {  # of each digit
     9: ("lower left",),
 }
 TURN, SLANT, MOVE, GROW, NOISE = 0.25, 0.3, 0.2, 0.25, 0.8  # radians, and parts of the image or of its brightness
+DARKEST, BRIGHTEST = -2.0, 3.0  # of what a byte can tell; noise beyond is cut off
 
 
-def make_digits(train: int = 6000, test: int = 1200, *, seed: int = 0) -> tuple[TensorDataset, TensorDataset]:
-    """Returns a training and a test set of images [n, 1, 28, 28] and labels; the same for the same seed."""
+def draw_digits(count: int, *, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Returns images [n, 1, 28, 28] and labels [n]; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    return _draw(train, generator), _draw(test, generator)
-
-
-def _draw(count: int, generator: torch.Generator) -> TensorDataset:
     labels = torch.randint(0, 10, (count,), generator=generator)
     plain = torch.stack([_plain(digit) for digit in range(10)])[labels]  # [n, 1, 28, 28]
     turn, slant, grow, *move = (2 * torch.rand(5, count, generator=generator) - 1).unbind()
@@ -47,7 +43,8 @@ def _draw(count: int, generator: torch.Generator) -> TensorDataset:
     grid = F.affine_grid(torch.stack(rows, 1).view(count, 2, 3), [count, 1, SIZE, SIZE], align_corners=False)
     images = F.grid_sample(plain, grid, align_corners=False)
     noisy = images + NOISE * torch.randn(images.shape, generator=generator)
-    return TensorDataset(noisy / math.sqrt(1 + NOISE**2), labels)
+    grey = ((noisy - DARKEST) / (BRIGHTEST - DARKEST) * 255).round().clamp(0, 255)
+    return grey.to(torch.uint8).numpy(), labels.numpy()
 
 
 def _plain(digit: int) -> torch.Tensor:

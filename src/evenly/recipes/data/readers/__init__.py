@@ -1,0 +1,1 @@
+"""Files -> arrays: one module for each form of files."""
