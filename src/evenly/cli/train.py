@@ -9,6 +9,8 @@ import typer
 
 from evenly.cli._completion import recipes, runs
 from evenly.errors import SpecError
+from evenly.launch.binding import bind_rank
+from evenly.launch.find import find_place
 
 if TYPE_CHECKING:
     from evenly.recipes.config import RecipeConfig
@@ -53,6 +55,10 @@ def train(
             help="The device of each rank of a node, or of all ranks, in their order; gpu:0 and cpu:0 too.",
         ),
     ] = None,
+    bind: Annotated[
+        bool,
+        typer.Option("--bind", help="Bind every rank to cores of its own: its share of those of its machine."),
+    ] = False,
     settings: Annotated[bool, typer.Option("--settings", help="List the recipe's settings and exit.")] = False,
 ) -> None:
     """Train a recipe. Start it once per rank: by torchrun, srun, mpirun, `evenly launch`, `evenly lab run`, or alone.
@@ -65,6 +71,8 @@ def train(
     """
     if recipe not in RECIPES:
         raise SpecError(f"there is no recipe {recipe!r}. Choose one of: {', '.join(RECIPES)}.")
+    if bind:  # before torch, which starts a thread for each core it may use
+        bind_rank(find_place())
     from evenly.cli._devices import device_of_this_rank
     from evenly.cli._quantities import numbers_between_commas
 
