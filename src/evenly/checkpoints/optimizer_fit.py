@@ -33,12 +33,13 @@ def load_optimizer(
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state_keys = [set(optimizer.state.get(parameter, {})) for parameter in parameters]
+    options = set(optimizer.defaults)  # before loading: torch then adds "differentiable" to them, but not to the groups
     try:
         load()
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise _misfit(f"{own_name} refuses it ({type(error).__name__}: {error})") from error
     for group in optimizer.param_groups:  # they are the saved ones now
-        if missing := sorted(name for name in optimizer.defaults if name not in group):
+        if missing := sorted(options - set(group)):
             raise _misfit(f"the options of its optimizer lack {_quoted(missing)}, which this start's {own_name} has")
     _require_state(optimizer, state_keys, own_name)
 

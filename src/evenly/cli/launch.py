@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evenly.errors import LaunchError
+from evenly.launch.binding import TOGETHER, require_binding
 from evenly.launch.devices import VARIABLE, parse_devices, wrong_count
 from evenly.launch.ports import free_port
 from evenly.launch.settings import environment, overlay
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 """Typer settings of the command: every word after SCRIPT belongs to the script."""
+
+BOUND = "evenly.launch.bound"
+"""The module that binds a rank to its cores and then becomes its program."""
 
 _GRACE_S = 40.0  # an agent gives its workers 30 s before it kills them
 _SAME_CTRL_C_S = 1.0  # two Ctrl-C within this time count as one
@@ -51,6 +55,9 @@ def launch(
             help="The device of each rank that is started here, or of all ranks, in their order; gpu:0 and cpu:0 too.",
         ),
     ] = None,
+    bind: Annotated[
+        bool, typer.Option("--bind", help="Bind every rank to cores of its own; with more ranks than cores, in turn.")
+    ] = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
 ) -> None:
     """Start a script on nodes with unequal numbers of processes.
@@ -64,15 +71,23 @@ def launch(
     Two GPUs and the CPU of this machine, as one node:
 
         evenly launch --nodes 3 --devices cuda:0,cuda:1,cpu train.py
+
+    Two CPU ranks, each on half of the cores:
+
+        evenly launch --nodes 2 --bind train.py
     """
     counts = _parse_nodes(nodes)
     host, port = _parse_master(master, node_rank=node_rank, num_nodes=len(counts))
     chosen = range(len(counts)) if node_rank is None else [_check_node(node_rank, num_nodes=len(counts))]
     device_variables = {} if devices is None else _device_variables(devices, counts, chosen)
     _require_script(command[0], is_module=module)
-    script = [*(["-m"] if module else []), "--", *command]  # without -- torchrun would parse the script's options
-    commands = [_agent(counts, node=node, host=host, port=port, script=script) for node in chosen]
-    shared = {**_threads(sum(counts)), "EVENLY_TOKEN": secrets.token_hex(16)} if node_rank is None else {}
+    program = [*(["-m"] if module else []), *command]
+    if bind:
+        require_binding()
+        program = ["-m", BOUND, *(["--threads"] if environment("OMP_NUM_THREADS") is None else []), *program]
+    commands = [_agent(counts, node=node, host=host, port=port, program=program) for node in chosen]
+    together = {**_threads(sum(counts)), "EVENLY_TOKEN": secrets.token_hex(16), TOGETHER: "1"}
+    shared = together if node_rank is None else {}
     raise typer.Exit(run_together(commands, environ={**shared, **device_variables}))
 
 
@@ -182,8 +197,10 @@ def _collect_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _agent(counts: Sequence[int], *, node: int, host: str, port: int, script: Sequence[str]) -> list[str]:
+def _agent(counts: Sequence[int], *, node: int, host: str, port: int, program: Sequence[str]) -> list[str]:
     """Returns torchrun's command line; only its static rendezvous keeps the order of the nodes."""
+    is_module = program[0] == "-m"
+    script = ["-m", "--", *program[1:]] if is_module else ["--", *program]  # else torchrun would parse its options
     return [
         *(sys.executable, "-m", "evenly.launch.agent"),
         *(f"--nnodes={len(counts)}", f"--nproc-per-node={counts[node]}", f"--node-rank={node}"),

@@ -8,6 +8,8 @@ import typer
 
 from evenly.cli._completion import recipes, runs
 from evenly.errors import SpecError
+from evenly.launch.binding import bind_rank
+from evenly.launch.find import find_place
 
 if TYPE_CHECKING:
     from evenly.recipes.config import TrainConfig
@@ -67,6 +69,10 @@ def train(
     tensorboard: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write the figures for TensorBoard, too.")
     ] = None,
+    bind: Annotated[
+        bool,
+        typer.Option("--bind", help="Bind every rank to cores of its own: its share of those of its machine."),
+    ] = False,
     settings: Annotated[bool, typer.Option("--settings", help="List the recipe's settings and exit.")] = False,
     listing: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,
 ) -> None:
@@ -92,6 +98,8 @@ def train(
     if settings:
         _show_settings(training_config)
         return
+    if bind:  # before torch, which starts a thread for each core it may use
+        bind_rank(find_place())
     from evenly.cli._devices import device_of_this_rank
     from evenly.cli.console import Watcher
     from evenly.recipes.training import train as train_recipe

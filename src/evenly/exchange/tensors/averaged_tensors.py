@@ -110,8 +110,10 @@ def reset_state(
 ) -> None:
     """Sets the chosen state of the parameters `homes` to zero, as it was before the first step.
 
-    If only rows of a parameter are reset, its counters belong to the last rows.
+    If only rows of a parameter are reset, its counters belong to the last rows. Some optimizers count steps in their
+    groups: such a count belongs to the last parameter of the group.
     """
+    last_of_group = {id(group["params"][-1]): group for group in optimizer.param_groups if group["params"]}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {}) if name in homes else {}
         rows = homes.get(name)
@@ -124,6 +126,9 @@ def reset_state(
                 value.zero_()
             elif isinstance(value, int | float) and is_last:
                 state[slot] = type(value)(0)
+        group = last_of_group.get(id(parameter), {}) if name in homes and is_last and chosen("step") else {}
+        if isinstance(group.get("step"), int | float):
+            group["step"] = type(group["step"])(0)
 
 
 def _is_laid_out_like(

@@ -27,7 +27,8 @@ class AngularGrad(torch.optim.Optimizer):
 
     Sources differ in the minimum. This class takes it element by element, of the current angle and the one before.
     The program that the authors published decides for a tensor as a whole, by a vote of its elements against a
-    minimum that begins at 0: the vote is lost at every step, so that :math:`\phi_t` stays :math:`\lambda_2`.
+    minimum that begins at 0: the vote is lost at every step, so that :math:`\phi_t` stays :math:`\lambda_2`. Others
+    describe the smallest angle of all steps, which soon is about 0.
 
     All state but `step` has the shape of the parameter and begins at zero: it can be averaged and reset at exchanges,
     and is cut as the parameter is. `previous_complement` holds :math:`\pi/2 - A_{t-1}`.
