@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-OF_RECIPES = (\"fashion\", \"cifar\", \"mnist\")  # names of recipes that `evenly measure` and `evenly plan` take for networks
+OF_RECIPES = ("fashion", "cifar", "mnist")  # names of recipes that `evenly measure` and `evenly plan` take for networks
 DEPTH = 2  # folders below the one that is typed
 MOST_FOLDERS = 2000  # looked at for one word
 

@@ -19,10 +19,8 @@ def write_png(file: Path, image: torch.Tensor) -> None:
 
 def tiled(images: torch.Tensor, *, columns: int, gap: int = 2) -> torch.Tensor:
     """Returns images [n, channels, height, width] as one, in rows of `columns`, with dark gaps between."""
-    rows = [
-        torch.cat([torch.nn.functional.pad(image, (0, gap, 0, gap)) for image in row], dim=2)
-        for row in images.split(columns)
-    ]
+    padded = torch.nn.functional.pad(images, (0, gap, 0, gap))
+    rows = [torch.cat(list(padded[at : at + columns]), dim=2) for at in range(0, len(padded), columns)]
     return torch.cat(rows, dim=1)[:, :-gap, :-gap]
 
 

@@ -11,10 +11,9 @@ from evenly.checkpoints import load_weights
 from evenly.errors import SpecError
 from evenly.recipes.config import TrainConfig
 from evenly.recipes.data import load_images
-from evenly.recipes.networks import build_network
 from evenly.recipes.png import tiled, write_png
 from evenly.recipes.tasks import Classification, Language
-from evenly.recipes.tasks.gan import as_bytes
+from evenly.recipes.tasks.gan import as_bytes, make_generator
 from evenly.recipes.training_files import SETTINGS
 
 BATCH = 256
@@ -47,11 +46,12 @@ class Classifier:
     def predictions(self) -> Iterator[tuple[int, int, int, float]]:
         """Yields for each test image its index, its label, the class that the network tells, and its probability."""
         tests = self._objective.data.test
-        for indices in torch.arange(len(tests)).split(BATCH):
-            images, labels, _ = tests.__getitems__(indices.tolist())
+        for first in range(0, len(tests), BATCH):
+            indices = list(range(first, min(first + BATCH, len(tests))))
+            images, labels, _ = tests.__getitems__(indices)
             logits = self._network(self._objective.normalised(images.to(self._device)))
             probabilities, classes = logits.float().softmax(1).max(1)
-            yield from zip(indices.tolist(), labels.tolist(), classes.tolist(), probabilities.tolist(), strict=True)
+            yield from zip(indices, labels.tolist(), classes.tolist(), probabilities.tolist(), strict=True)
 
 
 def write_predictions(rows: Iterator[tuple[int, int, int, float]], file: Path | None) -> float:
@@ -71,8 +71,7 @@ def generate_images(
 ) -> None:
     """Writes images that the generator of a run makes, one column for each class."""
     images = load_images(config.data, data, train_limit=1, test_limit=1)
-    shape = {"classes": images.classes, "channels": images.channels, "size": images.size[0]}
-    generator = build_network(f"{config.model}-generator", **shape, **config.network).eval()
+    generator = make_generator(config, images).eval()
     load_weights(generator, run, step=step, name="generator")
     noise = torch.randn(
         rows * images.classes,

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from evenly.errors import DataError
+from evenly.recipes.config import load_config
 from evenly.recipes.data import load_images
 from evenly.recipes.data.catalogue import CIFAR_FILES, DATASETS
-from evenly.recipes.shares import SharesConfig, train_shares
+from evenly.recipes.training import train
 from tests.recipes.cifar import write_cifar
 from tests.recipes.data.sheets import png, write_sheets
 
@@ -160,4 +161,4 @@ def test_a_recipe_without_data_says_how_to_get_them(tmp_path, monkeypatch, case,
     monkeypatch.chdir(tmp_path)
     title = DATASETS[name].title
     with pytest.raises(DataError, match=rf"{title} .* no folder data/{name}\. Fetch it \(evenly data fetch {name}\)"):
-        train_shares(SharesConfig(), case=case)
+        train(load_config(case))

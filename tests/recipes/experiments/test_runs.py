@@ -2,15 +2,10 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-
-import pytest
-
-from evenly.recipes.experiments import experiment_names
 
 DATA = Path(os.environ.get("EVENLY_DATA", "data"))
 ONLY = {  # two runs of each: the baseline and another

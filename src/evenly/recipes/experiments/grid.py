@@ -25,7 +25,7 @@ class Experiment(Value):
     metric: Annotated[str, Field(description="the figure by which runs are compared")] = "accuracy"
     better: Annotated[Literal["higher", "lower"], Field(description="which values of it are better")] = "higher"
     baseline: dict[str, Cell] = Field(
-        default_factory=lambda: {"every": "global"},
+        default_factory=lambda: dict[str, Cell](every="global"),
         description="the cells of the grid that others are compared with",
     )
     seeds: Annotated[int, Field(ge=1, description="runs of each kind, with seeds 0, 1, ...")] = 3

@@ -8,8 +8,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from evenly.recipes.config import TrainConfig
 from evenly.recipes.data import Augmentation, load_images
-from evenly.recipes.networks import build_network
 from evenly.recipes.tasks.objective import Batch, Objective
+from evenly.recipes.tasks.parts import make_network
 
 
 class Classification(Objective):
@@ -34,13 +34,8 @@ class Classification(Objective):
 
     def build(self) -> nn.Module:
         """Returns the network for the size, channels and classes of the data."""
-        network = build_network(
-            self._config.model,
-            classes=self.data.classes,
-            channels=self.data.channels,
-            size=self.data.size[0],
-            **self._config.network,
-        )
+        data = self.data
+        network = make_network(self._config, classes=data.classes, channels=data.channels, size=data.size[0])
         return network.to(memory_format=torch.channels_last) if self._config.channels_last else network  # type: ignore[call-overload]  # torch declares it for tensors only
 
     def example(self, batch_size: int) -> torch.Tensor:

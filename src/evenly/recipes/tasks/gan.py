@@ -21,7 +21,7 @@ from evenly.recipes.networks import build_network
 from evenly.recipes.optim import build_schedule
 from evenly.recipes.png import tiled, write_png
 from evenly.recipes.results_file import ResultsFile
-from evenly.recipes.tasks.parts import autocast, describe, make_optimizer, rank_batch
+from evenly.recipes.tasks.parts import autocast, describe, make_network, make_optimizer, rank_batch
 from evenly.recipes.tasks.supervised import TEST_BATCH
 from evenly.session import Session
 from evenly.spec import Plan
@@ -42,9 +42,10 @@ def train_gan(
     """Returns the figures of the trained networks; writes a grid of generated images after every epoch."""
     data = load_images(config.data, data_folder, train_limit=config.train_limit, test_limit=config.test_limit)
     torch.manual_seed(config.seed)
-    shape = {"classes": data.classes, "channels": data.channels, "size": data.size[0]}
-    generator = build_network(f"{config.model}-generator", **shape, **config.network)
-    discriminator = build_network(f"{config.model}-discriminator", **shape)
+    generator = make_generator(config, data)
+    discriminator = build_network(
+        f"{config.model}-discriminator", classes=data.classes, channels=data.channels, size=data.size[0]
+    )
     wishes = config.model_dump(include={"overlap", "fragments", "codec", "outer", "optimizer_state"})
     plan = plan or session.plan(batch_size=rank_batch(config, session), every=config.every, **wishes)
     steps = session.steps_per_epoch(data.train, plan)
@@ -71,6 +72,13 @@ def train_gan(
     session.log(**figures)
     results.add(epoch=config.epochs, **figures)
     return figures
+
+
+def make_generator(config: TrainConfig, data: ImageData) -> nn.Module:
+    """Returns the generator of images like those of `data`."""
+    return make_network(
+        config, f"{config.model}-generator", classes=data.classes, channels=data.channels, size=data.size[0]
+    )
 
 
 class Adversaries:

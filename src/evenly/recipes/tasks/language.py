@@ -9,8 +9,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from evenly.recipes.config import TrainConfig
 from evenly.recipes.data import load_text
-from evenly.recipes.networks import build_network
 from evenly.recipes.tasks.objective import Batch, Objective
+from evenly.recipes.tasks.parts import make_network
 
 
 class Language(Objective):
@@ -33,8 +33,7 @@ class Language(Objective):
 
     def build(self) -> nn.Module:
         """Returns the network for the characters and the context of the data."""
-        options = {"vocabulary": len(self.data.vocabulary), "context": self._config.context, **self._config.network}
-        return build_network(self._config.model, **options)
+        return make_network(self._config, vocabulary=len(self.data.vocabulary), context=self._config.context)
 
     def example(self, batch_size: int) -> torch.Tensor:
         """Returns the first contexts [n, t]."""

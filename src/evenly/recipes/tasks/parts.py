@@ -3,6 +3,7 @@
 import logging
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,11 +11,18 @@ from torch import nn
 from evenly.checkpoints.weight_files import read_weights
 from evenly.errors import SpecError
 from evenly.recipes.config import TrainConfig
+from evenly.recipes.networks import build_network
 from evenly.recipes.optim import build_optimizer
 from evenly.session import Session
 from evenly.session.session import Setting
 
 logger = logging.getLogger(__name__)
+
+
+def make_network(config: TrainConfig, name: str = "", **shape: int) -> nn.Module:
+    """Returns the network of the settings, or `name`, for data of this shape; the settings' options come last."""
+    options: dict[str, Any] = {**shape, **config.network}
+    return build_network(name or config.model, **options)
 
 
 def make_optimizer(config: TrainConfig, network: nn.Module) -> torch.optim.Optimizer:

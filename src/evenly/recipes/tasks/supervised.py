@@ -55,7 +55,7 @@ def train_supervised(
             with model.agreed():
                 figures |= evaluate(objective, model, tests, config, session)
         session.log(**figures, epoch=epoch + 1)
-        results.add(epoch=epoch + 1, lr=schedule.get_last_lr()[0], **figures)
+        results.add(epoch=epoch + 1, lr=float(schedule.get_last_lr()[0]), **figures)
     figures = evaluate(objective, model, tests, config, session)
     session.log(**figures)
     results.add(epoch=config.epochs, **figures)
