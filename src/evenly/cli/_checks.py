@@ -18,7 +18,13 @@ from evenly import __version__
 from evenly.lab import missing
 
 TORCH_LIMIT_S = 180.0  # for loading torch on a busy machine with a cold disk
-EXTRAS = {"plot": "matplotlib", "tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}  # extra: module
+EXTRAS = {  # extra: module
+    "plot": "matplotlib",
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+    "optim": "pytorch_optimizer",
+}
 LAUNCHERS = {
     "torchrun": "pip install torch",
     "srun": "apt-get install slurm-client, on a machine of a SLURM cluster",
