@@ -26,6 +26,7 @@ EXTRAS = {  # extra: module
     "tensorboard": "tensorboard",
     "mlflow": "mlflow",
     "wandb": "wandb",
+    "optim": "pytorch_optimizer",
 }
 LAUNCHERS = {
     "torchrun": "pip install torch",

@@ -30,7 +30,7 @@ def predict(
     `evenly predict runs/language --begin "To be" --length 300`.
     """
     from evenly.cli._documents import require_writable
-    from evenly.recipes import prediction
+    from evenly.recipes.tasks import prediction
 
     if to is not None:
         require_writable(to)

@@ -102,7 +102,7 @@ def train(
         bind_rank(find_place())
     from evenly.cli._devices import device_of_this_rank
     from evenly.cli.console import Watcher
-    from evenly.recipes.training import train as train_recipe
+    from evenly.recipes.tasks.training import train as train_recipe
     from evenly.spec import Plan
 
     device = "auto" if devices is None else device_of_this_rank(devices)

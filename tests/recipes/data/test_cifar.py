@@ -11,7 +11,7 @@ from evenly.errors import DataError
 from evenly.recipes.config import load_config
 from evenly.recipes.data import load_images
 from evenly.recipes.data.catalogue import CIFAR_FILES, DATASETS
-from evenly.recipes.training import train
+from evenly.recipes.tasks.training import train
 from tests.recipes.cifar import write_cifar
 from tests.recipes.data.sheets import png, write_sheets
 

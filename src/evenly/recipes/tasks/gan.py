@@ -19,9 +19,9 @@ from evenly.recipes.config import TrainConfig
 from evenly.recipes.data import ImageData, load_images
 from evenly.recipes.networks import build_network
 from evenly.recipes.optim import build_schedule
-from evenly.recipes.png import tiled, write_png
-from evenly.recipes.results_file import ResultsFile
 from evenly.recipes.tasks.parts import autocast, describe, make_network, make_optimizer, rank_batch
+from evenly.recipes.tasks.png import tiled, write_png
+from evenly.recipes.tasks.results_file import ResultsFile
 from evenly.recipes.tasks.supervised import TEST_BATCH
 from evenly.session import Session
 from evenly.spec import Plan

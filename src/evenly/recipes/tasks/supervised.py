@@ -7,9 +7,9 @@ from evenly.batches.evaluation import EvaluationFeed
 from evenly.nodes import Synchronized
 from evenly.recipes.config import TrainConfig
 from evenly.recipes.optim import build_schedule
-from evenly.recipes.results_file import ResultsFile
 from evenly.recipes.tasks.objective import Objective
 from evenly.recipes.tasks.parts import autocast, describe, load_pretrained, make_optimizer, rank_batch
+from evenly.recipes.tasks.results_file import ResultsFile
 from evenly.session import Session
 from evenly.spec import Plan
 

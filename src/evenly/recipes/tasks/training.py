@@ -5,8 +5,8 @@ from pathlib import Path
 
 from evenly.errors import SpecError
 from evenly.recipes.config import TrainConfig
-from evenly.recipes.results_file import ResultsFile
 from evenly.recipes.tasks import Classification, Language, train_gan, train_supervised
+from evenly.recipes.tasks.results_file import ResultsFile
 from evenly.recipes.training_files import IMAGES, SETTINGS
 from evenly.session import Session
 from evenly.spec import Event, Plan

@@ -11,9 +11,9 @@ from evenly.checkpoints import load_weights
 from evenly.errors import SpecError
 from evenly.recipes.config import TrainConfig
 from evenly.recipes.data import load_images
-from evenly.recipes.png import tiled, write_png
 from evenly.recipes.tasks import Classification, Language
 from evenly.recipes.tasks.gan import as_bytes, make_generator
+from evenly.recipes.tasks.png import tiled, write_png
 from evenly.recipes.training_files import SETTINGS
 
 BATCH = 256

@@ -8,7 +8,7 @@ import torch
 from evenly import Run
 from evenly.errors import SpecError
 from evenly.recipes.config import load_config
-from evenly.recipes.training import train
+from evenly.recipes.tasks.training import train
 from evenly.reports import row_of
 from evenly.spec import CheckpointSaved, EpochDone, ExchangeDone, Measured, RunFinished, RunStarted
 from tests.recipes.images import write_images
