@@ -1,6 +1,7 @@
 """Augmentation: the same bits for a sample whatever batch it is in, and the operations that were published."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -30,8 +31,7 @@ def data_of(channels=3, height=12, width=10):
 DATA = {channels: data_of(channels) for channels in (1, 3)}
 
 
-@settings(max_examples=25, deadline=None)
-@given(
+CASES = (
     st.sets(st.sampled_from(list(AUGMENTATIONS))),
     st.sampled_from([1, 3]),
     st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=70),
@@ -39,7 +39,22 @@ DATA = {channels: data_of(channels) for channels in (1, 3)}
     st.integers(0, 2**63),
     st.integers(0, 500),
 )
+
+
+@settings(max_examples=20, deadline=None)
+@given(*CASES)
 def test_a_sample_gets_the_same_bits_whatever_its_batch(names, channels, order, batch_size, seed, epoch):
+    assert_same_bits(names, channels, order, batch_size, seed, epoch)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None)
+@given(*CASES)
+def test_many_samples_get_the_same_bits_whatever_their_batch(names, channels, order, batch_size, seed, epoch):
+    assert_same_bits(names, channels, order, batch_size, seed, epoch)
+
+
+def assert_same_bits(names, channels, order, batch_size, seed, epoch):
     data = DATA[channels]
     augment = Augmentation(data, sorted(names), seed=seed)
     whole_x, whole_y = augment(*data.train.__getitems__(range(SIZE)), epoch=epoch)
@@ -238,6 +253,26 @@ def test_chances_of_a_policy_are_kept():
     rows, first = drawn.below(25, 8), drawn.uniform(9)
     chances = torch.tensor([pair[0][1] for pair in CIFAR_POLICY])
     assert abs(float((first < chances[rows]).float().mean() - chances.mean())) < 0.01
+
+
+@pytest.mark.alone
+def test_crop_and_flip_of_512_images_take_a_few_milliseconds_of_one_core():
+    train = ImageSet(torch.randint(256, (2000, 3, 32, 32), dtype=torch.uint8), torch.zeros(2000, dtype=torch.int64))
+    augment = Augmentation(ImageData("made", train, train, 1, (0.5,) * 3, (0.2,) * 3), ["crop", "flip"], seed=0)
+    batch = train.__getitems__(range(512))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = min(cpu_seconds(augment, batch, epoch) for epoch in range(10))
+    finally:
+        torch.set_num_threads(threads)
+    assert seconds < 0.010
+
+
+def cpu_seconds(augment, batch, epoch):
+    began = time.thread_time()
+    augment(*batch, epoch=epoch)
+    return time.thread_time() - began
 
 
 def test_wrong_names_are_refused_with_the_nearest():
