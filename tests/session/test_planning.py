@@ -41,6 +41,7 @@ def test_a_node_that_is_left_out_waits_and_says_why():
     assert idle.result == {"left_out": True}
     assert (busy.result["rank"], busy.result["world"]) == (0, 1)
     assert "rank 1 is left out and waits until the run is over: too slow" in idle.errors
+    assert "training on 1 of 2 ranks: the others would only slow these down, as plan.explain() says" in busy.errors
 
 
 def test_a_group_of_the_script_still_has_the_ranks_that_are_left_out_and_a_warning_says_so():

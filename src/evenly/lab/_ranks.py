@@ -53,6 +53,8 @@ def environment(cluster: LabCluster, *, slot: RankSlot) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "EVENLY_LAB": "1",
         "PYTHONUNBUFFERED": "1",
+        # torch warns in C++ that addresses of namespaces have no names, which is so and harmless.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 
 

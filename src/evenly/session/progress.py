@@ -34,6 +34,8 @@ class ProgressDisplay:
         match event:
             case RunStarted(at_s=at_s, resumed_step=step):
                 self._began = (at_s, step, self._samples())
+                if event.left_out:
+                    self.announce(left_out_words(event))
                 if step:
                     self._write(f"resumed at step {step}")
             case Measured(values=values):
@@ -50,6 +52,10 @@ class ProgressDisplay:
             case RunStopped(step=step, reason=reason):
                 self.close()
                 self._write(", ".join([f"stopped early after step {step}: {reason}", *self._logged()]))
+
+    def announce(self, line: str) -> None:
+        """Writes a line before training begins."""
+        self._write(line)
 
     def close(self) -> None:
         """Removes the bar."""
@@ -100,3 +106,12 @@ def _size(feed: Feed | None) -> int | None:
         return None if feed is None else len(feed) * feed.global_batch
     except TypeError:
         return None
+
+
+def left_out_words(started: RunStarted) -> str:
+    """Returns how many ranks train, and what to do if all should."""
+    ranks = started.cluster.world_size + len(started.left_out)
+    return (
+        f"training on {started.cluster.world_size} of {ranks} ranks: the others would only slow these down, as "
+        "plan.explain() says. A plan with batch_size= in place of global_batch= uses all"
+    )

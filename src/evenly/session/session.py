@@ -63,6 +63,7 @@ from evenly.spec import (
     Profile,
     RunStarted,
 )
+from evenly.spec.plan import counted
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +226,13 @@ class Session:
         `exchange` says how nodes exchange (overlap, codec, ...), as in `evenly.synchronize`.
         """
         settings = exchange_of(exchange, timeout_s=self._timeout_s)
+        if (
+            global_batch is not None
+            and not isinstance(profile, Profile)
+            and self._progress is not None
+            and self.is_main
+        ):
+            self._progress.announce(f"measuring {counted(self.world_size, 'device')} and the links between them")
         return plan_run(
             self._active_ranks,
             self.device,
