@@ -59,6 +59,8 @@ def test_lists_of_matlab_number_classes_from_one():
     )
     entries = dogs_entries(np.array(["n1-a/1.jpg", "n2-b/2.jpg"]), np.array([1, 2]), Path("Images"))
     assert entries == ((Path("Images/n1-a/1.jpg"), 0), (Path("Images/n2-b/2.jpg"), 1))
+    with pytest.raises(ValueError, match="2 files and 1 labels"):
+        dogs_entries(["n1-a/1.jpg", "n2-b/2.jpg"], [1], Path("Images"))
 
 
 def write_lists(folder: Path, name: str) -> Path:
@@ -89,6 +91,9 @@ def test_lists_in_matlab_files(tmp_path, name, labels):
     assert data.train.labels.tolist() == labels
     assert len(data.test) == 1
     damaged = next(tmp_path.rglob("*train*.mat"))
+    pytest.importorskip("scipy.io").savemat(damaged, {"other": [1, 2]})
+    with pytest.raises(DataError, match=rf"{damaged} does not hold its lists: '(file_list|annotations)'"):
+        load_images(name, tmp_path)
     damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(DataError, match=rf"{damaged} cannot be read as a Matlab file"):
         load_images(name, tmp_path)

@@ -21,7 +21,7 @@ def test_a_given_folder_comes_first_then_data_then_the_system_package(tmp_path, 
     write_images(tmp_path / "data" / "mnist")
     assert str(find_folder("mnist", None)) == "data/mnist"
     assert find_folder("mnist", given) == given
-    with pytest.raises(DataError, match=rf"from {tmp_path}/absent, but there is no such folder\. Fetch it"):
+    with pytest.raises(DataError, match=rf"MNIST was asked for, but there is no folder {tmp_path}/absent\. Fetch it"):
         find_folder("mnist", tmp_path / "absent")
 
 
@@ -79,6 +79,14 @@ def test_a_loader_gets_whole_batches_with_indices(tmp_path, workers):
     assert indices.tolist() == order
     assert torch.equal(images, data.train.images[order])
     assert torch.equal(labels, data.train.labels[order])
+
+
+def test_a_set_is_a_sequence_of_samples(tmp_path):
+    data = load_images("cifar10", write_cifar(tmp_path))
+    assert [int(index) for _, _, index in data.train] == list(range(40))
+    assert int(data.train[-1][2]) == 39
+    with pytest.raises(IndexError):
+        data.train[40]
 
 
 def test_how_much_is_there_is_told_from_names_and_headers(tmp_path):

@@ -98,11 +98,11 @@ class Augmentation:
             self._train_images = None if isinstance(train, FileImageSet) else train.images.to(indices.device)
         if self._train_images is None:
             return train.read(indices.cpu()).to(indices.device), self._train_labels[indices]
-        return self._train_images[indices], self._train_labels[indices]
+        return self._train_images.index_select(0, indices), self._train_labels[indices]
 
 
 def _mix(first: Tensor, second: Tensor, part: Tensor) -> Tensor:
-    return part * first + (1 - part) * second
+    return first.mul_(part).add_(second.mul_(1 - part))  # both are made here and used once
 
 
 def _check_name(name: str, names: Sequence[str]) -> None:

@@ -80,7 +80,7 @@ def find_folder(name: str, folder: Path | None, *, root: Path = ROOT) -> Path:
     info = dataset_info(name)
     if folder is not None:
         if not folder.exists():
-            raise DataError(f"{info.title} was to be read from {folder}, but there is no such folder. {info.get}")
+            raise DataError(f"{info.title} was asked for, but there is no folder {folder}. {info.get}")
         return _inner(info, folder)
     places = [root / name, *([info.system_folder] if info.system_folder else [])]
     found = [inner for inner in (_inner(info, place) for place in places) if inner.is_dir()]

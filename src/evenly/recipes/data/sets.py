@@ -1,5 +1,6 @@
 """Sets of images as torch's Dataset: bytes with labels; what is done to them happens on the device."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ class ImageSet(Dataset[Batch]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> Batch:
-        images, labels, indices = self.__getitems__([index])
+        images, labels, indices = self.__getitems__([range(len(self))[index]])
         return images[0], labels[0], indices[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
@@ -46,7 +47,7 @@ class ImageSet(Dataset[Batch]):
 
     def read(self, indices: Tensor) -> Tensor:
         """Returns the images uint8 [n, c, h, w] of these indices."""
-        return self._images[indices]
+        return self._images.index_select(0, indices)  # ten times as fast as [indices]
 
     @staticmethod
     def collate(batch: Batch) -> Batch:
@@ -78,12 +79,15 @@ class ImageData:
 
     def normalise(self, images: Tensor) -> Tensor:
         """Returns images of bytes as float32 of mean 0 and deviation 1 in each channel, on the same device."""
-        mean, std = (
-            torch.tensor(values, device=images.device).view(-1, 1, 1) for values in (self.mean, self.std)
-        )  # [c, 1, 1]
+        mean, std = (_of_channels(values, images.device) for values in (self.mean, self.std))
         return images.float().div_(255).sub_(mean).div_(std)
 
     def normalised(self) -> tuple[TensorDataset, TensorDataset]:
         """Returns the training and the test set as tensors of normalised images and labels, all in memory."""
         train, test = (TensorDataset(self.normalise(part.images), part.labels) for part in (self.train, self.test))
         return train, test
+
+
+@functools.cache  # a copy to a GPU in every step would be waited for
+def _of_channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).view(-1, 1, 1)  # [c, 1, 1]

@@ -37,7 +37,7 @@ class TextSet(Dataset[Windows]):
         return len(self._inputs)
 
     def __getitem__(self, index: int) -> Windows:
-        inputs, targets, indices = self.__getitems__([index])
+        inputs, targets, indices = self.__getitems__([range(len(self))[index]])
         return inputs[0], targets[0], indices[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Windows:

@@ -1,6 +1,8 @@
 """Folders of image files -> which file belongs to which part and class, in the layouts of the published sets."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +10,7 @@ from evenly.errors import DataError
 from evenly.recipes.data.readers.matlab import read_mat
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+CAR_MODELS = 196
 Labelled = tuple[Path, int]
 
 
@@ -81,9 +84,9 @@ def _is_class(path: Path) -> bool:
 
 
 def _image_files(folder: Path) -> list[Path]:
-    return sorted(
-        path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
-    )
+    with os.scandir(folder) as entries:  # sets have a million files
+        names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
+    return [folder / name for name in names if os.path.splitext(name)[1].lower() in SUFFIXES]  # noqa: PTH122
 
 
 def _list_birds(folder: Path, *, title: str) -> Listing:
@@ -160,9 +163,10 @@ def _list_cars(folder: Path, *, title: str) -> Listing:
     parts = []
     for part, file in (("train", "cars_train_annos.mat"), ("test", "cars_test_annos_withlabels.mat")):
         path = devkit / file if (devkit / file).is_file() else folder / file
-        annotations = read_mat(path, title=title)["annotations"]
-        parts.append(cars_entries(annotations, folder / f"cars_{part}"))
-    classes = tuple(str(number + 1) for number in range(196))
+        table = read_mat(path, title=title)
+        with _lists_of(path, title=title):
+            parts.append(cars_entries(table["annotations"], folder / f"cars_{part}"))
+    classes = tuple(str(number + 1) for number in range(CAR_MODELS))
     for entries in parts:
         _refuse_range(entries, len(classes), devkit, title=title)
     return _checked(Listing(classes, *parts), folder, title=title)
@@ -178,17 +182,32 @@ def _list_dogs(folder: Path, *, title: str) -> Listing:
     lists = folder / "lists" if (folder / "lists").is_dir() else folder
     parts = []
     for part in ("train", "test"):
-        table = read_mat(lists / f"{part}_list.mat", title=title)
-        parts.append(dogs_entries(table["file_list"], table["labels"], folder / "Images"))
+        path = lists / f"{part}_list.mat"
+        table = read_mat(path, title=title)
+        with _lists_of(path, title=title):
+            parts.append(dogs_entries(table["file_list"], table["labels"], folder / "Images"))
     classes = tuple(path.name for path in sorted((folder / "Images").iterdir()) if _is_class(path))
     for entries in parts:
         _refuse_range(entries, len(classes), lists, title=title)
     return _checked(Listing(classes, *parts), folder, title=title)
 
 
-def dogs_entries(files: Iterable[object], labels: Iterable[object], folder: Path) -> tuple[Labelled, ...]:
-    """Returns the files of a list; classes are numbered from 1 there."""
+def dogs_entries(files: Sequence[object], labels: Sequence[object], folder: Path) -> tuple[Labelled, ...]:
+    """Returns the files of a list; classes are numbered from 1 there. Raises `ValueError` for unequal numbers."""
+    if len(files) != len(labels):
+        raise ValueError(f"there are {len(files)} files and {len(labels)} labels")
     return tuple((folder / str(file), int(str(label)) - 1) for file, label in zip(files, labels, strict=True))
+
+
+@contextmanager
+def _lists_of(path: Path, *, title: str) -> Iterator[None]:
+    """Raises `DataError` where a Matlab file does not have the lists that are read inside."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{title} was asked for, but {path} does not hold its lists: {error}. Take the file from its archive."
+        ) from None
 
 
 def _checked(listing: Listing, folder: Path, *, title: str) -> Listing:

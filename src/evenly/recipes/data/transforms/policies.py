@@ -130,7 +130,8 @@ def apply_operations(
     for operation, samples in zip(OPERATIONS, torch.split(order, counts), strict=True):
         if operation != "identity" and len(samples):
             entries = levels[samples] + len(strength_table) * is_negative[samples]
-            changed[samples] = _apply(operation, images[samples], entries, strength_table)
+            drawn = _apply(operation, images.index_select(0, samples), entries, strength_table)
+            changed.index_copy_(0, samples, drawn)
     return changed
 
 
