@@ -63,6 +63,7 @@ def complete(program: Path, shell: str, typed: str) -> str:
 def test_a_shell_completes_verbs_recipes_and_runs(program: Path, shell: str) -> None:
     assert "doctor" in complete(program, shell, "evenly do")
     assert "fashion" in complete(program, shell, "evenly train f")
+    assert "resnet18" in complete(program, shell, "evenly plan res")
     found = complete(program, shell, "evenly report runs/")
     assert "runs/first" in found
     assert "runs/group/second" in found
