@@ -11,8 +11,7 @@ import pytest
 import typer
 
 from evenly.cli import app
-from evenly.cli._completion import RECIPES, runs
-from evenly.cli.train import RECIPES as TRAINED
+from evenly.cli._completion import experiments, recipes, runs
 
 HELP_S = 0.5
 PROGRAM = f"#!{sys.executable}\nfrom evenly.cli import main\nmain()\n"
@@ -63,6 +62,7 @@ def complete(program: Path, shell: str, typed: str) -> str:
 def test_a_shell_completes_verbs_recipes_and_runs(program: Path, shell: str) -> None:
     assert "doctor" in complete(program, shell, "evenly do")
     assert "fashion" in complete(program, shell, "evenly train f")
+    assert "resnet18" in complete(program, shell, "evenly plan res")
     found = complete(program, shell, "evenly report runs/")
     assert "runs/first" in found
     assert "runs/group/second" in found

@@ -92,11 +92,21 @@ def test_a_network_that_is_cut_shows_the_filters_of_each_rank(evenly):
         (f"{NETWORKS}:Pair", ("--input", "8x8", "--input", "8x8")),
         (f"{NETWORKS}:Choosy", ("--input", "8x8")),
         ("fashion", ()),
+        ("published-mnist", ("--input", "8x2x20x20")),
+        ("acgan-generator", ()),
+        ("resnet20", ("--input", "8x1x28x28", "--dtype", "bfloat16")),
     ],
 )
 def test_a_model_stands_in_for_a_graph(evenly, model, words):
     made = Plan.from_json(evenly("plan", model, *words, "--speeds", "1,1", "--flops", "1M", "--no-cut", "--json"))
-    assert made.batch_size == (64 if model == "fashion" else 8)
+    assert made.batch_size == (8 if words else 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "resnet50", "efficientnet-b0", "lstm-rows"])
+def test_a_network_with_a_name_has_a_usual_input(evenly, model):
+    made = Plan.from_json(evenly("plan", model, "--speeds", "2,1", "--json"))
+    assert made.batch_size == (16 if model == "gpt" else 64)
 
 
 def test_many_ranks_are_counted_not_listed(evenly, files):

@@ -549,3 +549,55 @@ def test_a_tensor_that_only_gives_its_shape_is_not_sent() -> None:
 
     layout = compare(partial(blocks_of, Shaped()), images(), SHARES)
     assert not [move.name for move in layout.moves if move.name.startswith("gather")]
+
+
+class Rolled(nn.Module):
+    """Shifts positions, as between the windows of some transformers; by default the channels stay in their order."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.roll(x.roll(*self.arguments).relu(), (1, -2), (-1, 2)) * x
+
+
+@pytest.mark.parametrize("cut_batch", [False, True])
+def test_rolled_positions_stay_cut_by_channels(cut_batch: bool) -> None:
+    rates = TransferCosts(flops_per_byte=1e4) if cut_batch else None
+    layout = compare(partial(blocks_of, Rolled((1, -2), (2, 3))), images(), [3, 2, 1], cut_batch=cut_batch, rates=rates)
+    assert [choice.mode for choice in layout.choices if choice.op == "roll"] == ["bystander"] * 2
+    assert not any(choice.note for choice in layout.choices)
+
+
+@pytest.mark.parametrize("arguments", [(3, 1), (1, 0), (5,), ((1, 1), (0, 1))], ids=str)
+def test_rolled_channels_samples_and_flattened_tensors_are_exact(arguments: tuple[Any, ...]) -> None:
+    for cut_batch in (False, True):
+        rates = TransferCosts(flops_per_byte=1e4) if cut_batch else None
+        layout = compare(partial(blocks_of, Rolled(*arguments)), images(), SHARES, cut_batch=cut_batch, rates=rates)
+        assert ("rolls all dims as one" in layout.explain()) == (len(arguments) == 1)
+
+
+def test_a_layer_with_one_output_and_a_bias_is_cut_by_its_inputs() -> None:
+    """The last layer of a discriminator, a regression, a grey image."""
+
+    def build() -> nn.Module:
+        layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 8, 2), nn.ReLU(), nn.Conv2d(8, 1, 1)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(25, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    layout = compare(build, images(), [3, 2, 1])
+    assert {c.mode for c in layout.choices if c.where in ("4", "8") and c.op in ("conv", "linear")} == {"reduced"}
+    assert not any(choice.note for choice in layout.choices)
+
+
+def test_one_number_may_be_the_bias_of_several_outputs() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x.mean((2, 3)), self.weight, self.bias)
+
+    layout = compare(lambda: Shared().double(), images(), SHARES)
+    assert "unusual shape" in layout.explain()

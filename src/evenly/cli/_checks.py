@@ -23,6 +23,7 @@ TORCH_LIMIT_S = 180.0  # for loading torch on a busy machine with a cold disk
 EXTRAS = {  # extra: module
     "plot": "matplotlib",
     "images": "PIL",
+    "timm": "timm",
     "tensorboard": "tensorboard",
     "mlflow": "mlflow",
     "wandb": "wandb",

@@ -169,6 +169,14 @@ def _along(position: int, default: int | None = None) -> Callable[[OpInputs], Op
     return rule
 
 
+def _rolled(call: OpInputs) -> OpKind:
+    dims = call.argument(2, "dims", ())
+    chosen = [dims] if isinstance(dims, int) else list(dims)
+    if not chosen:
+        return opaque("it rolls all dims as one")
+    return OpKind("along", "roll", {"dims": [_positive(dim, call.ndim) for dim in chosen], "linear": True})
+
+
 def _linear(call: OpInputs) -> OpKind:
     weight = call.argument(1, "weight")
     if weight.ndim != 2 or call.argument(2, "bias") is not None:
@@ -435,6 +443,7 @@ RULES: dict[str, Callable[[OpInputs], OpKind]] = {
     "prelu": _prelu,
     "getitem": _item,
     "narrow": _narrow,
+    "roll": _rolled,
     "select": _select,
     "expand": lambda call: OpKind("reshaping", "expand"),
     "recurrent": _recurrent,

@@ -313,7 +313,20 @@ def _is_plain_bias(node: fx.Node, bias: Argument) -> bool:
     if not isinstance(bias, fx.Node) or bias.op != "get_attr" or owner is None:
         return True
     value = operator.attrgetter(str(bias.target))(owner)
-    return not isinstance(value, torch.Tensor) or (value.ndim == 1 and value.numel() > 1)
+    if not isinstance(value, torch.Tensor):
+        return True
+    return value.ndim == 1 and (value.numel() > 1 or _has_one_output(node, owner))
+
+
+def _has_one_output(node: fx.Node, owner: fx.GraphModule) -> bool:
+    """Whether the layer's weight gives one output; a bias of one number is else added to several."""
+    weight = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+        return False
+    transposed = "transpose" in name_of(node)
+    groups = (node.args[6] if len(node.args) > 6 else node.kwargs.get("groups", 1)) if transposed else 1
+    out_dim = 1 if transposed else 0  # of the weight
+    return bool(groups == 1 and operator.attrgetter(str(weight.target))(owner).shape[out_dim] == 1)
 
 
 def _subsample(program: fx.GraphModule, node: fx.Node) -> None:

@@ -11,7 +11,7 @@ from evenly.spec.graph import Graph, Layer, Tensor
 PreferredUnits = dict[tuple[str, int], Parts]
 
 SAME = {"unary", "dropout", "along", "bias", "prelu", "spatial", "batch_norm", "instance_norm", "layer_norm"}
-SAME |= {"rms_norm"}
+SAME |= {"rms_norm", "roll"}
 
 
 def preferred_units_of(graph: Graph) -> PreferredUnits:

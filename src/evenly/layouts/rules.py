@@ -35,6 +35,12 @@ def _along(context: LayerContext) -> Iterator[LayerOption]:
     yield from bystander(context, [context.layer.options["dim"]])
 
 
+def _rolled(context: LayerContext) -> Iterator[LayerOption]:
+    yield from bystander(context, context.layer.options["dims"])
+    if context.has("partial"):
+        yield LayerOption("summand", (PARTIAL,), (PARTIAL,))
+
+
 def _conv(context: LayerContext) -> Iterator[LayerOption]:
     groups, transposed = context.layer.options["groups"], context.layer.options["transposed"]
     out_dim, in_dim = (1, 0) if transposed else (0, 1)  # of the weight
@@ -256,6 +262,7 @@ RULES: dict[str, Callable[[LayerContext], Iterator[LayerOption]]] = {
     "unary": _pointwise,
     "dropout": _pointwise,
     "along": _along,
+    "roll": _rolled,
     "conv": _conv,
     "linear": _linear,
     "embedding": _embedding,

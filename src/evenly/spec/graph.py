@@ -6,7 +6,7 @@ Kinds of operation and what they mean for a tensor that is cut along one dim:
 |---|---|
 | source | input, parameter, number |
 | pointwise | unary, dropout |
-| along | softmax and others that look along one dim and treat the others alike |
+| along | softmax and others that look along one dim and treat the others alike; roll |
 | per channel | bias, batch_norm, instance_norm, group_norm, layer_norm, rms_norm, spatial, prelu |
 | mixing | conv, linear, embedding, matmul, attention, cross_entropy, recurrent |
 | joining | join, concat |

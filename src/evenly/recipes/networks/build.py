@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
-
 from evenly.errors import EvenlyError, SpecError
 from evenly.recipes.networks.catalogue import NETWORKS, NetworkInfo
 from evenly.recipes.networks.loading import HOW, TIMM, error_words, load_callable, load_timm
@@ -102,6 +100,8 @@ def _of_images(
 
 def _checked(name: str, make: Callable[..., object], options: Mapping[str, object]) -> dict[str, object]:
     """Returns the options as the types that the network's signature says."""
+    from pydantic import TypeAdapter, ValidationError  # here, so that completion in a shell need not load it
+
     _require_known(name, options, NETWORKS[name].options, anything=False)
     types = get_type_hints(make.__init__ if inspect.isclass(make) else make)
     checked: dict[str, object] = {}

@@ -14,7 +14,7 @@ from evenly.recipes.networks._parts import LARGE_SIZE, PooledClassifier, conv_no
 def dla(*, classes: int = 10, channels: int = 3, size: int = 32, width: int = 16) -> nn.Module:
     """Returns DLA-34; 15,232,314 parameters, 15,742,104 for ImageNet (published: 15.8 million).
 
-    The published program also makes three projections that nothing uses; they are left out.
+    The published program also makes two projections that nothing uses; they are left out.
     """
     large = size >= LARGE_SIZE
     first = 2 if large else 1  # stride of the first two stages with one

@@ -24,7 +24,7 @@ class SmallBlock(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """Three stages of widths w, 2w, 4w on images [n, 1, 28, 28]; w = 16 has 0.08 million parameters, w = 64 1.2."""
+    """Logits [n, classes] of images, by stages of 1, 2 and 4 times `width`; 77,562 parameters (width 64: 1.2 M)."""
 
     def __init__(self, width: int = 16, *, blocks: int = 1, classes: int = 10, channels: int = 1) -> None:
         super().__init__()
