@@ -58,14 +58,21 @@ def test_help_lists_the_verbs_and_version_is_a_number():
 def test_settings_of_a_recipe_are_listed():
     lines = evenly("train", "fashion", "--settings").splitlines()
     assert "epochs = 3  (passes over the data)" in lines
-    assert "every = epoch  (K': a number of steps, '30s', '2%' of the time, 'epoch' or 'global')" in lines
+    assert "every = epoch  (K': a number of steps, '30s', '2%' of the time, 'epoch', '5 epochs' or 'global')" in lines
 
 
-def test_settings_of_the_published_cases_name_the_choices():
+def test_settings_of_the_published_cases_are_those_of_the_paper():
     text = evenly("train", "mnist", "--settings")
-    assert "(adafactor (as published), sgd or adam)" in text
-    assert "mnist [30,30,60,60]" in text
-    assert "cifar 256, mnist 128" in text
+    assert "optimizer = adafactor" in text
+    assert "network = {'filters': (30, 30, 60, 60), 'hidden': 128}" in text
+
+
+def test_recipes_and_experiments_are_listed():
+    assert "fashion: A small ResNet on Fashion-MNIST" in evenly("train", "--list").splitlines()
+    assert any(
+        line.startswith("cifar: Global averaging against") for line in evenly("experiment", "--list").splitlines()
+    )
+    assert "every-10/seed-2: nodes 1,1" in evenly("experiment", "rnn", "--list").splitlines()
 
 
 @pytest.mark.parametrize(("shares", "part"), [("40,x", "'x'"), ("40,,60", "''"), ("70%,30%", "'70%'")])
@@ -139,9 +146,15 @@ def test_report_as_json_is_one_object_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("train", "cooking"), "evenly: there is no recipe 'cooking'. Choose one of: fashion, cifar, mnist."),
+        (
+            ("train", "cooking"),
+            "evenly: the recipe 'cooking' was asked for, but there is none of this name. Choose one of: cifar",
+        ),
         (("train", "fashion", "--set", "epochs"), "evenly: --set 'epochs' was given"),
-        (("train", "fashion", "--data", "/nowhere"), "evenly: Fashion-MNIST was asked for"),
+        (
+            ("train", "fashion", "--data", "/nowhere"),
+            "evenly: Fashion-MNIST was to be read from /nowhere, but there is no such folder",
+        ),
         (("report", "/nowhere"), "evenly: cannot read a run from /nowhere"),
         (("discover", "--json", "--out", "/nowhere/cluster.json"), "evenly: cannot write Cluster to /nowhere"),
     ],
