@@ -18,7 +18,13 @@ from evenly import __version__
 from evenly.lab import missing
 
 TORCH_LIMIT_S = 180.0  # for loading torch on a busy machine with a cold disk
-EXTRAS = {"plot": "matplotlib", "tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}  # extra: module
+EXTRAS = {  # extra: module
+    "plot": "matplotlib",
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+    "timm": "timm",
+}
 LAUNCHERS = {
     "torchrun": "pip install torch",
     "srun": "apt-get install slurm-client, on a machine of a SLURM cluster",
@@ -154,6 +160,8 @@ def _has(folder: Path, names: Iterable[str]) -> bool:
 
 def _extra_check(extra: str) -> Check:
     module, install = EXTRAS[extra], f"pip install 'evenly[{extra}]'"
+    if extra == "timm":  # it imports torchvision, and one for another torch cannot be imported
+        install += ", with a torchvision made for this torch"
     if find_spec(module) is None:
         return Check(extra, "missing", f"{module} is not installed", install)
     return Check(extra, "ok", f"{module} is installed")
