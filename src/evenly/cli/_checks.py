@@ -160,6 +160,8 @@ def _data_check(info: DatasetInfo, found: FoundData, folder: Path) -> Check:
 
 def _extra_check(extra: str) -> Check:
     module, install = EXTRAS[extra], f"pip install 'evenly[{extra}]'"
+    if extra == "timm":  # it imports torchvision, and one for another torch cannot be imported
+        install += ", with a torchvision made for this torch"
     if find_spec(module) is None:
         return Check(extra, "missing", f"{module} is not installed", install)
     return Check(extra, "ok", f"{module} is installed")
