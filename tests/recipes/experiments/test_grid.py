@@ -57,6 +57,11 @@ def test_only_some_of_the_runs(tmp_path, only, count):
     assert len(planned_runs(experiment(tmp_path), only=only)) == count
 
 
+def test_values_with_a_comma_are_given_alone():
+    runs = planned_runs(load_experiment("cifar"), only=["nodes=1,1", "every=10,50"], seeds=1)
+    assert [str(run.folder) for run in runs] == ["nodes-1-1_every-10/seed-0", "nodes-1-1_every-50/seed-0"]
+
+
 @pytest.mark.parametrize(
     ("only", "told"),
     [

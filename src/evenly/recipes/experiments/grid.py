@@ -109,8 +109,8 @@ def planned_runs(
         only: leaves out all runs but those that fit, as texts like `every=10,global`.
         quick: whether to take the experiment's settings for minutes on a CPU.
     """
-    wanted = dict(_wanted(text) for text in only)
     columns = columns_of(experiment)
+    wanted = dict(_wanted(text, columns) for text in only)
     _require_columns(wanted, columns)
     overrides = {**(experiment.quick if quick else {}), **parse_changes(changes)}
     runs = [
@@ -154,8 +154,11 @@ def _planned(
     return PlannedRun(tuple(cells.items()), seed, nodes, changes, config)
 
 
-def _wanted(text: str) -> tuple[str, set[str]]:
+def _wanted(text: str, columns: Mapping[str, tuple[Cell, ...]]) -> tuple[str, set[str]]:
+    """Returns a key and the values that are wanted; a value that has a comma in it, such as 1,1, is given alone."""
     key, equals, values = text.partition("=")
+    if values in {_text(value) for value in columns.get(key, ())}:
+        return key, {values}
     if not equals or not key.strip():
         raise SpecError(f"--only {text!r} was given, but it takes KEY=VALUE,..., such as --only every=10,global.")
     return key.strip(), {value.strip() for value in values.split(",")}
