@@ -29,6 +29,7 @@ test: style data ## Lint and run the tests (about 6 minutes on 2 cores, and the 
 	exit $$((tests ? tests : types))
 
 test-all: $(EXTRAS) data ## Run what `make test` leaves out: long tests, and the fuzzers with more seeds (about 20 minutes)
+	@$(BIN)/evenly data fetch mnist cifar10 shakespeare || echo "the tests of experiments take small files of the same form"
 	$(BIN)/python -m pytest -m slow
 
 fast: $(READY) ## Only the tests that need neither root nor a lab nor a quiet machine

@@ -1,35 +1,141 @@
-"""Every experiment runs end to end, is killed midway, goes on, and gives the table of the uninterrupted one."""
+"""Every experiment runs end to end on unequal nodes, is killed midway, goes on, and gives the table of another one."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-DATA = Path(os.environ.get("EVENLY_DATA", "data"))
-ONLY = {  # two runs of each: the baseline and another
+import psutil
+import pytest
+
+from evenly.recipes.experiments import experiment_names, load_experiment, planned_runs
+from tests.recipes.cifar import write_cifar
+from tests.recipes.data.pictures import write_birds, write_class_folders
+from tests.recipes.images import write_images
+
+DATA = Path(__file__).parents[3] / "data"
+ONLY = {  # the baseline and another run of each
     "cifar": ["nodes=1,1", "every=global,10"],
+    "finegrained": ["set=cub200", "every=global,5 epochs"],
+    "gan": ["every=global,10"],
+    "heterogeneous": ["net=mnist", "cut=alone,70-25-5"],
+    "imagenet": ["every=global,epoch"],
+    "language": ["every=global,10"],
+    "optimizers": ["optimizer=angulargrad-cos", "every=global,10"],
+    "rnn": ["every=global,epoch"],
 }
-LIMIT_S = 300
+LIMIT_S = 400
+
+
+def test_every_experiment_is_tried() -> None:
+    assert sorted(ONLY) == experiment_names()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ONLY))
+def test_an_experiment_that_was_killed_goes_on_to_the_same_table(tmp_path: Path, name: str) -> None:
+    kill_and_compare(tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.lab
+def test_so_it_does_on_emulated_unequal_machines(tmp_path: Path) -> None:
+    lab = f"{sys.executable} -m evenly lab run demo --output rank0 --"
+    kill_and_compare(tmp_path, "rnn", "--launcher", lab, "--jobs", "1")
+
+
+def kill_and_compare(tmp_path: Path, name: str, *more: str) -> None:
+    data = data_of(name, tmp_path)
+    whole = start(tmp_path / "whole", name, data, *more)
+    assert whole.wait(LIMIT_S) == 0, log_of(tmp_path / "whole")
+    killed = start(tmp_path / "killed", name, data, *more)
+    wait_for_checkpoint(tmp_path / "killed", killed)
+    kill_all(killed)
+    assert not (tmp_path / "killed" / "table.md").is_file() or table(tmp_path / "killed") != table(tmp_path / "whole")
+    resumed = start(tmp_path / "killed", name, data, *more)
+    assert resumed.wait(LIMIT_S) == 0, log_of(tmp_path / "killed")
+    assert table(tmp_path / "killed") == table(tmp_path / "whole")
+    again = start(tmp_path / "killed", name, data, *more)
+    assert again.wait(60) == 0
+    assert log_of(tmp_path / "killed").count("2 of them done") == 1  # the last time, there was nothing left to run
+
+
+def data_of(name: str, folder: Path) -> Path:
+    """Returns a folder with the experiment's data: real ones if they were fetched, else files of the same form."""
+    wanted = {run.config.data for run in planned_runs(load_experiment(name), quick=True, only=ONLY[name], seeds=1)}
+    if all((DATA / one).is_dir() for one in wanted):
+        return DATA
+    for one in wanted:
+        WRITERS[one](folder / "data" / one)
+    return folder / "data"
+
+
+def write_text(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    lines = (f"{number} times the same and yet another line\n" for number in range(800))
+    (folder / "shakespeare.txt").write_text("".join(lines))
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "cifar10": lambda folder: write_cifar(folder, batch=32, test=40),
+    "cub200": write_birds,
+    "imagenet": lambda folder: write_class_folders(folder, test="val", suffix="JPEG"),
+    "mnist": lambda folder: write_images(folder, train=160, test=40),
+    "shakespeare": write_text,
+}
 
 
 def start(folder: Path, name: str, data: Path, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "evenly", "experiment", name, "--quick", "--seeds", "1", "--to", str(folder)]
-    command += ["--data", str(data), *more]
-    with (folder.parent / f"{folder.name}.log").open("ab") as log:
+    words = [
+        "experiment",
+        name,
+        "--quick",
+        "--seeds",
+        "1",
+        "--to",
+        str(folder),
+        "--data",
+        str(data),
+        "--jobs",
+        "2",
+        *more,
+    ]
+    for only in ONLY[name]:
+        words += ["--only", only]
+    with folder.with_suffix(".log").open("ab") as log:
+        command = [sys.executable, "-m", "evenly", *words]
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, process_group=0)
+
+
+def log_of(folder: Path) -> str:
+    logs = [folder.with_suffix(".log"), *folder.rglob("output.log")]
+    return "\n".join(file.read_text() for file in logs)
+
+
+def wait_for_checkpoint(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not list(folder.rglob("checkpoints/step-*")):
+        assert process.poll() is None, log_of(folder)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kills the experiment and everything it has started, as a machine that fails does."""
+    parent = psutil.Process(process.pid)
+    for one in [parent, *parent.children(recursive=True)]:
+        try:
+            os.kill(one.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
 
 
 def table(folder: Path) -> list[dict[str, object]]:
     """Returns what does not depend on the speed of the machine."""
     rows = json.loads((folder / "results.json").read_text())["rows"]
-    return [{key: value for key, value in row.items() if key not in ("epoch_s", "sent_bytes")} for row in rows]
-
-
-def wait_for_checkpoint(folder: Path, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not list(folder.rglob("step-*")):
-        assert process.poll() is None, folder.with_suffix(".log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    return [{key: value for key, value in row.items() if key != "epoch_s"} for row in rows]

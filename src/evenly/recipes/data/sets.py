@@ -78,9 +78,14 @@ class ImageData:
         return self.train.shape[1:]
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Returns images of bytes as float32 of mean 0 and deviation 1 in each channel, on the same device."""
-        mean, std = (_of_channels(values, images.device) for values in (self.mean, self.std))
-        return images.float().div_(255).sub_(mean).div_(std)
+        """Returns images of bytes as float32 of mean 0 and deviation 1 in each channel, on the same device.
+
+        (x / 255 - mean) / std, written as one product and one difference: each is rounded alike on every device, while
+        a GPU multiplies by 1 / 255 where a CPU divides.
+        """
+        scale = _of_channels(tuple(1 / (255 * std) for std in self.std), images.device)
+        offset = _of_channels(tuple(mean / std for mean, std in zip(self.mean, self.std, strict=True)), images.device)
+        return images.float().mul_(scale).sub_(offset)
 
     def normalised(self) -> tuple[TensorDataset, TensorDataset]:
         """Returns the training and the test set as tensors of normalised images and labels, all in memory."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from evenly.errors import EvenlyError
-from evenly.spec import EpochDone, Measured, Run, RunFinished, RunStarted
+from evenly.spec import EpochDone, ExchangeDone, Measured, Run, RunFinished, RunStarted
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,28 @@ def _epoch_seconds(run: Run) -> float:
 
 
 def _sent_bytes(run: Run) -> int:
-    """Returns the bytes that all ranks sent across nodes, from the part of the run with most steps."""
-    parts = [event for event in run.of(RunFinished) if event.steps]
+    """Returns the bytes that all ranks sent across nodes for the steps of the run, each counted once."""
     started = run.last(RunStarted)
-    if not parts or started is None:
+    finished = [event for event in run.of(RunFinished) if event.steps]
+    if started is None or not finished:
         return 0
-    longest = max(parts, key=lambda event: event.steps)
-    is_global = started.settings.get("every") == "global"
-    sent = sum(phases.exchange_bytes + is_global * phases.gradient_bytes for phases in longest.phases)
-    total = started.settings.get("total_steps")
-    steps = total if isinstance(total, int) else longest.steps
-    return round(sent * steps / longest.steps)
+    longest = max(finished, key=lambda event: event.steps)
+    sent = _kept_exchanges(run) * sum(phases.exchange_bytes for phases in longest.phases) / max(longest.exchanges, 1)
+    total_steps = started.settings.get("total_steps")
+    if started.settings.get("every") == "global" and isinstance(total_steps, int):
+        sent += total_steps * sum(phases.gradient_bytes for phases in longest.phases) / longest.steps
+    return round(sent)
+
+
+def _kept_exchanges(run: Run) -> int:
+    """Returns the number of exchanges without those that a resumed run has made again."""
+    steps: list[int] = []
+    for event in run.events:
+        if isinstance(event, RunStarted):
+            steps = [step for step in steps if step <= event.resumed_step]
+        elif isinstance(event, ExchangeDone):
+            steps.append(event.step)
+    return len(steps)
 
 
 def _curve(run: Run) -> tuple[Mapping[str, float], ...]:
