@@ -100,3 +100,14 @@ def test_every_recipe_is_valid(recipe):
 def test_an_unknown_recipe_is_refused_with_the_nearest_name():
     with pytest.raises(SpecError, match=r"'fashoin' was asked for, .*; the nearest is fashion"):
         load_config("fashoin")
+
+
+def test_another_optimizer_network_or_schedule_begins_with_its_own_options():
+    sgd = load_config("resnet")
+    assert (sgd.optimizer_options, sgd.lr) == ({"nesterov": True}, 0.4)
+    adam = load_config("resnet", changes=["optimizer=adam", "weight_decay=0.1"])
+    assert (adam.optimizer_options, adam.lr, adam.momentum, adam.weight_decay) == ({}, None, None, 0.1)
+    assert load_config("resnet", changes=["lr=0.2", "optimizer=adam"]).lr == 0.2
+    assert load_config("resnet", changes=["optimizer=sgd"]) == sgd
+    assert load_config("fashion", changes=["model=resnet20"]).network == {}
+    assert load_config("resnet", changes=["schedule=cosine"]).schedule_options == {}

@@ -15,6 +15,11 @@ from evenly.spec.exchange import StatePolicy
 from evenly.spec.layout import check_shares
 
 RECIPES = Path(__file__).parent / "settings"  # one TOML file each
+DEPENDENT = {  # settings, and those that have another meaning with another value of them
+    "model": ("network",),
+    "optimizer": ("optimizer_options", "lr", "momentum"),
+    "schedule": ("schedule_options",),
+}
 Option = bool | int | float | str | tuple[int | float | str, ...] | None
 Options = dict[str, Option]
 
@@ -137,9 +142,13 @@ def parse_changes(changes: Iterable[str]) -> dict[str, object]:
 def merged(values: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Returns `values` with `changes`: a dotted key or a table changes single options; unknown keys are refused.
 
-    An option of the network that `values` has can be named without `network.` before it.
+    An option of the network that `values` has can be named without `network.` before it. What belongs to a network,
+    optimizer or schedule begins anew with another one.
     """
     result = dict(values)
+    for name, dependent in DEPENDENT.items():
+        if name in changes and changes[name] != values.get(name, TrainConfig.model_fields[name].default):
+            result = {key: value for key, value in result.items() if key not in dependent}
     for change, value in changes.items():
         key = f"network.{change}" if change in _table(result.get("network")) else change
         name, dot, option = key.partition(".")
