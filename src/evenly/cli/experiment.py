@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,11 +127,14 @@ def _make(
     pending = runner.pending(runs)
     done = len(runs) - len(pending)
     print(f"{len(runs)} runs in {folder}" + (f", {done} of them done" if done else ""), flush=True)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that runs are ended by it, too
     try:
         return runner.run(pending)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _toml(value: object) -> str:

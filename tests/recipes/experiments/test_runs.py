@@ -42,6 +42,18 @@ def test_an_experiment_that_was_killed_goes_on_to_the_same_table(tmp_path: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_the_runs_too(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path / "runs", "rnn", data_of("rnn", tmp_path))
+    wait_until(lambda: list((tmp_path / "runs").rglob("run.jsonl")), process, tmp_path / "runs")
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    assert process.wait(90) == 130, log_of(tmp_path / "runs")
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert "the same command goes on from here" in log_of(tmp_path / "runs")
+
+
+@pytest.mark.slow
 @pytest.mark.lab
 def test_so_it_does_on_emulated_unequal_machines(tmp_path: Path) -> None:
     lab = f"{sys.executable} -m evenly lab run demo --output rank0 --"
@@ -117,8 +129,12 @@ def log_of(folder: Path) -> str:
 
 
 def wait_for_checkpoint(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    wait_until(lambda: list(folder.rglob("checkpoints/step-*")), process, folder)
+
+
+def wait_until(is_there: Callable[[], object], process: subprocess.Popen[bytes], folder: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while not list(folder.rglob("checkpoints/step-*")):
+    while not is_there():
         assert process.poll() is None, log_of(folder)
         assert time.monotonic() < deadline
         time.sleep(0.05)

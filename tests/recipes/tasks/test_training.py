@@ -104,6 +104,20 @@ def test_text_character_by_character(tmp_path):
     assert figures["bits_per_character"] == pytest.approx(figures["validation_loss"] / 0.693147, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "change", "told"),
+    [
+        ("gan", "shares=[2,1]", r"shares=\(2.0, 1.0\) was given, but a gan training has no use for it"),
+        ("gan", "augment=['flip']", "augment=.* was given, but a gan training"),
+        ("language", "label_smoothing=0.1", "label_smoothing=0.1 was given, but a language training"),
+        ("fashion", "context=64", "context=64 was given, but a classification training"),
+    ],
+)
+def test_a_setting_that_would_change_nothing_is_refused(recipe, change, told):
+    with pytest.raises(SpecError, match=told):
+        train(load_config(recipe, changes=[change]))
+
+
 def test_weights_of_another_training_are_the_beginning(tmp_path, data):
     from evenly.recipes.networks import build_network
 

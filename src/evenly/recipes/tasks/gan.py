@@ -40,7 +40,14 @@ def train_gan(
     images_folder: Path | None,
 ) -> dict[str, float]:
     """Returns the figures of the trained networks; writes a grid of generated images after every epoch."""
-    data = load_images(config.data, data_folder, train_limit=config.train_limit, test_limit=config.test_limit)
+    data = load_images(
+        config.data,
+        data_folder,
+        train_limit=config.train_limit,
+        test_limit=config.test_limit,
+        size=config.image_size,
+        skip_unreadable=config.skip_unreadable,
+    )
     torch.manual_seed(config.seed)
     generator = make_generator(config, data)
     discriminator = build_network(
@@ -52,7 +59,13 @@ def train_gan(
     describe(session, config, generator, discriminator, total_steps=config.epochs * steps)
     adversaries = Adversaries(config, session, data, generator, discriminator, plan=plan)
     schedules = [
-        build_schedule(config.schedule, optimizer, steps=config.epochs * steps, steps_per_epoch=steps)
+        build_schedule(
+            config.schedule,
+            optimizer,
+            steps=config.epochs * steps,
+            steps_per_epoch=steps,
+            **config.schedule_options,
+        )
         for optimizer in (adversaries.discriminator_optimizer, adversaries.generator_optimizer)
     ]
     session.track(discriminator_schedule=schedules[0], generator_schedule=schedules[1])

@@ -11,6 +11,12 @@ from evenly.recipes.training_files import IMAGES, SETTINGS
 from evenly.session import Session
 from evenly.spec import Event, Plan
 
+UNUSED = {  # settings that a task has no use for
+    "classification": ("context",),
+    "gan": ("context", "augment", "pretrained", "label_smoothing", "channels_last", "compiled", "shares", "cut_batch"),
+    "language": ("image_size", "augment", "skip_unreadable", "label_smoothing", "channels_last"),
+}
+
 
 def train(
     config: TrainConfig,
@@ -33,8 +39,7 @@ def train(
         plan: who does what; made from the settings if left out.
         device: as in `Session`.
     """
-    if config.task == "gan" and config.shares:
-        raise SpecError("shares were given for a gan, whose networks are not cut. Leave them out.")
+    _refuse_unused(config)
     objective = None
     if config.task != "gan":
         objective = (Classification if config.task == "classification" else Language)(config, data)
@@ -60,3 +65,13 @@ def train(
         else:
             figures = train_supervised(objective, config, session, plan=plan, results=results)
     return figures
+
+
+def _refuse_unused(config: TrainConfig) -> None:
+    """Raises `SpecError` for a setting that was changed and would change nothing."""
+    for name in UNUSED[config.task]:
+        value, usual = getattr(config, name), TrainConfig.model_fields[name].default
+        if value != usual:
+            raise SpecError(
+                f"{name}={value!r} was given, but a {config.task} training has no use for it. Leave it out."
+            )
