@@ -6,6 +6,7 @@ Tests marked `alone` or `lab` run last, with no other test beside them. Examples
 import fcntl
 import functools
 import os
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,9 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks are threads or processes already
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell started the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or the programs that they interrupt would not notice
 
 hypothesis.settings.register_profile("evenly", max_examples=30, deadline=None, derandomize=True)
 hypothesis.settings.load_profile("evenly")

@@ -86,14 +86,17 @@ def test_a_table_on_a_terminal_which_an_interruption_leaves(growing: GrowingRun,
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(command(growing), stdout=theirs, env=environment) as process:
         os.close(theirs)
-        shown = read_until(ours, "computing")
-        for header in ("rank", "steps/s", "MB of its node", "averaging", "waiting"):
-            assert header in shown or header in read_until(ours, header)
-        growing.write(0.8)
-        read_until(ours, "\x1b[1A")  # drawn again
-        process.send_signal(signal.SIGINT)
-        read_until(ours, None)  # a program whose terminal nobody reads waits
-        assert process.wait(timeout=20) == 130
+        try:
+            shown = read_until(ours, "computing")
+            for header in ("rank", "steps/s", "MB of its node", "averaging", "waiting"):
+                assert header in shown or header in read_until(ours, header)
+            growing.write(0.8)
+            read_until(ours, "\x1b[1A")  # drawn again
+            process.send_signal(signal.SIGINT)
+            read_until(ours, None)  # a program whose terminal nobody reads waits
+            assert process.wait(timeout=20) == 130
+        finally:
+            process.kill()  # it would follow the run for ever
 
 
 def test_names_are_shown_as_they_are(growing: GrowingRun) -> None:
