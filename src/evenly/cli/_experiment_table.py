@@ -28,7 +28,10 @@ class Results:
     """What is known of the runs of an experiment."""
 
     def __init__(self, folder: Path, name: str, experiment: Experiment, runs: Sequence[PlannedRun]) -> None:
-        self._folder, self._name, self._experiment, self._runs = folder, name, experiment, runs
+        self._folder = folder
+        self._name = name
+        self._experiment = experiment
+        self._runs = runs
 
     def write(self) -> None:
         """Writes the results of all runs that are complete, if there is one."""

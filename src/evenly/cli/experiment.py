@@ -98,7 +98,10 @@ class RunCommand:
             raise SpecError(
                 "--devices and --launcher were both given; devices are given to `evenly launch`. Leave one out."
             )
-        self._recipe, self._data, self._devices, self._launcher = recipe, data, devices, launcher
+        self._recipe = recipe
+        self._data = data
+        self._devices = devices
+        self._launcher = launcher
 
     def __call__(self, run: "PlannedRun", folder: Path) -> list[str]:
         """Returns the words of the command."""

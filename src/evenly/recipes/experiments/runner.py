@@ -48,7 +48,10 @@ class Runner:
             jobs: how many runs may go on at a time.
             say: called with each line of progress.
         """
-        self._folder, self._command, self._jobs, self._say = folder, command, jobs, say
+        self._folder = folder
+        self._command = command
+        self._jobs = jobs
+        self._say = say
         self._environ = dict(environ)
         self._going: list[_Started] = []
         self._done = 0

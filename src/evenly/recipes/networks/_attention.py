@@ -16,7 +16,9 @@ class SelfAttention(nn.Module):
         self, width: int, heads: int, *, causal: bool = False, dropout: float = 0.0, bias: bool = True
     ) -> None:
         super().__init__()
-        self.heads, self.causal, self.dropout_rate = heads, causal, dropout
+        self.heads = heads
+        self.causal = causal
+        self.dropout_rate = dropout
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=bias)
         self.project = nn.Linear(width, width, bias=bias)
 

@@ -19,7 +19,9 @@ class AcganGenerator(nn.Module):
         super().__init__()
         require_multiple("acgan-generator", "size", size, "upsampling", 4)
         require_multiple("acgan-generator", "width", width, "halves", 2)
-        self.latent, self.width, self.side = latent, width, size // 4
+        self.latent = latent
+        self.width = width
+        self.side = size // 4
         self.embedding = nn.Embedding(classes, latent)
         self.first = nn.Linear(latent, width * self.side**2)
         self.layers = nn.Sequential(

@@ -107,7 +107,9 @@ class Adversaries:
         *,
         plan: Plan,
     ) -> None:
-        self._config, self._session, self._data = config, session, data
+        self._config = config
+        self._session = session
+        self._data = data
         self._latent = int(generator.latent)  # type: ignore[arg-type]  # a number, which nn.Module does not declare
         self.discriminator_optimizer = make_optimizer(config, discriminator)
         self.generator_optimizer = make_optimizer(config, generator)
