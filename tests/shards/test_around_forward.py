@@ -128,7 +128,10 @@ def test_outputs_under_autocast_have_the_dtypes_of_one_device(kind: type[nn.RNNB
         finally:
             sharded.close()
 
-    expected = outputs(model)
+    try:
+        expected = outputs(model)
+    except RuntimeError as error:
+        pytest.skip(f"torch has no bfloat16 {kind.__name__} for this processor: {error}")
     for found in run_ranks(2, act):
         for ours, plain in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, plain, rtol=0.05, atol=0.05)  # also compares dtypes

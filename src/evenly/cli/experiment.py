@@ -1,6 +1,7 @@
 """`evenly experiment`: a grid of runs, resumed where it stopped, and its table."""
 
 import json
+import os
 import shlex
 import signal
 import sys
@@ -103,6 +104,11 @@ class RunCommand:
         self._devices = devices
         self._launcher = launcher
 
+    @property
+    def has_launcher(self) -> bool:
+        """Whether ranks are started by another program than `evenly launch`."""
+        return self._launcher is not None
+
     def __call__(self, run: "PlannedRun", folder: Path) -> list[str]:
         """Returns the words of the command."""
         data = self._data / run.config.data
@@ -126,7 +132,8 @@ def _make(
         print(line, flush=True)
         results.write()
 
-    runner = Runner(folder, command, environ=overlay({}), jobs=jobs, say=say)
+    environ = overlay({} if command.has_launcher else _threads(runs, jobs=jobs))
+    runner = Runner(folder, command, environ=environ, jobs=jobs, say=say)
     pending = runner.pending(runs)
     done = len(runs) - len(pending)
     print(f"{len(runs)} runs in {folder}" + (f", {done} of them done" if done else ""), flush=True)
@@ -138,6 +145,16 @@ def _make(
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _threads(runs: Sequence["PlannedRun"], *, jobs: int) -> dict[str, str]:
+    """Returns equal shares of the cores for the ranks of all runs that go on at a time."""
+    from evenly.launch.settings import environment
+
+    if jobs == 1 or not runs or environment("OMP_NUM_THREADS") is not None:
+        return {}  # `evenly launch` divides the cores
+    ranks = max(sum(int(count) for count in run.nodes.split(",")) for run in runs)
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (min(jobs, len(runs)) * ranks)))}
 
 
 def _toml(value: object) -> str:

@@ -43,14 +43,15 @@ def test_an_experiment_that_was_killed_goes_on_to_the_same_table(tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_ends_the_runs_too(tmp_path: Path, number: signal.Signals) -> None:
-    process = start(tmp_path / "runs", "rnn", data_of("rnn", tmp_path))
-    wait_until(lambda: list((tmp_path / "runs").rglob("run.jsonl")), process, tmp_path / "runs")
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
-    assert process.wait(90) == 130, log_of(tmp_path / "runs")
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-    assert "the same command goes on from here" in log_of(tmp_path / "runs")
+def test_an_interruption_ends_the_runs_and_the_same_command_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+    def interrupt(process: subprocess.Popen[bytes]) -> None:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        assert process.wait(90) == 130
+        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+    kill_and_compare(tmp_path, "rnn", end=interrupt)
+    assert "the same command goes on from here" in log_of(tmp_path / "killed")
 
 
 @pytest.mark.slow
@@ -60,13 +61,26 @@ def test_so_it_does_on_emulated_unequal_machines(tmp_path: Path) -> None:
     kill_and_compare(tmp_path, "rnn", "--launcher", lab, "--jobs", "1")
 
 
-def kill_and_compare(tmp_path: Path, name: str, *more: str) -> None:
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kills the experiment and everything it has started, as a machine that fails does."""
+    parent = psutil.Process(process.pid)
+    for one in [parent, *parent.children(recursive=True)]:
+        try:
+            os.kill(one.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
+
+
+def kill_and_compare(
+    tmp_path: Path, name: str, *more: str, end: Callable[[subprocess.Popen[bytes]], None] = kill_all
+) -> None:
     data = data_of(name, tmp_path)
     whole = start(tmp_path / "whole", name, data, *more)
     assert whole.wait(LIMIT_S) == 0, log_of(tmp_path / "whole")
     killed = start(tmp_path / "killed", name, data, *more)
     wait_for_checkpoint(tmp_path / "killed", killed)
-    kill_all(killed)
+    end(killed)
     assert not (tmp_path / "killed" / "table.md").is_file() or table(tmp_path / "killed") != table(tmp_path / "whole")
     resumed = start(tmp_path / "killed", name, data, *more)
     assert resumed.wait(LIMIT_S) == 0, log_of(tmp_path / "killed")
@@ -138,17 +152,6 @@ def wait_until(is_there: Callable[[], object], process: subprocess.Popen[bytes],
         assert process.poll() is None, log_of(folder)
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Kills the experiment and everything it has started, as a machine that fails does."""
-    parent = psutil.Process(process.pid)
-    for one in [parent, *parent.children(recursive=True)]:
-        try:
-            os.kill(one.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    process.wait()
 
 
 def table(folder: Path) -> list[dict[str, object]]:

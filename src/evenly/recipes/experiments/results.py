@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from evenly.errors import EvenlyError
-from evenly.spec import EpochDone, ExchangeDone, Measured, Run, RunFinished, RunStarted
+from evenly.spec import EpochDone, ExchangeDone, Measured, Run, RunFinished, RunStarted, RunStopped
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,24 @@ def read_outcome(folder: Path) -> Outcome | None:
         run = Run.read(folder)
     except (EvenlyError, OSError):
         return None
-    started, finished = run.last(RunStarted), run.last(RunFinished)
-    if started is None or finished is None or finished.at_s < started.at_s:
+    if not _is_complete(run):
         return None
     figures = {name: value for name, value in run.latest_values().items() if value is not None and name != "epoch"}
     return Outcome(figures, _epoch_seconds(run), _sent_bytes(run), _curve(run))
+
+
+def _is_complete(run: Run) -> bool:
+    """Returns whether a run has made all its epochs; one that was stopped by a signal is recorded as finished, too."""
+    complete = stopped = False
+    for event in run.events:
+        match event:
+            case RunStarted():
+                complete = stopped = False
+            case RunStopped():
+                stopped = True
+            case RunFinished():
+                complete = not stopped
+    return complete
 
 
 def _epoch_seconds(run: Run) -> float:
