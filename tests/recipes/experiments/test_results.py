@@ -4,9 +4,9 @@ from pathlib import Path
 
 from evenly.recipes.experiments.results import read_outcome
 from evenly.spec import Event, Measured, RunFailed, RunFinished, RunStarted, RunStopped
-from tests.reports.runs import cluster_of
+from tests.ranks import cluster_of, ragged
 
-STARTED = RunStarted(at_s=1.0, name="x", cluster=cluster_of([1, 1]))
+STARTED = RunStarted(at_s=1.0, name="x", cluster=cluster_of(ragged(1, 1)))
 MEASURED = Measured(at_s=2.0, step=5, values={"epoch": 1.0, "accuracy": 0.5})
 STOPPED = RunStopped(at_s=3.0, epoch=0, step=5, reason="SIGTERM")
 FINISHED = RunFinished(
