@@ -1,13 +1,10 @@
 """The results of an experiment: files in its folder, a table on the screen."""
 
-import platform
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from rich.markup import escape
 
-from evenly import __version__
 from evenly.cli._show import open_console, table_of
 from evenly.errors import EvenlyError
 from evenly.recipes.experiments import (
@@ -37,8 +34,7 @@ class Results:
         """Writes the results of all runs that are complete, if there is one."""
         outcomes = self._outcomes()
         if outcomes:
-            facts = {"evenly": __version__, "torch": version("torch"), "python": platform.python_version()}
-            write_results(self._folder, self._name, self._experiment, outcomes, facts=facts)
+            write_results(self._folder, self._name, self._experiment, outcomes)
 
     def show(self) -> None:
         """Prints the table, and writes the picture and the page."""

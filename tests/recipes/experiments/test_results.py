@@ -6,7 +6,7 @@ from evenly.recipes.experiments.results import read_outcome
 from evenly.spec import Event, Measured, RunFailed, RunFinished, RunStarted, RunStopped
 from tests.ranks import cluster_of, ragged
 
-STARTED = RunStarted(at_s=1.0, name="x", cluster=cluster_of(ragged(1, 1)))
+STARTED = RunStarted(at_s=1.0, name="x", cluster=cluster_of(ragged(1, 1)), settings={"torch": "2.13.0"})
 MEASURED = Measured(at_s=2.0, step=5, values={"epoch": 1.0, "accuracy": 0.5})
 STOPPED = RunStopped(at_s=3.0, epoch=0, step=5, reason="SIGTERM")
 FINISHED = RunFinished(
@@ -31,6 +31,8 @@ def test_a_run_is_complete_once_its_last_start_has_finished(tmp_path):
     outcome = outcome_of(tmp_path, STARTED, MEASURED, FINISHED)
     assert outcome is not None
     assert outcome.figures == {"accuracy": 0.5}
+    assert outcome.torch == "2.13.0"
+    assert len(outcome.devices) == 2
     assert outcome_of(tmp_path, STARTED, MEASURED) is None
     assert outcome_of(tmp_path, STARTED, MEASURED, FINISHED, STARTED) is None
     assert outcome_of(tmp_path, STARTED, RunFailed(at_s=2.0, step=5, error="x")) is None

@@ -53,7 +53,7 @@ def test_the_interval_is_students(count, quantile):
 
 
 def test_results_are_written_as_json_and_markdown(tmp_path):
-    write_results(tmp_path, "own", EXPERIMENT, outcomes(), facts={"torch": "2"})
+    write_results(tmp_path, "own", EXPERIMENT, outcomes())
     values = json.loads((tmp_path / "results.json").read_text())
     assert [row["mean"] for row in values["rows"]] == pytest.approx([0.92, 0.93])
     assert len(values["runs"]) == 6

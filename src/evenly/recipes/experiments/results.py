@@ -17,6 +17,8 @@ class Outcome:
     epoch_s: float  # median over its epochs; 0: not known
     sent_bytes: int  # across nodes, in all steps
     curve: tuple[Mapping[str, float], ...] = ()  # the figures after each epoch
+    torch: str = ""  # its version
+    devices: tuple[str, ...] = ()  # of its ranks
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -28,7 +30,15 @@ def read_outcome(folder: Path) -> Outcome | None:
     if not _is_complete(run):
         return None
     figures = {name: value for name, value in run.latest_values().items() if value is not None and name != "epoch"}
-    return Outcome(figures, _epoch_seconds(run), _sent_bytes(run), _curve(run))
+    started = run.of(RunStarted)[-1]
+    return Outcome(
+        figures,
+        _epoch_seconds(run),
+        _sent_bytes(run),
+        _curve(run),
+        torch=str(started.settings.get("torch", "")),
+        devices=tuple(device.name or device.kind for node in started.cluster.nodes for device in node.devices),
+    )
 
 
 def _is_complete(run: Run) -> bool:

@@ -64,7 +64,7 @@ def row_cells(row: GroupRow, *, percent: bool) -> tuple[str, ...]:
 
 
 def write_results(
-    folder: Path, name: str, experiment: Experiment, outcomes: Mapping[PlannedRun, Outcome], *, facts: Mapping[str, str]
+    folder: Path, name: str, experiment: Experiment, outcomes: Mapping[PlannedRun, Outcome]
 ) -> list[Path]:
     """Writes `results.json` and `table.md` into the folder of the experiment; returns their paths."""
     rows = group_rows(experiment, outcomes)
@@ -80,7 +80,6 @@ def write_results(
     ]
     values = {
         "experiment": name,
-        **facts,
         "metric": experiment.metric,
         "baseline": experiment.baseline,
         "rows": [asdict(row) for row in rows],

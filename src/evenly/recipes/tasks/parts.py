@@ -51,7 +51,7 @@ def describe(session: Session, config: TrainConfig, *networks: nn.Module, total_
         else:
             settings[name] = "/".join(f"{s:g}" for s in config.shares) if name == "shares" else _setting(value)
     size = sum(parameter.numel() for network in networks for parameter in network.parameters())
-    session.describe(**settings, parameters=size)
+    session.describe(**settings, parameters=size, torch=str(torch.__version__))
 
 
 def load_pretrained(network: nn.Module, file: str) -> None:
