@@ -19,16 +19,11 @@ help: ## Show this list
 demo: $(READY) data ## Train in three ways, in turns, on an emulated uneven cluster; ends with a table and a page (3 minutes)
 	$(BIN)/python scripts/demo.py
 
-test: style data ## Lint and run the tests (about 6 minutes on 2 cores, and the installation)
-	@echo "mypy runs beside the tests; its output follows theirs"
-	@nice $(BIN)/mypy > $(VENV)/mypy.log 2>&1 & mypy=$$!; \
-	trap 'kill $$mypy 2> /dev/null; exit 130' INT TERM; \
-	$(BIN)/python -m pytest -m "not slow"; tests=$$?; \
-	wait $$mypy; types=$$?; \
-	cat $(VENV)/mypy.log; \
-	exit $$((tests ? tests : types))
+test: style data ## Check style and run the tests (about 6 minutes on 2 cores, and the installation)
+	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(EXTRAS) data ## Run what `make test` leaves out: long tests, and the fuzzers with more seeds (about 20 minutes)
+test-all: $(EXTRAS) data ## Run what `make test` leaves out: types, long tests, the fuzzers with more seeds (about 20 minutes)
+	$(BIN)/mypy
 	@$(BIN)/evenly data fetch mnist cifar10 shakespeare || echo "the tests of experiments take small files of the same form"
 	$(BIN)/python -m pytest -m slow
 

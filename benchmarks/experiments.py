@@ -22,10 +22,12 @@ from evenly.recipes.experiments import (
     PlannedRun,
     group_rows,
     load_experiment,
+    markdown,
     planned_runs,
     read_outcome,
 )
 
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes" / "results.md"
 NOTE = (
     "One row for each run: its last figures, the median time of an epoch, megabytes that all ranks sent across nodes "
     "(of the global way: averaged gradients), and the compared figure after each epoch. All nodes share one device and "
@@ -60,6 +62,8 @@ def main() -> None:
     shown = [shown_row(group) for group in groups]
     kept = [row for _, row in known]
     write_result(f"experiment_{arguments.name}", kept, claims, note=NOTE, save=arguments.save, shown=shown)
+    if arguments.save:
+        write_table(arguments.name, experiment, groups)
 
 
 def kept_rows(name: str) -> list[Row]:
@@ -105,6 +109,16 @@ def shown_row(group: GroupRow) -> Row:
         "epoch_s": group.epoch_s,
         "sent_mb": group.sent_bytes / 1e6,
     }
+
+
+def write_table(name: str, experiment: Experiment, groups: Sequence[GroupRow]) -> None:
+    """Writes the table into its place on the page of results."""
+    text = PAGE.read_text()
+    begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+    before, _, rest = text.partition(begin)
+    if not rest:
+        raise SystemExit(f"{PAGE} has no line {begin.strip()} for the table")
+    PAGE.write_text(f"{before}{begin}\n{markdown(experiment, groups)}\n{end}{rest.partition(end)[2]}")
 
 
 def points_minus_global(groups: Sequence[GroupRow], every: str) -> float:

@@ -57,7 +57,8 @@ SLOW = (  # over ten seconds each on a busy core; `make test-all` runs them
     "session/test_shards.py::test_state_of_a_factored_optimizer_is_averaged_as_by_hand",
     "golden/test_golden.py::test_losses_are_those_of_before",
     "test_docs.py::test_the_site_builds_without_a_warning",
-    "test_examples.py::test_each_runs_alone_and_leaves_nothing",  # the complete ones run on three ranks in `make test`
+    "test_examples.py::test_each_runs_alone_and_leaves_nothing",  # a complete one runs on three ranks in `make test`
+    "test_examples.py::test_the_complete_script_by_hand_saves_weights_that_are_as_good_on_one_device",
     "session/test_shards.py::test_a_run_that_crashed_resumes_bit_for_bit_and_with_other_shares",
     "planner/test_fewer.py::test_no_set_of_nodes_is_clearly_faster",
     "shards/test_networks.py::test_a_cut_network_runs_uncompiled_inside_of_a_compiled_function",
@@ -168,8 +169,11 @@ def _fail_what_leaks() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what takes long, and puts what runs with no other test beside it to the end."""
-    items.sort(key=_runs_alone)
+    """Marks what takes long, and puts what runs with no other test beside it to the end.
+
+    Tests of examples and documentation come first: they take longest, and would keep the others waiting at the end.
+    """
+    items.sort(key=lambda item: (_runs_alone(item), item.path.parent != Path(__file__).parent))
     cases: dict[str, set[str]] = {}
     for item in items:
         name, _, case = item.nodeid.removeprefix("tests/").partition("[")

@@ -136,7 +136,10 @@ def _make(
     runner = Runner(folder, command, environ=environ, jobs=jobs, say=say)
     pending = runner.pending(runs)
     done = len(runs) - len(pending)
-    print(f"{len(runs)} runs in {folder}" + (f", {done} of them done" if done else ""), flush=True)
+    print(
+        f"{len(runs)} run{'s' if len(runs) > 1 else ''} in {folder}" + (f", {done} of them done" if done else ""),
+        flush=True,
+    )
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that runs are ended by it, too
     try:
         return runner.run(pending)

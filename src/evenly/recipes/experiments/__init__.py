@@ -11,7 +11,15 @@ from evenly.recipes.experiments.grid import (
 from evenly.recipes.experiments.plots import draw_curves
 from evenly.recipes.experiments.results import Outcome, read_outcome
 from evenly.recipes.experiments.runner import Runner
-from evenly.recipes.experiments.table import HEADERS, GroupRow, group_rows, is_percent, row_cells, write_results
+from evenly.recipes.experiments.table import (
+    HEADERS,
+    GroupRow,
+    group_rows,
+    is_percent,
+    markdown,
+    row_cells,
+    write_results,
+)
 
 __all__ = [
     "HEADERS",
@@ -26,6 +34,7 @@ __all__ = [
     "group_rows",
     "is_percent",
     "load_experiment",
+    "markdown",
     "planned_runs",
     "read_outcome",
     "row_cells",

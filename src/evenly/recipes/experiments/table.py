@@ -59,7 +59,7 @@ def row_cells(row: GroupRow, *, percent: bool) -> tuple[str, ...]:
         "" if row.deviation is None else _number(row.deviation, percent=percent),
         _difference(row, percent=percent),
         f"{row.epoch_s:.3g}" if row.epoch_s else "",
-        f"{row.sent_bytes / 1e6:.4g}",
+        f"{row.sent_bytes / 1e6:.4g}" if row.sent_bytes < 1e10 else f"{row.sent_bytes / 1e6:.0f}",
     )
 
 
