@@ -75,6 +75,13 @@ SLOW = (  # long on a busy core; `make test-all` runs them
     "layouts/test_layout.py::test_the_same_network_gets_the_same_layout_and_both_can_be_told_as_text",
     "nodes/test_shards.py::test_layers_of_cut_networks_are_frozen_and_unfrozen",
     "graph/test_trace.py::test_batch_norm_of_an_exported_network",
+    "graph/test_trace.py::test_an_exported_network_that_reads_what_its_normalization_counts",
+    "nodes/test_shards.py::test_cut_networks_that_were_frozen_end_with_the_same_values",
+    "planner/test_plan.py::test_a_node_of_a_hundred_ranks_is_planned_soon",
+    "shards/test_networks.py::test_sequences_of_other_lengths_through_recurrent_layers",
+    "shards/test_networks.py::test_dropout_between_recurrent_layers_does_not_depend_on_the_cut",
+    "shards/test_state.py::test_torch_reads_the_checkpoints_and_they_come_back",  # and the other way in `make test`
+    "test_tutorial.py::test_the_script_trains_on_two_unequal_nodes",  # so does an example
     "session/test_stragglers.py::test_a_slowed_rank_is_named_in_the_record_and_on_the_screen",
     "session/test_stops.py::test_a_stopped_host_of_the_store_is_named_and_all_end_in_time",
     "session/test_shards.py::test_a_run_that_crashed_resumes_bit_for_bit_and_with_other_shares",
@@ -106,9 +113,12 @@ SAMPLED: dict[str, tuple[str, ...] | int] = {
     "exchange/test_overlap.py::test_overlap": ("3+1-1", "2x2-2", "1+1+2-4"),
     "exchange/test_overlap.py::test_fragments": ("3+1-1-3", "2x2-0-2", "3+1-3-2"),
     "nodes/test_shards.py::test_exchanges_of_cut_networks_beside_the_training": (
-        "3|2-exchange0", "2|whole-exchange2"),
+        "2|whole-exchange2",),
     "nodes/test_shards.py::test_two_nodes_with_different_splits": ("adam-5",),
-    "nodes/test_shards.py::test_whole_networks_ranks_without_a_share_and_three_nodes": ("2|whole", "left out|2"),
+    "nodes/test_shards.py::test_whole_networks_ranks_without_a_share_and_three_nodes": ("left out|2",),
+    "nodes/test_shards.py::test_unequal_numbers_of_steps_are_told": ("4",),
+    "nodes/test_shards.py::test_nan_in_one_part_stops_all": ("3|2",),
+    "exchange/test_overlap.py::test_state_of_fragments": ("policy1",),
     "recipes/optim/test_training.py::test_a_resumed_run_ends_bit_for_bit_as_one_without_a_stop": ("adafactor-whole",),
     "cli/test_completion.py::test_a_shell_completes_verbs_recipes_and_runs": ("bash",),
     "shards/test_zoo.py::test_more_steps_and_another_optimizer": ("4-three",),
@@ -116,7 +126,6 @@ SAMPLED: dict[str, tuple[str, ...] | int] = {
         "there and back-3", "another part-3", "group added-3", "group added-global"),
     "nodes/test_freezing.py::test_all_nodes_end_with_the_same_bits": (
         "there and back-outer", "there and back-fragments", "group added-codec", "group added-averaged"),
-    "nodes/test_shards.py::test_cut_networks_that_were_frozen_end_with_the_same_values": ("settings0",),
     "nodes/test_shards.py::test_several_replicas_in_a_node": ("2+2-adam-2",),
     "nodes/test_shards.py::test_codes_of_cut_networks_end_in_the_same_values_everywhere": ("int4",),
     "nodes/test_faults.py::test_a_rank_that_never_arrives_is_named_at_the_time_limit": ("1",),
@@ -140,7 +149,7 @@ SAMPLED: dict[str, tuple[str, ...] | int] = {
     "shards/test_networks.py::test_random_numbers_do_not_depend_on_the_cut": (
         "stochastic depth", "bernoulli", "a module that cannot be traced"),
     "shards/test_networks.py::test_recurrent_layers_are_cut_along_the_batch": (
-        "False-LSTM, steps first", "False-GRU of both directions"),
+        "False-GRU of both directions",),
     "shards/test_probe.py::test_elementwise_optimizers_pass": 5,
     "shards/test_parameters.py::test_what_treats_each_element_alone_gives_the_numbers_of_one_device": 3,
     "shards/test_loops.py::test_a_loop_does_the_same": 2,
@@ -158,7 +167,6 @@ SAMPLED: dict[str, tuple[str, ...] | int] = {
     "shards/test_recurrent.py::test_units_are_computed_by_the_rank_that_holds_them": (
         "LSTM of both directions, given states",),
     "shards/test_recurrent.py::test_ranks_without_units_or_without_a_share": ("shares0",),
-    "shards/test_state.py::test_torch_reads_the_checkpoints_and_they_come_back": ("sgd",),
     "shards/test_state.py::test_training_goes_on_in_another_split_and_in_plain_torch": (
         "small-adam-adam",),
     "shards/test_verify.py::test_networks_that_are_cut_are_the_same": ("small-3", "gpt2_separate_tied-2"),

@@ -1,6 +1,5 @@
 """The settings of a training: defaults, a recipe, a TOML file, `key=value` on the command line, in this order."""
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from evenly.errors import SpecError
+from evenly.recipes.names import did_you_mean
 from evenly.spec._text import load_toml
 from evenly.spec._value import Value
 from evenly.spec.exchange import StatePolicy
@@ -119,7 +119,7 @@ def load_config(recipe: str, file: Path | None = None, changes: Sequence[str] = 
     """Returns the settings of a recipe, changed by a TOML `file` and then by texts like `epochs=3`."""
     if recipe not in recipe_names():
         raise SpecError(
-            f"the recipe {recipe!r} was asked for, but there is none of this name{nearest(recipe, recipe_names())}. "
+            f"the recipe {recipe!r} was asked for, but there is none.{did_you_mean(recipe, recipe_names())} "
             f"Choose one of: {', '.join(recipe_names())}."
         )
     values: dict[str, object] = merged({}, load_toml(RECIPES / f"{recipe}.toml"))
@@ -164,16 +164,6 @@ def merged(values: Mapping[str, object], changes: Mapping[str, object]) -> dict[
     return result
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the words that name the known name nearest to `name`, or nothing.
-
-    >>> nearest("epoch", ["epochs", "lr"])
-    '; the nearest is epochs'
-    """
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; the nearest is {found[0]}" if found else ""
-
-
 def _table(value: object) -> dict[str, object]:
     return dict(value) if isinstance(value, Mapping) else {}
 
@@ -181,7 +171,7 @@ def _table(value: object) -> dict[str, object]:
 def _require_setting(name: str, key: str) -> None:
     if name not in TrainConfig.model_fields:
         raise SpecError(
-            f"{key!r} was given, but there is no setting {name!r}{nearest(name, TrainConfig.model_fields)}. "
+            f"{key!r} was given, but there is no setting {name!r}.{did_you_mean(name, TrainConfig.model_fields)} "
             f"There are: {', '.join(TrainConfig.model_fields)}."
         )
     if key != name and TrainConfig.model_fields[name].default_factory is None:

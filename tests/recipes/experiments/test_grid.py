@@ -66,7 +66,7 @@ def test_values_with_a_comma_are_given_alone():
     ("only", "told"),
     [
         ("every=20", "every is one of: 10, global"),
-        ("widht=wide", r"do not differ in 'widht'; the nearest is width"),
+        ("widht=wide", r"do not differ in 'widht'\. Did you mean 'width'\?"),
         ("wide", "takes KEY=VALUE"),
         ("seed=9", "no run of the experiment fits"),
     ],
@@ -79,9 +79,9 @@ def test_a_wrong_choice_is_refused(tmp_path, only, told):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (GRID.replace("seeds = 2", "seed = 2"), r"entry 'seed', which no experiment has; the nearest is seeds"),
-        (GRID.replace("epochs = 7", "epoch = 7"), r"no setting 'epoch'; the nearest is epochs"),
-        (GRID.replace('"fashion"', '"fashon"'), r"the nearest is fashion"),
+        (GRID.replace("seeds = 2", "seed = 2"), r"entry 'seed', which no experiment has\. Did you mean 'seeds'\?"),
+        (GRID.replace("epochs = 7", "epoch = 7"), r"no setting 'epoch'\. Did you mean 'epochs'\?"),
+        (GRID.replace('"fashion"', '"fashon"'), r"Did you mean 'fashion'\?"),
         (GRID.replace("seeds = 2", "seeds = 0"), "seeds: .*given 0"),
         (GRID.replace("lr = 0.3", "lr = -1"), "lr: .*given -1"),
     ],
@@ -92,7 +92,7 @@ def test_a_wrong_file_is_refused(tmp_path, text, told):
 
 
 def test_an_unknown_experiment_is_refused_with_the_nearest_name():
-    with pytest.raises(SpecError, match=r"'cifr' was asked for.*the nearest is cifar"):
+    with pytest.raises(SpecError, match=r"'cifr' was asked for.*Did you mean 'cifar'\?"):
         load_experiment("cifr")
 
 

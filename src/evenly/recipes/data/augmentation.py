@@ -1,7 +1,6 @@
 """Augmentation of batches on their device, the same for a sample whatever batch, split or rank it is in."""
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from torch import Tensor
 from torch.nn.functional import one_hot
@@ -12,6 +11,7 @@ from evenly.recipes.data.sets import ImageData
 from evenly.recipes.data.transforms.geometry import crop_and_flip
 from evenly.recipes.data.transforms.policies import autoaugment, randaugment
 from evenly.recipes.data.transforms.random_numbers import SampleRandom
+from evenly.recipes.names import did_you_mean
 
 AUGMENTATIONS = {
     "crop": "a window of the image padded with black by an eighth of its size",
@@ -107,10 +107,9 @@ def _mix(first: Tensor, second: Tensor, part: Tensor) -> Tensor:
 
 def _check_name(name: str, names: Sequence[str]) -> None:
     if name not in AUGMENTATIONS:
-        near = get_close_matches(name, AUGMENTATIONS, n=1)
-        meant = f"Did you mean {near[0]!r}? " if near else ""
         raise SpecError(
-            f"the augmentation {name!r} was asked for, but there is none. {meant}There are: {', '.join(AUGMENTATIONS)}."
+            f"the augmentation {name!r} was asked for, but there is none.{did_you_mean(name, AUGMENTATIONS)} "
+            f"There are: {', '.join(AUGMENTATIONS)}."
         )
     if list(names).count(name) > 1:
         raise SpecError(f"the augmentation {name!r} was asked for twice. Name each once.")

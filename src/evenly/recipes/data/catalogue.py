@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
 from evenly.errors import DataError, SpecError
+from evenly.recipes.names import did_you_mean
 
 ROOT = Path("data")  # the folder of all data sets
 IDX_FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
@@ -66,9 +66,10 @@ def dataset_info(name: str) -> DatasetInfo:
     """Returns what is known of a data set; raises `SpecError` with the nearest name if there is none."""
     if name in DATASETS:
         return DATASETS[name]
-    near = get_close_matches(name, DATASETS, n=1)
-    meant = f"Did you mean {near[0]!r}? " if near else ""
-    raise SpecError(f"the data set {name!r} was asked for, but there is none. {meant}There are: {', '.join(DATASETS)}.")
+    raise SpecError(
+        f"the data set {name!r} was asked for, but there is none.{did_you_mean(name, DATASETS)} "
+        f"There are: {', '.join(DATASETS)}."
+    )
 
 
 def find_folder(name: str, folder: Path | None, *, root: Path = ROOT) -> Path:

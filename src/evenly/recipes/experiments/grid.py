@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from evenly.errors import SpecError
-from evenly.recipes.config import TrainConfig, load_config, nearest, parse_changes
+from evenly.recipes.config import TrainConfig, load_config, parse_changes
+from evenly.recipes.names import did_you_mean
 from evenly.spec._text import load_toml
 from evenly.spec._value import Value
 
@@ -79,15 +80,15 @@ def load_experiment(name: str) -> Experiment:
     file = Path(name) if name.endswith(".toml") else GRIDS / f"{name}.toml"
     if not name.endswith(".toml") and name not in experiment_names():
         raise SpecError(
-            f"the experiment {name!r} was asked for, but there is none of this name"
-            f"{nearest(name, experiment_names())}. Choose one of: {', '.join(experiment_names())}; or give a TOML file."
+            f"the experiment {name!r} was asked for, but there is none.{did_you_mean(name, experiment_names())} "
+            f"Choose one of: {', '.join(experiment_names())}; or give a TOML file."
         )
     values = load_toml(file)
     unknown = [key for key in values if key not in Experiment.model_fields]
     if unknown:
         raise SpecError(
-            f"{file} has an entry {unknown[0]!r}, which no experiment has"
-            f"{nearest(unknown[0], Experiment.model_fields)}. There are: {', '.join(Experiment.model_fields)}."
+            f"{file} has an entry {unknown[0]!r}, which no experiment has."
+            f"{did_you_mean(unknown[0], Experiment.model_fields)} There are: {', '.join(Experiment.model_fields)}."
         )
     return Experiment(**values)
 
@@ -169,7 +170,7 @@ def _require_columns(wanted: Mapping[str, set[str]], columns: Mapping[str, tuple
     for key, values in wanted.items():
         if key not in known:
             raise SpecError(
-                f"--only {key}=... was given, but the runs do not differ in {key!r}{nearest(key, known)}. "
+                f"--only {key}=... was given, but the runs do not differ in {key!r}.{did_you_mean(key, known)} "
                 f"They differ in: {', '.join(known)}."
             )
         unknown = sorted(values - (known[key] or values))

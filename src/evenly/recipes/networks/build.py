@@ -4,10 +4,10 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, get_type_hints
 
 from evenly.errors import EvenlyError, SpecError
+from evenly.recipes.names import did_you_mean
 from evenly.recipes.networks.catalogue import NETWORKS, NetworkInfo
 from evenly.recipes.networks.loading import HOW, TIMM, error_words, load_callable, load_timm
 
@@ -72,7 +72,7 @@ def _maker(
     module_name, colon, function_name = name.rpartition(":")
     if not colon or not module_name or not function_name:
         raise SpecError(
-            f"there is no network {name!r}.{_nearest(name, NETWORKS)} Choose one of: {', '.join(NETWORKS)}. "
+            f"there is no network {name!r}.{did_you_mean(name, NETWORKS)} Choose one of: {', '.join(NETWORKS)}. "
             f"{HOW.replace('Give', 'Or give', 1)}."
         )
     make = load_callable(name)
@@ -122,7 +122,7 @@ def _require_known(name: str, options: Iterable[str], known: Iterable[str], *, a
     for key in options:
         if key not in known and not anything:
             raise SpecError(
-                f"the network {name!r} has no option {key!r}.{_nearest(key, known)} "
+                f"the network {name!r} has no option {key!r}.{did_you_mean(key, known)} "
                 + (f"It has: {', '.join(known)}." if known else "It has none: leave it out.")
             )
 
@@ -151,11 +151,6 @@ def _parameters(make: Callable[..., object]) -> Mapping[str, inspect.Parameter] 
 
 def _takes_anything(make: Callable[..., object]) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(make).parameters.values())
-
-
-def _nearest(word: str, words: Iterable[str]) -> str:
-    near = get_close_matches(word.lower(), list(words), 1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _listed(values: Mapping[str, object]) -> str:

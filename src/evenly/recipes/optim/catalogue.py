@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from types import MappingProxyType
 
 from evenly.errors import SpecError
+from evenly.recipes.names import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,6 @@ def require_known(kind: str, name: str, known: Collection[str], *, of: str = "")
     """Raises `SpecError` with the nearest name for one that is not known; `kind` says what it would be."""
     if name in known:
         return
-    near = get_close_matches(name, known, 1)
-    advice = f"Did you mean {near[0]!r}?" if near else f"Choose one of: {', '.join(known)}."
+    advice = did_you_mean(name, known) or f" Choose one of: {', '.join(known)}."
     case = f"it has {', '.join(known) or 'none'}" if of else f"known are {', '.join(known)}"
-    raise SpecError(f"the {kind} {name!r} was asked for{of and f' of {of}'}; {case}. {advice}")
+    raise SpecError(f"the {kind} {name!r} was asked for{of and f' of {of}'}; {case}.{advice}")
