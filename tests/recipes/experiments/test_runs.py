@@ -32,7 +32,7 @@ ONLY = {  # one run of each, and of two the baseline, too
     "optimizers": ["optimizer=angulargrad-cos", "every=10"],
     "rnn": ["every=global,epoch"],
 }
-NODES = {"heterogeneous": [3]}  # ranks of each node
+NODES = {"cifar": [1, 1], "optimizers": [1, 1], "heterogeneous": [3]}  # ranks of each node
 UNEQUAL_NODES = [2, 1]  # of all others
 LIMIT_S = 400
 
