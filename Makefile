@@ -25,7 +25,7 @@ test: style data ## Check style and run the tests (about 6 minutes on 2 cores, a
 test-all: $(EXTRAS) data ## Run what `make test` leaves out: types, long tests, the fuzzers with more seeds (about 20 minutes)
 	$(BIN)/mypy
 	@$(BIN)/evenly data fetch mnist cifar10 shakespeare || echo "the tests of experiments take small files of the same form"
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 3
 
 fast: $(READY) ## Only the tests that need neither root nor a lab nor a quiet machine
 	$(BIN)/python -m pytest -m "not lab and not alone and not slow"

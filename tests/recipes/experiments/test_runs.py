@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -35,6 +35,16 @@ ONLY = {  # one run of each, and of two the baseline, too
 NODES = {"cifar": [1, 1], "optimizers": [1, 1], "heterogeneous": [3]}  # ranks of each node
 UNEQUAL_NODES = [2, 1]  # of all others
 LIMIT_S = 400
+STARTED: "list[subprocess.Popen[bytes]]" = []
+
+
+@pytest.fixture(autouse=True)
+def _end_what_still_runs() -> Iterator[None]:
+    yield
+    for process in STARTED:
+        if process.poll() is None:
+            kill_all(process)
+    STARTED.clear()
 
 
 def test_every_experiment_is_tried() -> None:
@@ -145,7 +155,8 @@ def start(folder: Path, name: str, data: Path, *more: str) -> subprocess.Popen[b
         words += ["--only", only]
     with folder.with_suffix(".log").open("ab") as log:
         command = [sys.executable, "-m", "evenly", *words]
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, process_group=0)
+        STARTED.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, process_group=0))
+    return STARTED[-1]
 
 
 def log_of(folder: Path) -> str:
