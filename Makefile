@@ -22,7 +22,7 @@ demo: $(READY) data ## Train in three ways, in turns, on an emulated uneven clus
 test: style data ## Check style and run the tests (about 6 minutes on 2 cores, and the installation)
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(EXTRAS) data ## Run what `make test` leaves out: types, long tests, the fuzzers with more seeds (about 20 minutes)
+test-all: $(EXTRAS) data ## Run what `make test` leaves out: types, long tests, the fuzzers with more seeds (about 30 minutes)
 	$(BIN)/mypy
 	@$(BIN)/evenly data fetch mnist cifar10 shakespeare || echo "the tests of experiments take small files of the same form"
 	$(BIN)/python -m pytest -m slow -n 3

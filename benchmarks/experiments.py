@@ -55,10 +55,10 @@ def main() -> None:
             if row is not None:
                 rows[run.name, run.seed] = row
     known = [(run, rows[run.name, run.seed]) for run in runs if (run.name, run.seed) in rows]
-    groups = group_rows(experiment, {run: outcome_of(row) for run, row in known})
-    claims = CLAIMS[arguments.name](groups) if arguments.name in CLAIMS else []
     if not known:
         raise SystemExit("no run is complete")
+    groups = group_rows(experiment, {run: outcome_of(row) for run, row in known})
+    claims = CLAIMS[arguments.name](groups) if arguments.name in CLAIMS else []
     shown = [shown_row(group) for group in groups]
     kept = [row for _, row in known]
     write_result(f"experiment_{arguments.name}", kept, claims, note=NOTE, save=arguments.save, shown=shown)
@@ -80,7 +80,7 @@ def read_row(folder: Path, run: PlannedRun, experiment: Experiment, *, origin: M
     return {
         "run": run.name,
         "seed": run.seed,
-        **{name: round(value, 5) for name, value in outcome.figures.items()},
+        "figures": {name: round(value, 5) for name, value in outcome.figures.items()},
         "epochs": len(outcome.curve),
         "epoch_s": round(outcome.epoch_s, 3),
         "sent_mb": round(outcome.sent_bytes / 1e6, 1),
@@ -93,8 +93,7 @@ def read_row(folder: Path, run: PlannedRun, experiment: Experiment, *, origin: M
 
 def outcome_of(row: Row) -> Outcome:
     """Returns a row as an outcome, to be grouped."""
-    figures = {name: value for name, value in row.items() if isinstance(value, float)}
-    return Outcome(figures, epoch_s=row["epoch_s"], sent_bytes=round(1e6 * row["sent_mb"]))
+    return Outcome(row["figures"], epoch_s=row["epoch_s"], sent_bytes=round(1e6 * row["sent_mb"]))
 
 
 def shown_row(group: GroupRow) -> Row:

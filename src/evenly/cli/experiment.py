@@ -1,7 +1,6 @@
 """`evenly experiment`: a grid of runs, resumed where it stopped, and its table."""
 
 import json
-import os
 import shlex
 import signal
 import sys
@@ -126,13 +125,16 @@ def _make(
 ) -> list["PlannedRun"]:
     """Makes the runs that are not done; returns those that failed."""
     from evenly.launch.settings import overlay
+    from evenly.launch.threads import thread_variables
     from evenly.recipes.experiments import Runner
 
     def say(line: str) -> None:
         print(line, flush=True)
         results.write()
 
-    environ = overlay({} if command.has_launcher else _threads(runs, jobs=jobs))
+    # `evenly launch` divides the cores for one run; runs that go on at a time share them.
+    num_ranks = min(jobs, len(runs)) * max((run.num_ranks for run in runs), default=1)
+    environ = overlay({} if command.has_launcher or jobs == 1 else thread_variables(num_ranks))
     runner = Runner(folder, command, environ=environ, jobs=jobs, say=say)
     pending = runner.pending(runs)
     done = len(runs) - len(pending)
@@ -148,16 +150,6 @@ def _make(
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _threads(runs: Sequence["PlannedRun"], *, jobs: int) -> dict[str, str]:
-    """Returns equal shares of the cores for the ranks of all runs that go on at a time."""
-    from evenly.launch.settings import environment
-
-    if jobs == 1 or not runs or environment("OMP_NUM_THREADS") is not None:
-        return {}  # `evenly launch` divides the cores
-    ranks = max(sum(int(count) for count in run.nodes.split(",")) for run in runs)
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (min(jobs, len(runs)) * ranks)))}
 
 
 def _toml(value: object) -> str:

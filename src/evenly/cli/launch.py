@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import signal
@@ -23,6 +22,7 @@ from evenly.launch.binding import TOGETHER, require_binding
 from evenly.launch.devices import VARIABLE, parse_devices, wrong_count
 from evenly.launch.ports import free_port
 from evenly.launch.settings import environment, overlay
+from evenly.launch.threads import thread_variables
 
 if TYPE_CHECKING:
     import psutil
@@ -86,7 +86,8 @@ def launch(
         require_binding()
         program = ["-m", BOUND, *(["--threads"] if environment("OMP_NUM_THREADS") is None else []), *program]
     commands = [_agent(counts, node=node, host=host, port=port, program=program) for node in chosen]
-    together = {**_threads(sum(counts)), "EVENLY_TOKEN": secrets.token_hex(16), TOGETHER: "1"}
+    # torchrun gives one thread to each of several ranks, but all cores to the only rank of a node.
+    together = {**thread_variables(sum(counts)), "EVENLY_TOKEN": secrets.token_hex(16), TOGETHER: "1"}
     shared = together if node_rank is None else {}
     raise typer.Exit(run_together(commands, environ={**shared, **device_variables}))
 
@@ -224,13 +225,6 @@ def _device_variables(text: str, counts: Sequence[int], chosen: Sequence[int]) -
     for line in shared_in_list(here, first_rank=first):
         typer.echo(f"evenly: {line}", err=True)
     return {VARIABLE: ",".join(devices)}
-
-
-def _threads(num_processes: int) -> dict[str, str]:
-    """Returns equal shares of the cores; torchrun gives one thread to each of several ranks but all to a single one."""
-    if environment("OMP_NUM_THREADS") is not None:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes))}
 
 
 def _parse_nodes(text: str) -> list[int]:

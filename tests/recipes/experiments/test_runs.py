@@ -22,7 +22,7 @@ from tests.recipes.data.pictures import write_birds, write_class_folders
 from tests.recipes.images import write_images
 
 DATA = Path(__file__).parents[3] / "data"
-ONLY = {  # one run of each, and of two the baseline, too
+ONLY = {  # one or two runs of each
     "cifar": ["nodes=1,1", "every=10"],
     "finegrained": ["set=cub200", "every=5 epochs"],
     "gan": ["every=10"],

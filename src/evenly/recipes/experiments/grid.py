@@ -64,6 +64,11 @@ class PlannedRun:
         """Its folder in that of the experiment."""
         return Path(self.name, f"seed-{self.seed}")
 
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it starts."""
+        return sum(int(count) for count in self.nodes.split(","))
+
 
 def experiment_names() -> list[str]:
     """Returns the names of the experiments that come with evenly."""
