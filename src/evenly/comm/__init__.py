@@ -4,6 +4,7 @@ from evenly.comm.callbacks import call_when_done
 from evenly.comm.collectives import (
     CollectiveWaiter,
     ObjectGatherer,
+    Work,
     all_gather,
     all_reduce,
     all_to_all,
@@ -14,7 +15,18 @@ from evenly.comm.collectives import (
 from evenly.comm.consistency import learning_rate, require_same
 from evenly.comm.context import GroupContext, open_context, open_temporarily, report_on_error
 from evenly.comm.failure_monitor import FailureMonitor, FailureNote
-from evenly.comm.groups import Groups, Peers, backend_for, close_groups, open_group, open_groups, owners_of_slices
+from evenly.comm.groups import (
+    Group,
+    Groups,
+    Peers,
+    backend_for,
+    close_groups,
+    open_group,
+    open_group_inside,
+    open_groups,
+    owners_of_slices,
+    plain_group,
+)
 from evenly.comm.host_copies import to_device, to_host
 from evenly.comm.local_shard import (
     LocalShard,
@@ -26,18 +38,23 @@ from evenly.comm.local_shard import (
     retire,
     set_local_shard,
 )
+from evenly.comm.memory.group import MemoryGroup, MemoryWork
 from evenly.comm.rank_group import RankGroup, rank_group_of
 from evenly.comm.redistribute import MOVES, Redistribute
-from evenly.comm.shard_group import PendingTensor, ShardGroup, Traffic, count_of, put, take
+from evenly.comm.segments import count_of, put, take
+from evenly.comm.shard_group import PendingTensor, ShardGroup, Traffic
 
 __all__ = [
     "MOVES",
     "CollectiveWaiter",
     "FailureMonitor",
     "FailureNote",
+    "Group",
     "GroupContext",
     "Groups",
     "LocalShard",
+    "MemoryGroup",
+    "MemoryWork",
     "ObjectGatherer",
     "Peers",
     "PendingTensor",
@@ -45,6 +62,7 @@ __all__ = [
     "Redistribute",
     "ShardGroup",
     "Traffic",
+    "Work",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -63,9 +81,11 @@ __all__ = [
     "mark",
     "open_context",
     "open_group",
+    "open_group_inside",
     "open_groups",
     "open_temporarily",
     "owners_of_slices",
+    "plain_group",
     "put",
     "rank_group_of",
     "report_on_error",

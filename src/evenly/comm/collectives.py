@@ -12,10 +12,14 @@ import torch.distributed as dist
 
 from evenly.comm.callbacks import call_when_done
 from evenly.comm.failure_monitor import FailureMonitor
+from evenly.comm.groups import Group
 from evenly.comm.heartbeats import AwakeClock
+from evenly.comm.memory.group import MemoryGroup, MemoryWork
 from evenly.errors import LockstepError, PeerError
 
 T = TypeVar("T")
+
+Work = dist.Work | MemoryWork
 
 SHORT_WAIT_S = 2.0  # a rank that waits longer for others reports it
 
@@ -44,7 +48,7 @@ class CollectiveWaiter:
         self.on_quiet: Callable[[], None] | None = None  # called once in a wait that is not short
         self.watch: PausableClock | None = None
 
-    def wait(self, works: Iterable[dist.Work], *, waits_for_ranks: bool = False) -> None:
+    def wait(self, works: Iterable[Work], *, waits_for_ranks: bool = False) -> None:
         """Returns when all `works` are done; raises `PeerError` for a rank that failed, left or did not come.
 
         `waits_for_ranks`: a small message that mainly waits for other ranks; a rank that waits long reports it to them.
@@ -55,20 +59,17 @@ class CollectiveWaiter:
         if self.watch is not None:
             self.watch.resume()
 
-    def _wait(self, works: Iterable[dist.Work], *, waits_for_ranks: bool) -> None:
-        clock: AwakeClock | None = None  # only long waits need one
-        has_called = self.on_quiet is None
+    def _wait(self, works: Iterable[Work], *, waits_for_ranks: bool) -> None:
+        check = _WaitCheck(self, waits_for_ranks=waits_for_ranks)
         for work in works:
+            if isinstance(work, MemoryWork):
+                work.finish(check)
+                continue
             done = threading.Lock()  # as an event that is set once; `threading.Event` takes longer to make
             done.acquire()
             call_when_done(work.get_future(), partial(_release, done))
             while not done.acquire(timeout=0.1):
-                clock = clock or AwakeClock()
-                waited_s = clock.read()
-                if not has_called and self.on_quiet is not None and waited_s > 1.0:
-                    has_called = True
-                    self.on_quiet()
-                self._check_wait(waited_s, waits_for_ranks=waits_for_ranks)
+                check()
             try:
                 work.wait()
             except RuntimeError as error:
@@ -80,7 +81,7 @@ class CollectiveWaiter:
         """Returns when a background thread of this rank is `done`, with the same checks as `wait`."""
         clock = AwakeClock()
         while not done.wait(0.1):
-            self._check_wait(clock.read(), waits_for_ranks=True)
+            self.check_wait(clock.read(), waits_for_ranks=True)
 
     def barrier(self) -> None:
         """Returns when every rank of the group waits with this label; uses the store only."""
@@ -134,7 +135,8 @@ class CollectiveWaiter:
             store.delete(f"values/{after}/{rank}")
         return values
 
-    def _check_wait(self, waited_s: float, *, waits_for_ranks: bool) -> None:
+    def check_wait(self, waited_s: float, *, waits_for_ranks: bool) -> None:
+        """Raises if a wait of `waited_s` is to end; tells the others about a long one."""
         self.monitor.check()
         if not self._reports and self.monitor.has_failed:  # the others may have failed before they came here
             raise PeerError(
@@ -150,6 +152,18 @@ class CollectiveWaiter:
             error = self._timeout_error(waited_s, absent_ranks)
             self.monitor.report(error)
             raise error
+
+    def raise_ended(self, pids: Sequence[int]) -> None:
+        """Raises an error for processes of this machine that have ended, or the cause that they reported before."""
+        for _ in range(2):  # a rank that fails reports it before it ends
+            self.monitor.poll()
+            time.sleep(0.05)
+        error = PeerError(
+            f"rank {self.monitor.rank_group.rank} waited at {self.label} after step {self.step} for a rank whose "
+            f"process has ended: {self.monitor.who_has(pids)}. Look at its output."
+        )
+        self.monitor.report(error)
+        raise error
 
     def _timeout_error(self, waited_s: float, absent_ranks: list[int]) -> PeerError:
         cause = "all ranks arrived but the transfer did not end."
@@ -169,6 +183,27 @@ class CollectiveWaiter:
         )
 
 
+class _WaitCheck:
+    """What is done ten times a second in one wait."""
+
+    def __init__(self, waiter: CollectiveWaiter, *, waits_for_ranks: bool) -> None:
+        self._waiter = waiter
+        self._waits_for_ranks = waits_for_ranks
+        self._clock: AwakeClock | None = None  # only long waits need one
+        self._on_quiet = waiter.on_quiet
+
+    def __call__(self, ended: Sequence[int] = ()) -> None:
+        """Raises if the wait is to end, as it is if processes that it waits for have `ended`."""
+        self._clock = self._clock or AwakeClock()
+        waited_s = self._clock.read()
+        if self._on_quiet is not None and waited_s > 1.0:
+            on_quiet, self._on_quiet = self._on_quiet, None
+            on_quiet()
+        self._waiter.check_wait(waited_s, waits_for_ranks=self._waits_for_ranks)
+        if ended:
+            self._waiter.raise_ended(ended)
+
+
 def _release(lock: threading.Lock, _: object) -> None:
     lock.release()
 
@@ -178,36 +213,47 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, largest: bool = False) -> dist.Work:
+def all_reduce(tensor: torch.Tensor, group: Group, *, largest: bool = False) -> Work:
     """Starts the sum (or maximum) of `tensor` over the group, in place."""
-    work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group, async_op=True)
-    return _work(work)
+    if isinstance(group, MemoryGroup):
+        return group.all_reduce(tensor, largest=largest)
+    operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    return _work(dist.all_reduce(tensor, op=operation, group=group, async_op=True))
 
 
-def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, *, source: int) -> dist.Work:
+def broadcast(tensor: torch.Tensor, group: Group, *, source: int) -> Work:
     """Starts sending `tensor` from the group's member number `source` to the others, in place."""
+    if isinstance(group, MemoryGroup):
+        return group.broadcast(tensor.detach().view(-1), source=source)
     return _work(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
 
 
-def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+def all_gather(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
     """Starts collecting the members' tensors, all of one shape; the result is [members, ...] once the work is done."""
     rows = tensor.new_empty(group.size(), *tensor.shape)
+    if isinstance(group, MemoryGroup):
+        return rows, group.gather(tensor[None], rows, 0, [((row, row + 1),) for row in range(group.size())])
     return rows, _work(dist.all_gather(list(rows.unbind()), tensor, group=group, async_op=True))
 
 
 def all_to_all(
-    received: torch.Tensor, sent: torch.Tensor, takes: list[int], gives: list[int], group: dist.ProcessGroup
-) -> dist.Work:
-    """Starts sending `gives[r]` elements of a flat tensor to member r and receiving `takes[r]` from it."""
+    received: torch.Tensor, sent: torch.Tensor, takes: list[int], gives: list[int], group: Group, *, largest: int
+) -> Work:
+    """Starts sending `gives[r]` elements of a flat tensor to member r and receiving `takes[r]` from it.
+
+    No member sends another one more than `largest` elements.
+    """
+    if isinstance(group, MemoryGroup):
+        return group.all_to_all(torch.split(received, takes), torch.split(sent, gives), largest=largest)
     return _work(dist.all_to_all_single(received, sent, takes, gives, group=group, async_op=True))
 
 
-def gather_json(value: T, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> list[T]:
+def gather_json(value: T, group: Group, waiter: CollectiveWaiter) -> list[T]:
     """Returns every member's `value`, in the members' order; values must be JSON, and tuples become lists."""
     return [json.loads(content) for content in gather_bytes(json.dumps(value).encode(), group, waiter)]
 
 
-def gather_bytes(content: bytes, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> list[bytes]:
+def gather_bytes(content: bytes, group: Group, waiter: CollectiveWaiter) -> list[bytes]:
     """Returns every member's `content`, in the members' order; it may have any length."""
     sizes, work = all_gather(torch.tensor([len(content)]), group)
     waiter.wait([work], waits_for_ranks=True)
@@ -222,7 +268,7 @@ def gather_bytes(content: bytes, group: dist.ProcessGroup, waiter: CollectiveWai
 class ObjectGatherer:
     """Gathers values of all ranks of a group, and checks that all ranks make the same calls."""
 
-    def __init__(self, monitor: FailureMonitor, group: dist.ProcessGroup, *, timeout_s: float) -> None:
+    def __init__(self, monitor: FailureMonitor, group: Group, *, timeout_s: float) -> None:
         self._monitor = monitor
         self._group = group
         self._timeout_s = timeout_s

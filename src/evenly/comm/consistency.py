@@ -4,13 +4,13 @@ import hashlib
 from collections import defaultdict
 
 import torch
-import torch.distributed as dist
 
 from evenly.comm.collectives import CollectiveWaiter, gather_json
+from evenly.comm.groups import Group
 from evenly.errors import MismatchError
 
 
-def require_same(lines: list[str], group: dist.ProcessGroup, waiter: CollectiveWaiter) -> None:
+def require_same(lines: list[str], group: Group, waiter: CollectiveWaiter) -> None:
     """Raises `MismatchError` on every rank, naming the first line that differs and the ranks, unless all agree."""
     digests = gather_json(digest(lines), group, waiter)
     if len(set(digests)) == 1:

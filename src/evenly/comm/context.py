@@ -5,12 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from evenly.comm.collectives import CollectiveWaiter, gather_json
 from evenly.comm.failure_monitor import FailureMonitor
-from evenly.comm.groups import close_groups, open_group
+from evenly.comm.groups import Group, close_groups, open_group, open_group_inside
 from evenly.comm.rank_group import RankGroup
+from evenly.spec import Device
 
 T = TypeVar("T")
 
@@ -21,7 +20,7 @@ class GroupContext:
 
     monitor: FailureMonitor
     waiter: CollectiveWaiter
-    group: dist.ProcessGroup
+    group: Group
 
     @property
     def rank_group(self) -> RankGroup:
@@ -67,14 +66,26 @@ def open_context(
 
 @contextmanager
 def open_temporarily(
-    rank_group: RankGroup, name: str, ranks: Sequence[int], *, monitor: FailureMonitor, backend: str, timeout_s: float
-) -> Iterator[dist.ProcessGroup]:
+    rank_group: RankGroup,
+    name: str,
+    ranks: Sequence[int],
+    *,
+    monitor: FailureMonitor,
+    timeout_s: float,
+    backend: str = "gloo",
+    devices: Sequence[Device] = (),
+) -> Iterator[Group]:
     """Yields a group of `ranks` that is closed at the end; only its members call this.
 
-    An error is reported before the group is closed: the others see the cause before their connections break.
+    With their `devices` it is the group that they would have as neighbours: see `open_group_inside`. An error is
+    reported before the group is closed: the others see the cause before their connections break.
     """
     with report_on_error(monitor):
-        group = open_group(rank_group, name, ranks, backend=backend, timeout_s=timeout_s)
+        group: Group
+        if devices:
+            group = open_group_inside(rank_group, name, ranks, devices, timeout_s=timeout_s)
+        else:
+            group = open_group(rank_group, name, ranks, backend=backend, timeout_s=timeout_s)
         try:
             with report_on_error(monitor):
                 yield group

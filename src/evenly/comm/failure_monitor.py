@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -166,6 +166,10 @@ class FailureMonitor:
     def who(self, ranks: list[int]) -> str:
         """Returns ranks with their hosts and process ids, as far as they are known."""
         return ", ".join(self._heartbeats.who(rank) for rank in ranks)
+
+    def who_has(self, pids: Sequence[int]) -> str:
+        """Returns the ranks whose processes on this machine have these ids, as far as they are known."""
+        return ", ".join(self._heartbeats.who_has(pid) for pid in pids)
 
     def announce(self, key: str) -> None:
         """Writes to `key` that this rank has arrived, with its identity."""

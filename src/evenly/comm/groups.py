@@ -19,12 +19,16 @@ from evenly._torch.process_groups import (
     nccl,
 )
 from evenly.comm.callbacks import watch_group
+from evenly.comm.memory.group import MemoryGroup
+from evenly.comm.memory.opening import open_memory
 from evenly.comm.rank_group import RankGroup
-from evenly.errors import PeerError
+from evenly.errors import PeerError, SpecError
 from evenly.launch.gloo import shared_device_key
 from evenly.launch.limits import NoAnswerError, call_within
 from evenly.launch.recorder import disable_unsafe_recorder
 from evenly.spec import Device
+
+Group = dist.ProcessGroup | MemoryGroup
 
 MARGIN_S = 30.0  # our waits time out before the backend and name the missing ranks, which it cannot
 
@@ -49,9 +53,9 @@ class Groups:
     nodes: tuple[tuple[int, ...], ...]
     index: int
     world: dist.ProcessGroup
-    gradients: dist.ProcessGroup
-    node: dist.ProcessGroup
-    node_votes: dist.ProcessGroup
+    gradients: Group
+    node: Group
+    node_votes: Group
     peers: tuple[Peers, ...]
 
     @property
@@ -61,8 +65,8 @@ class Groups:
 
     def close(self, *, failed: bool = False) -> None:
         """Shuts the groups down; where a rank has `failed`, collectives may be pending."""
-        groups = [self.world, self.gradients, self.node, self.node_votes]
-        close_groups(groups + [g for p in self.peers for g in (p.group, p.votes)], failed=failed)
+        across_nodes = [group for peers in self.peers for group in (peers.group, peers.votes)]
+        close_groups([self.world, self.gradients, self.node, self.node_votes, *across_nodes], failed=failed)
 
     @property
     def local_rank(self) -> int:
@@ -92,32 +96,48 @@ def open_groups(
     """
     index = next(i for i, ranks in enumerate(nodes) if rank_group.rank in ranks)
 
-    def group(
+    def across(
         name: str, ranks: Sequence[int], backend: str | None = None, concurrent: bool = concurrent
     ) -> dist.ProcessGroup:
         chosen = backend or backend_for([devices[rank] for rank in ranks])
         return open_group(rank_group, name, ranks, backend=chosen, timeout_s=timeout_s, concurrent=concurrent)
 
-    def votes(name: str, ranks: Sequence[int], data: dist.ProcessGroup) -> dist.ProcessGroup:
-        on_cpu = exchange_backend == "gloo" or backend_for([devices[rank] for rank in ranks]) == "gloo"
-        return data if on_cpu else group(f"{name}votes", ranks, "gloo")
+    def inside(name: str, ranks: Sequence[int], *, may_use_nccl: bool, concurrent: bool, serves_ddp: bool) -> Group:
+        on_machine = open_memory_of(rank_group, name, ranks, [devices[rank] for rank in ranks], timeout_s=timeout_s)
+        if on_machine is not None and not serves_ddp:
+            return on_machine
+        plain = across(name, ranks, None if may_use_nccl else "gloo", concurrent)
+        if on_machine is None:
+            return plain
+        on_machine.plain = plain
+        return on_machine
+
+    def is_on_cpu(ranks: Sequence[int]) -> bool:
+        return concurrent or backend_for([devices[rank] for rank in ranks]) == "gloo"
 
     all_ranks, node_ranks, exchange_backend = range(rank_group.size), nodes[index], "gloo" if concurrent else None
     gradient_ranks = all_ranks if global_gradients else node_ranks
-    node = group(f"node{index}", node_ranks, exchange_backend)
+    node = inside(f"node{index}", node_ranks, may_use_nccl=not concurrent, concurrent=concurrent, serves_ddp=False)
     peers = []
     for number, owners in enumerate(owners_of_slices(nodes)):
         if rank_group.rank in owners:
-            data = group(f"peers{number}", owners, exchange_backend)
-            peers.append(Peers(owners, data, votes(f"peers{number}", owners, data)))
+            data = across(f"peers{number}", owners, exchange_backend)
+            votes = data if is_on_cpu(owners) else across(f"peers{number}votes", owners, "gloo")
+            peers.append(Peers(owners, data, votes))
     return Groups(
         rank_group=rank_group,
         nodes=tuple(tuple(ranks) for ranks in nodes),
         index=index,
-        world=group("world", all_ranks, "gloo"),
-        gradients=group("gradients" if global_gradients else f"gradients{index}", gradient_ranks, concurrent=False),
+        world=across("world", all_ranks, "gloo"),
+        gradients=inside(
+            "gradients" if global_gradients else f"gradients{index}",
+            gradient_ranks,
+            may_use_nccl=True,
+            concurrent=False,
+            serves_ddp=True,
+        ),
         node=node,
-        node_votes=votes(f"node{index}", node_ranks, node),
+        node_votes=node if is_on_cpu(node_ranks) else across(f"node{index}votes", node_ranks, "gloo"),
         peers=tuple(peers),
     )
 
@@ -135,7 +155,7 @@ def owners_of_slices(nodes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return [tuple(ranks[int(border * len(ranks))] for ranks in nodes) for border in borders]
 
 
-def close_groups(groups: Iterable[dist.ProcessGroup], *, failed: bool = False) -> None:
+def close_groups(groups: Iterable[Group], *, failed: bool = False) -> None:
     """Shuts groups down; where a rank has `failed` they are also kept for the life of the process.
 
     Gloo cannot cancel a collective that waits for another rank, and freeing its group waits for it: the end of the
@@ -143,8 +163,18 @@ def close_groups(groups: Iterable[dist.ProcessGroup], *, failed: bool = False) -
     """
     for group in {id(group): group for group in groups}.values():
         group.shutdown()
-        if failed:
-            keep_until_exit(group)
+        plain = group.plain if isinstance(group, MemoryGroup) else group
+        if failed and plain is not None:
+            keep_until_exit(plain)
+
+
+def plain_group(group: Group) -> dist.ProcessGroup:
+    """Returns the process group of torch for what torch itself sends."""
+    if not isinstance(group, MemoryGroup):
+        return group
+    if group.plain is None:
+        raise SpecError("a group over shared memory was opened without a process group of torch, which is needed.")
+    return group.plain
 
 
 def backend_for(devices: Sequence[Device]) -> str:
@@ -153,6 +183,25 @@ def backend_for(devices: Sequence[Device]) -> str:
     all_cuda = all(device.kind == "cuda" and device.identity for device in devices)
     distinct = all_cuda and len(identities) == len(devices)
     return "nccl" if distinct and dist.is_nccl_available() else "gloo"
+
+
+def open_memory_of(
+    rank_group: RankGroup, name: str, ranks: Sequence[int], devices: Sequence[Device], *, timeout_s: float
+) -> MemoryGroup | None:
+    """Returns the group of `ranks` over memory that they share; None on all of them if they cannot or use GPUs."""
+    if not devices or any(device.kind != "cpu" for device in devices):
+        return None
+    return open_memory(rank_group, name, ranks, timeout_s=timeout_s)
+
+
+def open_group_inside(
+    rank_group: RankGroup, name: str, ranks: Sequence[int], devices: Sequence[Device], *, timeout_s: float
+) -> Group:
+    """Returns a group of ranks that are near each other: over shared memory, NCCL or gloo, as their `devices` allow."""
+    on_machine = open_memory_of(rank_group, name, ranks, devices, timeout_s=timeout_s)
+    if on_machine is not None:
+        return on_machine
+    return open_group(rank_group, name, ranks, backend=backend_for(devices), timeout_s=timeout_s)
 
 
 def open_group(

@@ -1,12 +1,13 @@
 """Host copies of GPU tensors for process groups that only send from host memory."""
 
 import torch
-import torch.distributed as dist
 
 from evenly._torch.process_groups import backend_name
+from evenly.comm.groups import Group
+from evenly.comm.memory.group import MemoryGroup
 
 
-def to_host(tensor: torch.Tensor, group: dist.ProcessGroup, *, filled: bool = True) -> torch.Tensor:
+def to_host(tensor: torch.Tensor, group: Group, *, filled: bool = True) -> torch.Tensor:
     """Returns `tensor` where the group can send it: itself, or a pinned copy on the host for a GPU behind gloo.
 
     It waits only for the current stream, so other streams of the device keep running. A rank that only receives needs
@@ -29,5 +30,5 @@ def to_device(received: torch.Tensor, device: torch.device) -> torch.Tensor:
     return received if received.device == device else received.to(device, non_blocking=True)
 
 
-def _serves_cuda(group: dist.ProcessGroup) -> bool:
-    return backend_name(group, "cuda") == "nccl"
+def _serves_cuda(group: Group) -> bool:
+    return not isinstance(group, MemoryGroup) and backend_name(group, "cuda") == "nccl"

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from evenly.comm.shard_group import ShardGroup, take
+from evenly.comm.segments import take
+from evenly.comm.shard_group import ShardGroup
 from evenly.spec.layout import Segments
 
 _MARK = "_evenly_placement"

@@ -16,7 +16,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from evenly.comm.shard_group import PendingTensor, Segments, ShardGroup, take
+from evenly.comm.segments import Segments, take
+from evenly.comm.shard_group import PendingTensor, ShardGroup
 
 Map = Literal["same", "sum", "gather", "scatter_sum", "take"]
 

@@ -5,19 +5,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from evenly._torch.autograd import is_end_of_recomputing
-from evenly.comm.collectives import CollectiveWaiter, PausableClock, all_reduce, all_to_all, broadcast, gather_json
+from evenly.comm.collectives import (
+    CollectiveWaiter,
+    PausableClock,
+    Work,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather_json,
+)
 from evenly.comm.failure_monitor import FailureMonitor
-from evenly.comm.groups import close_groups
+from evenly.comm.groups import Group, close_groups
+from evenly.comm.memory.group import MemoryGroup
+from evenly.comm.segments import Segments, count_of, local_positions, put, shared, take
 from evenly.errors import MismatchError, SpecError
-
-Segments = Sequence[tuple[int, int]]
 
 
 @dataclass
@@ -46,7 +52,7 @@ class PendingTensor:
     def __init__(
         self,
         finish: Callable[[], torch.Tensor],
-        works: Sequence[dist.Work] = (),
+        works: Sequence[Work] = (),
         waiter: CollectiveWaiter | None = None,
     ):
         self._finish = finish
@@ -63,7 +69,7 @@ class PendingTensor:
 class ShardGroup:
     """The group of ranks that hold the shards of one network, on any mix of devices."""
 
-    def __init__(self, group: dist.ProcessGroup, monitor: FailureMonitor, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, group: Group, monitor: FailureMonitor, *, timeout_s: float = 600.0) -> None:
         self.group = group
         self.monitor = monitor
         self.rank, self.size = group.rank(), group.size()
@@ -132,6 +138,10 @@ class ShardGroup:
         """Starts the sum (or maximum) over ranks of a tensor that has one shape everywhere; 16-bit ones in float32."""
         if self.size == 1 or not x.numel():
             return PendingTensor(lambda: x)
+        if isinstance(self.group, MemoryGroup):
+            total = torch.empty_like(x, memory_format=torch.contiguous_format)
+            self.traffic.add(name, 2 * (self.size - 1) * total.nbytes)
+            return PendingTensor(lambda: total, [self.group.all_reduce(x, into=total, largest=largest)], self._waiter)
         if x.dtype.itemsize < 4 and not largest:
             return self._short_sum(x, name)
         total = x.detach().clone(memory_format=torch.contiguous_format)
@@ -149,11 +159,15 @@ class ShardGroup:
         sizes = [count * rest.numel() for count in counts]
         if not sum(sizes):
             return PendingTensor(lambda: part.new_empty(*part.shape[:dim], sum(counts), *part.shape[dim + 1 :]))
+        if name is not None:
+            self.traffic.add(name, (self.size - 1) * sum(sizes) * part.element_size())
+        if isinstance(self.group, MemoryGroup):
+            gathered = part.new_empty(*part.shape[:dim], sum(counts), *part.shape[dim + 1 :])
+            return PendingTensor(lambda: gathered, [self.group.gather(part, gathered, dim, segments)], self._waiter)
         sent = part.detach().reshape(-1).repeat(self.size)
         received = sent.new_empty(sum(sizes))
-        work = all_to_all(received, sent, sizes, [sizes[self.rank]] * self.size, self.group)
-        if name is not None:
-            self.traffic.add(name, (self.size - 1) * received.nbytes)
+        gives = [sizes[self.rank]] * self.size
+        work = all_to_all(received, sent, sizes, gives, self.group, largest=max(sizes))
 
         def finish() -> torch.Tensor:
             whole = part.new_empty(*part.shape[:dim], sum(counts), *part.shape[dim + 1 :])
@@ -183,7 +197,8 @@ class ShardGroup:
         sent = torch.cat(pieces)
         received = sent.new_empty(sum(counts) * rest.numel())
         sizes = [count * rest.numel() for count in counts]
-        work = all_to_all(received, sent, sizes, [piece.numel() for piece in pieces], self.group)
+        largest = max(count_of(shared(a, b)) for a in before for b in after) * rest.numel()
+        work = all_to_all(received, sent, sizes, [piece.numel() for piece in pieces], self.group, largest=largest)
         num_kept = sum(count_of(shared(a, b)) for a, b in zip(before, after, strict=True))
         num_moved = sum(map(count_of, after)) - num_kept
         self.traffic.add("units", num_moved * rest.numel() * part.element_size())
@@ -206,12 +221,18 @@ class ShardGroup:
         """Starts the sum over ranks, in rank order, of which rank r keeps the indices `segments[r]` of `dim`."""
         if self.size == 1 or not summand.numel():
             return PendingTensor(lambda: take(summand, dim, segments[self.rank]))
+        if isinstance(self.group, MemoryGroup):
+            own = count_of(segments[self.rank])
+            total = summand.new_empty(*summand.shape[:dim], own, *summand.shape[dim + 1 :])
+            self.traffic.add(name, (self.size - 1) * summand.nbytes)
+            return PendingTensor(lambda: total, [self.group.scatter_sum(summand, total, dim, segments)], self._waiter)
         pieces = [take(summand.detach(), dim, ranges) for ranges in segments]
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
         own_piece = pieces[self.rank]
         received = sent.new_empty(self.size * own_piece.numel())
         sizes = [piece.numel() for piece in pieces]
-        work = all_to_all(received, sent, [own_piece.numel()] * self.size, sizes, self.group)
+        takes = [own_piece.numel()] * self.size
+        work = all_to_all(received, sent, takes, sizes, self.group, largest=max(sizes))
         self.traffic.add(name, (self.size - 1) * sent.nbytes)
 
         def finish() -> torch.Tensor:
@@ -259,50 +280,3 @@ def _is_same_data(mine: Sequence[float], other: Sequence[float]) -> bool:
     pairs = list(zip(mine[3:], other[3:], strict=False))
     scale = max((abs(a) for a, _ in pairs), default=0.0)
     return all(abs(a - b) <= 1e-3 * scale or a != a for a, b in pairs)
-
-
-def count_of(ranges: Segments) -> int:
-    """Returns how many indices the ranges hold."""
-    return sum(stop - start for start, stop in ranges)
-
-
-def shared(some: Segments, others: Segments) -> Segments:
-    """Returns the indices that are in both, in the order of `others`.
-
-    >>> shared(((0, 4), (8, 10)), ((2, 9),))
-    ((2, 4), (8, 9))
-    """
-    common = ((max(a, c), min(b, d)) for c, d in others for a, b in sorted(some))
-    return tuple((start, stop) for start, stop in common if start < stop)
-
-
-def local_positions(held_segments: Segments, ranges: Segments) -> Segments:
-    """Returns the local positions of `ranges` on a rank that holds `held_segments`; each range lies in one of them.
-
-    >>> local_positions(((0, 4), (8, 10)), ((2, 4), (8, 9)))
-    ((2, 4), (4, 5))
-    """
-    starts = dict(zip(held_segments, accumulate([0, *(stop - start for start, stop in held_segments)]), strict=False))
-    positions = []
-    for start, stop in ranges:
-        home = next(segment for segment in held_segments if segment[0] <= start and stop <= segment[1])
-        positions.append((starts[home] + start - home[0], starts[home] + stop - home[0]))
-    return tuple(positions)
-
-
-def take(x: torch.Tensor, dim: int, ranges: Segments) -> torch.Tensor:
-    """Returns the indices `ranges` of `dim`, in that order, contiguous."""
-    if len(ranges) == 1:
-        start, stop = ranges[0]
-        return x.narrow(dim, start, stop - start).contiguous()
-    if not ranges:
-        return x.narrow(dim, 0, 0).contiguous()
-    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in ranges], dim)
-
-
-def put(whole: torch.Tensor, piece: torch.Tensor, dim: int, ranges: Segments) -> None:
-    """Writes `piece` to the indices `ranges` of `dim`."""
-    offset = 0
-    for start, stop in ranges:
-        whole.narrow(dim, start, stop - start).copy_(piece.narrow(dim, offset, stop - start))
-        offset += stop - start

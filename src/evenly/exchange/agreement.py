@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import TypedDict, final
 
 import torch
-import torch.distributed as dist
 
-from evenly.comm import CollectiveWaiter, Groups, gather_json
+from evenly.comm import CollectiveWaiter, Group, Groups, gather_json
 from evenly.errors import MismatchError
 from evenly.exchange.anchors import Anchors, of_node
 from evenly.exchange.buffers import Buffers
@@ -202,7 +201,7 @@ class DivergenceCheck:
         self,
         fingerprint: Fingerprint,
         ranks: dict[int, int],
-        group: dist.ProcessGroup,
+        group: Group,
         waiter: CollectiveWaiter,
         why: str,
         *,

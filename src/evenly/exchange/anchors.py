@@ -16,9 +16,8 @@ from functools import partial
 from typing import NotRequired, TypedDict
 
 import torch
-import torch.distributed as dist
 
-from evenly.comm import CollectiveWaiter, all_gather, all_reduce, all_to_all, to_device, to_host
+from evenly.comm import CollectiveWaiter, Group, Work, all_gather, all_reduce, all_to_all, to_device, to_host
 from evenly.comm.blocks.slice import Slice
 from evenly.errors import CheckpointError, MismatchError, NonFiniteError, SpecError
 from evenly.exchange.codecs import Codec, find_codec
@@ -140,7 +139,7 @@ class Anchors:
         part.values.copy_(agreed - part.values if part.change else agreed)
         return drift
 
-    def _begin_sums(self, parts: Sequence[Slice], quorum: Quorum) -> list[tuple[torch.Tensor, dist.Work]]:
+    def _begin_sums(self, parts: Sequence[Slice], quorum: Quorum) -> list[tuple[torch.Tensor, Work]]:
         """Starts the sums of slices that are sent without a codec, plus the encoding errors of earlier exchanges."""
         weight, sums = quorum.weights[quorum.node], []
         for part in parts:
@@ -320,7 +319,7 @@ def _flat_residual(anchor: _Anchor) -> torch.Tensor:
     return anchor.residual.view(-1)[: anchor.agreed.numel()]
 
 
-def of_node(stats: TransferStats, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> TransferStats:
+def of_node(stats: TransferStats, group: Group, waiter: CollectiveWaiter) -> TransferStats:
     """Returns the statistics with the drift of the whole node, summed over the slices of the ranks in `group`."""
     rows, work = all_gather(torch.tensor([stats.squared_distance, stats.squared_norm], dtype=torch.float64), group)
     waiter.wait([work])
@@ -339,12 +338,12 @@ def _digest(values: torch.Tensor) -> torch.Tensor:
     return torch.tensor([int.from_bytes(hashlib.sha256(bits).digest()[:6])])
 
 
-def _scatter_codes(codes: dict[int, torch.Tensor], group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+def _scatter_codes(codes: dict[int, torch.Tensor], group: Group) -> tuple[torch.Tensor, Work]:
     """Starts sending each node its code; the result has one row from every other node."""
     sent = to_host(torch.stack(list(codes.values())), group)  # [nodes - 1, bytes]
     received = torch.empty_like(sent)
     sizes = [sent.shape[1] if node in codes else 0 for node in range(len(codes) + 1)]
-    return received, all_to_all(received.view(-1), sent.view(-1), sizes, sizes, group)
+    return received, all_to_all(received.view(-1), sent.view(-1), sizes, sizes, group, largest=sent.shape[1])
 
 
 def _subtract(row: torch.Tensor, decoded: torch.Tensor) -> None:

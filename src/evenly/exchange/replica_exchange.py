@@ -5,9 +5,8 @@ from math import prod
 from typing import final
 
 import torch
-import torch.distributed as dist
 
-from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, ShardGroup, broadcast, local_shard_of
+from evenly.comm import CollectiveWaiter, FailureMonitor, Group, Groups, ShardGroup, broadcast, local_shard_of
 from evenly.comm.blocks.reducer import BlockReducer, Open, Ranks
 from evenly.comm.blocks.replicas import ReplicaRanks, find_replicas, full_shapes, named_tensors, whole_replicas
 from evenly.exchange.anchors import Anchors, TransferStats
@@ -216,7 +215,7 @@ class ReplicaExchange:
         participants: Sequence[Sequence[ReplicaRanks]],
         tensors: Iterable[str],
         *,
-        groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
+        groups: Mapping[Ranks, Group] | None = None,
         labels: Mapping[Ranks, str] | None = None,
         broadcasts: bool = True,
     ) -> BlockReducer:
@@ -251,7 +250,7 @@ class ReplicaExchange:
         return packed
 
 
-def _broadcast(module: torch.nn.Module, group: dist.ProcessGroup, waiter: CollectiveWaiter) -> None:
+def _broadcast(module: torch.nn.Module, group: Group, waiter: CollectiveWaiter) -> None:
     """Gives every rank of a group the state of its first rank."""
     tensors = [*module.parameters(), *module.buffers()]
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
@@ -262,7 +261,7 @@ def _broadcast(module: torch.nn.Module, group: dist.ProcessGroup, waiter: Collec
         flat.unpack(scratch)
 
 
-def _by_ranks(groups: Groups) -> dict[Ranks, dist.ProcessGroup]:
+def _by_ranks(groups: Groups) -> dict[Ranks, Group]:
     """Returns the groups in which whole networks are averaged, by their ranks."""
     everybody = tuple(rank for ranks in groups.nodes for rank in ranks)
     return {everybody: groups.world, groups.ranks: groups.node, **{peers.owners: peers.group for peers in groups.peers}}

@@ -6,10 +6,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from evenly._torch.autograd import version_of
-from evenly.comm import CollectiveWaiter, FailureMonitor, all_reduce, to_device, to_host
+from evenly.comm import CollectiveWaiter, FailureMonitor, Group, all_reduce, to_device, to_host
 from evenly.errors import SpecError
 from evenly.gradients.forwards import Forward, ForwardLog, uncounted
 
@@ -38,7 +37,7 @@ class Gradients(ABC):
     sent_bytes: int = 0  # to other ranks, for all gradients so far
     _counts_batch: bool = True  # whether this rank counts the batch; one rank does for a network cut over ranks
 
-    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup, monitor: FailureMonitor) -> None:
+    def __init__(self, module: torch.nn.Module, group: Group, monitor: FailureMonitor) -> None:
         self._group, self._monitor = group, monitor
         self._read_parameters(module)
         self._log = ForwardLog(self, module)

@@ -6,9 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from evenly.comm import FailureMonitor, all_reduce, call_when_done, first_line
+from evenly.comm import (
+    CollectiveWaiter,
+    FailureMonitor,
+    Group,
+    MemoryWork,
+    Work,
+    all_reduce,
+    call_when_done,
+    first_line,
+)
 from evenly.errors import PeerError
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -32,7 +40,7 @@ class BucketAveraging:
     rank; callbacks only compute.
     """
 
-    def __init__(self, group: dist.ProcessGroup, monitor: FailureMonitor, *, step: int) -> None:
+    def __init__(self, group: Group, monitor: FailureMonitor, *, step: int) -> None:
         self.samples, self.step = 0.0, step
         self._group, self._monitor = group, monitor
         self.has_started = False
@@ -41,6 +49,7 @@ class BucketAveraging:
         self._sent: list[_Bucket] = []
         self._checks: list[torch.Tensor] = []
         self._sums: list[torch.futures.Future[object]] = []
+        self._memory_works: list[MemoryWork] = []
         self._lock = threading.Lock()
         self._awaited = 1  # the all-reduce of the tally
         self._tally = _NOTHING  # sums: [members] gradients not finite, samples, [parameters] with a gradient
@@ -150,7 +159,19 @@ class BucketAveraging:
         self._sums = []
         self._checks = []
 
-    def _start(self, work: dist.Work) -> None:
+    def complete(self) -> None:
+        """Completes what is sent through shared memory, at the end of the backward; other collectives do it alone."""
+        works, self._memory_works = self._memory_works, []
+        if works:
+            timeout_s = self._monitor.rank_group.store.timeout_s
+            label = "the averaging of gradients"
+            CollectiveWaiter(self._monitor, label=label, step=self.step, timeout_s=timeout_s).wait(works)
+            self._divide()
+
+    def _start(self, work: Work) -> None:
+        if isinstance(work, MemoryWork):
+            self._memory_works.append(work)
+            return
         reduced = work.get_future()
         self._sums.append(reduced)
         call_when_done(reduced, self._arrived)

@@ -9,13 +9,12 @@ from typing import final
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from evenly._torch import reducer
 from evenly._torch.autograd import at_end_of_backward, in_backward, will_reach
 from evenly._torch.process_groups import GradBucket
-from evenly.comm import FailureMonitor
+from evenly.comm import FailureMonitor, Group, plain_group
 from evenly.errors import SpecError
 from evenly.gradients.base import Gradients
 from evenly.gradients.buckets import BucketAveraging
@@ -35,7 +34,7 @@ class DdpGradients(Gradients):
     def __init__(
         self,
         module: torch.nn.Module,
-        group: dist.ProcessGroup,
+        group: Group,
         *,
         monitor: FailureMonitor,
         find_unused_parameters: bool = False,
@@ -59,7 +58,7 @@ class DdpGradients(Gradients):
         self._wrapped = _DdpModule(self._module)
         self._ddp = DistributedDataParallel(
             self._wrapped,
-            process_group=self._group,
+            process_group=plain_group(self._group),
             init_sync=False,
             gradient_as_bucket_view=True,
             **reducer.no_buffer_broadcast(),
@@ -209,6 +208,7 @@ class DdpGradients(Gradients):
             self.on_backward_done()
         self._start(averaging, forwards)
         averaging.start_tally(device, has_gradient)
+        at_end_of_backward(averaging.complete)  # before DDP waits for its buckets
         ranks = self._group.size()
         self.sent_bytes += 2 * (ranks - 1) * averaging.nbytes // ranks
         self._latest = averaging

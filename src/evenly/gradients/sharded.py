@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from evenly._torch.autograd import at_end_of_backward, in_backward
-from evenly.comm import CollectiveWaiter, FailureMonitor, all_reduce
+from evenly.comm import CollectiveWaiter, FailureMonitor, Group, all_reduce
 from evenly.comm.blocks.reducer import BlockReducer
 from evenly.comm.blocks.replicas import ReplicaRanks
 from evenly.errors import MismatchError
@@ -42,7 +41,7 @@ class ShardedGradients(Gradients):
         self,
         module: torch.nn.Module,
         block_reducer: BlockReducer,
-        group: dist.ProcessGroup,
+        group: Group,
         *,
         ranks: Sequence[int],
         replicas: Sequence[ReplicaRanks],

@@ -42,3 +42,16 @@ def _netns() -> int:
         return Path("/proc/self/ns/net").stat().st_ino
     except OSError:
         return 0
+
+
+def machine_id() -> str:
+    """Returns what processes have in common that may share memory; "" if the system does not say.
+
+    Process ids have to mean the same to both, and emulated nodes of one machine count as machines of their own.
+    """
+    boot = boot_id()
+    try:
+        processes = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return ""
+    return boot and f"{socket.gethostname()} {boot} {processes} {_netns()} {os.getuid()}"

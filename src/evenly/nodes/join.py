@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from evenly.comm import (
     CollectiveWaiter,
     FailureMonitor,
+    Group,
     RankGroup,
     ShardGroup,
     backend_for,
     open_group,
+    open_group_inside,
     open_groups,
     report_on_error,
 )
@@ -135,10 +136,11 @@ def _is_any_cut(rank_group: RankGroup, monitor: FailureMonitor, *, is_cut: bool,
     return rank_group.size > 1 and rank_group.store.add("cut", 0) > 0
 
 
-def _open(
-    rank_group: RankGroup, cluster: Cluster, exchange: Exchange, name: str, ranks: Sequence[int]
-) -> dist.ProcessGroup:
+def _open(rank_group: RankGroup, cluster: Cluster, exchange: Exchange, name: str, ranks: Sequence[int]) -> Group:
     """Returns a group for reductions of cut networks; gloo if a background thread uses it, see `open_groups`."""
     concurrent = exchange.overlap > 0 and not name.startswith("gradients")
-    backend = "gloo" if concurrent else backend_for([cluster.device_of(rank) for rank in ranks])
+    devices = [cluster.device_of(rank) for rank in ranks]
+    if len({cluster.node_of(rank) for rank in ranks}) == 1 and not concurrent:
+        return open_group_inside(rank_group, name, ranks, devices, timeout_s=exchange.timeout_s)
+    backend = "gloo" if concurrent else backend_for(devices)
     return open_group(rank_group, name, ranks, backend=backend, timeout_s=exchange.timeout_s, concurrent=concurrent)

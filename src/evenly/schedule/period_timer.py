@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from evenly.comm import CollectiveWaiter, broadcast, close_groups
+from evenly.comm import CollectiveWaiter, Work, broadcast, close_groups
 
 
 class PeriodTimer:
@@ -16,8 +16,8 @@ class PeriodTimer:
 
     def __init__(self, seconds: float, group: dist.ProcessGroup) -> None:
         self._seconds, self._group = seconds, group
-        self._answer: tuple[torch.Tensor, dist.Work] | None = None
-        self._unread: tuple[torch.Tensor, dist.Work] | None = None  # of the former period
+        self._answer: tuple[torch.Tensor, Work] | None = None
+        self._unread: tuple[torch.Tensor, Work] | None = None  # of the former period
         self.restart()
 
     def restart(self) -> None:

@@ -12,9 +12,9 @@ from evenly.comm import (
     FailureMonitor,
     RankGroup,
     ShardGroup,
-    backend_for,
     gather_json,
     open_group,
+    open_group_inside,
     report_on_error,
     require_same,
 )
@@ -92,8 +92,8 @@ def _join(
         return _join_without_share(
             traced, layout, ShardGroup(alone, monitor, timeout_s=timeout_s), all_ranks_group, source
         )
-    backend = backend_for([devices[rank] for rank in layout.members]) if devices else "gloo"
-    group = open_group(scoped_group, "shards", layout.members, backend=backend, timeout_s=timeout_s)
+    members_devices = [devices[rank] for rank in layout.members] if devices else []
+    group = open_group_inside(scoped_group, "shards", layout.members, members_devices, timeout_s=timeout_s)
     shard_group = ShardGroup(group, monitor, timeout_s=timeout_s)
     local = cut_model(traced, layout, shard_group, broadcast=lambda tensor: all_ranks_group.broadcast(tensor, source))
     mark_uncut(traced.model.parameters(), tally_of(shard_group))

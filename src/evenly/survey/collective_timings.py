@@ -7,7 +7,7 @@ from math import ceil
 import torch
 
 from evenly.comm import GroupContext, ShardGroup, open_temporarily
-from evenly.spec import CollectiveTimings, Curve
+from evenly.spec import Cluster, CollectiveTimings, Curve
 from evenly.survey.stopwatch import synchronize_device
 
 SIZES = (1 << 12, 1 << 18, 1 << 21)  # bytes: 4 KiB, 256 KiB, 2 MiB
@@ -17,8 +17,8 @@ def measure_collectives(
     context: GroupContext,
     groups: Sequence[Sequence[int]],
     *,
+    cluster: Cluster,
     device: torch.device,
-    backend: str,
     row_s: float,
     tell: Callable[[str], None],
 ) -> list[CollectiveTimings]:
@@ -32,8 +32,8 @@ def measure_collectives(
         if rank_group.rank not in ranks:
             continue
         tell(f"ranks {list(ranks)} summing and gathering")
-        name = f"collectives {list(ranks)}"
-        with open_temporarily(rank_group, name, ranks, monitor=monitor, backend=backend, timeout_s=timeout_s) as group:
+        name, devices = f"collectives {list(ranks)}", [cluster.device_of(rank) for rank in ranks]
+        with open_temporarily(rank_group, name, ranks, monitor=monitor, timeout_s=timeout_s, devices=devices) as group:
             group_timings = _CollectiveTimer(ShardGroup(group, monitor, timeout_s=timeout_s), device, row_s).timings(
                 ranks
             )

@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from math import ceil
 
 import torch
-import torch.distributed as dist
 
-from evenly.comm import CollectiveWaiter, GroupContext, all_to_all, open_temporarily
-from evenly.spec import Link, Rate
+from evenly.comm import CollectiveWaiter, Group, GroupContext, all_to_all, backend_for, open_temporarily
+from evenly.spec import Cluster, Link, Rate
 from evenly.survey.stopwatch import synchronize_device
 
 LEAST_ROW_S, MOST_ROW_S = 0.01, 0.06  # messages are sent in rows of about such a length: see Stopwatch
@@ -18,10 +17,10 @@ STREAMS = (1 << 14, 1 << 18, 1 << 20)  # float32 numbers in larger messages: 64 
 
 def measure_links(
     context: GroupContext,
+    cluster: Cluster,
     device: torch.device,
     pairs: Sequence[tuple[int, int]],
     *,
-    backend: str,
     enough_s: float,
     tell: Callable[[str], None],
 ) -> list[Link]:
@@ -35,8 +34,16 @@ def measure_links(
         if rank_group.rank not in pair:
             continue
         tell(f"the link between ranks {pair[0]} and {pair[1]}")
-        name, timeout_s = f"pair {pair}", waiter.timeout_s
-        with open_temporarily(rank_group, name, pair, monitor=monitor, backend=backend, timeout_s=timeout_s) as group:
+        devices = [cluster.device_of(rank) for rank in pair]
+        with open_temporarily(
+            rank_group,
+            f"pair {pair}",
+            pair,
+            monitor=monitor,
+            timeout_s=waiter.timeout_s,
+            backend=backend_for(devices),
+            devices=devices if cluster.node_of(pair[0]) == cluster.node_of(pair[1]) else (),
+        ) as group:
             for source, target in ((0, 1), (1, 0)):
                 rate = _Direction(group, waiter, device, source, enough_s=enough_s).rate()
                 if rank_group.rank == pair[0]:
@@ -48,7 +55,7 @@ class _Direction:
     """Messages from member `source` of a group of two to the other one."""
 
     def __init__(
-        self, group: dist.ProcessGroup, waiter: CollectiveWaiter, device: torch.device, source: int, *, enough_s: float
+        self, group: Group, waiter: CollectiveWaiter, device: torch.device, source: int, *, enough_s: float
     ) -> None:
         self._group = group
         self._waiter = waiter
@@ -98,6 +105,15 @@ class _Direction:
         received = message.new_empty(0 if sends else message.numel())
         receive_counts, send_counts = (nothing, counts) if sends else (counts, nothing)
         self._waiter.wait(
-            [all_to_all(received, message if sends else message[:0], receive_counts, send_counts, self._group)]
+            [
+                all_to_all(
+                    received,
+                    message if sends else message[:0],
+                    receive_counts,
+                    send_counts,
+                    self._group,
+                    largest=message.numel(),
+                )
+            ]
         )
         return message if sends else received

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import torch
 
-from evenly.comm import FailureMonitor, GroupContext, RankGroup, backend_for, open_context
+from evenly.comm import FailureMonitor, GroupContext, RankGroup, open_context
 from evenly.errors import SpecError
 from evenly.graph import Traced
 from evenly.spec import Cluster, CollectiveTimings, Curve, DeviceProfile, Link, Profile
@@ -120,12 +120,11 @@ def _measure_links_of_rank(
     for ranks in groups:
         if context.rank_group.rank not in ranks or len(ranks) < 2:
             continue
-        backend = backend_for([cluster.device_of(rank) for rank in ranks])
         pairs = list(combinations(ranks, 2))
         if len(pairs) > MOST_PAIRS:
             pairs = [(rank, ranks[(index + 1) % len(ranks)]) for index, rank in enumerate(ranks)]
         enough_s = budget_s / 4 / len(pairs) / 8
-        links += measure_links(context, device, pairs, backend=backend, enough_s=enough_s, tell=tell)
+        links += measure_links(context, cluster, device, pairs, enough_s=enough_s, tell=tell)
     return links
 
 
@@ -150,9 +149,8 @@ def _collectives(
     if len(ranks) < 2 or len(ranks) > MOST_COLLECTIVE_RANKS:
         return []
     groups = fastest_groups(ranks, steps, batch)
-    backend = backend_for([cluster.device_of(rank) for rank in ranks])
     row_s = min(ROW_S, budget_s / 100)
-    return measure_collectives(context, groups, device=device, backend=backend, row_s=row_s, tell=tell)
+    return measure_collectives(context, groups, cluster=cluster, device=device, row_s=row_s, tell=tell)
 
 
 def _unit(device: torch.device, traced: Traced) -> int:

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from evenly.comm import CollectiveWaiter, all_reduce, broadcast, close_groups, to_host
+from evenly.comm import CollectiveWaiter, Group, Work, all_reduce, broadcast, close_groups, to_host
 from evenly.comm.blocks.index_blocks import ParticipantTensor, Where, index_blocks
 from evenly.comm.blocks.replicas import FLAT, ReplicaRanks, Shape
 from evenly.comm.blocks.slice import Slice
 
 Items = Sequence[tuple[str, torch.Tensor]]  # the name of the tensor, or FLAT, and this rank's part
 Ranks = tuple[int, ...]
-Open = Callable[[str, Sequence[int]], dist.ProcessGroup]
+Open = Callable[[str, Sequence[int]], Group]
 Members = TypeVar("Members", Ranks, tuple[Ranks, int])
 Blocks = dict[Members, list[Where]]
 
@@ -60,7 +59,7 @@ class BlockReducer:
         rank: int,
         open_group: Open,
         broadcasts: bool = True,
-        groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
+        groups: Mapping[Ranks, Group] | None = None,
         labels: Mapping[Ranks, str] | None = None,
     ) -> None:
         self.num_participants = len(participants)
@@ -218,7 +217,7 @@ def _joined(views: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _finish(
-    pending: Sequence[tuple[dist.Work, torch.Tensor, torch.Tensor, list[torch.Tensor]]], waiter: CollectiveWaiter
+    pending: Sequence[tuple[Work, torch.Tensor, torch.Tensor, list[torch.Tensor]]], waiter: CollectiveWaiter
 ) -> None:
     """Waits for collectives; copies the results back into the buffers and these into their views."""
     waiter.wait([work for work, *_ in pending])

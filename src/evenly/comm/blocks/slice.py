@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+
+from evenly.comm.groups import Group
 
 
 @dataclass
@@ -11,6 +12,6 @@ class Slice:
     """A flat vector with one owner in every node; `group` has these ranks in the order of the nodes."""
 
     values: torch.Tensor  # before: of this node; after: the agreed ones, or the change to them
-    group: dist.ProcessGroup
+    group: Group
     key: str = ""  # of the anchor; without one the values are averaged as they are
     change: bool = False

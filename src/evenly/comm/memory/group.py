@@ -1,0 +1,308 @@
+"""Collectives of the ranks of one machine, in rounds through slots of shared memory.
+
+Every rank writes what it gives into its slot, posts that it is there, waits for the posts of the others, and reads what
+it needs from theirs. A slot is written again when all others have posted that they have read it; there are several, so
+that a rank may be some rounds ahead. A collective is begun when it is started, as far as slots are free, and completed
+by the thread that waits for it: no thread of its own takes time from a busy core.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from evenly.comm.memory.members import Processes
+from evenly.comm.memory.rounds import (
+    BroadcastRound,
+    GatherRound,
+    Round,
+    ScatterRound,
+    Slots,
+    deal_rounds,
+    is_served,
+    sum_rounds,
+)
+from evenly.comm.memory.segment import Segment
+from evenly.comm.segments import Segments, count_of, put, sliced, take
+from evenly.errors import LockstepError, PeerError, SpecError
+
+Check = Callable[[Sequence[int]], None]  # is given the ids of processes that have ended
+
+SLICE_S = 0.1  # a wait is interrupted so often, to look for failures
+_LEAST_TWO_PHASES = 1 << 16  # bytes: shorter tensors are summed by every rank, which needs one wait less
+_ARRIVED, _REDUCED, _READ = range(3)
+
+
+class MemoryWork:
+    """A collective that has been started; `finish` completes it and those that were started before it."""
+
+    def __init__(self, group: "MemoryGroup", last: int) -> None:
+        self.after: Callable[[], None] | None = None  # called once it is complete
+        self._group = group
+        self._last = last  # the number of its last round
+
+    def is_completed(self) -> bool:
+        """Whether `finish` would return at once."""
+        return self._group.num_finished > self._last
+
+    def finish(self, check: Check) -> None:
+        """Returns when it is complete; calls `check` now and then, which may raise."""
+        self._group.finish(self._last, check)
+        after, self.after = self.after, None
+        if after is not None:
+            after()
+
+
+class MemoryGroup:
+    """Ranks of one machine that share memory; `plain` is their group for what torch itself sends."""
+
+    def __init__(
+        self, segment: Segment, rank: int, processes: Processes, *, plain: dist.ProcessGroup | None = None
+    ) -> None:
+        self.plain = plain
+        self.processes = processes
+        self.num_started = 0  # rounds
+        self.num_finished = 0
+        self._rank = rank
+        self._shape = segment.shape
+        self._semaphores = segment.semaphores
+        self._headers = segment.headers
+        self._slots: list[Slots] = [list(slot.unbind()) for slot in segment.slots.unbind()]
+        self._others = [other for other in range(segment.shape.num_ranks) if other != rank]
+        self._queue: deque[Round] = deque()  # rounds that are not finished
+        self._num_queued = 0  # in all
+        self._num_read = [0] * segment.shape.num_slots  # ranks that have read a slot since it was written
+        self._is_broken = False
+        self._lock = threading.RLock()
+
+    def rank(self) -> int:
+        """Returns the number of this member, as a process group does."""
+        return self._rank
+
+    def size(self) -> int:
+        """Returns the number of members, as a process group does."""
+        return self._shape.num_ranks
+
+    def shutdown(self) -> None:
+        """Ends the use of the memory on this rank."""
+        self._is_broken = True
+        self.processes.close()
+        if self.plain is not None:
+            self.plain.shutdown()
+
+    def all_reduce(
+        self, source: torch.Tensor, *, into: torch.Tensor | None = None, largest: bool = False
+    ) -> MemoryWork:
+        """Starts the sum (or maximum) of a tensor, in place or `into` another contiguous one of the same shape."""
+        target = source if into is None else into
+        if not target.is_contiguous():
+            raise SpecError("a tensor that is not contiguous was to be summed; ranks would add other elements.")
+        rounds = sum_rounds(
+            source.detach().reshape(-1),
+            target.detach().view(-1),
+            largest=largest,
+            slot_bytes=self._shape.slot_bytes,
+            num_ranks=self.size(),
+            least_bytes=_LEAST_TWO_PHASES,
+        )
+        return self._start(rounds, source)
+
+    def gather(self, part: torch.Tensor, whole: torch.Tensor, dim: int, segments: Sequence[Segments]) -> MemoryWork:
+        """Starts collecting a tensor, of which rank r holds the indices `segments[r]` of `dim`, into `whole`."""
+        counts = [count_of(ranges) for ranges in segments]
+        others = whole.numel() // max(1, sum(counts))
+        num_rows = whole.shape[0] if dim else max(counts)
+        row_bytes = max(counts) * others * whole.element_size() // max(1, num_rows)
+        if row_bytes <= self._shape.slot_bytes:
+            step = self._shape.slot_bytes // max(1, row_bytes)
+            return self._start(_gather_rounds(part.detach(), whole, dim, segments, num_rows, step), part)
+        lengths = [count * others for count in counts]
+        blocks = whole.new_empty(sum(lengths))
+        work = self.gather(part.detach().reshape(-1), blocks, 0, _consecutive(lengths))
+
+        def put_blocks() -> None:
+            for block, count, ranges in zip(torch.split(blocks, lengths), counts, segments, strict=True):
+                put(whole, block.view(*whole.shape[:dim], count, *whole.shape[dim + 1 :]), dim, ranges)
+
+        work.after = put_blocks
+        return work
+
+    def scatter_sum(
+        self, summand: torch.Tensor, target: torch.Tensor, dim: int, segments: Sequence[Segments]
+    ) -> MemoryWork:
+        """Starts the sum of a tensor, of which this rank keeps `segments[rank]` of `dim`, into contiguous `target`."""
+        counts = [count_of(ranges) for ranges in segments]
+        others = summand.numel() // max(1, sum(counts))
+        num_rows = summand.shape[0] if dim else max(counts)
+        row_bytes = (sum(counts) if dim else self.size()) * others * summand.element_size()
+        row_bytes //= max(1, num_rows) if dim else 1
+        if row_bytes <= self._shape.slot_bytes:
+            step = self._shape.slot_bytes // max(1, row_bytes)
+            return self._start(self._scatter_rounds(summand.detach(), target, dim, segments, num_rows, step), summand)
+        blocks = torch.cat([take(summand.detach(), dim, ranges).reshape(-1) for ranges in segments])
+        return self.scatter_sum(blocks, target.view(-1), 0, _consecutive([count * others for count in counts]))
+
+    def all_to_all(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], *, largest: int) -> MemoryWork:
+        """Starts sending a flat block to each rank; no block of any rank has more than `largest` values."""
+        rounds = deal_rounds(sent, received, rank=self._rank, largest=largest, slot_bytes=self._shape.slot_bytes)
+        return self._start(rounds, sent[0])
+
+    def broadcast(self, values: torch.Tensor, *, source: int) -> MemoryWork:
+        """Starts sending a flat tensor of member `source` to the others, in place."""
+        step = self._shape.slot_bytes // values.element_size()
+        parts = [values[start : start + step] for start in range(0, values.numel(), step)]
+        return self._start((BroadcastRound(part, source, self._rank) for part in parts), values)
+
+    def finish(self, last: int, check: Check) -> None:
+        """Returns when round `last` and all before it are complete."""
+        if self.num_finished > last:
+            return
+        with self._lock:
+            while self.num_finished <= last:
+                try:
+                    self._finish_next(check)
+                except BaseException:
+                    self._is_broken = True  # other ranks may be in other rounds now
+                    raise
+
+    def _scatter_rounds(
+        self,
+        summand: torch.Tensor,
+        target: torch.Tensor,
+        dim: int,
+        segments: Sequence[Segments],
+        num_rows: int,
+        step: int,
+    ) -> Iterator[Round]:
+        """Yields the rounds of a scattered sum, of `step` rows each; see `gather`."""
+        for start in range(0, num_rows, step):
+            rows, cut = summand, segments
+            if dim:
+                rows = summand[start : start + step]
+            else:
+                cut = [sliced(ranges, start, start + step) for ranges in segments]
+            others = rows.numel() // max(1, rows.shape[dim])
+            begin = others * sum(count_of(ranges) for ranges in cut[: self._rank])
+            yield ScatterRound(rows, target[start : start + step], dim, cut, begin)
+
+    def _start(self, rounds: Iterable[Round], values: torch.Tensor) -> MemoryWork:
+        """Queues the rounds of a collective, and starts those for which slots are free."""
+        if not is_served(values.dtype) or values.device.type != "cpu":
+            raise SpecError(
+                f"values of type {values.dtype} on {values.device} were to be sent through memory of the host. Set "
+                "EVENLY_SHARED_MEMORY=0, which sends them over the network interface."
+            )
+        with self._lock:
+            if self._is_broken:
+                raise PeerError(
+                    f"rank {self._rank} was to send values to ranks of this machine after an earlier collective with "
+                    "them had failed, or after their group was closed. Look at the first error."
+                )
+            added = list(rounds)
+            self._queue.extend(added)
+            self._num_queued += len(added)
+            self._start_ready()
+            return MemoryWork(self, self._num_queued - 1)
+
+    def _start_ready(self) -> None:
+        """Starts queued rounds, in their order, for which a slot is free now."""
+        while self.num_started < self._num_queued and self._is_free():
+            self._start_next()
+
+    def _is_free(self) -> bool:
+        """Whether all ranks have read the slot of the next round."""
+        slot, num_slots = self.num_started % self._shape.num_slots, self._shape.num_slots
+        if self.num_started < num_slots:
+            return True
+        if self.num_started - self.num_finished >= num_slots:
+            return False
+        semaphore = self._shape.semaphore(slot, _READ, self._rank)
+        while self._num_read[slot] < len(self._others) and self._semaphores.try_take(semaphore):
+            self._num_read[slot] += 1
+        return self._num_read[slot] == len(self._others)
+
+    def _start_next(self) -> None:
+        number, slot = self.num_started, self.num_started % self._shape.num_slots
+        item = self._queue[number - self.num_finished]
+        self._num_read[slot] = 0
+        item.write(self._slots[slot][self._rank])
+        header = self._shape.header(slot, self._rank)
+        self._headers[header] = number
+        self._headers[header + 1] = item.code
+        self._headers[header + 2] = item.size
+        self._post(slot, _ARRIVED)
+        self.num_started += 1
+
+    def _finish_next(self, check: Check) -> None:
+        """Completes the oldest round."""
+        number, slot = self.num_finished, self.num_finished % self._shape.num_slots
+        if self.num_started == number:
+            while not self._is_free():
+                self._take(slot, _READ, check)
+                self._num_read[slot] += 1
+            self._start_next()
+        item = self._queue[0]
+        self._take_all(slot, _ARRIVED, check)
+        self._require_same(number, slot, item)
+        if item.has_two_phases:
+            item.reduce(self._slots[slot], self._rank)
+            self._post(slot, _REDUCED)
+            self._take_all(slot, _REDUCED, check)
+        item.read(self._slots[slot])
+        self._post(slot, _READ)
+        self._queue.popleft()
+        self.num_finished += 1
+        self._start_ready()
+
+    def _post(self, slot: int, phase: int) -> None:
+        for other in self._others:
+            self._semaphores.post(self._shape.semaphore(slot, phase, other))
+
+    def _take_all(self, slot: int, phase: int, check: Check) -> None:
+        for _ in self._others:
+            self._take(slot, phase, check)
+
+    def _take(self, slot: int, phase: int, check: Check) -> None:
+        semaphore = self._shape.semaphore(slot, phase, self._rank)
+        while not self._semaphores.take(semaphore, limit_s=SLICE_S):
+            ended = self.processes.ended()
+            if ended and self._semaphores.try_take(semaphore):  # a rank may end as soon as it has posted
+                return
+            check(ended)
+
+    def _require_same(self, number: int, slot: int, item: Round) -> None:
+        """Raises where ranks have come to different collectives."""
+        own = [number, item.code, item.size]
+        for other in self._others:
+            header = self._shape.header(slot, other)
+            if self._headers[header : header + 3].tolist() != own:
+                raise LockstepError(
+                    f"ranks {self._rank} and {other} of a group came to different collectives: "
+                    f"{own} and {self._headers[header : header + 3].tolist()} (number, kind and type, size). Every "
+                    "rank must send the same tensors in the same order."
+                )
+
+
+def _gather_rounds(
+    part: torch.Tensor,
+    whole: torch.Tensor,
+    dim: int,
+    segments: Sequence[Segments],
+    num_rows: int,
+    step: int,
+) -> Iterator[Round]:
+    """Yields the rounds of a gather, of `step` rows of each rank; dim 0 has rows of the parts, others of the whole."""
+    for start in range(0, num_rows, step):
+        rows = part[start : start + step]
+        if dim:
+            yield GatherRound(rows, whole[start : start + step], dim, segments)
+        else:
+            yield GatherRound(rows, whole, 0, [sliced(ranges, start, start + step) for ranges in segments])
+
+
+def _consecutive(lengths: Sequence[int]) -> list[Segments]:
+    """Returns the ranges of blocks of these lengths, one after another."""
+    return [((end - length, end),) for length, end in zip(lengths, accumulate(lengths), strict=True)]

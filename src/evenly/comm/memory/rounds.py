@@ -1,0 +1,275 @@
+"""What one round of a collective writes into this rank's slot and reads from the slots of all.
+
+A slot holds a limited number of bytes; larger tensors take several rounds. Sums add the ranks' values in the order of
+ranks on every rank, so that all have the same bits; 16-bit values are summed in float32 and rounded once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import torch
+
+from evenly.comm.segments import Segments, count_of, put
+
+Slots = Sequence[torch.Tensor]  # the bytes of each rank's slot
+
+_DTYPES = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_CODES = {dtype: index + 1 for index, dtype in enumerate(_DTYPES)}
+_SUM, _MAX, _GATHER, _SCATTER, _DEAL, _BROADCAST = (number << 8 for number in range(1, 7))
+
+
+class Round(Protocol):
+    """One round of a collective; all ranks have the same `code` and `size` in it."""
+
+    @property
+    def code(self) -> int:
+        """The kind of the collective and the type of its values."""
+
+    @property
+    def size(self) -> int:
+        """How many values the collective has in this round."""
+
+    @property
+    def has_two_phases(self) -> bool:
+        """Whether all ranks `reduce` after all have written and before any reads."""
+
+    def write(self, slot: torch.Tensor) -> None:
+        """Writes this rank's values into its slot."""
+
+    def reduce(self, slots: Slots, rank: int) -> None:
+        """Writes into this rank's slot what the others read."""
+
+    def read(self, slots: Slots) -> None:
+        """Reads the slots of all ranks."""
+
+
+def is_served(dtype: torch.dtype) -> bool:
+    """Whether tensors of this type can be sent."""
+    return dtype in _CODES
+
+
+def _values(slot: torch.Tensor, dtype: torch.dtype, count: int, *, start: int = 0) -> torch.Tensor:
+    """Returns `count` values from value `start` of a slot."""
+    return slot[start * dtype.itemsize : (start + count) * dtype.itemsize].view(dtype)
+
+
+def _add_up(values: Sequence[torch.Tensor], out: torch.Tensor, *, largest: bool = False) -> None:
+    """Writes the sum of the ranks' values in their order, or the maximum; `out` may be the first or the second."""
+    first, second, *others = values
+    if largest:
+        torch.maximum(first, second, out=out)
+        for value in others:
+            torch.maximum(out, value, out=out)
+        return
+    if out.dtype.itemsize < 4 and out.dtype.is_floating_point:
+        total = first.float().add_(second)
+        for value in others:
+            total.add_(value)
+        out.copy_(total)
+        return
+    torch.add(first, second, out=out)
+    for value in others:
+        out.add_(value)
+
+
+@final
+class SumRound:
+    """The sum over ranks of a flat tensor of one length, or its maximum; of `source` into `target`."""
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, *, largest: bool, has_two_phases: bool) -> None:
+        self.size = source.numel()
+        self.code = (_MAX if largest else _SUM) + _CODES[source.dtype]
+        self.has_two_phases = has_two_phases  # each rank sums a slice for all; otherwise each sums everything
+        self._source = source
+        self._target = target
+        self._largest = largest
+
+    def write(self, slot: torch.Tensor) -> None:
+        """Writes the values."""
+        _values(slot, self._source.dtype, self.size).copy_(self._source)
+
+    def reduce(self, slots: Slots, rank: int) -> None:
+        """Sums this rank's slice into its slot, where only this rank reads that slice."""
+        start, stop = _slice(self.size, rank, len(slots))
+        if start == stop:
+            return
+        values = [_values(slot, self._source.dtype, stop - start, start=start) for slot in slots]
+        out = values[rank] if rank < 2 else torch.empty_like(values[0])
+        _add_up(values, out, largest=self._largest)
+        if rank >= 2:
+            values[rank].copy_(out)
+
+    def read(self, slots: Slots) -> None:
+        """Reads the slices, or sums all."""
+        dtype = self._source.dtype
+        if not self.has_two_phases:
+            _add_up([_values(slot, dtype, self.size) for slot in slots], self._target, largest=self._largest)
+            return
+        for rank, slot in enumerate(slots):
+            start, stop = _slice(self.size, rank, len(slots))
+            self._target[start:stop].copy_(_values(slot, dtype, stop - start, start=start))
+
+
+def _slice(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Returns the values that a rank sums for all; slices begin at lines of the cache."""
+    width = -(-size // (64 * num_ranks)) * 64
+    return min(size, rank * width), min(size, (rank + 1) * width)
+
+
+def sum_rounds(
+    source: torch.Tensor, target: torch.Tensor, *, largest: bool, slot_bytes: int, num_ranks: int, least_bytes: int
+) -> Iterator[Round]:
+    """Yields the rounds of a sum of flat tensors; from `least_bytes` on, each rank sums a slice."""
+    step = slot_bytes // source.element_size()
+    for start in range(0, source.numel(), step):
+        part = source[start : start + step]
+        has_two_phases = num_ranks > 2 and part.nbytes >= least_bytes
+        yield SumRound(part, target[start : start + step], largest=largest, has_two_phases=has_two_phases)
+
+
+@final
+@dataclass(eq=False)
+class GatherRound:
+    """Collects a tensor of which rank r holds the indices `segments[r]` of `dim`."""
+
+    part: torch.Tensor
+    whole: torch.Tensor
+    dim: int
+    segments: Sequence[Segments]
+    has_two_phases: bool = False
+
+    def __post_init__(self) -> None:
+        self.size = self.whole.numel()
+        self.code = _GATHER + _CODES[self.whole.dtype]
+
+    def write(self, slot: torch.Tensor) -> None:
+        """Writes this rank's part."""
+        if self.part.numel():
+            _values(slot, self.part.dtype, self.part.numel()).view(self.part.shape).copy_(self.part)
+
+    def reduce(self, slots: Slots, rank: int) -> None:
+        """Does nothing."""
+
+    def read(self, slots: Slots) -> None:
+        """Copies the parts of all ranks to their indices."""
+        shape = list(self.whole.shape)
+        others = self.whole.numel() // max(1, shape[self.dim])
+        for slot, ranges in zip(slots, self.segments, strict=True):
+            shape[self.dim] = count_of(ranges)
+            if shape[self.dim]:
+                part = _values(slot, self.whole.dtype, others * shape[self.dim]).view(shape)
+                put(self.whole, part, self.dim, ranges)
+
+
+@final
+@dataclass(eq=False)
+class ScatterRound:
+    """The sum over ranks of `summand`, of which rank r keeps the indices `segments[r]` of `dim`: into `target`."""
+
+    summand: torch.Tensor
+    target: torch.Tensor  # contiguous
+    dim: int
+    segments: Sequence[Segments]
+    start: int  # where the values for this rank begin in every slot
+    has_two_phases: bool = False
+
+    def __post_init__(self) -> None:
+        self.size = self.summand.numel()
+        self.code = _SCATTER + _CODES[self.summand.dtype]
+
+    def write(self, slot: torch.Tensor) -> None:
+        """Writes the values for each rank, one rank after another."""
+        start, shape = 0, list(self.summand.shape)
+        others = self.summand.numel() // shape[self.dim]
+        for ranges in self.segments:
+            shape[self.dim] = count_of(ranges)
+            count = others * shape[self.dim]
+            values = _values(slot, self.summand.dtype, count, start=start).view(shape)
+            offset = 0
+            for first, last in ranges:
+                values.narrow(self.dim, offset, last - first).copy_(self.summand.narrow(self.dim, first, last - first))
+                offset += last - first
+            start += count
+
+    def reduce(self, slots: Slots, rank: int) -> None:
+        """Does nothing."""
+
+    def read(self, slots: Slots) -> None:
+        """Sums the values for this rank."""
+        count = self.target.numel()
+        if count:
+            values = [_values(slot, self.target.dtype, count, start=self.start) for slot in slots]
+            _add_up(values, self.target.view(-1))
+
+
+@final
+@dataclass(eq=False)
+class DealRound:
+    """Sends a flat block to each rank and receives one from each; the block for rank r lies at `r * step`."""
+
+    sent: Sequence[torch.Tensor]
+    received: Sequence[torch.Tensor]
+    rank: int
+    step: int
+    has_two_phases: bool = False
+
+    def __post_init__(self) -> None:
+        self.size = self.step
+        self.code = _DEAL + _CODES[self.sent[0].dtype]
+
+    def write(self, slot: torch.Tensor) -> None:
+        """Writes the blocks for all ranks."""
+        for target, block in enumerate(self.sent):
+            if block.numel():
+                _values(slot, block.dtype, block.numel(), start=target * self.step).copy_(block)
+
+    def reduce(self, slots: Slots, rank: int) -> None:
+        """Does nothing."""
+
+    def read(self, slots: Slots) -> None:
+        """Reads the blocks for this rank."""
+        for slot, block in zip(slots, self.received, strict=True):
+            if block.numel():
+                block.copy_(_values(slot, block.dtype, block.numel(), start=self.rank * self.step))
+
+
+def deal_rounds(
+    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, rank: int, largest: int, slot_bytes: int
+) -> Iterator[Round]:
+    """Yields the rounds in which flat blocks are dealt; no rank sends another one more than `largest` values."""
+    step = slot_bytes // len(sent) // sent[0].element_size()
+    for start in range(0, largest, step):
+        given, taken = ([block[start : start + step] for block in blocks] for blocks in (sent, received))
+        yield DealRound(given, taken, rank, step)
+
+
+@final
+@dataclass(eq=False)
+class BroadcastRound:
+    """Sends a flat tensor of rank `source` to the others, in place."""
+
+    values: torch.Tensor
+    source: int
+    rank: int
+    has_two_phases: bool = False
+
+    def __post_init__(self) -> None:
+        self.size = self.values.numel()
+        self.code = _BROADCAST + _CODES[self.values.dtype]
+
+    def write(self, slot: torch.Tensor) -> None:
+        """Writes the values, on the source."""
+        if self.rank == self.source:
+            _values(slot, self.values.dtype, self.size).copy_(self.values)
+
+    def reduce(self, slots: Slots, rank: int) -> None:
+        """Does nothing."""
+
+    def read(self, slots: Slots) -> None:
+        """Reads the values, on the others."""
+        if self.rank != self.source:
+            self.values.copy_(_values(slots[self.source], self.values.dtype, self.size))
