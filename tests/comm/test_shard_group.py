@@ -10,8 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenly.comm import MOVES, FailureMonitor, RankGroup, Redistribute, ShardGroup, count_of, open_group, put, take
+from evenly.comm import (
+    MOVES,
+    FailureMonitor,
+    MemoryGroup,
+    RankGroup,
+    Redistribute,
+    ShardGroup,
+    count_of,
+    memory_groups,
+    open_group_inside,
+    put,
+    take,
+)
+from evenly.comm.memory import group as memory_group
+from evenly.spec import Device
 from tests.ranks import run_ranks
+
+DEVICES: list[Device] = []  # of the groups of this file
 
 Cut = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -30,13 +46,22 @@ STATES = {  # of a tensor before and after each move
 }
 
 
+@pytest.fixture(params=["gloo", "memory", "memory in small slots"], scope="module", autouse=True)
+def devices(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Makes every group of this file one over gloo, over shared memory, or over so little that all takes rounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.DEVICES", [] if request.param == "gloo" else [Device(kind="cpu")])
+        if request.param == "memory in small slots":
+            patch.setattr(memory_groups, "SLOT_BYTES", 64)
+            patch.setattr(memory_group, "LEAST_TWO_PHASES", 48)
+        yield
+
+
 @contextmanager
 def wired(rank_group: RankGroup) -> Iterator[ShardGroup]:
-    shard_group = ShardGroup(
-        open_group(rank_group, "w", range(rank_group.size), backend="gloo", timeout_s=20),
-        FailureMonitor(rank_group),
-        timeout_s=20,
-    )
+    group = open_group_inside(rank_group, "w", range(rank_group.size), DEVICES, timeout_s=20)
+    assert isinstance(group, MemoryGroup) == (DEVICES != [] and rank_group.size > 1)
+    shard_group = ShardGroup(group, FailureMonitor(rank_group), timeout_s=20)
     try:
         yield shard_group
         shard_group.sum(torch.zeros(1)).wait()  # whoever is still connecting needs the others

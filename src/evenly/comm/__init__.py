@@ -28,6 +28,7 @@ from evenly.comm.groups import (
     plain_group,
 )
 from evenly.comm.host_copies import to_device, to_host
+from evenly.comm.indexing.segments import count_of, put, take
 from evenly.comm.local_shard import (
     LocalShard,
     full_shape,
@@ -41,7 +42,6 @@ from evenly.comm.local_shard import (
 from evenly.comm.memory.group import MemoryGroup, MemoryWork
 from evenly.comm.rank_group import RankGroup, rank_group_of
 from evenly.comm.redistribute import MOVES, Redistribute
-from evenly.comm.segments import count_of, put, take
 from evenly.comm.shard_group import PendingTensor, ShardGroup, Traffic
 
 __all__ = [

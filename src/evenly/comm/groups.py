@@ -20,7 +20,7 @@ from evenly._torch.process_groups import (
 )
 from evenly.comm.callbacks import watch_group
 from evenly.comm.memory.group import MemoryGroup
-from evenly.comm.memory.opening import open_memory
+from evenly.comm.memory_groups import open_memory
 from evenly.comm.rank_group import RankGroup
 from evenly.errors import PeerError, SpecError
 from evenly.launch.gloo import shared_device_key

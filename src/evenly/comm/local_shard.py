@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evenly.comm.segments import take
+from evenly.comm.indexing.segments import take
 from evenly.comm.shard_group import ShardGroup
 from evenly.spec.layout import Segments
 

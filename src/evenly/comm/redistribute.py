@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from evenly.comm.segments import Segments, take
+from evenly.comm.indexing.segments import Segments, take
 from evenly.comm.shard_group import PendingTensor, ShardGroup
 
 Map = Literal["same", "sum", "gather", "scatter_sum", "take"]

@@ -21,8 +21,8 @@ from evenly.comm.collectives import (
 )
 from evenly.comm.failure_monitor import FailureMonitor
 from evenly.comm.groups import Group, close_groups
+from evenly.comm.indexing.segments import Segments, count_of, local_positions, put, shared, take
 from evenly.comm.memory.group import MemoryGroup
-from evenly.comm.segments import Segments, count_of, local_positions, put, shared, take
 from evenly.errors import MismatchError, SpecError
 
 

@@ -14,6 +14,8 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from evenly.comm.indexing.segments import Segments, count_of, put, sliced, take
+from evenly.comm.memory.mapping import MappedMemory
 from evenly.comm.memory.members import Processes
 from evenly.comm.memory.rounds import (
     BroadcastRound,
@@ -25,14 +27,12 @@ from evenly.comm.memory.rounds import (
     is_served,
     sum_rounds,
 )
-from evenly.comm.memory.segment import Segment
-from evenly.comm.segments import Segments, count_of, put, sliced, take
 from evenly.errors import LockstepError, PeerError, SpecError
 
 Check = Callable[[Sequence[int]], None]  # is given the ids of processes that have ended
 
 SLICE_S = 0.1  # a wait is interrupted so often, to look for failures
-_LEAST_TWO_PHASES = 1 << 16  # bytes: shorter tensors are summed by every rank, which needs one wait less
+LEAST_TWO_PHASES = 1 << 18  # bytes: shorter tensors are summed by every rank, which needs one wait less
 _ARRIVED, _REDUCED, _READ = range(3)
 
 
@@ -60,23 +60,23 @@ class MemoryGroup:
     """Ranks of one machine that share memory; `plain` is their group for what torch itself sends."""
 
     def __init__(
-        self, segment: Segment, rank: int, processes: Processes, *, plain: dist.ProcessGroup | None = None
+        self, memory: MappedMemory, rank: int, processes: Processes, *, plain: dist.ProcessGroup | None = None
     ) -> None:
         self.plain = plain
         self.processes = processes
         self.num_started = 0  # rounds
         self.num_finished = 0
         self._rank = rank
-        self._shape = segment.shape
-        self._semaphores = segment.semaphores
-        self._headers = segment.headers
-        self._slots: list[Slots] = [list(slot.unbind()) for slot in segment.slots.unbind()]
-        self._others = [other for other in range(segment.shape.num_ranks) if other != rank]
+        self._shape = memory.shape
+        self._semaphores = memory.semaphores
+        self._headers = memory.headers
+        self._slots: list[Slots] = [list(slot.unbind()) for slot in memory.slots.unbind()]
+        self._others = [other for other in range(memory.shape.num_ranks) if other != rank]
         self._queue: deque[Round] = deque()  # rounds that are not finished
         self._num_queued = 0  # in all
-        self._num_read = [0] * segment.shape.num_slots  # ranks that have read a slot since it was written
+        self._num_read = [0] * memory.shape.num_slots  # ranks that have read a slot since it was written
         self._is_broken = False
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
     def rank(self) -> int:
         """Returns the number of this member, as a process group does."""
@@ -87,8 +87,12 @@ class MemoryGroup:
         return self._shape.num_ranks
 
     def shutdown(self) -> None:
-        """Ends the use of the memory on this rank."""
+        """Ends the use of the memory on this rank; a second call does nothing."""
         self._is_broken = True
+        if self._lock.acquire(blocking=False):  # otherwise a thread waits in it, and will see that it is closed
+            self._slots = []
+            self._headers = memoryview(bytearray(8)).cast("q")
+            self._lock.release()
         self.processes.close()
         if self.plain is not None:
             self.plain.shutdown()
@@ -106,7 +110,7 @@ class MemoryGroup:
             largest=largest,
             slot_bytes=self._shape.slot_bytes,
             num_ranks=self.size(),
-            least_bytes=_LEAST_TWO_PHASES,
+            least_bytes=LEAST_TWO_PHASES,
         )
         return self._start(rounds, source)
 
@@ -162,6 +166,7 @@ class MemoryGroup:
             return
         with self._lock:
             while self.num_finished <= last:
+                self._require_open()
                 try:
                     self._finish_next(check)
                 except BaseException:
@@ -196,16 +201,19 @@ class MemoryGroup:
                 "EVENLY_SHARED_MEMORY=0, which sends them over the network interface."
             )
         with self._lock:
-            if self._is_broken:
-                raise PeerError(
-                    f"rank {self._rank} was to send values to ranks of this machine after an earlier collective with "
-                    "them had failed, or after their group was closed. Look at the first error."
-                )
+            self._require_open()
             added = list(rounds)
             self._queue.extend(added)
             self._num_queued += len(added)
             self._start_ready()
             return MemoryWork(self, self._num_queued - 1)
+
+    def _require_open(self) -> None:
+        if self._is_broken:
+            raise PeerError(
+                f"rank {self._rank} was to send values to ranks of this machine after an earlier collective with them "
+                "had failed, or after their group was closed. Look at the first error."
+            )
 
     def _start_ready(self) -> None:
         """Starts queued rounds, in their order, for which a slot is free now."""

@@ -10,7 +10,7 @@ from typing import Protocol, final
 
 import torch
 
-from evenly.comm.segments import Segments, count_of, put
+from evenly.comm.indexing.segments import Segments, count_of, put
 
 Slots = Sequence[torch.Tensor]  # the bytes of each rank's slot
 

@@ -6,13 +6,12 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-
-import torch.distributed as dist
+from typing import Any
 
 from evenly.comm.memory import semaphores
 from evenly.comm.memory.group import MemoryGroup
+from evenly.comm.memory.mapping import MappedMemory, Shape, SharedFile, open_shared
 from evenly.comm.memory.members import Processes
-from evenly.comm.memory.segment import Segment, Shape, SharedFile, open_shared
 from evenly.comm.rank_group import RankGroup
 from evenly.errors import PeerError
 from evenly.launch.cores import usable_cores
@@ -23,15 +22,13 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "EVENLY_SHARED_MEMORY"  # 0: ranks of one machine use the network interface, too
 
-NUM_SLOTS = 4
-SLOT_BYTES = 1 << 20
+NUM_SLOTS = 4  # a rank may be so many rounds ahead
+SLOT_BYTES = 1 << 21  # of each rank; pages that are never written take no memory
 SPIN_S = 50e-6  # about as long as to be woken takes
 _TOKEN_BYTES = 32
 
 
-def open_memory(
-    rank_group: RankGroup, name: str, ranks: Sequence[int], *, timeout_s: float, plain: dist.ProcessGroup | None = None
-) -> MemoryGroup | None:
+def open_memory(rank_group: RankGroup, name: str, ranks: Sequence[int], *, timeout_s: float) -> MemoryGroup | None:
     """Returns the group of `ranks` over shared memory; None, on all of them, if not all of them can share it."""
     if len(ranks) == 1:
         return None
@@ -41,10 +38,10 @@ def open_memory(
         return None
     pids = [pid for _, pid, *_ in rows]
     has_own_core = len(ranks) <= min(cores for *_, cores in rows) and len(set(pids)) == len(ranks)
-    segment = opening.share(Shape(len(ranks), NUM_SLOTS, SLOT_BYTES), spin_s=SPIN_S if has_own_core else 0.0)
-    if segment is None:
+    memory = opening.share(Shape(len(ranks), NUM_SLOTS, SLOT_BYTES), spin_s=SPIN_S if has_own_core else 0.0)
+    if memory is None:
         return None
-    return MemoryGroup(segment, opening.number, Processes(pids), plain=plain)
+    return MemoryGroup(memory, opening.number, Processes(pids))
 
 
 def _refusal() -> str:
@@ -57,7 +54,7 @@ def _refusal() -> str:
 
 
 class _Opening:
-    """The messages by which ranks agree on a segment, over the store."""
+    """The messages by which ranks agree on shared memory, over the store."""
 
     def __init__(self, rank_group: RankGroup, prefix: str, ranks: Sequence[int], *, timeout_s: float) -> None:
         self.number = list(ranks).index(rank_group.rank)
@@ -66,7 +63,7 @@ class _Opening:
         self._ranks = list(ranks)
         self._timeout_s = timeout_s
 
-    def exchange(self, what: str, value: object) -> list:  # type: ignore[type-arg]
+    def exchange(self, what: str, value: object) -> list[Any]:
         """Returns the values of all ranks."""
         keys = [f"{self._prefix}/{what}/{rank}" for rank in self._ranks]
         self._store.set(keys[self.number], json.dumps(value))
@@ -83,46 +80,55 @@ class _Opening:
             pause_s = min(2 * pause_s, 0.05)
         return [json.loads(text) for text in self._store.get_all(keys)]
 
-    def share(self, shape: Shape, *, spin_s: float) -> Segment | None:
-        """Returns the segment that the first rank makes; None, on all ranks, if one cannot map it."""
-        token, file, segment, refusal = secrets.token_bytes(_TOKEN_BYTES), None, None, ""
-        if self.number == 0:
-            try:
-                file = SharedFile(shape.size_bytes)
-                segment = Segment(file.descriptor, shape, spin_s=spin_s)
-                segment.token[:_TOKEN_BYTES] = token
-                segment.semaphores.create(shape.num_semaphores)
-            except OSError as error:
-                refusal = str(error)
-        offers = self.exchange("segment", ["" if file is None else file.path, token.hex(), refusal])
-        path, token_text, refusal = offers[0]
-        if self.number > 0 and not refusal:
-            try:
-                segment = _attach(path, bytes.fromhex(token_text), shape, spin_s=spin_s)
-            except OSError as error:
-                refusal = str(error)
-        refusals = self.exchange("mapped", refusal)
-        if file is not None:
+    def share(self, shape: Shape, *, spin_s: float) -> MappedMemory | None:
+        """Returns the memory that the first rank makes; None, on all ranks, if one cannot map it."""
+        if self.number > 0:
+            (path, token, refusal), *_ = self.exchange("memory", None)
+            memory, reason = (None, refusal) if refusal else _attach(path, bytes.fromhex(token), shape, spin_s=spin_s)
+            return memory if self._all_agree(reason) else None
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        try:
+            file = SharedFile(shape.size_bytes)
+        except OSError as error:
+            self.exchange("memory", ["", "", str(error)])
+            self._all_agree(str(error))
+            return None
+        try:
+            memory = MappedMemory(file.descriptor, shape, spin_s=spin_s)
+            memory.token[:_TOKEN_BYTES] = token
+            memory.semaphores.create(shape.num_semaphores)
+            self.exchange("memory", [file.path, token.hex(), ""])
+            return memory if self._all_agree("") else None
+        finally:
             file.close()  # all have mapped it, or will not
+
+    def _all_agree(self, refusal: str) -> bool:
+        """Returns whether no rank has refused the memory; the first rank says which has."""
+        refusals = self.exchange("mapped", refusal)
         found = next(((rank, text) for rank, text in zip(self._ranks, refusals, strict=True) if text), None)
-        if found is None:
-            return segment
-        if self.number == 0:
+        if found is not None and self.number == 0:
             logger.warning(
-                "ranks %s are on one machine but do not share memory, because of rank %d: %s. They use the network "
-                "interface, which is slower; %s=0 says so without this message.",
-                self._ranks, *found, VARIABLE,
-            )  # fmt: skip
-        return None
+                "ranks %s are on one machine but share no memory, because of rank %d: %s. They use the network "
+                "interface, which is slower; %s=0 chooses that without this message.",
+                self._ranks,
+                *found,
+                VARIABLE,
+            )
+        return found is None
 
 
-def _attach(path: str, token: bytes, shape: Shape, *, spin_s: float) -> Segment:
-    """Returns the segment of another rank, after making sure that it is the right one."""
-    descriptor = open_shared(path, shape.size_bytes)
+def _attach(path: str, token: bytes, shape: Shape, *, spin_s: float) -> tuple[MappedMemory | None, str]:
+    """Returns the memory of another rank, or why it cannot be had."""
     try:
-        segment = Segment(descriptor, shape, spin_s=spin_s)
+        descriptor = open_shared(path, shape.size_bytes)
+    except OSError as error:
+        return None, str(error)
+    try:
+        memory = MappedMemory(descriptor, shape, spin_s=spin_s)
+    except OSError as error:
+        return None, str(error)
     finally:
         os.close(descriptor)
-    if bytes(segment.token[: len(token)]) != token:
-        raise OSError(f"{path} is not the memory of this group")
-    return segment
+    if bytes(memory.token[: len(token)]) != token:
+        return None, f"{path} is not the memory of this group"
+    return memory, ""

@@ -92,7 +92,7 @@ def open_shared(path: str, size_bytes: int) -> int:
     return descriptor
 
 
-class Segment:
+class MappedMemory:
     """The memory of a group as this process has mapped it."""
 
     def __init__(self, descriptor: int, shape: Shape, *, spin_s: float) -> None:

@@ -1,0 +1,1 @@
+"""Indices of tensors that ranks hold."""
