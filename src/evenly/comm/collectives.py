@@ -1,6 +1,7 @@
 """Collectives with waits that name missing ranks, and JSON values between ranks."""
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,12 +16,16 @@ from evenly.comm.failure_monitor import FailureMonitor
 from evenly.comm.groups import Group
 from evenly.comm.heartbeats import AwakeClock
 from evenly.comm.memory.group import MemoryGroup, MemoryWork
+from evenly.comm.memory.members import Absence
 from evenly.errors import LockstepError, PeerError
 
 T = TypeVar("T")
 
 Work = dist.Work | MemoryWork
 
+logger = logging.getLogger(__name__)
+
+_NOTICED_S = 0.5  # a rank that is stopped for longer is named in a warning
 SHORT_WAIT_S = 2.0  # a rank that waits longer for others reports it
 
 
@@ -135,8 +140,11 @@ class CollectiveWaiter:
             store.delete(f"values/{after}/{rank}")
         return values
 
-    def check_wait(self, waited_s: float, *, waits_for_ranks: bool) -> None:
-        """Raises if a wait of `waited_s` is to end; tells the others about a long one."""
+    def check_wait(self, waited_s: float, *, waits_for_ranks: bool, late: Sequence[int] = ()) -> None:
+        """Raises if a wait of `waited_s` is to end; tells the others about a long one.
+
+        `late` are the ranks that have not come, where that is known; otherwise they are asked.
+        """
         self.monitor.check()
         if not self._reports and self.monitor.has_failed:  # the others may have failed before they came here
             raise PeerError(
@@ -147,20 +155,20 @@ class CollectiveWaiter:
         if waits_for_ranks and self._reports and waited_s > min(SHORT_WAIT_S, self.timeout_s / 4):
             self.monitor.waiting(self.label, self.step)
         if waited_s > self.timeout_s:
-            absent_ranks = self.monitor.absent(self.label) if waits_for_ranks else []
+            absent_ranks = self.monitor.absent(self.label) if waits_for_ranks and not late else list(late)
             self.monitor.check()  # the query may have found that the store is gone
             error = self._timeout_error(waited_s, absent_ranks)
             self.monitor.report(error)
             raise error
 
-    def raise_ended(self, pids: Sequence[int]) -> None:
-        """Raises an error for processes of this machine that have ended, or the cause that they reported before."""
+    def raise_ended(self, ranks: Sequence[int]) -> None:
+        """Raises an error for ranks of this machine whose process has ended, or what they reported before."""
         for _ in range(2):  # a rank that fails reports it before it ends
             self.monitor.poll()
             time.sleep(0.05)
         error = PeerError(
-            f"rank {self.monitor.rank_group.rank} waited at {self.label} after step {self.step} for a rank whose "
-            f"process has ended: {self.monitor.who_has(pids)}. Look at its output."
+            f"rank {self.monitor.rank_group.rank} waited at {self.label} after step {self.step}, but "
+            f"{self.monitor.who(ranks)} {'have' if len(ranks) > 1 else 'has'} ended. Look at the output there."
         )
         self.monitor.report(error)
         raise error
@@ -191,17 +199,27 @@ class _WaitCheck:
         self._waits_for_ranks = waits_for_ranks
         self._clock: AwakeClock | None = None  # only long waits need one
         self._on_quiet = waiter.on_quiet
+        self._has_warned = False  # of ranks that are stopped
 
-    def __call__(self, ended: Sequence[int] = ()) -> None:
-        """Raises if the wait is to end, as it is if processes that it waits for have `ended`."""
+    def __call__(self, absence: Absence | None = None) -> None:
+        """Raises if the wait is to end, as it is if ranks that it waits for have ended."""
         self._clock = self._clock or AwakeClock()
         waited_s = self._clock.read()
         if self._on_quiet is not None and waited_s > 1.0:
             on_quiet, self._on_quiet = self._on_quiet, None
             on_quiet()
-        self._waiter.check_wait(waited_s, waits_for_ranks=self._waits_for_ranks)
-        if ended:
-            self._waiter.raise_ended(ended)
+        late = () if absence is None else absence.late
+        self._waiter.check_wait(waited_s, waits_for_ranks=self._waits_for_ranks, late=late)
+        if absence is not None and absence.ended:
+            self._waiter.raise_ended(absence.ended)
+        if absence is not None and absence.stopped and waited_s > _NOTICED_S and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "rank %d waits at %s for %s, which is stopped and may be continued (kill -CONT)",
+                self._waiter.monitor.rank_group.rank,
+                self._waiter.label,
+                self._waiter.monitor.who(absence.stopped),
+            )
 
 
 def _release(lock: threading.Lock, _: object) -> None:

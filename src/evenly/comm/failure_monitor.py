@@ -163,13 +163,9 @@ class FailureMonitor:
             "longer, give a larger timeout_s."
         )
 
-    def who(self, ranks: list[int]) -> str:
+    def who(self, ranks: Sequence[int]) -> str:
         """Returns ranks with their hosts and process ids, as far as they are known."""
         return ", ".join(self._heartbeats.who(rank) for rank in ranks)
-
-    def who_has(self, pids: Sequence[int]) -> str:
-        """Returns the ranks whose processes on this machine have these ids, as far as they are known."""
-        return ", ".join(self._heartbeats.who_has(pid) for pid in pids)
 
     def announce(self, key: str) -> None:
         """Writes to `key` that this rank has arrived, with its identity."""

@@ -103,14 +103,16 @@ def open_groups(
         return open_group(rank_group, name, ranks, backend=chosen, timeout_s=timeout_s, concurrent=concurrent)
 
     def inside(name: str, ranks: Sequence[int], *, may_use_nccl: bool, concurrent: bool, serves_ddp: bool) -> Group:
-        on_machine = open_memory_of(rank_group, name, ranks, [devices[rank] for rank in ranks], timeout_s=timeout_s)
-        if on_machine is not None and not serves_ddp:
-            return on_machine
+        memory = None
+        if all(devices[rank].kind == "cpu" for rank in ranks):
+            memory = open_memory(rank_group, name, ranks, timeout_s=timeout_s)
+        if memory is not None and not serves_ddp:
+            return memory
         plain = across(name, ranks, None if may_use_nccl else "gloo", concurrent)
-        if on_machine is None:
+        if memory is None:
             return plain
-        on_machine.plain = plain
-        return on_machine
+        memory.plain = plain
+        return memory
 
     def is_on_cpu(ranks: Sequence[int]) -> bool:
         return concurrent or backend_for([devices[rank] for rank in ranks]) == "gloo"
@@ -185,23 +187,26 @@ def backend_for(devices: Sequence[Device]) -> str:
     return "nccl" if distinct and dist.is_nccl_available() else "gloo"
 
 
-def open_memory_of(
-    rank_group: RankGroup, name: str, ranks: Sequence[int], devices: Sequence[Device], *, timeout_s: float
-) -> MemoryGroup | None:
-    """Returns the group of `ranks` over memory that they share; None on all of them if they cannot or use GPUs."""
-    if not devices or any(device.kind != "cpu" for device in devices):
-        return None
-    return open_memory(rank_group, name, ranks, timeout_s=timeout_s)
-
-
 def open_group_inside(
-    rank_group: RankGroup, name: str, ranks: Sequence[int], devices: Sequence[Device], *, timeout_s: float
+    rank_group: RankGroup,
+    name: str,
+    ranks: Sequence[int],
+    devices: Sequence[Device],
+    *,
+    timeout_s: float,
+    own_kind: str = "cpu",
 ) -> Group:
-    """Returns a group of ranks that are near each other: over shared memory, NCCL or gloo, as their `devices` allow."""
-    on_machine = open_memory_of(rank_group, name, ranks, devices, timeout_s=timeout_s)
-    if on_machine is not None:
-        return on_machine
-    return open_group(rank_group, name, ranks, backend=backend_for(devices), timeout_s=timeout_s)
+    """Returns a group of ranks that are near each other: over shared memory, NCCL or gloo, as their `devices` allow.
+
+    Where the devices of the others are not known, `devices` is empty and `own_kind` is that of this rank.
+    """
+    memory = None
+    if all(device.kind == "cpu" for device in devices):
+        memory = open_memory(rank_group, name, ranks, on_cpu=own_kind == "cpu", timeout_s=timeout_s)
+    if memory is not None:
+        return memory
+    backend = backend_for(devices) if devices else "gloo"
+    return open_group(rank_group, name, ranks, backend=backend, timeout_s=timeout_s)
 
 
 def open_group(

@@ -62,11 +62,6 @@ class Heartbeats:
         host, pid = self._identities[rank]
         return f"rank {rank} on {host} (pid {pid})"
 
-    def who_has(self, pid: int) -> str:
-        """Returns the rank whose process on this host has this id, as far as it is known."""
-        ranks = [rank for rank, place in enumerate(self._identities) if place == (socket.gethostname(), pid)]
-        return self.who(ranks[0]) if ranks else f"a rank on {socket.gethostname()} (pid {pid})"
-
     def beat(self, value: str = "") -> None:
         """Sends a heartbeat; a direct call of the store."""
         self._beat += 1

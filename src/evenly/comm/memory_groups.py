@@ -28,29 +28,31 @@ SPIN_S = 50e-6  # about as long as to be woken takes
 _TOKEN_BYTES = 32
 
 
-def open_memory(rank_group: RankGroup, name: str, ranks: Sequence[int], *, timeout_s: float) -> MemoryGroup | None:
-    """Returns the group of `ranks` over shared memory; None, on all of them, if not all of them can share it."""
+def open_memory(
+    rank_group: RankGroup, name: str, ranks: Sequence[int], *, timeout_s: float, on_cpu: bool = True
+) -> MemoryGroup | None:
+    """Returns the group of `ranks` over shared memory; None, on all of them, if not all of them can share it.
+
+    A rank whose tensors are not `on_cpu` cannot.
+    """
     if len(ranks) == 1:
         return None
     opening = _Opening(rank_group, f"memory/{name}", ranks, timeout_s=timeout_s)
-    rows = opening.exchange("host", [machine_id(), os.getpid(), _refusal(), usable_cores()])
-    if len({machine for machine, *_ in rows}) > 1 or any(refusal for _, _, refusal, _ in rows):
+    rows = opening.exchange("host", [machine_id(), os.getpid(), _can_share() and on_cpu, usable_cores()])
+    if len({machine for machine, *_ in rows}) > 1 or not all(can_share for _, _, can_share, _ in rows):
         return None
     pids = [pid for _, pid, *_ in rows]
     has_own_core = len(ranks) <= min(cores for *_, cores in rows) and len(set(pids)) == len(ranks)
     memory = opening.share(Shape(len(ranks), NUM_SLOTS, SLOT_BYTES), spin_s=SPIN_S if has_own_core else 0.0)
     if memory is None:
         return None
-    return MemoryGroup(memory, opening.number, Processes(pids))
+    return MemoryGroup(memory, opening.number, Processes(pids), ranks=list(ranks))
 
 
-def _refusal() -> str:
-    """Returns why this rank uses no shared memory; "" if it does."""
-    if environment(VARIABLE) == "0":
-        return f"{VARIABLE}=0"
-    if machine_id() == "":
-        return "the machine has no id"
-    return "" if semaphores.are_available() and hasattr(os, "memfd_create") else "the system has no such memory"
+def _can_share() -> bool:
+    """Whether the system has such memory, and the user wants it to be used."""
+    is_wanted = environment(VARIABLE) != "0"
+    return is_wanted and machine_id() != "" and semaphores.are_available() and hasattr(os, "memfd_create")
 
 
 class _Opening:

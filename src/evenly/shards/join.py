@@ -80,7 +80,10 @@ def _join(
 ) -> Sharded:
     waiter = CollectiveWaiter(monitor, label="the start of a network cut over ranks", timeout_s=timeout_s)
     waiter.barrier()
-    everybody = open_group(scoped_group, "everybody", range(scoped_group.size), backend="gloo", timeout_s=timeout_s)
+    own_kind = next(traced.model.parameters(), torch.empty(0)).device.type
+    everybody = open_group_inside(
+        scoped_group, "everybody", range(scoped_group.size), devices or [], timeout_s=timeout_s, own_kind=own_kind
+    )
     require_same(_settings(traced, layout), everybody, waiter)
     seed = gather_json(torch.initial_seed() % (1 << 40) + scoped_group.serial, everybody, waiter)[layout.members[0]]
     all_ranks_group = ShardGroup(everybody, monitor, timeout_s=timeout_s)
@@ -92,8 +95,14 @@ def _join(
         return _join_without_share(
             traced, layout, ShardGroup(alone, monitor, timeout_s=timeout_s), all_ranks_group, source
         )
-    members_devices = [devices[rank] for rank in layout.members] if devices else []
-    group = open_group_inside(scoped_group, "shards", layout.members, members_devices, timeout_s=timeout_s)
+    group = open_group_inside(
+        scoped_group,
+        "shards",
+        layout.members,
+        [devices[rank] for rank in layout.members] if devices else [],
+        timeout_s=timeout_s,
+        own_kind=own_kind,
+    )
     shard_group = ShardGroup(group, monitor, timeout_s=timeout_s)
     local = cut_model(traced, layout, shard_group, broadcast=lambda tensor: all_ranks_group.broadcast(tensor, source))
     mark_uncut(traced.model.parameters(), tally_of(shard_group))

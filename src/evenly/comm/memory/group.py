@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from evenly.comm.indexing.segments import Segments, count_of, put, sliced, take
 from evenly.comm.memory.mapping import MappedMemory
-from evenly.comm.memory.members import Processes
+from evenly.comm.memory.members import Absence, Processes
 from evenly.comm.memory.rounds import (
     BroadcastRound,
     GatherRound,
@@ -29,11 +29,12 @@ from evenly.comm.memory.rounds import (
 )
 from evenly.errors import LockstepError, PeerError, SpecError
 
-Check = Callable[[Sequence[int]], None]  # is given the ids of processes that have ended
+Check = Callable[[Absence], None]
 
 SLICE_S = 0.1  # a wait is interrupted so often, to look for failures
 LEAST_TWO_PHASES = 1 << 18  # bytes: shorter tensors are summed by every rank, which needs one wait less
 _ARRIVED, _REDUCED, _READ = range(3)
+_NUM_PHASES = 3
 
 
 class MemoryWork:
@@ -59,11 +60,10 @@ class MemoryWork:
 class MemoryGroup:
     """Ranks of one machine that share memory; `plain` is their group for what torch itself sends."""
 
-    def __init__(
-        self, memory: MappedMemory, rank: int, processes: Processes, *, plain: dist.ProcessGroup | None = None
-    ) -> None:
-        self.plain = plain
-        self.processes = processes
+    def __init__(self, memory: MappedMemory, rank: int, processes: Processes, *, ranks: Sequence[int]) -> None:
+        self.plain: dist.ProcessGroup | None = None
+        self._processes = processes
+        self._ranks = ranks  # of the members, as errors name them
         self.num_started = 0  # rounds
         self.num_finished = 0
         self._rank = rank
@@ -93,7 +93,7 @@ class MemoryGroup:
             self._slots = []
             self._headers = memoryview(bytearray(8)).cast("q")
             self._lock.release()
-        self.processes.close()
+        self._processes.close()
         if self.plain is not None:
             self.plain.shutdown()
 
@@ -266,6 +266,7 @@ class MemoryGroup:
         self._start_ready()
 
     def _post(self, slot: int, phase: int) -> None:
+        self._counts(self._rank)[phase] = 1 + (self.num_started if phase == _ARRIVED else self.num_finished)
         for other in self._others:
             self._semaphores.post(self._shape.semaphore(slot, phase, other))
 
@@ -276,10 +277,23 @@ class MemoryGroup:
     def _take(self, slot: int, phase: int, check: Check) -> None:
         semaphore = self._shape.semaphore(slot, phase, self._rank)
         while not self._semaphores.take(semaphore, limit_s=SLICE_S):
-            ended = self.processes.ended()
+            ended = self._processes.ended()
             if ended and self._semaphores.try_take(semaphore):  # a rank may end as soon as it has posted
                 return
-            check(ended)
+            late, stopped = self._late(slot, phase), self._processes.stopped()
+            check(Absence(*([self._ranks[member] for member in members] for members in (late, ended, stopped))))
+
+    def _late(self, slot: int, phase: int) -> list[int]:
+        """Returns the members that have not come to a phase of the round in this slot, or not left the one before."""
+        if phase == _READ:
+            number = self.num_started - self._shape.num_slots
+            return [other for other in self._others if self._counts(other)[_READ] <= number]
+        return [other for other in self._others if self._counts(other)[phase] <= self.num_finished]
+
+    def _counts(self, member: int) -> memoryview:
+        """Returns how many rounds a member has come to, reduced and read, for messages only."""
+        first = self._shape.counts_at + 4 * member
+        return self._headers[first : first + _NUM_PHASES]
 
     def _require_same(self, number: int, slot: int, item: Round) -> None:
         """Raises where ranks have come to different collectives."""

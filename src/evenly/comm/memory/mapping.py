@@ -39,9 +39,19 @@ class Shape:
         return 64 + self.num_semaphores * SIZE_BYTES
 
     @property
+    def counts_at(self) -> int:
+        """The number of the word after the headers; from here each rank has four words to count its rounds."""
+        return HEADER_WORDS * self.num_slots * self.num_ranks
+
+    @property
+    def num_words(self) -> int:
+        """Of headers and counts, of 8 bytes each."""
+        return self.counts_at + 4 * self.num_ranks
+
+    @property
     def data_at(self) -> int:
         """Where the slots begin."""
-        end = self.headers_at + 8 * HEADER_WORDS * self.num_slots * self.num_ranks
+        end = self.headers_at + 8 * self.num_words
         return -(-end // _LINE_BYTES) * _LINE_BYTES
 
     @property
@@ -103,7 +113,6 @@ class MappedMemory:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.token = memoryview(self._map)[:64]
         self.semaphores = Semaphores(address + 64, spin_s=spin_s)
-        size = 8 * HEADER_WORDS * shape.num_slots * shape.num_ranks
-        self.headers = memoryview(self._map)[shape.headers_at : shape.headers_at + size].cast("q")
+        self.headers = memoryview(self._map)[shape.headers_at : shape.headers_at + 8 * shape.num_words].cast("q")
         data = torch.frombuffer(self._map, dtype=torch.uint8, offset=shape.data_at)
         self.slots = data.view(shape.num_slots, shape.num_ranks, shape.slot_bytes)

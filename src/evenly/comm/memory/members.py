@@ -3,40 +3,51 @@
 import os
 import select
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 
+@dataclass(frozen=True)
+class Absence:
+    """The ranks that a wait lasts for: those that have not come, and of all of them the ended and stopped ones."""
+
+    late: Sequence[int]
+    ended: Sequence[int]
+    stopped: Sequence[int]
+
+
 class Processes:
-    """The processes of the ranks of a group, all on this machine."""
+    """The processes of ranks, all on this machine."""
 
     def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = list(pids)
         self._poll = select.poll()
-        self._descriptors: dict[int, int] = {}  # the process of each
-        self._gone: list[int] = []  # processes that had ended before
-        for pid in pids:
+        self._members: dict[int, int] = {}  # by the descriptor of the process
+        self._gone: list[int] = []  # whose process had ended before
+        for member, pid in enumerate(pids):
             if pid == os.getpid():  # this rank, or one that is a thread of the same process
                 continue
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._gone.append(pid)
+                self._gone.append(member)
             except (OSError, AttributeError):  # an old kernel, or no access: heartbeats must do
                 continue
             else:
-                self._descriptors[descriptor] = pid
+                self._members[descriptor] = member
                 self._poll.register(descriptor, select.POLLIN)
 
     def ended(self) -> list[int]:
-        """Returns the ids of processes that have ended, also if their parents have not noticed yet."""
-        return sorted([*self._gone, *(self._descriptors[descriptor] for descriptor, _ in self._poll.poll(0))])
+        """Returns the members whose process has ended, also if its parent has not noticed yet."""
+        return sorted([*self._gone, *(self._members[descriptor] for descriptor, _ in self._poll.poll(0))])
 
     def stopped(self) -> list[int]:
-        """Returns the ids of processes that are stopped, by SIGSTOP or a debugger."""
-        return [pid for pid in self._descriptors.values() if _state(pid) in "Tt"]
+        """Returns the members whose process is stopped, by SIGSTOP or a debugger."""
+        return [member for member in self._members.values() if _state(self._pids[member]) in "Tt"]
 
     def close(self) -> None:
         """Frees the descriptors."""
-        descriptors, self._descriptors, self._poll = self._descriptors, {}, select.poll()
+        descriptors, self._members, self._poll = self._members, {}, select.poll()
         for descriptor in descriptors:
             os.close(descriptor)
 
