@@ -205,7 +205,8 @@ class _WaitCheck:
         """Raises if the wait is to end, as it is if ranks that it waits for have ended."""
         self._clock = self._clock or AwakeClock()
         waited_s = self._clock.read()
-        if self._on_quiet is not None and waited_s > 1.0:
+        is_stopped = absence is not None and absence.stopped  # then others have nothing to tell
+        if self._on_quiet is not None and waited_s > 1.0 and not is_stopped:
             on_quiet, self._on_quiet = self._on_quiet, None
             on_quiet()
         late = () if absence is None else absence.late

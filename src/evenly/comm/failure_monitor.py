@@ -24,6 +24,7 @@ from evenly.comm.rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
 
+REPORT_S = 0.7  # a rank that failed tries so long to say so, before it raises its error
 LOST_S = 3.0  # ranks that still wait so long after the host of the store is gone fail
 
 
@@ -85,7 +86,8 @@ class FailureMonitor:
         self._has_reported = True
         kind = type(error).__name__ if isinstance(error, errors.EvenlyError) else "PeerError"
         text = str(error) if isinstance(error, errors.EvenlyError) else f"{type(error).__name__}: {error}"
-        self._post(FailureNote("failed", self.rank_group.rank, self._host, text, error=kind, pid=os.getpid()))
+        note = FailureNote("failed", self.rank_group.rank, self._host, text, error=kind, pid=os.getpid())
+        self._post(note, limit_s=REPORT_S)
 
     @property
     def has_failed(self) -> bool:
@@ -250,10 +252,15 @@ class FailureMonitor:
         """Ends the watching thread and tells the others that this rank has ended normally."""
         self._end()
 
-    def _post(self, note: FailureNote) -> None:
+    def _post(self, note: FailureNote, *, limit_s: float | None = None) -> None:
+        store = self.rank_group.store
+
+        def write() -> None:
+            number = store.raw.add("notes", 1)
+            store.raw.set(f"note/{number}", json.dumps(asdict(note)))
+
         try:
-            number = self.rank_group.store.add("notes", 1)
-            self.rank_group.store.set(f"note/{number}", json.dumps(asdict(note)))
+            store.run(write, limit_s=limit_s if limit_s is None else min(limit_s, store.timeout_s))
         except errors.PeerError as error:
             logger.debug("the note %s could not be written: %s", note, error)
 

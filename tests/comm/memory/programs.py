@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from evenly.comm import CollectiveWaiter, FailureMonitor, MemoryGroup, RankGroup, ShardGroup, open_group_inside
 from evenly.errors import EvenlyError
+from evenly.launch.limits import BoundedStore
 from evenly.spec import Device
 
 
@@ -19,7 +20,7 @@ def move_until_it_fails(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Sums, gathers and scatters tensors of random sizes; returns the error that ended it, and when."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, wait_for_workers=False)
-    rank_group = RankGroup(rank, size, store, store_rank=0)
+    rank_group = RankGroup(rank, size, BoundedStore(store, timeout_s=arguments["timeout_s"]), store_rank=0)
     monitor = FailureMonitor(rank_group)
     CollectiveWaiter(monitor, label="start", timeout_s=20).barrier()
     group = open_group_inside(rank_group, "moves", range(size), [Device(kind="cpu")] * size, timeout_s=20)
