@@ -4,9 +4,10 @@ Everything runs in one go on the lab: three devices of one node with CPU quotas,
 round; figures are medians over rounds. The published net is run at 70/25/5 of a core, a wide net at 50/30/20.
 "Published" deals the filters out by the published rounding and alternates partitioned and reduced layers, with a
 replicated tensor after every pair; "even" does the same with equal shares. "Ours" is `evenly.shard` with
-`cut_batch=True`, "without the slowest" the same with the last share at 0. "Alone" is the fastest device with the whole
-network, "ideal" that work divided by the summed speed. Bytes and messages are counted in every collective and compared
-with the plan. The peer tensor_parallel (see peer_tensor_parallel.py) has the time of all devices in one process.
+`cut_batch=True`, "planned" is cut as the planner finds best after measuring the devices with their quotas, "without the
+slowest" as "ours" with the last share at 0. "Alone" is the fastest device with the whole network, "ideal" that work
+divided by the summed speed. Bytes and messages are counted in every collective and compared with the plan. The peer
+tensor_parallel (see peer_tensor_parallel.py) has the time of all devices in one process.
 """
 
 import argparse
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 BATCH_SIZE = 96
 SHARES = {"cifar": (70, 25, 5), "wide": (50, 30, 20)}  # of each network, in percent of a core
-QUICK_METHODS = 3  # with --quick only so many methods run
+QUICK_METHODS = 4  # with --quick only so many methods run
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
 def _parse_arguments() -> argparse.Namespace:
     """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round, about two minutes on two cores")
+    parser.add_argument("--quick", action="store_true", help="one round, about three minutes on two cores")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
     parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     parser.add_argument("--resnet", action="store_true", help=argparse.SUPPRESS)
@@ -53,7 +54,7 @@ def run_all(*, quick: bool, save: bool) -> None:
     from benchmarks._shards.result import NetworkFigures, report
     from benchmarks._shards.worker import NAMES
 
-    rounds = 1 if quick else 3
+    rounds = 1 if quick else 5
     num_methods = QUICK_METHODS if quick else len(NAMES)
     printed = {}
     for name, shares in SHARES.items():

@@ -17,11 +17,17 @@ from torch import nn
 from benchmarks._shards.layouts import compared_layouts
 from benchmarks._shards.networks import labels_for, network_and_batch
 from evenly.comm import rank_group_of
-from evenly.graph import trace_module
+from evenly.graph import Traced, trace_module
+from evenly.planner.costs import GraphCosts
+from evenly.planner.replica_options import replica_options_of
+from evenly.session import discover
+from evenly.session.by_hand import measure_rank_group
 from evenly.shards import Sharded, join_shards
 
-ALONE = "alone"
-NAMES = (ALONE, "even", "ours", "ours, filters", "published", "ours, without the slowest")
+ALONE, PLANNED = "alone", "ours, planned"
+NAMES = (ALONE, "even", "ours", PLANNED, "ours, filters", "published", "ours, without the slowest")
+WARM_UP_ROUNDS = 2  # memory is new to the process, and on virtual machines to the machine
+CPU = torch.device("cpu")
 POLL_S = 0.02
 
 
@@ -54,12 +60,16 @@ def run_shards_rank(
     dist.init_process_group("gloo")
     model, x = network_and_batch(name, batch_size)
     y = labels_for(batch_size)
-    sharded = _cut_network(model, x, shares, NAMES[1:num_methods])
+    traced = trace_module(model, x)
+    names = NAMES[1:num_methods]
+    sharded = _cut_network(traced, shares, [key for key in names if key != PLANNED])
+    _wait_for_quotas(folder)
+    if PLANNED in names:
+        sharded[PLANNED] = _plan_network(traced, quick=rounds < 2)
     trainers = {ALONE: Trainer(model if dist.get_rank() == 0 else None)}
     trainers |= {key: Trainer(module) for key, module in sharded.items()}
-    _wait_for_quotas(folder)
     counts = {}
-    for _ in range(rounds + 1):  # the first warms up and is not counted
+    for _ in range(rounds + WARM_UP_ROUNDS):
         trainers[ALONE].step(x, y)
         for key, module in sharded.items():
             module.traffic.clear()
@@ -73,7 +83,7 @@ def run_shards_rank(
                 "predicted_bytes": module.layout.traffic_bytes,
             }
     if dist.get_rank() == 0:
-        seconds = {key: trainer.step_seconds[1:] for key, trainer in trainers.items()}
+        seconds = {key: trainer.step_seconds[WARM_UP_ROUNDS:] for key, trainer in trainers.items()}
         print(json.dumps({"seconds": seconds, "counts": counts}), flush=True)
     dist.barrier()
     for module in sharded.values():
@@ -81,11 +91,23 @@ def run_shards_rank(
     dist.destroy_process_group()
 
 
-def _cut_network(
-    model: nn.Module, example: torch.Tensor, shares: Sequence[float], names: Sequence[str]
-) -> dict[str, Sharded]:
+def _plan_network(traced: Traced, *, quick: bool) -> Sharded:
+    """Returns the network cut as the planner finds best for the ranks as they are measured now, with their quotas."""
+    cluster = discover()
+    profile = measure_rank_group(rank_group_of(), traced, cluster, CPU, quick=quick, timeout_s=600.0)
+    graph_costs, ranks = GraphCosts(traced.graph), tuple(range(cluster.world_size))
+    options = replica_options_of(ranks, graph_costs, profile)
+    best = min(options, key=lambda option: option.seconds(profile.batch_size))
+    if best.layout is None:
+        raise RuntimeError("the planner left the network whole")
+    if dist.get_rank() == 0:
+        print(f"planned, predicted {best.seconds(profile.batch_size):.3f} s", file=sys.stderr)
+        print(best.layout.explain(), file=sys.stderr, flush=True)
+    return join_shards(traced, best.layout, rank_group=rank_group_of())
+
+
+def _cut_network(traced: Traced, shares: Sequence[float], names: Sequence[str]) -> dict[str, Sharded]:
     """Returns the network cut by each of the layouts with these names."""
-    traced = trace_module(model, example)
     layouts = compared_layouts(traced.graph, shares)
     if dist.get_rank() == 0:
         print(layouts["ours"].explain(), file=sys.stderr, flush=True)

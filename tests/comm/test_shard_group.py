@@ -1,5 +1,6 @@
 """Sums, gathers and the six moves over ranks that hold unequal parts, against plain arithmetic on the whole tensor."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,10 +25,7 @@ from evenly.comm import (
     take,
 )
 from evenly.comm.memory import group as memory_group
-from evenly.spec import Device
 from tests.ranks import run_ranks
-
-DEVICES: list[Device] = []  # of the groups of this file
 
 Cut = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -47,10 +45,10 @@ STATES = {  # of a tensor before and after each move
 
 
 @pytest.fixture(params=["gloo", "memory", "memory in small slots"], scope="module", autouse=True)
-def devices(request: pytest.FixtureRequest) -> Iterator[None]:
+def transport(request: pytest.FixtureRequest) -> Iterator[None]:
     """Makes every group of this file one over gloo, over shared memory, or over so little that all takes rounds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{__name__}.DEVICES", [] if request.param == "gloo" else [Device(kind="cpu")])
+        patch.setenv("EVENLY_SHARED_MEMORY", str(int(request.param != "gloo")))
         if request.param == "memory in small slots":
             patch.setattr(memory_groups, "SLOT_BYTES", 64)
             patch.setattr(memory_group, "LEAST_TWO_PHASES", 48)
@@ -59,8 +57,8 @@ def devices(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @contextmanager
 def wired(rank_group: RankGroup) -> Iterator[ShardGroup]:
-    group = open_group_inside(rank_group, "w", range(rank_group.size), DEVICES, timeout_s=20)
-    assert isinstance(group, MemoryGroup) == (DEVICES != [] and rank_group.size > 1)
+    group = open_group_inside(rank_group, "w", range(rank_group.size), [], timeout_s=20)
+    assert isinstance(group, MemoryGroup) == (os.environ["EVENLY_SHARED_MEMORY"] == "1" and rank_group.size > 1)
     shard_group = ShardGroup(group, FailureMonitor(rank_group), timeout_s=20)
     try:
         yield shard_group

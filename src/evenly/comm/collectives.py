@@ -209,7 +209,7 @@ class _WaitCheck:
         if self._on_quiet is not None and waited_s > 1.0 and not is_stopped:
             on_quiet, self._on_quiet = self._on_quiet, None
             on_quiet()
-        late = () if absence is None else absence.late
+        late = () if absence is None else absence.late or absence.stopped
         self._waiter.check_wait(waited_s, waits_for_ranks=self._waits_for_ranks, late=late)
         if absence is not None and absence.ended:
             self._waiter.raise_ended(absence.ended)

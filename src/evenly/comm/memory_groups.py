@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "EVENLY_SHARED_MEMORY"  # 0: ranks of one machine use the network interface, too
 
-NUM_SLOTS = 4  # a rank may be so many rounds ahead
-SLOT_BYTES = 1 << 21  # of each rank; pages that are never written take no memory
+NUM_SLOTS = 8  # a rank may be so many rounds ahead
+SLOT_BYTES = 1 << 22  # of each rank, at most
+MOST_BYTES = 1 << 27  # of all slots; pages that are never written take no memory
 SPIN_S = 50e-6  # about as long as to be woken takes
 _TOKEN_BYTES = 32
 
@@ -43,10 +44,16 @@ def open_memory(
         return None
     pids = [pid for _, pid, *_ in rows]
     has_own_core = len(ranks) <= min(cores for *_, cores in rows) and len(set(pids)) == len(ranks)
-    memory = opening.share(Shape(len(ranks), NUM_SLOTS, SLOT_BYTES), spin_s=SPIN_S if has_own_core else 0.0)
+    shape = Shape(len(ranks), NUM_SLOTS, _slot_bytes(len(ranks)))
+    memory = opening.share(shape, spin_s=SPIN_S if has_own_core else 0.0)
     if memory is None:
         return None
     return MemoryGroup(memory, opening.number, Processes(pids), ranks=list(ranks))
+
+
+def _slot_bytes(num_ranks: int) -> int:
+    """Returns the bytes of a slot: whole pages."""
+    return min(SLOT_BYTES, max(1 << 16, MOST_BYTES // (NUM_SLOTS * num_ranks) // 4096 * 4096))
 
 
 def _can_share() -> bool:

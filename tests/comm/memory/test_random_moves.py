@@ -28,7 +28,7 @@ def test_ten_thousand_random_moves() -> None:
 def test_random_moves_through_small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evenly.comm.memory_groups.SLOT_BYTES", 192)
     monkeypatch.setattr(memory_group, "LEAST_TWO_PHASES", 100)
-    compare_moves(100, seed=2)
+    compare_moves(100, seed=5)
 
 
 def compare_moves(count: int, *, seed: int) -> None:

@@ -32,7 +32,7 @@ from evenly.errors import LockstepError, PeerError, SpecError
 Check = Callable[[Absence], None]
 
 SLICE_S = 0.1  # a wait is interrupted so often, to look for failures
-LEAST_TWO_PHASES = 1 << 18  # bytes: shorter tensors are summed by every rank, which needs one wait less
+LEAST_TWO_PHASES = 1 << 20  # bytes: shorter tensors are summed by every rank, which needs one wait less
 _ARRIVED, _REDUCED, _READ = range(3)
 _NUM_PHASES = 3
 
@@ -266,9 +266,10 @@ class MemoryGroup:
         self._start_ready()
 
     def _post(self, slot: int, phase: int) -> None:
-        self._counts(self._rank)[phase] = 1 + (self.num_started if phase == _ARRIVED else self.num_finished)
         for other in self._others:
             self._semaphores.post(self._shape.semaphore(slot, phase, other))
+        # afterwards: a rank that dies or stops before it has posted to all counts as one that did not come
+        self._counts(self._rank)[phase] = 1 + (self.num_started if phase == _ARRIVED else self.num_finished)
 
     def _take_all(self, slot: int, phase: int, check: Check) -> None:
         for _ in self._others:

@@ -127,7 +127,7 @@ def sum_rounds(
     step = slot_bytes // source.element_size()
     for start in range(0, source.numel(), step):
         part = source[start : start + step]
-        has_two_phases = num_ranks > 2 and part.nbytes >= least_bytes
+        has_two_phases = num_ranks > 3 and part.nbytes >= least_bytes  # with three it saves too little for a wait
         yield SumRound(part, target[start : start + step], largest=largest, has_two_phases=has_two_phases)
 
 
