@@ -1,7 +1,7 @@
 """Layers cut in unequal shares: how long a step takes, and what travels, beside an even split and one device alone.
 
-Everything runs in one go on the lab: three devices of one node with CPU quotas, in turns, a step each, round after
-round; figures are medians over rounds. The published net is run at 70/25/5 of a core, a wide net at 50/30/20.
+Everything runs in one go on the lab: three devices of one node with CPU quotas, in turns of two steps, of which the
+second is timed, round after round; figures are medians over rounds. The published net is run at 70/25/5 of a core, a wide net at 50/30/20.
 "Published" deals the filters out by the published rounding and alternates partitioned and reduced layers, with a
 replicated tensor after every pair; "even" does the same with equal shares. "Ours" is `evenly.shard` with
 `cut_batch=True`, "planned" is cut as the planner finds best after measuring the devices with their quotas, "without the
@@ -54,7 +54,7 @@ def run_all(*, quick: bool, save: bool) -> None:
     from benchmarks._shards.result import NetworkFigures, report
     from benchmarks._shards.worker import NAMES
 
-    rounds = 1 if quick else 5
+    rounds = 1 if quick else 4
     num_methods = QUICK_METHODS if quick else len(NAMES)
     printed = {}
     for name, shares in SHARES.items():

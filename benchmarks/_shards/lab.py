@@ -16,9 +16,6 @@ PEER_COMMAND = COMMAND.parent / "peer_tensor_parallel.py"
 PEER_PYTHON = COMMAND.parents[1] / ".peers" / "tensor_parallel" / "bin" / "python"
 NUM_RANKS = 3
 POLL_S = 0.05
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
-"""Memory that a method frees stays with its process: otherwise each step in turn pays for new pages, most of all the
-whole network on one device, whose tensors are the largest."""
 
 
 def run_on_lab(*arguments: str) -> Any:
@@ -49,7 +46,7 @@ def run_with_quotas(quotas: Sequence[float], *arguments: str) -> Any:
 
 def _run(lab: Lab, arguments: Sequence[str]) -> Any:
     """Returns the last JSON object of rank 0 and prints the end of what it wrote to stderr."""
-    result = lab.run([sys.executable, str(COMMAND), *arguments], output="capture", timeout_s=1500, env=KEEP_MEMORY)
+    result = lab.run([sys.executable, str(COMMAND), *arguments], output="capture", timeout_s=1500)
     result.check()
     print(result.stderr[0][-4000:] if result.stderr else "", file=sys.stderr)
     return last_json(result.stdout[0])

@@ -26,8 +26,8 @@ from evenly.shards import Sharded, join_shards
 
 ALONE, PLANNED = "alone", "ours, planned"
 NAMES = (ALONE, "even", "ours", PLANNED, "ours, filters", "published", "ours, without the slowest")
-WARM_UP_ROUNDS = 2  # memory is new to the process, and on virtual machines to the machine
 CPU = torch.device("cpu")
+STEPS_OF_TURN = 2
 POLL_S = 0.02
 
 
@@ -40,16 +40,23 @@ class Trainer:
         if model is not None:
             self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
-    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Makes one training step and records how long it takes until all ranks are done."""
+    def run_turn(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Makes two training steps and records how long the second takes until all ranks are done.
+
+        The first gets the memory that other methods have given back to the system.
+        """
+        self._step(x, y)
         dist.barrier()
         began = time.perf_counter()
+        self._step(x, y)
+        dist.barrier()
+        self.step_seconds.append(time.perf_counter() - began)
+
+    def _step(self, x: torch.Tensor, y: torch.Tensor) -> None:
         if self._model is not None:
             nn.functional.cross_entropy(self._model(x), y).backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
-        dist.barrier()
-        self.step_seconds.append(time.perf_counter() - began)
 
 
 def run_shards_rank(
@@ -69,21 +76,21 @@ def run_shards_rank(
     trainers = {ALONE: Trainer(model if dist.get_rank() == 0 else None)}
     trainers |= {key: Trainer(module) for key, module in sharded.items()}
     counts = {}
-    for _ in range(rounds + WARM_UP_ROUNDS):
-        trainers[ALONE].step(x, y)
+    for _ in range(rounds + 1):  # the first warms up and is not counted
+        trainers[ALONE].run_turn(x, y)
         for key, module in sharded.items():
             module.traffic.clear()
             bytes_before = _loopback_bytes()
-            trainers[key].step(x, y)
+            trainers[key].run_turn(x, y)
             counts[key] = {
-                "messages": module.traffic.messages,
-                "bytes": module.traffic.sent_bytes,
-                "loopback_bytes": _loopback_bytes() - bytes_before,
+                "messages": module.traffic.messages // STEPS_OF_TURN,
+                "bytes": module.traffic.sent_bytes // STEPS_OF_TURN,
+                "loopback_bytes": (_loopback_bytes() - bytes_before) // STEPS_OF_TURN,
                 "predicted_messages": module.layout.messages,
                 "predicted_bytes": module.layout.traffic_bytes,
             }
     if dist.get_rank() == 0:
-        seconds = {key: trainer.step_seconds[WARM_UP_ROUNDS:] for key, trainer in trainers.items()}
+        seconds = {key: trainer.step_seconds[1:] for key, trainer in trainers.items()}
         print(json.dumps({"seconds": seconds, "counts": counts}), flush=True)
     dist.barrier()
     for module in sharded.values():
