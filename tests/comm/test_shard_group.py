@@ -57,7 +57,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @contextmanager
 def wired(rank_group: RankGroup) -> Iterator[ShardGroup]:
-    group = open_group_inside(rank_group, "w", range(rank_group.size), [], timeout_s=20)
+    group = open_group_inside(rank_group, "w", range(rank_group.size), None, timeout_s=20)
     assert isinstance(group, MemoryGroup) == (os.environ["EVENLY_SHARED_MEMORY"] == "1" and rank_group.size > 1)
     shard_group = ShardGroup(group, FailureMonitor(rank_group), timeout_s=20)
     try:

@@ -161,14 +161,15 @@ class CollectiveWaiter:
             self.monitor.report(error)
             raise error
 
-    def raise_ended(self, ranks: Sequence[int]) -> None:
-        """Raises an error for ranks of this machine whose process has ended, or what they reported before."""
+    def raise_gone(self, ranks: Sequence[int]) -> None:
+        """Raises an error for ranks of this machine that have ended or closed the group, or what they reported."""
         for _ in range(2):  # a rank that fails reports it before it ends
             self.monitor.poll()
             time.sleep(0.05)
         error = PeerError(
             f"rank {self.monitor.rank_group.rank} waited at {self.label} after step {self.step}, but "
-            f"{self.monitor.who(ranks)} {'have' if len(ranks) > 1 else 'has'} ended. Look at the output there."
+            f"{self.monitor.who(ranks)} {'have' if len(ranks) > 1 else 'has'} ended, or closed the network that it waits with. Look at "
+            "the output there."
         )
         self.monitor.report(error)
         raise error
@@ -211,8 +212,8 @@ class _WaitCheck:
             on_quiet()
         late = () if absence is None else absence.late or absence.stopped
         self._waiter.check_wait(waited_s, waits_for_ranks=self._waits_for_ranks, late=late)
-        if absence is not None and absence.ended:
-            self._waiter.raise_ended(absence.ended)
+        if absence is not None and absence.gone:
+            self._waiter.raise_gone(absence.gone)
         if absence is not None and absence.stopped and waited_s > _NOTICED_S and not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -73,7 +73,7 @@ def open_temporarily(
     monitor: FailureMonitor,
     timeout_s: float,
     backend: str = "gloo",
-    devices: Sequence[Device] = (),
+    devices: Sequence[Device] | None = None,
 ) -> Iterator[Group]:
     """Yields a group of `ranks` that is closed at the end; only its members call this.
 
@@ -82,7 +82,7 @@ def open_temporarily(
     """
     with report_on_error(monitor):
         group: Group
-        if devices:
+        if devices is not None:
             group = open_group_inside(rank_group, name, ranks, devices, timeout_s=timeout_s)
         else:
             group = open_group(rank_group, name, ranks, backend=backend, timeout_s=timeout_s)

@@ -21,6 +21,7 @@ import torch
 from evenly import errors
 from evenly.comm.heartbeats import ENDED, INTERVAL_S, SILENT_S, AwakeClock, Heartbeats, identity
 from evenly.comm.rank_group import RankGroup
+from evenly.launch.limits import NoAnswerError, call_within
 
 logger = logging.getLogger(__name__)
 
@@ -260,8 +261,11 @@ class FailureMonitor:
             store.raw.set(f"note/{number}", json.dumps(asdict(note)))
 
         try:
-            store.run(write, limit_s=limit_s if limit_s is None else min(limit_s, store.timeout_s))
-        except errors.PeerError as error:
+            if limit_s is None or store.error is not None or not store.is_remote:
+                store.run(write)
+            else:
+                call_within(min(limit_s, store.timeout_s), write)  # a store that is only slow stays in use
+        except (errors.PeerError, NoAnswerError, RuntimeError) as error:
             logger.debug("the note %s could not be written: %s", note, error)
 
     def _tick(self) -> None:

@@ -14,7 +14,7 @@ from evenly.comm.memory.mapping import MappedMemory, Shape, SharedFile, open_sha
 from evenly.comm.memory.members import Processes
 from evenly.comm.rank_group import RankGroup
 from evenly.errors import PeerError
-from evenly.launch.cores import usable_cores
+from evenly.launch.cores import cpu_quota, usable_cores
 from evenly.launch.host import machine_id
 from evenly.launch.settings import environment
 
@@ -24,6 +24,7 @@ VARIABLE = "EVENLY_SHARED_MEMORY"  # 0: ranks of one machine use the network int
 
 NUM_SLOTS = 8  # a rank may be so many rounds ahead
 SLOT_BYTES = 1 << 22  # of each rank, at most
+MOST_RANKS = 32  # each posts to all others in every round
 MOST_BYTES = 1 << 27  # of all slots; pages that are never written take no memory
 SPIN_S = 50e-6  # about as long as to be woken takes
 _TOKEN_BYTES = 32
@@ -36,14 +37,16 @@ def open_memory(
 
     A rank whose tensors are not `on_cpu` cannot.
     """
-    if len(ranks) == 1:
+    if not 1 < len(ranks) <= MOST_RANKS:
         return None
     opening = _Opening(rank_group, f"memory/{name}", ranks, timeout_s=timeout_s)
-    rows = opening.exchange("host", [machine_id(), os.getpid(), _can_share() and on_cpu, usable_cores()])
-    if len({machine for machine, *_ in rows}) > 1 or not all(can_share for _, _, can_share, _ in rows):
+    can_share = _can_share() and on_cpu
+    rows = opening.exchange("host", [machine_id(), os.getpid(), can_share, usable_cores(), cpu_quota()])
+    machines, pids, can_all_share, cores, quotas = zip(*rows, strict=True)
+    if len(set(machines)) > 1 or not all(can_all_share):
         return None
-    pids = [pid for _, pid, *_ in rows]
-    has_own_core = len(ranks) <= min(cores for *_, cores in rows) and len(set(pids)) == len(ranks)
+    num_cores = len(set[int]().union(*cores))  # ranks may be bound to one each
+    has_own_core = len(ranks) <= num_cores and min(quotas) >= 1 and len(set(pids)) == len(ranks)
     shape = Shape(len(ranks), NUM_SLOTS, _slot_bytes(len(ranks)))
     memory = opening.share(shape, spin_s=SPIN_S if has_own_core else 0.0)
     if memory is None:
@@ -103,11 +106,11 @@ class _Opening:
             self._all_agree(str(error))
             return None
         try:
-            memory = MappedMemory(file.descriptor, shape, spin_s=spin_s)
-            memory.token[:_TOKEN_BYTES] = token
-            memory.semaphores.create(shape.num_semaphores)
-            self.exchange("memory", [file.path, token.hex(), ""])
-            return memory if self._all_agree("") else None
+            memory, refusal = _map(file.descriptor, shape, spin_s=spin_s)
+            if memory is not None:
+                refusal = _prepare(memory, token)
+            self.exchange("memory", [file.path, token.hex(), refusal])
+            return memory if self._all_agree(refusal) else None
         finally:
             file.close()  # all have mapped it, or will not
 
@@ -126,6 +129,24 @@ class _Opening:
         return found is None
 
 
+def _prepare(memory: MappedMemory, token: bytes) -> str:
+    """Makes the semaphores and writes by what the others know the memory; returns why that failed, "" if it did not."""
+    try:
+        memory.semaphores.create(memory.shape.num_semaphores)
+    except OSError as error:
+        return str(error)
+    memory.token[: len(token)] = token
+    return ""
+
+
+def _map(descriptor: int, shape: Shape, *, spin_s: float) -> tuple[MappedMemory | None, str]:
+    """Returns the memory of a file, or why it cannot be mapped."""
+    try:
+        return MappedMemory(descriptor, shape, spin_s=spin_s), ""
+    except (OSError, ValueError, MemoryError) as error:
+        return None, str(error) or type(error).__name__
+
+
 def _attach(path: str, token: bytes, shape: Shape, *, spin_s: float) -> tuple[MappedMemory | None, str]:
     """Returns the memory of another rank, or why it cannot be had."""
     try:
@@ -133,11 +154,11 @@ def _attach(path: str, token: bytes, shape: Shape, *, spin_s: float) -> tuple[Ma
     except OSError as error:
         return None, str(error)
     try:
-        memory = MappedMemory(descriptor, shape, spin_s=spin_s)
-    except OSError as error:
-        return None, str(error)
+        memory, refusal = _map(descriptor, shape, spin_s=spin_s)
     finally:
         os.close(descriptor)
+    if memory is None:
+        return None, refusal
     if bytes(memory.token[: len(token)]) != token:
         return None, f"{path} is not the memory of this group"
     return memory, ""

@@ -135,7 +135,10 @@ class ShardGroup:
         self.monitor.rank_group.store.set(f"batch/{number}/{self.monitor.rank_group.rank}", json.dumps(own_batch))
 
     def sum(self, x: torch.Tensor, *, name: str = "sum", largest: bool = False) -> PendingTensor:
-        """Starts the sum (or maximum) over ranks of a tensor that has one shape everywhere; 16-bit ones in float32."""
+        """Starts the sum (or maximum) over ranks of a tensor that has one shape everywhere; 16-bit ones in float32.
+
+        As in all that is started here, `x` must not change before `wait`.
+        """
         if self.size == 1 or not x.numel():
             return PendingTensor(lambda: x)
         if isinstance(self.group, MemoryGroup):

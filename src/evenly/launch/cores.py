@@ -1,4 +1,4 @@
-"""How many cores this process may use."""
+"""Which cores this process may use, and how much of them."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,16 @@ _CGROUP = Path("/proc/self/cgroup")
 _ROOTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu"))
 
 
-def usable_cores() -> float:
-    """Returns the cores that this process may use: those it is bound to, or its CPU quota if that is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([float(cores), *_quotas()])
+def usable_cores() -> list[int]:
+    """Returns the numbers of the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def cpu_quota() -> float:
+    """Returns the cores' worth of time that this process may use; that of all cores without a quota."""
+    return min([float(os.cpu_count() or 1), *_quotas()])
 
 
 def _quotas() -> list[float]:

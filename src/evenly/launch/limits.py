@@ -192,6 +192,11 @@ class BoundedStore:
         return self._connection.error
 
     @property
+    def is_remote(self) -> bool:
+        """Whether another process may have to answer."""
+        return self._connection.is_remote
+
+    @property
     def error(self) -> PeerError | None:
         """The error after which the store is not called again."""
         return self._connection.error

@@ -80,9 +80,15 @@ def _join(
 ) -> Sharded:
     waiter = CollectiveWaiter(monitor, label="the start of a network cut over ranks", timeout_s=timeout_s)
     waiter.barrier()
-    own_kind = next(traced.model.parameters(), torch.empty(0)).device.type
+    on_cpu = all(parameter.device.type == "cpu" for parameter in traced.model.parameters())
     everybody = open_group_inside(
-        scoped_group, "everybody", range(scoped_group.size), devices or [], timeout_s=timeout_s, own_kind=own_kind
+        scoped_group,
+        "everybody",
+        range(scoped_group.size),
+        devices,
+        timeout_s=timeout_s,
+        on_cpu=on_cpu,
+        backend="gloo",  # it sends values of the host, too
     )
     require_same(_settings(traced, layout), everybody, waiter)
     seed = gather_json(torch.initial_seed() % (1 << 40) + scoped_group.serial, everybody, waiter)[layout.members[0]]
@@ -99,9 +105,9 @@ def _join(
         scoped_group,
         "shards",
         layout.members,
-        [devices[rank] for rank in layout.members] if devices else [],
+        None if devices is None else [devices[rank] for rank in layout.members],
         timeout_s=timeout_s,
-        own_kind=own_kind,
+        on_cpu=on_cpu,
     )
     shard_group = ShardGroup(group, monitor, timeout_s=timeout_s)
     local = cut_model(traced, layout, shard_group, broadcast=lambda tensor: all_ranks_group.broadcast(tensor, source))

@@ -42,7 +42,7 @@ def measure_links(
             monitor=monitor,
             timeout_s=waiter.timeout_s,
             backend=backend_for(devices),
-            devices=devices if cluster.node_of(pair[0]) == cluster.node_of(pair[1]) else (),
+            devices=devices if cluster.node_of(pair[0]) == cluster.node_of(pair[1]) else None,
         ) as group:
             for source, target in ((0, 1), (1, 0)):
                 rate = _Direction(group, waiter, device, source, enough_s=enough_s).rate()

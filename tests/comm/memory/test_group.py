@@ -3,6 +3,8 @@
 import gc
 import os
 import threading
+import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -60,8 +62,8 @@ def test_machines_that_are_not_the_same_use_the_network(monkeypatch: pytest.Monk
 
 def test_one_rank_on_a_gpu_is_enough_to_use_the_network() -> None:
     def act(rank_group: RankGroup) -> object:
-        kind = "cuda" if rank_group.rank == 1 else "cpu"  # each knows only its own
-        group = open_group_inside(rank_group, "g", range(2), [], timeout_s=20, own_kind=kind)
+        on_cpu = rank_group.rank == 0  # each knows only its own
+        group = open_group_inside(rank_group, "g", range(2), None, timeout_s=20, on_cpu=on_cpu)
         group.shutdown()
         return type(group)
 
@@ -87,6 +89,24 @@ def test_a_system_that_gives_no_memory(monkeypatch: pytest.MonkeyPatch, caplog: 
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     assert run_ranks(2, open_inside, [CPU] * 2) == [dist.ProcessGroup] * 2
+    assert "Cannot allocate memory" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_rank_that_fails_to_map_lets_all_use_the_network(
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = []
+
+    def refuse(*arguments: object, **options: object) -> object:
+        made.append(arguments)
+        if len(made) == number:  # the first is made by rank 0
+            raise OSError(12, "Cannot allocate memory")
+        return real(*arguments, **options)
+
+    real = memory_groups.MappedMemory
+    monkeypatch.setattr(memory_groups, "MappedMemory", refuse)
+    assert run_ranks(3, open_inside, [CPU] * 3) == [dist.ProcessGroup] * 3
     assert "Cannot allocate memory" in caplog.messages[0]
 
 
@@ -139,10 +159,83 @@ def test_other_types_are_an_error() -> None:
         over_memory(2, act)
 
 
+@pytest.mark.parametrize("case", ["length", "segments", "source"])
+def test_what_differs_only_in_later_rounds_or_parts_is_an_error(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_groups, "SLOT_BYTES", 64)
+
+    def act(shard_group: ShardGroup) -> None:
+        other = shard_group.rank == 1
+        match case:
+            case "length":  # the first round is the same
+                shard_group.sum(torch.ones(32 if other else 16)).wait()
+            case "segments":
+                cut = [((1, 3),), ((0, 1),)] if other else [((0, 2),), ((2, 3),)]
+                shard_group.gather(torch.ones(2 - shard_group.rank), 0, cut).wait()
+            case "source":
+                shard_group.broadcast(torch.ones(3), int(other))
+
+    with pytest.raises(RankError, match="sizes or parts differ"):
+        over_memory(2, act)
+
+
+def test_errors_name_ranks_and_not_members() -> None:
+    def act(rank_group: RankGroup) -> None:
+        if rank_group.rank == 0:
+            return
+        group = open_group_inside(rank_group, "g", [1, 2], [CPU] * 2, timeout_s=20)
+        all_reduce(torch.ones(rank_group.rank), group).finish(lambda absence: None)
+
+    with pytest.raises(RankError, match=r"ranks 1 and 2 came to different collectives: a sum \(float32\) of 1 values"):
+        run_ranks(3, act)
+
+
+def test_a_rank_that_closes_while_another_waits_is_named() -> None:
+    def act(shard_group: ShardGroup) -> None:
+        if shard_group.rank == 0:
+            shard_group.sum(torch.ones(4)).wait()
+
+    with pytest.raises(RankError, match="closed the network that it waits with") as raised:
+        over_memory(2, act)
+    assert raised.value.errors[1] is None
+
+
+def test_a_wait_that_is_interrupted_by_a_handler_that_sends() -> None:
+    def act(shard_group: ShardGroup) -> None:
+        group = shard_group.group
+        if shard_group.rank == 1:
+            time.sleep(0.4)
+        work = all_reduce(torch.ones(2), group)
+        if shard_group.rank == 0:
+            with pytest.raises(SpecError, match="from inside of a wait"):
+                work.finish(lambda absence: group.all_reduce(torch.ones(2)))
+
+    over_memory(2, act)
+
+
+def test_a_forked_process_cannot_send() -> None:
+    def act(shard_group: ShardGroup) -> int:
+        if shard_group.rank == 1:
+            return 0
+        child = os.fork()
+        if child == 0:
+            try:
+                shard_group.sum(torch.ones(2))
+            except SpecError:
+                os._exit(3)
+            os._exit(4)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forks with threads
+        assert over_memory(2, act) == [3, 0]
+
+
 def test_what_cannot_be_sent_is_refused() -> None:
     def act(shard_group: ShardGroup) -> None:
         with pytest.raises(SpecError, match="EVENLY_SHARED_MEMORY=0"):
             shard_group.sum(torch.ones(4, device="meta"))
+        with pytest.raises(SpecError, match="which have no order"):
+            shard_group.sum(torch.ones(4, dtype=torch.complex64), largest=True)
 
     over_memory(2, act)
 

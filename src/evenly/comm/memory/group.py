@@ -6,16 +6,19 @@ that a rank may be some rounds ahead. A collective is begun when it is started, 
 by the thread that waits for it: no thread of its own takes time from a busy core.
 """
 
+import os
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 
 from evenly.comm.indexing.segments import Segments, count_of, put, sliced, take
-from evenly.comm.memory.mapping import MappedMemory
+from evenly.comm.memory.mapping import HEADER_WORDS, MappedMemory
 from evenly.comm.memory.members import Absence, Processes
 from evenly.comm.memory.rounds import (
     BroadcastRound,
@@ -24,6 +27,7 @@ from evenly.comm.memory.rounds import (
     ScatterRound,
     Slots,
     deal_rounds,
+    describe,
     is_served,
     sum_rounds,
 )
@@ -32,9 +36,9 @@ from evenly.errors import LockstepError, PeerError, SpecError
 Check = Callable[[Absence], None]
 
 SLICE_S = 0.1  # a wait is interrupted so often, to look for failures
-LEAST_TWO_PHASES = 1 << 20  # bytes: shorter tensors are summed by every rank, which needs one wait less
+LEAST_TWO_PHASES = 1 << 20  # bytes, with four ranks: shorter ones are summed by every rank, which saves a wait
 _ARRIVED, _REDUCED, _READ = range(3)
-_NUM_PHASES = 3
+_CLOSED = 3  # what a rank counts beside the phases: 1 once it has closed the group
 
 
 class MemoryWork:
@@ -45,10 +49,6 @@ class MemoryWork:
         self._group = group
         self._last = last  # the number of its last round
 
-    def is_completed(self) -> bool:
-        """Whether `finish` would return at once."""
-        return self._group.num_finished > self._last
-
     def finish(self, check: Check) -> None:
         """Returns when it is complete; calls `check` now and then, which may raise."""
         self._group.finish(self._last, check)
@@ -58,7 +58,11 @@ class MemoryWork:
 
 
 class MemoryGroup:
-    """Ranks of one machine that share memory; `plain` is their group for what torch itself sends."""
+    """Ranks of one machine that share memory; `plain` is their group for what torch itself sends.
+
+    A tensor that is sent must not change before the collective is complete. Ranks must make the same collectives in the
+    same order; where one thread waits in the group, others wait for it.
+    """
 
     def __init__(self, memory: MappedMemory, rank: int, processes: Processes, *, ranks: Sequence[int]) -> None:
         self.plain: dist.ProcessGroup | None = None
@@ -72,11 +76,13 @@ class MemoryGroup:
         self._headers = memory.headers
         self._slots: list[Slots] = [list(slot.unbind()) for slot in memory.slots.unbind()]
         self._others = [other for other in range(memory.shape.num_ranks) if other != rank]
-        self._queue: deque[Round] = deque()  # rounds that are not finished
+        self._queue: deque[tuple[Round, int]] = deque()  # rounds that are not finished, with their digests
         self._num_queued = 0  # in all
         self._num_read = [0] * memory.shape.num_slots  # ranks that have read a slot since it was written
         self._is_broken = False
         self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread that has the lock
+        self._pid = os.getpid()
 
     def rank(self) -> int:
         """Returns the number of this member, as a process group does."""
@@ -90,6 +96,8 @@ class MemoryGroup:
         """Ends the use of the memory on this rank; a second call does nothing."""
         self._is_broken = True
         if self._lock.acquire(blocking=False):  # otherwise a thread waits in it, and will see that it is closed
+            if self._slots:
+                self._counts(self._rank)[_CLOSED] = 1
             self._slots = []
             self._headers = memoryview(bytearray(8)).cast("q")
             self._lock.release()
@@ -104,15 +112,17 @@ class MemoryGroup:
         target = source if into is None else into
         if not target.is_contiguous():
             raise SpecError("a tensor that is not contiguous was to be summed; ranks would add other elements.")
+        if largest and source.is_complex():
+            raise SpecError("the largest of complex numbers was asked for, which have no order. Give real ones.")
         rounds = sum_rounds(
             source.detach().reshape(-1),
             target.detach().view(-1),
             largest=largest,
             slot_bytes=self._shape.slot_bytes,
             num_ranks=self.size(),
-            least_bytes=LEAST_TWO_PHASES,
+            least_bytes=4 * LEAST_TWO_PHASES // self.size(),
         )
-        return self._start(rounds, source)
+        return self._start(rounds, source, digest=f"{source.numel()}")
 
     def gather(self, part: torch.Tensor, whole: torch.Tensor, dim: int, segments: Sequence[Segments]) -> MemoryWork:
         """Starts collecting a tensor, of which rank r holds the indices `segments[r]` of `dim`, into `whole`."""
@@ -122,7 +132,8 @@ class MemoryGroup:
         row_bytes = max(counts) * others * whole.element_size() // max(1, num_rows)
         if row_bytes <= self._shape.slot_bytes:
             step = self._shape.slot_bytes // max(1, row_bytes)
-            return self._start(_gather_rounds(part.detach(), whole, dim, segments, num_rows, step), part)
+            rounds = _gather_rounds(part.detach(), whole, dim, segments, num_rows, step)
+            return self._start(rounds, part, digest=_digest(whole, dim, segments))
         lengths = [count * others for count in counts]
         blocks = whole.new_empty(sum(lengths))
         work = self.gather(part.detach().reshape(-1), blocks, 0, _consecutive(lengths))
@@ -145,33 +156,49 @@ class MemoryGroup:
         row_bytes //= max(1, num_rows) if dim else 1
         if row_bytes <= self._shape.slot_bytes:
             step = self._shape.slot_bytes // max(1, row_bytes)
-            return self._start(self._scatter_rounds(summand.detach(), target, dim, segments, num_rows, step), summand)
+            rounds = self._scatter_rounds(summand.detach(), target, dim, segments, num_rows, step)
+            return self._start(rounds, summand, digest=_digest(summand, dim, segments))
         blocks = torch.cat([take(summand.detach(), dim, ranges).reshape(-1) for ranges in segments])
         return self.scatter_sum(blocks, target.view(-1), 0, _consecutive([count * others for count in counts]))
 
     def all_to_all(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], *, largest: int) -> MemoryWork:
         """Starts sending a flat block to each rank; no block of any rank has more than `largest` values."""
         rounds = deal_rounds(sent, received, rank=self._rank, largest=largest, slot_bytes=self._shape.slot_bytes)
-        return self._start(rounds, sent[0])
+        return self._start(rounds, sent[0], digest=f"{largest}")
 
     def broadcast(self, values: torch.Tensor, *, source: int) -> MemoryWork:
         """Starts sending a flat tensor of member `source` to the others, in place."""
         step = self._shape.slot_bytes // values.element_size()
         parts = [values[start : start + step] for start in range(0, values.numel(), step)]
-        return self._start((BroadcastRound(part, source, self._rank) for part in parts), values)
+        rounds = (BroadcastRound(part, source, self._rank) for part in parts)
+        return self._start(rounds, values, digest=f"{values.numel()} from {source}")
 
     def finish(self, last: int, check: Check) -> None:
         """Returns when round `last` and all before it are complete."""
         if self.num_finished > last:
             return
-        with self._lock:
+        with self._locked():
             while self.num_finished <= last:
                 self._require_open()
-                try:
-                    self._finish_next(check)
-                except BaseException:
-                    self._is_broken = True  # other ranks may be in other rounds now
-                    raise
+                self._finish_next(check)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lets one thread at a time in; an error inside breaks the group, since other ranks may be further."""
+        if self._owner == threading.get_ident():
+            raise SpecError(
+                f"rank {self._ranks[self._rank]} was to send values from inside of a wait for other values, as in a "
+                "handler of a signal. Set a flag there, and send them in the loop."
+            )
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            except BaseException:
+                self._is_broken = True
+                raise
+            finally:
+                self._owner = None
 
     def _scatter_rounds(
         self,
@@ -193,25 +220,33 @@ class MemoryGroup:
             begin = others * sum(count_of(ranges) for ranges in cut[: self._rank])
             yield ScatterRound(rows, target[start : start + step], dim, cut, begin)
 
-    def _start(self, rounds: Iterable[Round], values: torch.Tensor) -> MemoryWork:
-        """Queues the rounds of a collective, and starts those for which slots are free."""
+    def _start(self, rounds: Iterable[Round], values: torch.Tensor, *, digest: str) -> MemoryWork:
+        """Queues the rounds of a collective, and starts those for which slots are free.
+
+        `digest` is what ranks must have in common beside the size and type of each round.
+        """
         if not is_served(values.dtype) or values.device.type != "cpu":
             raise SpecError(
-                f"values of type {values.dtype} on {values.device} were to be sent through memory of the host. Set "
-                "EVENLY_SHARED_MEMORY=0, which sends them over the network interface."
+                f"values of type {values.dtype} on {values.device} were to be sent through memory of the host, since "
+                "the ranks were on CPUs when their group was opened. Move the network before it is cut or "
+                "synchronized, or set EVENLY_SHARED_MEMORY=0."
             )
-        with self._lock:
+        with self._locked():
             self._require_open()
-            added = list(rounds)
+            added = [(item, zlib.crc32(digest.encode())) for item in rounds]
             self._queue.extend(added)
             self._num_queued += len(added)
             self._start_ready()
             return MemoryWork(self, self._num_queued - 1)
 
     def _require_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise SpecError(
+                "a process that was forked from a rank was to send values to other ranks. Only the rank itself can."
+            )
         if self._is_broken:
             raise PeerError(
-                f"rank {self._rank} was to send values to ranks of this machine after an earlier collective with them "
+                f"rank {self._ranks[self._rank]} was to send values to ranks of this machine after an earlier collective with them "
                 "had failed, or after their group was closed. Look at the first error."
             )
 
@@ -234,13 +269,14 @@ class MemoryGroup:
 
     def _start_next(self) -> None:
         number, slot = self.num_started, self.num_started % self._shape.num_slots
-        item = self._queue[number - self.num_finished]
-        self._num_read[slot] = 0
+        item, digest = self._queue[number - self.num_finished]
         item.write(self._slots[slot][self._rank])
         header = self._shape.header(slot, self._rank)
         self._headers[header] = number
         self._headers[header + 1] = item.code
         self._headers[header + 2] = item.size
+        self._headers[header + 3] = digest
+        self._num_read[slot] = 0
         self._post(slot, _ARRIVED)
         self.num_started += 1
 
@@ -252,9 +288,9 @@ class MemoryGroup:
                 self._take(slot, _READ, check)
                 self._num_read[slot] += 1
             self._start_next()
-        item = self._queue[0]
+        item, digest = self._queue[0]
         self._take_all(slot, _ARRIVED, check)
-        self._require_same(number, slot, item)
+        self._require_same([number, item.code, item.size, digest], slot)
         if item.has_two_phases:
             item.reduce(self._slots[slot], self._rank)
             self._post(slot, _REDUCED)
@@ -278,11 +314,13 @@ class MemoryGroup:
     def _take(self, slot: int, phase: int, check: Check) -> None:
         semaphore = self._shape.semaphore(slot, phase, self._rank)
         while not self._semaphores.take(semaphore, limit_s=SLICE_S):
-            ended = self._processes.ended()
-            if ended and self._semaphores.try_take(semaphore):  # a rank may end as soon as it has posted
+            gone = [*self._processes.ended(), *(other for other in self._others if self._counts(other)[_CLOSED])]
+            if gone and self._semaphores.try_take(semaphore):  # a rank may end as soon as it has posted
                 return
             late, stopped = self._late(slot, phase), self._processes.stopped()
-            check(Absence(*([self._ranks[member] for member in members] for members in (late, ended, stopped))))
+            gone = [member for member in gone if member in late]
+            check(Absence(*([self._ranks[member] for member in members] for members in (late, gone, stopped))))
+            self._require_open()
 
     def _late(self, slot: int, phase: int) -> list[int]:
         """Returns the members that have not come to a phase of the round in this slot, or not left the one before."""
@@ -292,21 +330,29 @@ class MemoryGroup:
         return [other for other in self._others if self._counts(other)[phase] <= self.num_finished]
 
     def _counts(self, member: int) -> memoryview:
-        """Returns how many rounds a member has come to, reduced and read, for messages only."""
+        """Returns how many rounds a member has come to, reduced and read, for messages only; and whether it is gone."""
         first = self._shape.counts_at + 4 * member
-        return self._headers[first : first + _NUM_PHASES]
+        return self._headers[first : first + 4]
 
-    def _require_same(self, number: int, slot: int, item: Round) -> None:
-        """Raises where ranks have come to different collectives."""
-        own = [number, item.code, item.size]
+    def _require_same(self, own: list[int], slot: int) -> None:
+        """Raises where ranks have come to different collectives; `own` is the header of this rank."""
         for other in self._others:
             header = self._shape.header(slot, other)
-            if self._headers[header : header + 3].tolist() != own:
+            theirs = self._headers[header : header + HEADER_WORDS].tolist()
+            if theirs != own:
+                case = f"{describe(own[1])} of {own[2]} values and {describe(theirs[1])} of {theirs[2]}"
+                if own[:3] == theirs[:3]:
+                    case = f"{describe(own[1])} whose sizes or parts differ"
                 raise LockstepError(
-                    f"ranks {self._rank} and {other} of a group came to different collectives: "
-                    f"{own} and {self._headers[header : header + 3].tolist()} (number, kind and type, size). Every "
-                    "rank must send the same tensors in the same order."
+                    f"ranks {self._ranks[self._rank]} and {self._ranks[other]} came to different collectives: {case}. "
+                    "Every rank must send the same tensors in the same order."
                 )
+
+
+def _digest(tensor: torch.Tensor, dim: int, segments: Sequence[Segments]) -> str:
+    """Returns what ranks must have in common to gather or scatter a tensor."""
+    parts = ";".join(",".join(f"{start}-{stop}" for start, stop in ranges) for ranges in segments)
+    return f"{tuple(tensor.shape)} {dim} {parts}"
 
 
 def _gather_rounds(

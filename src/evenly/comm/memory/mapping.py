@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -102,12 +103,26 @@ def open_shared(path: str, size_bytes: int) -> int:
     return descriptor
 
 
+_maps: "weakref.WeakSet[MappedMemory]" = weakref.WeakSet()
+_kept: list["MappedMemory"] = []
+
+
+def _keep_in_child() -> None:
+    """In a forked process the addresses may belong to something else: they must never be given back there."""
+    _kept.extend(_maps)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_in_child)
+
+
 class MappedMemory:
     """The memory of a group as this process has mapped it."""
 
     def __init__(self, descriptor: int, shape: Shape, *, spin_s: float) -> None:
         self.shape = shape
         self._map = mmap.mmap(descriptor, shape.size_bytes)
+        _maps.add(self)
         if hasattr(mmap, "MADV_DONTFORK"):
             self._map.madvise(mmap.MADV_DONTFORK)  # loader workers that outlive a rank would hold the memory
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

@@ -2,6 +2,7 @@
 
 import os
 import select
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Absence:
-    """The ranks that a wait lasts for: those that have not come, and of all of them the ended and stopped ones."""
+    """Whom a wait lasts for: ranks that have not come, of these the ended or closed ones, and all stopped ones."""
 
     late: Sequence[int]
-    ended: Sequence[int]
+    gone: Sequence[int]
     stopped: Sequence[int]
 
 
@@ -36,20 +37,29 @@ class Processes:
             else:
                 self._members[descriptor] = member
                 self._poll.register(descriptor, select.POLLIN)
+        self._close = weakref.finalize(self, _close_all, self._members)
 
     def ended(self) -> list[int]:
         """Returns the members whose process has ended, also if its parent has not noticed yet."""
-        return sorted([*self._gone, *(self._members[descriptor] for descriptor, _ in self._poll.poll(0))])
+        ready = [descriptor for descriptor, _ in self._poll.poll(0)]
+        return sorted(
+            [*self._gone, *(self._members[descriptor] for descriptor in ready if descriptor in self._members)]
+        )
 
     def stopped(self) -> list[int]:
         """Returns the members whose process is stopped, by SIGSTOP or a debugger."""
-        return [member for member in self._members.values() if _state(self._pids[member]) in "Tt"]
+        return [member for member in list(self._members.values()) if _state(self._pids[member]) in "Tt"]
 
     def close(self) -> None:
-        """Frees the descriptors."""
-        descriptors, self._members, self._poll = self._members, {}, select.poll()
-        for descriptor in descriptors:
-            os.close(descriptor)
+        """Frees the descriptors; the end of this object does, too."""
+        self._poll = select.poll()
+        self._close()
+
+
+def _close_all(members: dict[int, int]) -> None:
+    while members:
+        descriptor, _ = members.popitem()
+        os.close(descriptor)
 
 
 def _state(pid: int) -> str:

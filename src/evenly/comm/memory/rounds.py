@@ -47,6 +47,14 @@ class Round(Protocol):
         """Reads the slots of all ranks."""
 
 
+def describe(code: int) -> str:
+    """Returns the words for the code of a round."""
+    kinds = ("a sum", "a maximum", "a gather", "a scattered sum", "blocks for each rank", "a broadcast")
+    kind, dtype = (code >> 8) - 1, (code & 255) - 1
+    known = 0 <= kind < len(kinds) and 0 <= dtype < len(_DTYPES)
+    return f"{kinds[kind]} ({str(_DTYPES[dtype]).removeprefix('torch.')})" if known else "something else"
+
+
 def is_served(dtype: torch.dtype) -> bool:
     """Whether tensors of this type can be sent."""
     return dtype in _CODES

@@ -51,7 +51,6 @@ class Semaphores:
         self._address = address
         self._spin_s = spin_s
         self._calls = _calls()
-        self._limit = _Timespec()
 
     def create(self, count: int) -> None:
         """Makes the semaphores, all at 0; one process does so, before the others use them."""
