@@ -168,8 +168,8 @@ class CollectiveWaiter:
             time.sleep(0.05)
         error = PeerError(
             f"rank {self.monitor.rank_group.rank} waited at {self.label} after step {self.step}, but "
-            f"{self.monitor.who(ranks)} {'have' if len(ranks) > 1 else 'has'} ended, or closed the network that it waits with. Look at "
-            "the output there."
+            f"{self.monitor.who(ranks)} {'have' if len(ranks) > 1 else 'has'} ended, or closed what it waits with. "
+            "Look at the output there."
         )
         self.monitor.report(error)
         raise error

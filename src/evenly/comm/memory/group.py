@@ -246,8 +246,8 @@ class MemoryGroup:
             )
         if self._is_broken:
             raise PeerError(
-                f"rank {self._ranks[self._rank]} was to send values to ranks of this machine after an earlier collective with them "
-                "had failed, or after their group was closed. Look at the first error."
+                f"rank {self._ranks[self._rank]} was to send values to ranks of this machine after an earlier "
+                "collective with them had failed, or after their group was closed. Look at the first error."
             )
 
     def _start_ready(self) -> None:

@@ -41,10 +41,8 @@ class Processes:
 
     def ended(self) -> list[int]:
         """Returns the members whose process has ended, also if its parent has not noticed yet."""
-        ready = [descriptor for descriptor, _ in self._poll.poll(0)]
-        return sorted(
-            [*self._gone, *(self._members[descriptor] for descriptor in ready if descriptor in self._members)]
-        )
+        ready = [self._members.get(descriptor) for descriptor, _ in self._poll.poll(0)]
+        return sorted([*self._gone, *(member for member in ready if member is not None)])
 
     def stopped(self) -> list[int]:
         """Returns the members whose process is stopped, by SIGSTOP or a debugger."""
