@@ -105,7 +105,7 @@ def open_groups(
     def inside(name: str, ranks: Sequence[int], *, may_use_nccl: bool, concurrent: bool, serves_ddp: bool) -> Group:
         memory = None
         if len(ranks) <= len(node_ranks):  # otherwise they are those of several nodes
-            memory = _open_memory_of(rank_group, name, ranks, [devices[rank] for rank in ranks], timeout_s=timeout_s)
+            memory = open_memory(rank_group, name, ranks, [devices[rank] for rank in ranks], timeout_s=timeout_s)
         if memory is not None and not serves_ddp:
             return memory
         plain = across(name, ranks, None if may_use_nccl else "gloo", concurrent)
@@ -202,26 +202,11 @@ def open_group_inside(
     Where the devices of the others are not known, `devices` is None and `on_cpu` tells of this rank. Without shared
     memory it has this `backend`; by default the one for the devices.
     """
-    memory = _open_memory_of(rank_group, name, ranks, devices, timeout_s=timeout_s, on_cpu=on_cpu)
+    memory = open_memory(rank_group, name, ranks, devices, timeout_s=timeout_s, on_cpu=on_cpu)
     if memory is not None:
         return memory
     chosen = backend or ("gloo" if devices is None else backend_for(devices))
     return open_group(rank_group, name, ranks, backend=chosen, timeout_s=timeout_s)
-
-
-def _open_memory_of(
-    rank_group: RankGroup,
-    name: str,
-    ranks: Sequence[int],
-    devices: Sequence[Device] | None,
-    *,
-    timeout_s: float,
-    on_cpu: bool = True,
-) -> MemoryGroup | None:
-    """Returns the group of `ranks` over shared memory; None on all of them if they cannot share it or use GPUs."""
-    if devices is not None and any(device.kind != "cpu" for device in devices):
-        return None  # all ranks know it
-    return open_memory(rank_group, name, ranks, on_cpu=on_cpu, timeout_s=timeout_s)
 
 
 def open_group(

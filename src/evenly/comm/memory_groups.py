@@ -17,6 +17,7 @@ from evenly.errors import PeerError
 from evenly.launch.cores import cpu_quota, usable_cores
 from evenly.launch.host import machine_id
 from evenly.launch.settings import environment
+from evenly.spec import Device
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +32,20 @@ _TOKEN_BYTES = 32
 
 
 def open_memory(
-    rank_group: RankGroup, name: str, ranks: Sequence[int], *, timeout_s: float, on_cpu: bool = True
+    rank_group: RankGroup,
+    name: str,
+    ranks: Sequence[int],
+    devices: Sequence[Device] | None,
+    *,
+    timeout_s: float,
+    on_cpu: bool = True,
 ) -> MemoryGroup | None:
     """Returns the group of `ranks` over shared memory; None, on all of them, if not all of them can share it.
 
-    A rank whose tensors are not `on_cpu` cannot.
+    Ranks on GPUs cannot. Where not all `devices` are known, they are None and `on_cpu` tells of this rank.
     """
-    if not 1 < len(ranks) <= MOST_RANKS:
-        return None
+    if not 1 < len(ranks) <= MOST_RANKS or any(device.kind != "cpu" for device in devices or ()):
+        return None  # which all ranks know
     opening = _Opening(rank_group, f"memory/{name}", ranks, timeout_s=timeout_s)
     can_share = _can_share() and on_cpu
     rows = opening.exchange("host", [machine_id(), os.getpid(), can_share, usable_cores(), cpu_quota()])

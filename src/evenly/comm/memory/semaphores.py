@@ -21,7 +21,9 @@ class _Calls:
 
     def __init__(self) -> None:
         brief, library = ctypes.PyDLL(None), ctypes.CDLL(None)
-        self.init, self.post, self.try_take = brief.sem_init, brief.sem_post, brief.sem_trywait
+        self.init = brief.sem_init
+        self.post = brief.sem_post
+        self.try_take = brief.sem_trywait
         self.init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
         self.post.argtypes = self.try_take.argtypes = [ctypes.c_void_p]
         self.yield_ = library.sched_yield  # other threads of this process may run Python meanwhile
