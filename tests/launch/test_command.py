@@ -74,6 +74,40 @@ def test_the_store_of_a_rehearsal_is_reached_from_this_machine_only() -> None:
         process.communicate(timeout=60)
 
 
+SLOW_AGENT = """
+import sys, time
+from evenly.launch import agent
+from torch.distributed.elastic.utils import store
+
+def arrive_slowly(**options):
+    last = arrive(**options)
+    time.sleep(0.5)  # the others have the answer already
+    return last
+
+if "--node-rank=1" in sys.argv:
+    time.sleep(2)  # this agent is the last to be done
+    arrive, store._barrier_nonblocking = store._barrier_nonblocking, arrive_slowly
+agent.main()
+"""
+
+
+def test_the_agent_of_the_first_node_serves_its_store_until_the_others_are_done(tmp_path: Path) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("")
+    options = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-c", SLOW_AGENT, *options, f"--node-rank={node}", str(script)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    said = [agent.communicate(timeout=90)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert "Traceback" not in "".join(said)
+
+
 def test_one_failing_rank_ends_all_nodes_and_is_the_exit_code(tmp_path: Path) -> None:
     process = start("--nodes", "1,1", LINGER, "--fail", str(tmp_path))
     out, err = process.communicate(timeout=90)
