@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,14 @@ SLICE_S = 0.1  # a wait is interrupted so often, to look for failures
 LEAST_TWO_PHASES = 1 << 20  # bytes, with four ranks: shorter ones are summed by every rank, which saves a wait
 _ARRIVED, _REDUCED, _READ = range(3)
 _CLOSED = 3  # what a rank counts beside the phases: 1 once it has closed the group
+
+
+class _Queued(NamedTuple):
+    """A round of a collective, what ranks must have in common in it, and the slot through which it goes."""
+
+    round: Round
+    digest: int
+    slot: int
 
 
 class MemoryWork:
@@ -76,9 +85,11 @@ class MemoryGroup:
         self._headers = memory.headers
         self._slots: list[Slots] = [list(slot.unbind()) for slot in memory.slots.unbind()]
         self._others = [other for other in range(memory.shape.num_ranks) if other != rank]
-        self._queue: deque[tuple[Round, int]] = deque()  # rounds that are not finished, with their digests
+        self._queue: deque[_Queued] = deque()  # rounds that are not finished
         self._num_queued = 0  # in all
+        self._num_collectives = 0
         self._num_read = [0] * memory.shape.num_slots  # ranks that have read a slot since it was written
+        self._last = [-1] * memory.shape.num_slots  # the number of the round that was written last
         self._is_broken = False
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that has the lock
@@ -223,7 +234,8 @@ class MemoryGroup:
     def _start(self, rounds: Iterable[Round], values: torch.Tensor, *, digest: str) -> MemoryWork:
         """Queues the rounds of a collective, and starts those for which slots are free.
 
-        `digest` is what ranks must have in common beside the size and type of each round.
+        `digest` is what ranks must have in common beside the size and type of each round. Collectives of one round
+        take turns in half of the slots: the fewer, the more of them stay in the caches of processors.
         """
         if not is_served(values.dtype) or values.device.type != "cpu":
             raise SpecError(
@@ -233,8 +245,12 @@ class MemoryGroup:
             )
         with self._locked():
             self._require_open()
-            added = [(item, zlib.crc32(digest.encode())) for item in rounds]
+            number, first = zlib.crc32(digest.encode()), self._num_collectives % max(1, self._shape.num_slots // 2)
+            added = [
+                _Queued(item, number, (first + index) % self._shape.num_slots) for index, item in enumerate(rounds)
+            ]
             self._queue.extend(added)
+            self._num_collectives += 1
             self._num_queued += len(added)
             self._start_ready()
             return MemoryWork(self, self._num_queued - 1)
@@ -257,10 +273,10 @@ class MemoryGroup:
 
     def _is_free(self) -> bool:
         """Whether all ranks have read the slot of the next round."""
-        slot, num_slots = self.num_started % self._shape.num_slots, self._shape.num_slots
-        if self.num_started < num_slots:
+        slot = self._queue[self.num_started - self.num_finished].slot
+        if self._last[slot] < 0:
             return True
-        if self.num_started - self.num_finished >= num_slots:
+        if self._last[slot] >= self.num_finished:
             return False
         semaphore = self._shape.semaphore(slot, _READ, self._rank)
         while self._num_read[slot] < len(self._others) and self._semaphores.try_take(semaphore):
@@ -268,27 +284,27 @@ class MemoryGroup:
         return self._num_read[slot] == len(self._others)
 
     def _start_next(self) -> None:
-        number, slot = self.num_started, self.num_started % self._shape.num_slots
-        item, digest = self._queue[number - self.num_finished]
+        number = self.num_started
+        item, digest, slot = self._queue[number - self.num_finished]
         item.write(self._slots[slot][self._rank])
         header = self._shape.header(slot, self._rank)
         self._headers[header] = number
         self._headers[header + 1] = item.code
         self._headers[header + 2] = item.size
         self._headers[header + 3] = digest
-        self._num_read[slot] = 0
+        self._num_read[slot], self._last[slot] = 0, number
         self._post(slot, _ARRIVED)
         self.num_started += 1
 
     def _finish_next(self, check: Check) -> None:
         """Completes the oldest round."""
-        number, slot = self.num_finished, self.num_finished % self._shape.num_slots
+        number = self.num_finished
+        item, digest, slot = self._queue[0]
         if self.num_started == number:
             while not self._is_free():
                 self._take(slot, _READ, check)
                 self._num_read[slot] += 1
             self._start_next()
-        item, digest = self._queue[0]
         self._take_all(slot, _ARRIVED, check)
         self._require_same([number, item.code, item.size, digest], slot)
         if item.has_two_phases:
@@ -325,8 +341,7 @@ class MemoryGroup:
     def _late(self, slot: int, phase: int) -> list[int]:
         """Returns the members that have not come to a phase of the round in this slot, or not left the one before."""
         if phase == _READ:
-            number = self.num_started - self._shape.num_slots
-            return [other for other in self._others if self._counts(other)[_READ] <= number]
+            return [other for other in self._others if self._counts(other)[_READ] <= self._last[slot]]
         return [other for other in self._others if self._counts(other)[phase] <= self.num_finished]
 
     def _counts(self, member: int) -> memoryview:

@@ -73,12 +73,16 @@ class Semaphores:
         address, calls = self._address + index * SIZE_BYTES, self._calls
         if not calls.try_take(address):
             return True
-        if self._spin_s:
+        if self._spin_s > 0:
             until = time.perf_counter() + self._spin_s
             while time.perf_counter() < until:
                 if not calls.try_take(address):
                     return True
                 calls.yield_()
+        else:
+            calls.yield_()  # where ranks share a core, the one that is waited for may run, and nobody has to be woken
+            if not calls.try_take(address):
+                return True
         now = time.monotonic() if calls.is_monotonic else time.time()
         limit = _Timespec(int(now + limit_s), int((now + limit_s) % 1 * 1e9))
         clock = [_CLOCK_MONOTONIC] if calls.is_monotonic else []
