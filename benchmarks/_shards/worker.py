@@ -19,7 +19,7 @@ from benchmarks._shards.networks import labels_for, network_and_batch
 from evenly.comm import rank_group_of
 from evenly.graph import Traced, trace_module
 from evenly.planner.costs import GraphCosts
-from evenly.planner.replica_options import replica_options_of
+from evenly.planner.replica_options import eased, replica_options_of
 from evenly.session import discover
 from evenly.session.by_hand import measure_rank_group
 from evenly.shards import Sharded, join_shards
@@ -71,14 +71,18 @@ def run_shards_rank(
     names = NAMES[1:num_methods]
     sharded = _cut_network(traced, shares, [key for key in names if key != PLANNED])
     _wait_for_quotas(folder)
+    everything: dict[str, Sharded | None] = {**sharded}
     if PLANNED in names:
-        sharded[PLANNED] = _plan_network(traced, quick=rounds < 2)
+        everything[PLANNED] = _plan_network(traced, quick=rounds < 2)
     trainers = {ALONE: Trainer(model if dist.get_rank() == 0 else None)}
-    trainers |= {key: Trainer(module) for key, module in sharded.items()}
+    trainers |= {key: Trainer(module) for key, module in everything.items()}
     counts = {}
     for _ in range(rounds + 1):  # the first warms up and is not counted
         trainers[ALONE].run_turn(x, y)
-        for key, module in sharded.items():
+        for key, module in everything.items():
+            if module is None:
+                trainers[key].run_turn(x, y)
+                continue
             module.traffic.clear()
             bytes_before = _loopback_bytes()
             trainers[key].run_turn(x, y)
@@ -93,24 +97,36 @@ def run_shards_rank(
         seconds = {key: trainer.step_seconds[1:] for key, trainer in trainers.items()}
         print(json.dumps({"seconds": seconds, "counts": counts}), flush=True)
     dist.barrier()
-    for module in sharded.values():
-        module.close()
+    for module in everything.values():
+        if module is not None:
+            module.close()
     dist.destroy_process_group()
 
 
-def _plan_network(traced: Traced, *, quick: bool) -> Sharded:
-    """Returns the network cut as the planner finds best for the ranks as they are measured now, with their quotas."""
+def _plan_network(traced: Traced, *, quick: bool) -> Sharded | None:
+    """Returns the network cut as the planner finds best for the ranks as they are measured now, with their quotas.
+
+    Some of the ranks may be left out; None on these.
+    """
     cluster = discover()
     profile = measure_rank_group(rank_group_of(), traced, cluster, CPU, quick=quick, timeout_s=600.0)
-    graph_costs, ranks = GraphCosts(traced.graph), tuple(range(cluster.world_size))
-    options = replica_options_of(ranks, graph_costs, profile)
+    graph_costs, everybody = GraphCosts(traced.graph), range(cluster.world_size)
+    order = sorted(everybody, key=lambda rank: profile.devices[rank].step.at(profile.batch_size))
+    groups = [tuple(sorted(order[:count])) for count in range(2, cluster.world_size + 1)]
+    options = [
+        eased(option, option.ranks, everybody)
+        for ranks in groups
+        for option in replica_options_of(ranks, graph_costs, profile)
+    ]
     best = min(options, key=lambda option: option.seconds(profile.batch_size))
     if best.layout is None:
         raise RuntimeError("the planner left the network whole")
     if dist.get_rank() == 0:
-        print(f"planned, predicted {best.seconds(profile.batch_size):.3f} s", file=sys.stderr)
+        print(f"planned for {best.ranks}, predicted {best.seconds(profile.batch_size):.3f} s", file=sys.stderr)
         print(best.layout.explain(), file=sys.stderr, flush=True)
-    return join_shards(traced, best.layout, rank_group=rank_group_of())
+    if dist.get_rank() not in best.ranks:
+        return None
+    return join_shards(traced, best.layout, rank_group=rank_group_of().among(best.ranks, "planned"))
 
 
 def _cut_network(traced: Traced, shares: Sequence[float], names: Sequence[str]) -> dict[str, Sharded]:

@@ -9,6 +9,7 @@ from evenly.spec import Cluster, Curve, DeviceProfile, Layout, Profile, deal
 LEAST, MOST = 2, 40  # steps of a kind
 LEAST_FACTOR, MOST_FACTOR = 0.5, 3.0  # joint steps over independent ones; beyond these bounds it is noise
 ENOUGH = 8  # samples of a rank; fewer do not represent a large batch
+CUT_NOISE = 0.05  # ranks whose times differ from the expected ones by so much less than others' are not corrected
 TELLING = 2.0  # a large step must take this many times a small one to show the speed of joint steps
 
 
@@ -51,11 +52,10 @@ class RankSteps:
 
 @dataclass(frozen=True)
 class CutTrial:
-    """A network cut over ranks to try, and the sum of its layers' and messages' times."""
+    """A network cut over ranks to try."""
 
     ranks: tuple[int, ...]
     layout: Layout
-    parts_s: float
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,35 @@ def added_by_averaging(profile: Profile, node: Sequence[int], rows: Sequence[Ran
         if lean_s is not None:
             added[rank] = (added[rank] + min(added[rank], max(0.0, lean_s - own_s))) / 2
     return added
+
+
+def cut_corrections(
+    ranks: Sequence[int], joints: Sequence[Joint], expected_s: Sequence[float], profile: Profile
+) -> tuple[float, ...]:
+    """Returns for each rank of a cut network how much longer it computes in a step than its layers by themselves.
+
+    Ranks whose steps are equally long get their mean. Small differences between all ranks are noise: then the
+    corrections stay as they were.
+
+    Args:
+        ranks: the ranks.
+        joints: the step as each of them measured it.
+        expected_s: the sum of each rank's layers, corrected as the profile says; 0 for a rank without any.
+        profile: of devices that run independently, with the corrections until now.
+    """
+    factors = {
+        rank: joint.computing_s / seconds
+        for rank, joint, seconds in zip(ranks, joints, expected_s, strict=True)
+        if seconds > 0 and joint.computing_s > 0
+    }
+    known = profile.cut_corrections(ranks)
+    if not factors:
+        return known
+    otherwise = mean(factors.values())
+    means = [mean(factors.get(peer, otherwise) for peer in _alike(profile, ranks, rank)) for rank in ranks]
+    if max(means) <= (1 + CUT_NOISE) * min(means):
+        return known
+    return tuple(_bounded(before * factor) for before, factor in zip(known or [1.0] * len(means), means, strict=True))
 
 
 def _in_step(profile: Profile, cluster: Cluster, rows: Sequence[RankSteps]) -> list[DeviceProfile]:

@@ -1,8 +1,9 @@
 """Calibration: real steps, with averaged gradients or a network cut over ranks, that correct a profile."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import mean
 from typing import TypeVar
 
 import torch
@@ -17,25 +18,28 @@ from evenly.calibration.corrections import (
     SmallStep,
     alone_factor,
     correct_profile,
+    cut_corrections,
     large_factor,
     small_factor,
     steps_to_make,
 )
-from evenly.calibration.timed_steps import Ensemble, TimedStep
+from evenly.calibration.timed_steps import Ensemble, joint_step_of
 from evenly.comm import FailureMonitor, GroupContext, RankGroup, open_context
 from evenly.graph import Traced
 from evenly.planner import cut_to_try, group_to_try
-from evenly.planner.replica_options import eased
+from evenly.planner.costs import GraphCosts
+from evenly.planner.replica_options import ReplicaOption, eased
 from evenly.shards import join_shards
-from evenly.spec import Cluster, CutStep, Profile
+from evenly.spec import Cluster, CutStep, Graph, Layout, Profile
 from evenly.survey import LONG_S, fastest_groups, interquartile_mean
 
 QUICK_S, THOROUGH_S = 0.6, 20.0  # for the steps of a kind
+MOST_TRIALS = 3  # of cut networks on a node
 ROUND_S = 1.5  # least time of a round of joint and single steps
 
 STEPS: TypeAdapter[RankSteps] = TypeAdapter(RankSteps)
 TRIAL: TypeAdapter[CutTrial | None] = TypeAdapter(CutTrial | None)
-CUT_STEP: TypeAdapter[CutStep | None] = TypeAdapter(CutStep | None)
+JOINT: TypeAdapter[Joint | None] = TypeAdapter(Joint | None)
 T = TypeVar("T")
 
 
@@ -58,7 +62,8 @@ def calibrate(
     other down more than independent ones, and the rest of such a step is the averaging cost of batches of that size.
     All nodes do so at the same time and share the batch by speed, so that temporary slowness affects all alike; a
     single rank of a node does so alone. The fastest rank also makes steps in which the others have few samples:
-    averaging may be slow because of the others. If a network cut over the ranks of a node may be fast, one is tried.
+    averaging may be slow because of the others. If a network cut over the ranks of a node may be fast, one is tried;
+    if ranks are not as fast there as was expected, another one is tried that is cut by what was measured.
     """
     expected = Expectation(rank_group.rank, cluster, profile, QUICK_S if quick else THOROUGH_S)
     with open_context(
@@ -66,10 +71,16 @@ def calibrate(
     ) as context:
         calibration_run = _CalibrationRun(rank_group, traced, device, context, expected, tell)
         profile = correct_profile(profile, cluster, _gather(context, calibration_run.measure_averaging(), STEPS))
-        calibration_run = replace(calibration_run, expected=replace(expected, profile=profile))
-        trials = _gather(context, calibration_run.choose_cut(), TRIAL)
-        cuts = _gather(context, calibration_run.try_cut(trials[calibration_run.expected.fastest]), CUT_STEP)
-    return profile.model_copy(update={"cuts": tuple(cut for cut in cuts if cut is not None)})
+        tried: list[Layout] = []
+        for _ in range(MOST_TRIALS):
+            calibration_run = replace(calibration_run, expected=replace(expected, profile=profile))
+            trials = _gather(context, calibration_run.choose_cut(tried), TRIAL)
+            joints = _gather(context, calibration_run.try_cut(trials[calibration_run.expected.fastest]), JOINT)
+            for trial in trials:
+                if trial is not None:
+                    tried.append(trial.layout)
+                    profile = _with_cut_step(profile, cluster, traced.graph, trial, joints)
+    return profile
 
 
 def _gather(context: GroupContext, value: T, form: TypeAdapter[T]) -> list[T]:
@@ -201,21 +212,18 @@ class _CalibrationRun:
             lean_s=interquartile_mean(lean) if rank == leader else None,
         )
 
-    def choose_cut(self) -> CutTrial | None:
-        """Returns, on the fastest rank of a node, the cut network to try there."""
+    def choose_cut(self, tried: Collection[Layout]) -> CutTrial | None:
+        """Returns, on the fastest rank of a node, the cut network to try there; None if there is none left."""
         node = self.expected.node
         if len(node) < 2 or self.rank_group.rank != self.expected.fastest:
             return None
-        replica_option = cut_to_try(node, self.expected.profile, self.traced.graph)
+        replica_option = cut_to_try(node, self.expected.profile, self.traced.graph, tried=tried)
         if replica_option is None or replica_option.layout is None:
             return None
-        parts_s = (
-            eased(replica_option, replica_option.ranks, node).ease * replica_option.timeline.step_s
-        )  # others rest meanwhile
-        return CutTrial(tuple(replica_option.ranks), replica_option.layout, parts_s)
+        return CutTrial(tuple(replica_option.ranks), replica_option.layout)
 
-    def try_cut(self, trial: CutTrial | None) -> CutStep | None:
-        """Returns, on the first rank of the cut network, the time of its step over the sum of its parts."""
+    def try_cut(self, trial: CutTrial | None) -> Joint | None:
+        """Returns, on the ranks of the cut network, its step and the part of it in which this rank computes."""
         if trial is None or self.rank_group.rank not in trial.ranks:
             return None
         self.tell(f"ranks {list(trial.ranks)} with a network cut over them")
@@ -228,15 +236,43 @@ class _CalibrationRun:
             parent=self.context.monitor,
         )
         try:
-            timed_step = TimedStep(sharded.train(), self.traced, self.device)
-            times, batch = steps_to_make(trial.parts_s, self.expected.enough_s), self.expected.profile.batch_size
-            warm = max(self.expected.few) if self._is_long(trial.ranks, trial.parts_s) else batch
-            seconds = timed_step.step_s(batch, times, warm=warm)
+            parts_s, _ = _parts(trial, self.expected.profile, self.expected.cluster, self.traced.graph)
+            times = steps_to_make(parts_s, self.expected.enough_s / MOST_TRIALS)
+            batch = self.expected.profile.batch_size
+            warm = max(self.expected.few) if self._is_long(trial.ranks, parts_s) else batch
+            return joint_step_of(sharded, self.traced, self.device, samples=batch, times=times, warm=warm)
         finally:
             sharded.close()
-        is_first = self.rank_group.rank == trial.ranks[0]
-        return CutStep(ranks=trial.ranks, factor=seconds / trial.parts_s) if is_first else None
 
     def _is_long(self, ranks: Sequence[int], expected_s: float) -> bool:
         """Whether steps of these ranks are so long that few samples suffice for warm-up: see `Stopwatch`."""
         return expected_s > LONG_S and all(self.expected.cluster.device_of(rank).kind == "cpu" for rank in ranks)
+
+
+def _parts(trial: CutTrial, profile: Profile, cluster: Cluster, graph: Graph) -> tuple[float, list[float]]:
+    """Returns the seconds of a cut network's step as the sum of its parts, and those of each rank's layers.
+
+    Other ranks of the node are idle meanwhile.
+    """
+    node = cluster.nodes[cluster.node_of(trial.ranks[0])].ranks
+    option = eased(ReplicaOption(trial.ranks, GraphCosts(graph), profile, trial.layout), trial.ranks, node)
+    compute_s = dict(zip(trial.layout.members, option.timeline.compute_s, strict=True))
+    each = [option.ease * compute_s.get(position, 0.0) for position in range(len(trial.ranks))]
+    return option.ease * option.timeline.step_s, each
+
+
+def _with_cut_step(
+    profile: Profile, cluster: Cluster, graph: Graph, trial: CutTrial, joints: Sequence[Joint | None]
+) -> Profile:
+    """Returns the profile with the step of a cut network, which corrects the speed of its ranks."""
+    measured = [joint for rank in trial.ranks if (joint := joints[rank]) is not None]
+    _, expected_s = _parts(trial, profile, cluster, graph)
+    corrections = cut_corrections(trial.ranks, measured, expected_s, profile)
+    others = tuple(cut for cut in profile.cuts if cut.ranks != trial.ranks)
+
+    def with_factor(factor: float) -> Profile:
+        cut_step = CutStep(ranks=trial.ranks, factor=factor, corrections=corrections)
+        return profile.model_copy(update={"cuts": (*others, cut_step)})
+
+    parts_s, _ = _parts(trial, with_factor(1.0), cluster, graph)
+    return with_factor(mean(joint.seconds for joint in measured) / parts_s)

@@ -8,8 +8,11 @@ import torch
 
 from evenly.calibration.corrections import Joint
 from evenly.comm import FailureMonitor, RankGroup
+from evenly.comm.blocks.replicas import shard_group_of
 from evenly.graph import Traced
 from evenly.nodes.composition import compose_synchronized
+from evenly.schedule.step_clock import StepClock
+from evenly.shards import Sharded
 from evenly.spec import Cluster, EverySteps, Exchange
 from evenly.survey import inputs_of, interquartile_mean, synchronize_device, train_step
 
@@ -23,8 +26,11 @@ class TimedStep:
         traced: Traced,
         device: torch.device,
         optimizer: torch.optim.Optimizer | None = None,
+        *,
+        clock: StepClock | None = None,
     ) -> None:
         self._model = model
+        self._clock = clock  # runs during steps
         self._traced = traced
         self._device = device
         self._optimizer = optimizer or no_op_optimizer(model)
@@ -38,7 +44,11 @@ class TimedStep:
 
     def _step(self, inputs: dict[str, torch.Tensor]) -> float:
         began = time.perf_counter()
+        if self._clock is not None:
+            self._clock.begin(step=0)
         train_step(self._model, self._optimizer, inputs)
+        if self._clock is not None:
+            self._clock.end()
         synchronize_device(self._device)
         return time.perf_counter() - began
 
@@ -89,6 +99,19 @@ class Ensemble:
     def close(self) -> None:
         """Closes the process groups."""
         self._joined.close()
+
+
+def joint_step_of(
+    sharded: Sharded, traced: Traced, device: torch.device, *, samples: int, times: int, warm: int
+) -> Joint:
+    """Returns a step of a network cut over ranks, with the time in which this rank does not wait for others."""
+    clock = StepClock(device)
+    clock.is_wanted = True
+    shard_group = shard_group_of(sharded)
+    if shard_group is not None:
+        shard_group.watch(clock)
+    seconds = TimedStep(sharded.train(), traced, device, clock=clock).step_s(samples, times, warm=warm)
+    return Joint(seconds, interquartile_mean([spent.computing_s for spent in clock.take()[-times:]]))
 
 
 def no_op_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:

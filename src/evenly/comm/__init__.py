@@ -41,7 +41,7 @@ from evenly.comm.local_shard import (
 )
 from evenly.comm.memory.group import MemoryGroup, MemoryWork
 from evenly.comm.rank_group import RankGroup, rank_group_of
-from evenly.comm.redistribute import MOVES, Redistribute
+from evenly.comm.redistribute import MOVES, Redistribute, copy_together
 from evenly.comm.shard_group import PendingTensor, ShardGroup, Traffic
 
 __all__ = [
@@ -70,6 +70,7 @@ __all__ = [
     "broadcast",
     "call_when_done",
     "close_groups",
+    "copy_together",
     "count_of",
     "first_line",
     "full_shape",

@@ -80,10 +80,22 @@ class Redistribute:
                 return PendingTensor(lambda: x)
 
 
+def copy_together(tensors: Sequence[torch.Tensor], shard_group: ShardGroup) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors, as several copies would; their gradients are summed over ranks all at once.
+
+    The sums begin when the last gradient is there, so that ranks wait for each other once.
+    """
+    copies: tuple[torch.Tensor, ...] = _CopiedTogether.apply(Redistribute(shard_group, "copy"), *tensors)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    return copies
+
+
 class _Context(Protocol):
     """What forward leaves for backward in autograd's context."""
 
     redistribute: Redistribute
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Whether gradients that are missing are zeros for backward."""
 
 
 class _Redistributed(torch.autograd.Function):
@@ -99,3 +111,20 @@ class _Redistributed(torch.autograd.Function):
             if torch.is_grad_enabled():  # create_graph=True
                 return ctx.redistribute.adjoint(gradient), None
             return ctx.redistribute.backward(gradient).wait(), None
+
+
+class _CopiedTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, redistribute: Redistribute, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.redistribute = redistribute
+        ctx.set_materialize_grads(False)  # of tensors that the loss does not depend on, on any rank
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: _Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        with ctx.redistribute.shard_group.reporting():
+            if torch.is_grad_enabled():  # create_graph=True
+                adjoint = ctx.redistribute.adjoint
+                return None, *(None if gradient is None else adjoint(gradient) for gradient in gradients)
+            sums = [None if gradient is None else ctx.redistribute.backward(gradient) for gradient in gradients]
+            return None, *(None if pending is None else pending.wait() for pending in sums)

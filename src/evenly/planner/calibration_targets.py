@@ -1,14 +1,16 @@
 """Which groups and cuts to time with real steps before planning: they correct what is predicted from layer times."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from evenly.planner.costs import GraphCosts
-from evenly.planner.node_options import cut_options, single_options
+from evenly.planner.node_options import WORTH, NodeOption, cut_options, ideal_s, single_options
 from evenly.planner.replica_options import ReplicaOption
 from evenly.spec.graph import Graph
+from evenly.spec.layout import Layout
 from evenly.spec.profile import Profile
 
-PROMISING = 1.15  # a cut is tried if it is predicted to take at most this times the step of whole networks
+PROMISING = 1.15  # a cut is tried if it is predicted to take at most this times the fastest step that is known
+DOUBTFUL = 2.0  # the same for one whose ranks together could be clearly faster
 
 
 def group_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> list[int]:
@@ -27,10 +29,14 @@ def group_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> list[i
     return sorted(busy_ranks if len(busy_ranks) > 1 else fastest[:2])
 
 
-def cut_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> ReplicaOption | None:
-    """Returns the most promising way to cut the network over ranks of a node; None if there is none.
+def cut_to_try(
+    ranks: Sequence[int], profile: Profile, graph: Graph, *, tried: Collection[Layout] = ()
+) -> ReplicaOption | None:
+    """Returns the most promising way to cut the network over ranks of a node, but for those `tried`; None without one.
 
-    A cut is promising if it may be faster than a whole network on each rank, or if only it fits into memory.
+    A cut is promising if it may be faster than a whole network on each rank, or if only cuts fit into memory. The
+    first to be tried has as many ranks as possible, even if it is predicted to be slow: its step also tells of smaller
+    groups, and how fast ranks are in it is known only then. After it the fastest is tried.
     """
     graph_costs, batch = GraphCosts(graph), profile.batch_size
     free = [device.free_bytes for device in profile.devices]
@@ -40,11 +46,30 @@ def cut_to_try(ranks: Sequence[int], profile: Profile, graph: Graph) -> ReplicaO
     )
     seconds = whole_s if whole_s < float("inf") else 0.0
     options = cut_options(ranks, graph_costs, profile, free, batch, {}, seconds=seconds, samples=batch)
-    best = min(options, key=lambda option: option.least_s(batch), default=None)
-    if best is None or best.least_s(batch) >= PROMISING * whole_s:  # or there is no memory for it
+    step_s = [option.least_s(batch) for option in options]  # infinite without memory for it
+    cut_s = min(step_s, default=float("inf"))
+    if cut_s == float("inf"):
         return None
-    return max(
-        (replica_option for replica_option in best.replica_options if replica_option.layout is not None),
-        key=lambda replica_option: len(replica_option.ranks),
-        default=None,
+    if any(set(cut.ranks) <= set(ranks) for cut in profile.cuts):
+        candidates = _cuts_in(option for option, seconds in zip(options, step_s, strict=True) if seconds == cut_s)
+        return next((candidate for candidate in candidates if candidate.layout not in tried), None)
+    best_s = min(whole_s, cut_s)
+    candidates = _cuts_in(
+        option
+        for option, seconds in zip(options, step_s, strict=True)
+        if seconds < PROMISING * best_s
+        or (seconds < DOUBTFUL * best_s and _hopes(option, graph_costs, profile, best_s))
     )
+    return min(candidates, key=lambda each: (-len(each.ranks), each.seconds(batch)), default=None)
+
+
+def _cuts_in(options: Iterable[NodeOption]) -> list[ReplicaOption]:
+    """Returns the cut networks of these options."""
+    return [each for option in options for each in option.replica_options if each.layout is not None]
+
+
+def _hopes(option: NodeOption, graph_costs: GraphCosts, profile: Profile, seconds: float) -> bool:
+    """Whether one network over these ranks would be clearly faster, were its work divided without loss."""
+    if len(option.replica_options) > 1:
+        return False
+    return WORTH * ideal_s(option.ranks, graph_costs, profile, profile.batch_size) < seconds

@@ -93,7 +93,7 @@ def cut_options(
         if all(len(group) == 1 for group in grouping):
             continue
         each = max(1.0, samples / len(grouping))
-        hoped_s = 1 / sum(1 / _hoped_s(group, graph_costs, profile, each) for group in grouping) * samples / each
+        hoped_s = 1 / sum(1 / ideal_s(group, graph_costs, profile, each) for group in grouping) * samples / each
         if seconds and WORTH * hoped_s > seconds:
             continue
         options += _node_options(grouping, ranks, graph_costs, profile, free, batch, kinds, cache)
@@ -112,7 +112,7 @@ def _replica_options(
     cache: OptionCache,
 ) -> list[ReplicaOption]:
     """Returns the ways in which ranks can hold one network; cached for equal ranks."""
-    devices = [profile.devices[rank] for rank in ranks]
+    devices = profile.cut_devices(ranks)
     device_keys = [(device.step, device.rank if device.layers else -1, free[device.rank]) for device in devices]
     key = (*device_keys, samples)
     if key not in cache:
@@ -167,9 +167,9 @@ def _fastest_first(ranks: Sequence[int], profile: Profile) -> list[int]:
     return sorted(ranks, key=lambda rank: (profile.devices[rank].step.at(profile.batch_size), rank))
 
 
-def _hoped_s(ranks: Sequence[int], graph_costs: GraphCosts, profile: Profile, samples: float) -> float:
+def ideal_s(ranks: Sequence[int], graph_costs: GraphCosts, profile: Profile, samples: float) -> float:
     """Returns a lower bound of the time of ranks together: work divided without loss, and the least bytes sent."""
-    together = 1 / sum(1 / profile.devices[rank].step.at(samples) for rank in ranks)
+    together = 1 / sum(1 / device.step.at(samples) for device in profile.cut_devices(ranks))
     if len(ranks) == 1:
         return together
     times, sizes = samples / profile.batch_size, graph_costs.bytes_around

@@ -34,7 +34,7 @@ class ReplicaOption:
     @cached_property
     def times(self) -> list[DeviceCosts]:
         """The seconds of each operation on each rank."""
-        return [self.graph_costs.on(self.profile.devices[rank]) for rank in self.ranks]
+        return [self.graph_costs.on(device) for device in self.profile.cut_devices(self.ranks)]
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -109,14 +109,15 @@ def replica_options_of(
     if len(ranks) == 1:
         return [alone]
     graph, batch = graph_costs.graph, profile.batch_size
-    speeds = [1.0 / profile.devices[rank].step.at(batch) for rank in ranks]
+    devices = profile.cut_devices(ranks)
+    speeds = [1.0 / device.step.at(batch) for device in devices]
     flops = sum(graph_costs.weights.values())
     total = flops * sum(speeds)  # of all ranks together, a second
     gathers = profile.meeting(ranks).gathers
     small, large = gathers.at(1 << 10), gathers.at(1 << 22)
     per_byte = max(0.0, large - small) / (1 << 22) / (len(ranks) - 1) * len(ranks)  # of what one rank sends
     rates = TransferCosts(total * per_byte, total * small, total * small)
-    even = len(set(speeds)) == 1 and not any(profile.devices[rank].layers for rank in ranks)
+    even = len(set(speeds)) == 1 and not any(device.layers for device in devices)
     options = []
     for cut_batch in (True,) if batch >= MANY * len(ranks) else (False, True) if batch >= 2 else (False,):
         layout = _laid_out(graph_costs, speeds, rates, cut_batch=cut_batch)

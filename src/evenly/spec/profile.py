@@ -138,6 +138,9 @@ class CutStep(Value):
 
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=2)
     factor: Positive
+    corrections: tuple[Positive, ...] = Field(
+        default=(), description="for each rank: its computing time in such a step over the sum of its layers' times"
+    )
 
 
 def _worst(rates: Sequence[Rate]) -> Rate:
@@ -270,9 +273,31 @@ class Profile(Document):
 
     def cut_factor(self, ranks: Iterable[int], *, otherwise: float) -> float:
         """Returns the `CutStep` factor measured with these ranks or a larger group, or `otherwise`."""
+        cut = self._cut_around(ranks)
+        return otherwise if cut is None else cut.factor
+
+    def cut_corrections(self, ranks: Sequence[int]) -> tuple[float, ...]:
+        """Returns the `CutStep` corrections of these ranks; empty if there are none."""
+        cut = self._cut_around(ranks)
+        if cut is None or not cut.corrections or len(ranks) == 1:
+            return ()
+        corrections = dict(zip(cut.ranks, cut.corrections, strict=True))
+        return tuple(corrections[rank] for rank in ranks)
+
+    def cut_devices(self, ranks: Sequence[int]) -> list[DeviceProfile]:
+        """Returns the devices of ranks as fast as they are in a network cut over them."""
+        devices = [self.devices[rank] for rank in ranks]
+        corrections = self.cut_corrections(ranks) or [1.0] * len(devices)
+        return [
+            device if factor == 1 else device.scaled(factor)
+            for device, factor in zip(devices, corrections, strict=True)
+        ]
+
+    def _cut_around(self, ranks: Iterable[int]) -> CutStep | None:
+        """Returns the measured step of a network cut over these ranks, or over the smallest larger group."""
         members = set(ranks)
         around = [cut for cut in self.cuts if members <= set(cut.ranks)]
-        return min(around, key=lambda cut: len(cut.ranks)).factor if around else otherwise
+        return min(around, key=lambda cut: len(cut.ranks), default=None)
 
     @property
     def fingerprint(self) -> str:

@@ -227,9 +227,7 @@ class MemoryGroup:
                 rows = summand[start : start + step]
             else:
                 cut = [sliced(ranges, start, start + step) for ranges in segments]
-            others = rows.numel() // max(1, rows.shape[dim])
-            begin = others * sum(count_of(ranges) for ranges in cut[: self._rank])
-            yield ScatterRound(rows, target[start : start + step], dim, cut, begin)
+            yield ScatterRound(rows, target[start : start + step], dim, cut, self._rank)
 
     def _start(self, rounds: Iterable[Round], values: torch.Tensor, *, digest: str) -> MemoryWork:
         """Queues the rounds of a collective, and starts those for which slots are free.

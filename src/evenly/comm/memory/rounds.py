@@ -10,7 +10,7 @@ from typing import Protocol, final
 
 import torch
 
-from evenly.comm.indexing.segments import Segments, count_of, put
+from evenly.comm.indexing.segments import Segments, count_of, put, take
 
 Slots = Sequence[torch.Tensor]  # the bytes of each rank's slot
 
@@ -182,7 +182,7 @@ class ScatterRound:
     target: torch.Tensor  # contiguous
     dim: int
     segments: Sequence[Segments]
-    start: int  # where the values for this rank begin in every slot
+    rank: int
     has_two_phases: bool = False
 
     def __post_init__(self) -> None:
@@ -190,15 +190,15 @@ class ScatterRound:
         self.code = _SCATTER + _CODES[self.summand.dtype]
 
     def write(self, slot: torch.Tensor) -> None:
-        """Writes the values for each rank, one rank after another."""
+        """Writes the values for each other rank, one rank after another."""
         start, shape = 0, list(self.summand.shape)
         others = self.summand.numel() // shape[self.dim]
-        for ranges in self.segments:
+        for rank, ranges in enumerate(self.segments):
             shape[self.dim] = count_of(ranges)
             count = others * shape[self.dim]
             values = _values(slot, self.summand.dtype, count, start=start).view(shape)
             offset = 0
-            for first, last in ranges:
+            for first, last in ranges if rank != self.rank else ():
                 values.narrow(self.dim, offset, last - first).copy_(self.summand.narrow(self.dim, first, last - first))
                 offset += last - first
             start += count
@@ -208,10 +208,17 @@ class ScatterRound:
 
     def read(self, slots: Slots) -> None:
         """Sums the values for this rank."""
-        count = self.target.numel()
-        if count:
-            values = [_values(slot, self.target.dtype, count, start=self.start) for slot in slots]
-            _add_up(values, self.target.view(-1))
+        count, shape = self.target.numel(), self.target.shape
+        if not count:
+            return
+        others = self.summand.numel() // self.summand.shape[self.dim]
+        start = others * sum(count_of(ranges) for ranges in self.segments[: self.rank])
+        values = [_values(slot, self.target.dtype, count, start=start).view(shape) for slot in slots]
+        own, ranges = self.summand, self.segments[self.rank]
+        values[self.rank] = (
+            own.narrow(self.dim, ranges[0][0], count_of(ranges)) if len(ranges) == 1 else take(own, self.dim, ranges)
+        )
+        _add_up(values, self.target)
 
 
 @final
@@ -230,9 +237,9 @@ class DealRound:
         self.code = _DEAL + _CODES[self.sent[0].dtype]
 
     def write(self, slot: torch.Tensor) -> None:
-        """Writes the blocks for all ranks."""
+        """Writes the blocks for the other ranks."""
         for target, block in enumerate(self.sent):
-            if block.numel():
+            if block.numel() and target != self.rank:
                 _values(slot, block.dtype, block.numel(), start=target * self.step).copy_(block)
 
     def reduce(self, slots: Slots, rank: int) -> None:
@@ -240,8 +247,10 @@ class DealRound:
 
     def read(self, slots: Slots) -> None:
         """Reads the blocks for this rank."""
-        for slot, block in zip(slots, self.received, strict=True):
-            if block.numel():
+        if self.received[self.rank].numel():
+            self.received[self.rank].copy_(self.sent[self.rank])
+        for source, (slot, block) in enumerate(zip(slots, self.received, strict=True)):
+            if block.numel() and source != self.rank:
                 block.copy_(_values(slot, block.dtype, block.numel(), start=self.rank * self.step))
 
 

@@ -12,7 +12,7 @@ from evenly._torch import pytree
 from evenly._torch.autograd import in_backward
 from evenly._torch.modules import tensor_reader
 from evenly._torch.tracing import is_constant
-from evenly.comm import ShardGroup
+from evenly.comm import ShardGroup, copy_together
 from evenly.errors import SpecError
 from evenly.graph import Traced, path_of
 from evenly.shards.run.cutting import parameter_placements
@@ -60,6 +60,11 @@ class Program:
         self._training_owners = {name: model.get_submodule(path_of(self._nodes[name])) for name in traced.training_only}
         self._has_dropout = any(choice.op in RANDOM_OPS for choice in layout.choices)
         self._parameter_placements = dict(parameter_placements(traced, layout))
+        self._copied = [
+            move
+            for move in layout.moves
+            if move.name == "copy" and move.tensor not in traced.training_only and self._is_parameter(move.tensor)
+        ]
         self._available: set[ValueKey] = set()
         self.listener: Callable[[str, TensorPlacement, object], None] | None = None
         self.steps: list[ProgramStep] = []
@@ -242,7 +247,9 @@ class Program:
         if key in self._available:
             return
         move = self._moves.get((name, need))
-        if move is not None:
+        if move is not None and move in self._copied:
+            self._copy_parameters()
+        elif move is not None:
             self._ensure(name, move.before)
             self._step(f"{name}:{move.name}", [(name, move.before)], [key], self._move_runner(move))
         elif name in self._paths:
@@ -252,6 +259,27 @@ class Program:
                 context.values[key] = fetch()
 
             self._step(name, [], [key], run)
+
+    def _is_parameter(self, name: str) -> bool:
+        layer = self._layers.get(name)
+        return layer is not None and layer.op == "parameter"
+
+    def _copy_parameters(self) -> None:
+        """Adds the step that copies all parameters of which every rank needs the whole."""
+        for move in self._copied:
+            self._ensure(move.tensor, move.before)
+        before: list[ValueKey] = [(move.tensor, move.before) for move in self._copied]
+        after: list[ValueKey] = [(move.tensor, move.after) for move in self._copied]
+
+        def run(context: ForwardContext) -> None:
+            parameters = [context.values[key] for key in before]
+            context.values.update(zip(after, parameters, strict=True))
+            learning = [index for index, parameter in enumerate(parameters) if parameter.requires_grad]
+            if learning and torch.is_grad_enabled():
+                copies = copy_together([parameters[index] for index in learning], self._shard_group)
+                context.values.update(zip([after[index] for index in learning], copies, strict=True))
+
+        self._step("parameters:copy", before, after, run)
 
     def _fetcher(self, name: str) -> Callable[[], object]:
         """Returns a function that returns the parameter, buffer or constant `name`."""
