@@ -22,6 +22,27 @@ class Joint:
 
 
 @dataclass(frozen=True)
+class CutTrial:
+    """A network cut over ranks to try."""
+
+    ranks: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class CutResult:
+    """What a trial measured on each of its ranks."""
+
+    trial: CutTrial
+    joints: tuple[Joint, ...]
+
+    @property
+    def step_s(self) -> float:
+        """The seconds of a step."""
+        return mean(joint.seconds for joint in self.joints)
+
+
+@dataclass(frozen=True)
 class SmallStep:
     """A joint step of `ranks` in which all have few samples; reported by the slowest."""
 
@@ -48,14 +69,6 @@ class RankSteps:
     alone: float = 1.0  # time while the others of the node are idle, over that of joint steps
     large: LargeStep | None = None
     lean_s: float | None = None  # a large step of the fastest rank in which the others have few samples
-
-
-@dataclass(frozen=True)
-class CutTrial:
-    """A network cut over ranks to try."""
-
-    ranks: tuple[int, ...]
-    layout: Layout
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Calibration: real steps, with averaged gradients or a network cut over ranks, that correct a profile."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import mean
@@ -10,6 +10,8 @@ import torch
 from pydantic import TypeAdapter
 
 from evenly.calibration.corrections import (
+    CUT_NOISE,
+    CutResult,
     CutTrial,
     Expectation,
     Joint,
@@ -26,11 +28,12 @@ from evenly.calibration.corrections import (
 from evenly.calibration.timed_steps import Ensemble, joint_step_of
 from evenly.comm import FailureMonitor, GroupContext, RankGroup, open_context
 from evenly.graph import Traced
+from evenly.layouts import relaid
 from evenly.planner import cut_to_try, group_to_try
 from evenly.planner.costs import GraphCosts
 from evenly.planner.replica_options import ReplicaOption, eased
 from evenly.shards import join_shards
-from evenly.spec import Cluster, CutStep, Graph, Layout, Profile
+from evenly.spec import Cluster, CutStep, Graph, Profile
 from evenly.survey import LONG_S, fastest_groups, interquartile_mean
 
 QUICK_S, THOROUGH_S = 0.6, 20.0  # for the steps of a kind
@@ -71,15 +74,17 @@ def calibrate(
     ) as context:
         calibration_run = _CalibrationRun(rank_group, traced, device, context, expected, tell)
         profile = correct_profile(profile, cluster, _gather(context, calibration_run.measure_averaging(), STEPS))
-        tried: list[Layout] = []
+        results: list[CutResult] = []
         for _ in range(MOST_TRIALS):
             calibration_run = replace(calibration_run, expected=replace(expected, profile=profile))
-            trials = _gather(context, calibration_run.choose_cut(tried), TRIAL)
+            trials = _gather(context, calibration_run.choose_cut(results), TRIAL)
             joints = _gather(context, calibration_run.try_cut(trials[calibration_run.expected.fastest]), JOINT)
             for trial in trials:
-                if trial is not None:
-                    tried.append(trial.layout)
-                    profile = _with_cut_step(profile, cluster, traced.graph, trial, joints)
+                measured = [] if trial is None else [joints[rank] for rank in trial.ranks]
+                if trial is not None and None not in measured:
+                    result = CutResult(trial, tuple(joint for joint in measured if joint is not None))
+                    profile = _with_cut_step(profile, cluster, traced.graph, result, results)
+                    results.append(result)
     return profile
 
 
@@ -212,12 +217,18 @@ class _CalibrationRun:
             lean_s=interquartile_mean(lean) if rank == leader else None,
         )
 
-    def choose_cut(self, tried: Collection[Layout]) -> CutTrial | None:
-        """Returns, on the fastest rank of a node, the cut network to try there; None if there is none left."""
-        node = self.expected.node
+    def choose_cut(self, results: Sequence[CutResult]) -> CutTrial | None:
+        """Returns, on the fastest rank of a node, the cut network to try there; None if there is none left.
+
+        The second has the ranks of the first, with the shares for which all would have computed equally long.
+        """
+        node, profile = self.expected.node, self.expected.profile
         if len(node) < 2 or self.rank_group.rank != self.expected.fastest:
             return None
-        replica_option = cut_to_try(node, self.expected.profile, self.traced.graph, tried=tried)
+        results = [result for result in results if set(result.trial.ranks) <= set(node)]
+        if len(results) == 1 and (better := _rebalanced(results[0], profile, self.traced.graph)) is not None:
+            return better
+        replica_option = cut_to_try(node, profile, self.traced.graph, tried=[result.trial.layout for result in results])
         if replica_option is None or replica_option.layout is None:
             return None
         return CutTrial(tuple(replica_option.ranks), replica_option.layout)
@@ -261,18 +272,38 @@ def _parts(trial: CutTrial, profile: Profile, cluster: Cluster, graph: Graph) ->
     return option.ease * option.timeline.step_s, each
 
 
+def _rebalanced(result: CutResult, profile: Profile, graph: Graph) -> CutTrial | None:
+    """Returns the cut network with the shares for which its ranks would have computed equally long.
+
+    None if they did so up to noise, or if it does not fit into memory.
+    """
+    trial, computing_s = result.trial, [joint.computing_s for joint in result.joints]
+    if min(computing_s) <= 0 or max(computing_s) <= (1 + CUT_NOISE) * min(computing_s):
+        return None
+    unit = max(profile.devices[rank].unit for rank in trial.ranks)
+    layout = relaid(graph, trial.layout, [mean(computing_s) / seconds for seconds in computing_s], unit=unit)
+    replica_option = ReplicaOption(trial.ranks, GraphCosts(graph), profile, layout)
+    fits = replica_option.most_samples([device.free_bytes for device in profile.devices]) >= profile.batch_size
+    return CutTrial(trial.ranks, layout) if fits and layout != trial.layout else None
+
+
 def _with_cut_step(
-    profile: Profile, cluster: Cluster, graph: Graph, trial: CutTrial, joints: Sequence[Joint | None]
+    profile: Profile, cluster: Cluster, graph: Graph, result: CutResult, others: Sequence[CutResult]
 ) -> Profile:
-    """Returns the profile with the step of a cut network, which corrects the speed of its ranks."""
-    measured = [joint for rank in trial.ranks if (joint := joints[rank]) is not None]
+    """Returns the profile with the step of a cut network, which corrects the speed of its ranks.
+
+    Of several with the same ranks the fastest stays.
+    """
+    trial = result.trial
+    if any(other.trial.ranks == trial.ranks and other.step_s <= result.step_s for other in others):
+        return profile
     _, expected_s = _parts(trial, profile, cluster, graph)
-    corrections = cut_corrections(trial.ranks, measured, expected_s, profile)
-    others = tuple(cut for cut in profile.cuts if cut.ranks != trial.ranks)
+    corrections = cut_corrections(trial.ranks, result.joints, expected_s, profile)
+    cuts = tuple(cut for cut in profile.cuts if cut.ranks != trial.ranks)
 
     def with_factor(factor: float) -> Profile:
-        cut_step = CutStep(ranks=trial.ranks, factor=factor, corrections=corrections)
-        return profile.model_copy(update={"cuts": (*others, cut_step)})
+        cut_step = CutStep(ranks=trial.ranks, factor=factor, corrections=corrections, layout=trial.layout)
+        return profile.model_copy(update={"cuts": (*cuts, cut_step)})
 
     parts_s, _ = _parts(trial, with_factor(1.0), cluster, graph)
-    return with_factor(mean(joint.seconds for joint in measured) / parts_s)
+    return with_factor(result.step_s / parts_s)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from evenly.comm.callbacks import call_when_done
 from evenly.comm.failure_monitor import FailureMonitor
 from evenly.comm.groups import Group
 from evenly.comm.heartbeats import AwakeClock
-from evenly.comm.memory.group import MemoryGroup, MemoryWork
+from evenly.comm.memory.group import MemoryGroup, MemoryWork, PausableClock
 from evenly.comm.memory.members import Absence
 from evenly.errors import LockstepError, PeerError
 
@@ -27,16 +27,6 @@ logger = logging.getLogger(__name__)
 
 _NOTICED_S = 0.5  # a rank that is stopped for longer is named in a warning
 SHORT_WAIT_S = 2.0  # a rank that waits longer for others reports it
-
-
-class PausableClock(Protocol):
-    """A clock that is paused while a rank waits for others."""
-
-    def pause(self) -> None:
-        """A wait begins."""
-
-    def resume(self) -> None:
-        """A wait is over."""
 
 
 class CollectiveWaiter:

@@ -12,7 +12,6 @@ import torch
 from evenly._torch.autograd import is_end_of_recomputing
 from evenly.comm.collectives import (
     CollectiveWaiter,
-    PausableClock,
     Work,
     all_reduce,
     all_to_all,
@@ -22,7 +21,7 @@ from evenly.comm.collectives import (
 from evenly.comm.failure_monitor import FailureMonitor
 from evenly.comm.groups import Group, close_groups
 from evenly.comm.indexing.segments import Segments, count_of, local_positions, put, shared, take
-from evenly.comm.memory.group import MemoryGroup
+from evenly.comm.memory.group import MemoryGroup, PausableClock
 from evenly.errors import MismatchError, SpecError
 
 
@@ -81,7 +80,10 @@ class ShardGroup:
 
     def watch(self, clock: PausableClock | None) -> None:
         """Pauses a clock while this rank waits for others."""
-        self._waiter.watch = clock
+        if isinstance(self.group, MemoryGroup):
+            self.group.watch = clock  # of which the rank copies and adds up itself
+        else:
+            self._waiter.watch = clock
 
     @contextmanager
     def reporting(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ from evenly.errors import SpecError
 from evenly.layouts.cuts import DimCuts
 from evenly.layouts.search import Placed, Search, TransferCosts
 from evenly.spec.graph import Graph
-from evenly.spec.layout import Choice, Layout, check_shares
+from evenly.spec.layout import Choice, Layout, check_shares, deal
 
 
 def lay_out(
@@ -62,7 +62,7 @@ def lay_out(
     )
 
 
-def relaid(graph: Graph, layout: Layout, factors: Sequence[float]) -> Layout:
+def relaid(graph: Graph, layout: Layout, factors: Sequence[float], *, unit: int = 1) -> Layout:
     """Returns the same layout with other shares: every rank has `factors[rank]` times what it had of each layer.
 
     The modes of layers stay the same.
@@ -71,10 +71,13 @@ def relaid(graph: Graph, layout: Layout, factors: Sequence[float]) -> Layout:
         graph: the network.
         layout: how it is cut.
         factors: one number above 0 for each rank.
+        unit: the multiple in which wide layers are cut.
     """
     shares = [share * factor for share, factor in zip(layout.shares, factors, strict=True)]
     layer_shares = {
-        choice.where: [count * factor for count, factor in zip(_output_counts(layout, choice), factors, strict=True)]
+        choice.where: _in_units(
+            [count * factor for count, factor in zip(_output_counts(layout, choice), factors, strict=True)], unit
+        )
         for choice in layout.choices
         if choice.mode in ("partitioned", "units") and choice.where
     }
@@ -84,6 +87,15 @@ def relaid(graph: Graph, layout: Layout, factors: Sequence[float]) -> Layout:
 
 
 LEAST = 0.25  # units counted for a rank that has none in a layer, so that its share can grow
+WIDE = 4  # a layer is cut in larger units if there are so many of them for each rank
+
+
+def _in_units(counts: Sequence[float], unit: int) -> list[float]:
+    """Returns the outputs of each rank as multiples of `unit`, where there are many of them."""
+    num_units = round(sum(counts)) // unit
+    if num_units < WIDE * len(counts):
+        return list(counts)
+    return [float(unit * count) for count in deal(num_units, counts)]
 
 
 def _output_counts(layout: Layout, choice: Choice) -> list[float]:

@@ -11,7 +11,7 @@ from evenly.errors import SpecError
 from evenly.spec._value import Document, Value
 from evenly.spec.cluster import Cluster
 from evenly.spec.graph import Graph
-from evenly.spec.layout import numbers_of
+from evenly.spec.layout import Layout, numbers_of
 
 AT_LEAST = 0.5  # of proportional time, the least assumed for a size far beyond the measured ones
 LEAST_S, MOST_S = 1e-15, 1e15  # seconds of anything; beyond is a typing error
@@ -141,6 +141,7 @@ class CutStep(Value):
     corrections: tuple[Positive, ...] = Field(
         default=(), description="for each rank: its computing time in such a step over the sum of its layers' times"
     )
+    layout: Layout | None = Field(default=None, description="how the network was cut in that step")
 
 
 def _worst(rates: Sequence[Rate]) -> Rate:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,16 @@ SLICE_S = 0.1  # a wait is interrupted so often, to look for failures
 LEAST_TWO_PHASES = 1 << 20  # bytes, with four ranks: shorter ones are summed by every rank, which saves a wait
 _ARRIVED, _REDUCED, _READ = range(3)
 _CLOSED = 3  # what a rank counts beside the phases: 1 once it has closed the group
+
+
+class PausableClock(Protocol):
+    """A clock that is paused while a rank waits for others."""
+
+    def pause(self) -> None:
+        """A wait begins."""
+
+    def resume(self) -> None:
+        """A wait is over."""
 
 
 class _Queued(NamedTuple):
@@ -75,6 +85,7 @@ class MemoryGroup:
 
     def __init__(self, memory: MappedMemory, rank: int, processes: Processes, *, ranks: Sequence[int]) -> None:
         self.plain: dist.ProcessGroup | None = None
+        self.watch: PausableClock | None = None  # paused while this rank waits
         self._processes = processes
         self._ranks = ranks  # of the members, as errors name them
         self.num_started = 0  # rounds
@@ -327,6 +338,16 @@ class MemoryGroup:
 
     def _take(self, slot: int, phase: int, check: Check) -> None:
         semaphore = self._shape.semaphore(slot, phase, self._rank)
+        if self._semaphores.try_take(semaphore):
+            return
+        if self.watch is not None:
+            self.watch.pause()
+        self._wait(semaphore, slot, phase, check)
+        if self.watch is not None:
+            self.watch.resume()
+
+    def _wait(self, semaphore: int, slot: int, phase: int, check: Check) -> None:
+        """Returns once another rank has posted; calls `check` now and then."""
         while not self._semaphores.take(semaphore, limit_s=SLICE_S):
             gone = [*self._processes.ended(), *(other for other in self._others if self._counts(other)[_CLOSED])]
             if gone and self._semaphores.try_take(semaphore):  # a rank may end as soon as it has posted
