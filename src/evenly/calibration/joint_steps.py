@@ -220,15 +220,20 @@ class _CalibrationRun:
     def choose_cut(self, results: Sequence[CutResult]) -> CutTrial | None:
         """Returns, on the fastest rank of a node, the cut network to try there; None if there is none left.
 
-        The second has the ranks of the first, with the shares for which all would have computed equally long.
+        If the fastest so far has the ranks of which most is expected, it is tried again with the shares for which all
+        of them would have computed equally long.
         """
-        node, profile = self.expected.node, self.expected.profile
+        node, profile, graph = self.expected.node, self.expected.profile, self.traced.graph
         if len(node) < 2 or self.rank_group.rank != self.expected.fastest:
             return None
-        results = [result for result in results if set(result.trial.ranks) <= set(node)]
-        if len(results) == 1 and (better := _rebalanced(results[0], profile, self.traced.graph)) is not None:
-            return better
-        replica_option = cut_to_try(node, profile, self.traced.graph, tried=[result.trial.layout for result in results])
+        own = [result for result in results if set(result.trial.ranks) <= set(node)]
+        tried = [result.trial.layout for result in own]
+        replica_option = cut_to_try(node, profile, graph, tried=tried)
+        best = min(own, key=lambda result: result.step_s, default=None)
+        if best is not None and (replica_option is None or replica_option.ranks == best.trial.ranks):
+            better = _rebalanced(best, profile, graph)
+            if better is not None and better.layout not in tried:
+                return better
         if replica_option is None or replica_option.layout is None:
             return None
         return CutTrial(tuple(replica_option.ranks), replica_option.layout)
