@@ -4,11 +4,11 @@ Everything runs in one go on the lab: three devices of one node with CPU quotas,
 second is timed, round after round; figures are medians over rounds. The published net is run at 70/25/5 of a core, a
 wide net at 50/30/20. "Published" deals the filters out by the published rounding and alternates partitioned and
 reduced layers, with a replicated tensor after every pair; "even" does the same with equal shares. "Ours" is
-`evenly.shard` with `cut_batch=True`, "planned" is cut as the planner finds best after measuring the devices with
-their quotas, "without the slowest" as "ours" with the last share at 0. "Alone" is the fastest device with the whole
-network, "ideal" that work divided by the summed speed. Bytes and messages are counted in every collective and
-compared with the plan. The peer tensor_parallel (see peer_tensor_parallel.py) has the time of all devices in one
-process.
+`evenly.shard` with `cut_batch=True`; "planned" is cut as the planner finds best after measuring the devices with their
+quotas, over all or some of them; "without the slowest" is as "ours" with the last share at 0. "Alone" is the fastest
+device with the whole network, "ideal" that work divided by the summed speed. Bytes and messages are counted in every
+collective and compared with the plan. Two peers split evenly: DTensor on the same ranks, and tensor_parallel (see
+peer_tensor_parallel.py), which has the time of all devices in one process.
 """
 
 import argparse

@@ -31,6 +31,12 @@ def evenly_method(nodes: Nodes, plain: nn.Module, *, every: int | str = PERIOD, 
     )
 
 
+def by_itself(_nodes: Nodes, plain: nn.Module) -> Method:
+    """Returns ranks that train each for itself and send nothing, not even inside a node."""
+    optimizer = make_optimizer(plain)
+    return Method(plain, plain, optimizer.step, optimizer.zero_grad)
+
+
 SHORT: dict[str, MethodFactory] = {
     "global DDP": peers.global_ddp,
     "post_localSGD": peers.post_local_sgd,
@@ -40,6 +46,7 @@ SHORT: dict[str, MethodFactory] = {
     "no exchange": partial(evenly_method, every=NEVER),
 }
 FULL: dict[str, MethodFactory] = {
+    "no communication at all": by_itself,
     "no exchange": partial(evenly_method, every=NEVER),
     "global DDP": peers.global_ddp,
     "DDP, fp16 hook": peers.ddp_fp16,

@@ -7,6 +7,7 @@ CLAIMS_OF_PARTS = {
         "throughput_over_limit_200mbit",
         "throughput_over_limit_50mbit",
         "throughput_over_best_peer_50mbit",
+        "throughput_over_no_communication_50mbit",
         "bytes_fp32_per_step",
         "bytes_bf16_per_step",
         "bytes_int8_per_step",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks._shards.dtensor import EvenNetwork
 from benchmarks._shards.layouts import compared_layouts
 from benchmarks._shards.networks import labels_for, network_and_batch
 from evenly.comm import rank_group_of
@@ -25,7 +26,8 @@ from evenly.session.by_hand import measure_rank_group
 from evenly.shards import Sharded, join_shards
 
 ALONE, PLANNED = "alone", "ours, planned"
-NAMES = (ALONE, "even", "ours", PLANNED, "ours, filters", "published", "ours, without the slowest")
+DTENSOR = "DTensor, even"
+NAMES = (ALONE, "even", "ours", PLANNED, "ours, filters", "published", "ours, without the slowest", DTENSOR)
 CPU = torch.device("cpu")
 STEPS_OF_TURN = 2
 POLL_S = 0.02
@@ -55,6 +57,8 @@ class Trainer:
     def _step(self, x: torch.Tensor, y: torch.Tensor) -> None:
         if self._model is not None:
             nn.functional.cross_entropy(self._model(x), y).backward()
+            if isinstance(self._model, EvenNetwork):
+                self._model.finish_gradients()
             self._optimizer.step()
             self._optimizer.zero_grad()
 
@@ -69,18 +73,20 @@ def run_shards_rank(
     y = labels_for(batch_size)
     traced = trace_module(model, x)
     names = NAMES[1:num_methods]
-    sharded = _cut_network(traced, shares, [key for key in names if key != PLANNED])
+    sharded = _cut_network(traced, shares, [key for key in names if key not in (PLANNED, DTENSOR)])
     _wait_for_quotas(folder)
-    everything: dict[str, Sharded | None] = {**sharded}
+    everything: dict[str, Sharded | EvenNetwork | None] = {**sharded}
     if PLANNED in names:
         everything[PLANNED] = _plan_network(traced, quick=rounds < 2)
+    if DTENSOR in names:
+        everything[DTENSOR] = EvenNetwork(model)
     trainers = {ALONE: Trainer(model if dist.get_rank() == 0 else None)}
     trainers |= {key: Trainer(module) for key, module in everything.items()}
     counts = {}
     for _ in range(rounds + 1):  # the first warms up and is not counted
         trainers[ALONE].run_turn(x, y)
         for key, module in everything.items():
-            if module is None:
+            if not isinstance(module, Sharded):
                 trainers[key].run_turn(x, y)
                 continue
             module.traffic.clear()
@@ -98,7 +104,7 @@ def run_shards_rank(
         print(json.dumps({"seconds": seconds, "counts": counts}), flush=True)
     dist.barrier()
     for module in everything.values():
-        if module is not None:
+        if isinstance(module, Sharded):
             module.close()
     dist.destroy_process_group()
 

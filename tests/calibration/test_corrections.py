@@ -11,12 +11,13 @@ from evenly.calibration.corrections import (
     added_by_averaging,
     alone_factor,
     correct_profile,
+    cut_corrections,
     large_factor,
     small_factor,
     steps_to_make,
 )
 from evenly.calibration.joint_steps import STEPS
-from evenly.spec import Curve, DeviceProfile, Profile
+from evenly.spec import Curve, CutStep, DeviceProfile, Profile
 from tests.ranks import cluster_of, ragged
 
 FAST, SLOW = 0.1, 0.2  # seconds for each sample
@@ -158,3 +159,21 @@ def test_a_rank_that_saw_nothing_takes_what_the_next_slower_one_saw_by_their_spe
 def test_what_a_rank_tells_is_the_same_after_json():
     row = RankSteps((SmallStep((0, 2), 0.1 + 0.2),), 1.5, 0.7, LargeStep((0, 2), 3, 0.9, 1 / 3), None)
     assert STEPS.validate_json(STEPS.dump_json(row)) == row
+
+
+def test_ranks_of_a_cut_network_are_corrected_by_what_they_compute():
+    profile = profile_of(FAST, SLOW, SLOW)
+    joints = [Joint(1.0, 0.9), Joint(1.0, 0.5), Joint(1.0, 0.7)]
+    corrections = cut_corrections([0, 1, 2], joints, [0.9, 0.5, 0.5], profile)
+    assert corrections == pytest.approx((1.0, 1.2, 1.2))  # equally fast ranks get their mean
+    cut_step = CutStep(ranks=(0, 1, 2), factor=1.0, corrections=corrections)
+    again = profile.model_copy(update={"cuts": (cut_step,)})
+    slower = [Joint(1.0, 0.9), Joint(1.0, 1.0), Joint(1.0, 1.0)]
+    assert cut_corrections([0, 1, 2], slower, [0.9, 0.5, 0.5], again) == pytest.approx((1.0, 2.4, 2.4))
+    assert cut_corrections([0, 1, 2], joints, [0.9, 0.49, 0.71], again) == corrections  # noise
+
+
+def test_a_rank_without_layers_is_as_the_others():
+    profile = profile_of(FAST, SLOW)
+    assert cut_corrections([0, 1], [Joint(1.0, 0.5), Joint(1.0, 0.0)], [0.4, 0.0], profile) == ()
+    assert cut_corrections([0, 1], [Joint(1.0, 0.0), Joint(1.0, 0.0)], [0.4, 0.0], profile) == ()

@@ -16,7 +16,7 @@ from torch import nn
 
 from evenly.errors import SpecError
 from evenly.graph import trace
-from evenly.layouts import TransferCosts, lay_out
+from evenly.layouts import TransferCosts, lay_out, relaid
 from evenly.layouts.cuts import DimCuts
 from evenly.layouts.search import Search, SearchPath
 from evenly.spec.graph import Graph
@@ -262,3 +262,15 @@ def test_no_way_is_cheaper_than_the_one_found(rates: TransferCosts) -> None:
             assert search.run().cost == pytest.approx(min(found), rel=1e-12), model
             tried += len(found) > 20
     assert tried >= 6
+
+
+def test_wide_layers_get_new_shares_in_multiples_and_narrow_ones_exactly() -> None:
+    network = lambda: nn.Sequential(nn.Conv2d(3, 320, 1), nn.ReLU(), nn.Conv2d(320, 30, 1), nn.Conv2d(30, 5, 1))  # noqa: E731
+    graph = graph_of(network, 2, 3, 4, 4)
+    modes = {layer.name: ["partitioned"] for layer in graph.layers if layer.op == "conv"}
+    before = lay_out(graph, [5, 3, 2], modes=modes)
+    after = relaid(graph, before, [1.1, 1.0, 0.9], unit=16)
+    counts = {cut.size: cut.counts() for cut in after.cuts}
+    assert [count % 16 for count in counts[320]] == [0, 0, 0]
+    assert counts[320][0] > 160 > counts[320][1] > counts[320][2]
+    assert counts[30] == [16, 9, 5]

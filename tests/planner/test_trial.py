@@ -1,9 +1,15 @@
 """Which cut network is worth trying before a plan is made."""
 
 import pytest
+import torch
+from torch import nn
 
+from evenly.graph import trace
+from evenly.layouts import lay_out
 from evenly.planner import cut_to_try
-from evenly.spec import Profile
+from evenly.planner.costs import GraphCosts
+from evenly.planner.replica_options import replica_options_of
+from evenly.spec import Curve, CutStep, DeviceProfile, Graph, LayerCurves, Profile
 from tests.planner.test_plan import cluster_of, heavy
 
 __all__ = ["heavy"]
@@ -17,3 +23,65 @@ def test_the_cut_that_memory_forces_is_tried_but_none_for_which_there_is_none(he
     assert (replica_option is not None) == is_tried
     if replica_option is not None:
         assert replica_option.most_samples([device.free_bytes for device in profile.devices]) >= 8
+
+
+def three_devices(graph: Graph, *speeds: float) -> Profile:
+    return Profile.from_speeds(cluster_of(len(speeds)), graph, list(speeds))
+
+
+def test_the_largest_group_is_tried_first_even_if_it_seems_slower(heavy):
+    ranks = [0, 1, 2]
+    seems_slow = three_devices(heavy, 1.0, 0.6, 0.4)
+    assert sorted(cut_to_try(ranks, seems_slow, heavy).ranks) == ranks
+    hopeless = three_devices(heavy, 1.0, 0.6, 0.01)
+    assert len(cut_to_try(ranks, hopeless, heavy).ranks) == 2
+
+
+def test_after_a_trial_the_fastest_is_tried_that_was_not(heavy):
+    ranks = [0, 1, 2]
+    profile = three_devices(heavy, 1.0, 0.6, 0.4)
+    first = cut_to_try(ranks, profile, heavy)
+    slow_together = profile.model_copy(update={"cuts": (CutStep(ranks=first.ranks, factor=1.5),)})
+    second = cut_to_try(ranks, slow_together, heavy, tried=[first.layout])
+    assert second is None or second.layout != first.layout
+
+
+def test_what_was_tried_is_an_option(heavy):
+    profile = three_devices(heavy, 1.0, 0.6, 0.4)
+    layout = lay_out(heavy, [5, 3, 1])  # which no speed would give
+    with_trial = profile.model_copy(update={"cuts": (CutStep(ranks=(0, 1, 2), factor=0.8, layout=layout),)})
+    options = replica_options_of((0, 1, 2), GraphCosts(heavy), with_trial)
+    assert [option.layout for option in options].count(layout) == 1
+    assert all(option.layout != layout for option in replica_options_of((0, 1), GraphCosts(heavy), with_trial))
+
+
+def test_a_rank_is_as_fast_in_a_plan_as_it_was_in_the_trial(heavy):
+    profile = three_devices(heavy, 1.0, 1.0, 1.0)
+    corrected = profile.model_copy(
+        update={"cuts": (CutStep(ranks=(0, 1, 2), factor=1.0, corrections=(1.0, 1.0, 2.0)),)}
+    )
+    speeds = [1 / device.step.at(8) for device in corrected.cut_devices([0, 1, 2])]
+    assert speeds[2] == pytest.approx(speeds[0] / 2)
+    assert corrected.cut_corrections([0, 2]) == (1.0, 2.0)  # a smaller group learns from it, too
+    assert corrected.cut_corrections([2]) == ()  # a whole network does not
+    (by_speed, *_) = replica_options_of((0, 1, 2), GraphCosts(heavy), corrected)
+    assert by_speed.layout.shares[2] == pytest.approx(by_speed.layout.shares[0] / 2)
+    assert Profile.model_validate_json(corrected.model_dump_json()) == corrected
+
+
+def test_convolutions_take_as_long_as_with_the_next_preferred_number_of_channels():
+    graph = trace(nn.Sequential(nn.Conv2d(8, 64, 3), nn.Flatten(), nn.Linear(64 * 4, 64)), torch.zeros(4, 8, 4, 4))
+    curves = {form: curve_of(64, 0.64) for form in map(graph.form_of, graph.layers) if form}
+    device = DeviceProfile(rank=0, step=Curve(sizes=(4,), seconds=(2.0,)), layers=curves, unit=16)
+    costs = GraphCosts(graph).on(device)
+    conv, linear = (next(layer.name for layer in graph.layers if layer.op == op) for op in ("conv", "linear"))
+    seconds = {count: costs.of(conv, "partitioned", count / 64, count) for count in (8, 16, 17, 32, 33, 64)}
+    assert seconds[17] == seconds[32] > seconds[16]
+    assert seconds[33] > seconds[32]
+    assert seconds[8] < seconds[16]  # fewer than one multiple are as they were measured
+    assert costs.of(linear, "partitioned", 17 / 64, 17) < costs.of(linear, "partitioned", 0.5, 32)
+
+
+def curve_of(size: int, seconds: float) -> LayerCurves:
+    curve = Curve(sizes=(size // 8, size), seconds=(seconds / 8, seconds))
+    return LayerCurves(outputs=curve, inputs=curve, samples=Curve(sizes=(1, 4), seconds=(seconds / 4, seconds)))
