@@ -1,5 +1,6 @@
 """Layers cut along the batch: every rank has their whole parameters, whose gradients are summed all at once."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,9 +33,12 @@ class TwoHeads(nn.Module):
         return self.left(h).mean((2, 3)), self.right(h).mean((2, 3))
 
 
+torch.manual_seed(0)
+NETWORK = TwoHeads().double()
+
+
 def network() -> nn.Module:
-    torch.manual_seed(0)
-    return TwoHeads().double()
+    return copy.deepcopy(NETWORK)  # ranks are threads, with one generator of random numbers
 
 
 def on_a_rank(act: Act, rank_group: RankGroup) -> tuple[Any, set[str]]:

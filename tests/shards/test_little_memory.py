@@ -6,7 +6,7 @@ import torch
 
 from tests.processes import run_processes
 
-ALLOWANCE = 230 << 20  # weights, gradients and Adam's two moments are 268 MB
+ALLOWANCE = 280 << 20  # Adam's first step by a rank alone takes 330 MB and more, of three ranks the first 250
 TRAIN = "tests.shards.memory_programs:train"
 
 

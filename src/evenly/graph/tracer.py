@@ -137,6 +137,10 @@ class Tracer(PlainTracer):
         self.decisions: list[tuple[fx.Node, Decision]] = []
         self._thread = threading.get_ident()  # fx patches modules for all threads
 
+    def forget(self) -> None:
+        """Lets go of the network: traced values refer to this tracer in circles, which would keep its weights long."""
+        vars(self).clear()
+
     def create_arg(self, a: object) -> Argument:
         """Returns an argument as graphs store it; the structure of the last one, forward's result, is kept."""
         self._depth += 1
@@ -378,6 +382,8 @@ def open_up(model: nn.Module, inputs: dict[str, torch.Tensor], *, closed: Mappin
                 return _open_by_export(model, inputs, error)
             else:
                 closed[name] = _reason(error)
+        finally:
+            tracer.forget()
 
 
 def _leaf_modules(program: fx.GraphModule) -> set[str]:

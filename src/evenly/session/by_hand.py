@@ -1,5 +1,6 @@
 """The verbs for a plain torch loop, in any process group that a script has opened."""
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict, Unpack
 
@@ -237,20 +238,26 @@ def shard(
                 "Make a plan with a layout for these ranks."
             )
         inside = rank_group.among(replica.ranks, f"replica{replica.ranks[0]}")
-        traced = trace_module(model, example_of(replica.layout))
-        cluster = survey_rank_group(inside, device, timeout_s=timeout_s)
-        return join_shards(traced, replica.layout, rank_group=inside, devices=_devices(cluster), timeout_s=timeout_s)
-    cluster = survey_rank_group(rank_group, device, timeout_s=timeout_s)
-    return shard_model(
-        model,
-        example,
-        rank_group=rank_group,
-        shares=[1.0] * rank_group.size if shares is None else shares,
-        layer_shares=layer_shares,
-        cut_batch=cut_batch,
-        devices=_devices(cluster),
-        timeout_s=timeout_s,
-    )
+        sharded = join_shards(
+            trace_module(model, example_of(replica.layout)),
+            replica.layout,
+            rank_group=inside,
+            devices=_devices(survey_rank_group(inside, device, timeout_s=timeout_s)),
+            timeout_s=timeout_s,
+        )
+    else:
+        sharded = shard_model(
+            model,
+            example,
+            rank_group=rank_group,
+            shares=[1.0] * rank_group.size if shares is None else shares,
+            layer_shares=layer_shares,
+            cut_batch=cut_batch,
+            devices=_devices(survey_rank_group(rank_group, device, timeout_s=timeout_s)),
+            timeout_s=timeout_s,
+        )
+    gc.collect()  # traces refer to the whole network in circles, which would keep its weights
+    return sharded
 
 
 def _devices(cluster: Cluster) -> list[Device]:

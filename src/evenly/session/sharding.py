@@ -1,5 +1,6 @@
 """Networks cut over the ranks of a node, inside a session: their plans and optimizers."""
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -65,6 +66,7 @@ def shard_for(
         timeout_s=timeout_s,
         parent=active_ranks.monitor,
     )
+    gc.collect()  # traces refer to the whole network in circles, which would keep its weights
     retarget_optimizer(optimizer, model, sharded)
     if verify:
         verify_on_first_batch(model, sharded, next((role for role in plan.roles if role.rank == rank_group.rank), None))
