@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from evenly.errors import SpecError
 from evenly.graph import trace
 from evenly.layouts import lay_out
-from evenly.planner import cut_to_try
+from evenly.planner import cut_to_try, may_pay
 from evenly.planner.costs import GraphCosts
 from evenly.planner.replica_options import replica_options_of
 from evenly.spec import Curve, CutStep, DeviceProfile, Graph, LayerCurves, Profile
@@ -70,6 +71,40 @@ def test_what_was_tried_is_an_option(heavy):
     options = replica_options_of((0, 1, 2), GraphCosts(heavy), with_trial)
     assert [option.layout for option in options].count(layout) == 1
     assert all(option.layout != layout for option in replica_options_of((0, 1), GraphCosts(heavy), with_trial))
+
+
+def test_what_was_slower_in_a_trial_is_no_option(heavy):
+    profile = three_devices(heavy, 1.0, 0.6, 0.4)
+    expected, *_ = replica_options_of((0, 1, 2), GraphCosts(heavy), profile)
+    faster = lay_out(heavy, [5, 3, 1])
+    cut_step = CutStep(ranks=(0, 1, 2), factor=0.8, layout=faster, slower=(expected.layout,))
+    options = replica_options_of((0, 1, 2), GraphCosts(heavy), profile.model_copy(update={"cuts": (cut_step,)}))
+    assert expected.layout not in [option.layout for option in options]
+    assert faster in [option.layout for option in options]
+
+
+def test_nothing_more_is_tried_where_whole_networks_are_far_faster(heavy):
+    ranks = [0, 1, 2]
+    profile = three_devices(heavy, 1.0, 0.6, 0.4)
+    first = cut_to_try(ranks, profile, heavy)
+    hopeless = profile.model_copy(update={"cuts": (CutStep(ranks=first.ranks, factor=50.0, layout=first.layout),)})
+    assert cut_to_try(ranks, hopeless, heavy, tried=[first.layout]) is None
+    whole_s = min(device.step.at(8) for device in profile.devices)
+    assert may_pay(0.5 * whole_s, ranks, profile, heavy)
+    assert not may_pay(50 * whole_s, ranks, profile, heavy)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"corrections": (1.0,)}, {"corrections": (1.0, 2.0, 3.0, 4.0)}, {"layout": 2}, {"slower": 4}]
+)
+def test_corrections_and_layouts_are_for_the_ranks(heavy, wrong):
+    values = dict(wrong)
+    for key in ("layout", "slower"):
+        if key in values:
+            layout = lay_out(heavy, [1.0] * values[key])
+            values[key] = layout if key == "layout" else (layout,)
+    with pytest.raises(SpecError, match="ranks"):
+        CutStep(ranks=(0, 1, 2), factor=1.0, **values)
 
 
 def test_a_rank_is_as_fast_in_a_plan_as_it_was_in_the_trial(heavy):

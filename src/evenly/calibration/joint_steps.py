@@ -27,9 +27,10 @@ from evenly.calibration.corrections import (
 )
 from evenly.calibration.timed_steps import Ensemble, joint_step_of
 from evenly.comm import FailureMonitor, GroupContext, RankGroup, open_context
+from evenly.errors import SpecError
 from evenly.graph import Traced
 from evenly.layouts import relaid
-from evenly.planner import cut_to_try, group_to_try
+from evenly.planner import cut_to_try, group_to_try, may_pay
 from evenly.planner.costs import GraphCosts
 from evenly.planner.replica_options import ReplicaOption, eased
 from evenly.shards import join_shards
@@ -231,6 +232,8 @@ class _CalibrationRun:
         replica_option = cut_to_try(node, profile, graph, tried=tried)
         best = min(own, key=lambda result: result.step_s, default=None)
         if best is not None and (replica_option is None or replica_option.ranks == best.trial.ranks):
+            if not may_pay(best.step_s, node, profile, graph):
+                return None
             better = _rebalanced(best, profile, graph)
             if better is not None and better.layout not in tried:
                 return better
@@ -286,7 +289,10 @@ def _rebalanced(result: CutResult, profile: Profile, graph: Graph) -> CutTrial |
     if min(computing_s) <= 0 or max(computing_s) <= (1 + CUT_NOISE) * min(computing_s):
         return None
     unit = max(profile.devices[rank].unit for rank in trial.ranks)
-    layout = relaid(graph, trial.layout, [mean(computing_s) / seconds for seconds in computing_s], unit=unit)
+    try:
+        layout = relaid(graph, trial.layout, [mean(computing_s) / seconds for seconds in computing_s], unit=unit)
+    except SpecError:  # operations between the layers cannot be cut so
+        return None
     replica_option = ReplicaOption(trial.ranks, GraphCosts(graph), profile, layout)
     fits = replica_option.most_samples([device.free_bytes for device in profile.devices]) >= profile.batch_size
     return CutTrial(trial.ranks, layout) if fits and layout != trial.layout else None
@@ -300,14 +306,20 @@ def _with_cut_step(
     Of several with the same ranks the fastest stays.
     """
     trial = result.trial
-    if any(other.trial.ranks == trial.ranks and other.step_s <= result.step_s for other in others):
-        return profile
+    same = [other for other in others if other.trial.ranks == trial.ranks]
+    cuts = tuple(cut for cut in profile.cuts if cut.ranks != trial.ranks)
+    fastest = min([*same, result], key=lambda each: each.step_s)
+    slower = tuple(each.trial.layout for each in [*same, result] if each is not fastest)
+    if fastest is not result:
+        (known,) = (cut for cut in profile.cuts if cut.ranks == trial.ranks)
+        return profile.model_copy(update={"cuts": (*cuts, known.model_copy(update={"slower": slower}))})
     _, expected_s = _parts(trial, profile, cluster, graph)
     corrections = cut_corrections(trial.ranks, result.joints, expected_s, profile)
-    cuts = tuple(cut for cut in profile.cuts if cut.ranks != trial.ranks)
 
     def with_factor(factor: float) -> Profile:
-        cut_step = CutStep(ranks=trial.ranks, factor=factor, corrections=corrections, layout=trial.layout)
+        cut_step = CutStep(
+            ranks=trial.ranks, factor=factor, corrections=corrections, layout=trial.layout, slower=slower
+        )
         return profile.model_copy(update={"cuts": (*cuts, cut_step)})
 
     parts_s, _ = _parts(trial, with_factor(1.0), cluster, graph)

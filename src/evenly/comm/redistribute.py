@@ -83,7 +83,8 @@ class Redistribute:
 def copy_together(tensors: Sequence[torch.Tensor], shard_group: ShardGroup) -> tuple[torch.Tensor, ...]:
     """Returns the tensors, as several copies would; their gradients are summed over ranks all at once.
 
-    The sums begin when the last gradient is there, so that ranks wait for each other once.
+    The sums begin when the last gradient is there, one after another without work between them: ranks that differ in
+    speed wait for each other once.
     """
     copies: tuple[torch.Tensor, ...] = _CopiedTogether.apply(Redistribute(shard_group, "copy"), *tensors)  # type: ignore[no-untyped-call]  # torch has no annotation here
     return copies

@@ -139,7 +139,9 @@ class Tracer(PlainTracer):
 
     def forget(self) -> None:
         """Lets go of the network: traced values refer to this tracer in circles, which would keep its weights long."""
+        thread = self._thread
         vars(self).clear()
+        self._thread = thread  # other threads may still be in a patch of fx, and ask for it
 
     def create_arg(self, a: object) -> Argument:
         """Returns an argument as graphs store it; the structure of the last one, forward's result, is kept."""

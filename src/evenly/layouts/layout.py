@@ -75,9 +75,7 @@ def relaid(graph: Graph, layout: Layout, factors: Sequence[float], *, unit: int 
     """
     shares = [share * factor for share, factor in zip(layout.shares, factors, strict=True)]
     layer_shares = {
-        choice.where: _in_units(
-            [count * factor for count, factor in zip(_output_counts(layout, choice), factors, strict=True)], unit
-        )
+        choice.where: _new_counts(layout, choice, factors, unit)
         for choice in layout.choices
         if choice.mode in ("partitioned", "units") and choice.where
     }
@@ -90,12 +88,13 @@ LEAST = 0.25  # units counted for a rank that has none in a layer, so that its s
 WIDE = 4  # a layer is cut in larger units if there are so many of them for each rank
 
 
-def _in_units(counts: Sequence[float], unit: int) -> list[float]:
-    """Returns the outputs of each rank as multiples of `unit`, where there are many of them."""
-    num_units = round(sum(counts)) // unit
-    if num_units < WIDE * len(counts):
-        return list(counts)
-    return [float(unit * count) for count in deal(num_units, counts)]
+def _new_counts(layout: Layout, choice: Choice, factors: Sequence[float], unit: int) -> list[float]:
+    """Returns the outputs of a layer that each rank is to have, in multiples of `unit` where there are many of them."""
+    counts = [count * factor for count, factor in zip(_output_counts(layout, choice), factors, strict=True)]
+    size = next(layout.cuts[placement.cut].size for placement in choice.gives if placement.state == "sharded")
+    if size % unit or size // unit < WIDE * len(counts):
+        return counts
+    return [float(unit * count) for count in deal(size // unit, counts)]
 
 
 def _output_counts(layout: Layout, choice: Choice) -> list[float]:

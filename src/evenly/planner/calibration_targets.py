@@ -40,32 +40,43 @@ def cut_to_try(
     """
     graph_costs, batch = GraphCosts(graph), profile.batch_size
     free = [device.free_bytes for device in profile.devices]
-    whole_s = min(
-        (option.least_s(batch) for option in single_options(ranks, graph_costs, profile, free, batch, {})),
-        default=float("inf"),
-    )
+    whole_s = _whole_s(ranks, graph_costs, profile)
     seconds = whole_s if whole_s < float("inf") else 0.0
     options = cut_options(ranks, graph_costs, profile, free, batch, {}, seconds=seconds, samples=batch)
     step_s = [option.least_s(batch) for option in options]  # infinite without memory for it
     cut_s = min(step_s, default=float("inf"))
-    if cut_s == float("inf"):
+    if cut_s == float("inf") or cut_s >= DOUBTFUL * whole_s:
         return None
     if any(set(cut.ranks) <= set(ranks) for cut in profile.cuts):
-        candidates = _cuts_in(option for option, seconds in zip(options, step_s, strict=True) if seconds == cut_s)
-        return next((candidate for candidate in candidates if candidate.layout not in tried), None)
+        fastest = [option for option, seconds in zip(options, step_s, strict=True) if seconds == cut_s]
+        return next((each for each in _cuts_in(fastest, free, batch) if each.layout not in tried), None)
     best_s = min(whole_s, cut_s)
-    candidates = _cuts_in(
+    promising = [
         option
         for option, seconds in zip(options, step_s, strict=True)
         if seconds < PROMISING * best_s
         or (seconds < DOUBTFUL * best_s and _hopes(option, graph_costs, profile, best_s))
-    )
+    ]
+    candidates = _cuts_in(promising, free, batch)
     return min(candidates, key=lambda each: (-len(each.ranks), each.seconds(batch)), default=None)
 
 
-def _cuts_in(options: Iterable[NodeOption]) -> list[ReplicaOption]:
-    """Returns the cut networks of these options."""
-    return [each for option in options for each in option.replica_options if each.layout is not None]
+def may_pay(seconds: float, ranks: Sequence[int], profile: Profile, graph: Graph) -> bool:
+    """Whether a cut network whose step takes so long may become faster than whole ones with other shares."""
+    return seconds < DOUBTFUL * _whole_s(ranks, GraphCosts(graph), profile)
+
+
+def _whole_s(ranks: Sequence[int], graph_costs: GraphCosts, profile: Profile) -> float:
+    """Returns the least time of a step of whole networks; infinite if none fits into memory."""
+    free, batch = [device.free_bytes for device in profile.devices], profile.batch_size
+    options = single_options(ranks, graph_costs, profile, free, batch, {})
+    return min((option.least_s(batch) for option in options), default=float("inf"))
+
+
+def _cuts_in(options: Iterable[NodeOption], free: Sequence[int], batch: int) -> list[ReplicaOption]:
+    """Returns the cut networks of these options that have memory for the whole batch."""
+    cuts = [each for option in options for each in option.replica_options if each.layout is not None]
+    return [each for each in cuts if each.most_samples(free) >= batch]
 
 
 def _hopes(option: NodeOption, graph_costs: GraphCosts, profile: Profile, seconds: float) -> bool:

@@ -156,9 +156,18 @@ def timeline_of(
     graph_costs: GraphCosts, layout: Layout, devices: Sequence[DeviceCosts], timings: CollectiveTimings
 ) -> Timeline:
     """Returns the step of a network with this layout over these devices, in the order of the layout's members."""
-    segments = [*_segments(list(_choices_with_moves(graph_costs, layout)), layout, devices, timings, forward=True)]
-    segments += _segments(list(_choices_with_moves(graph_costs, layout))[::-1], layout, devices, timings, forward=False)
-    return Timeline(tuple(segments))
+    choices = list(_choices_with_moves(graph_costs, layout))
+    segments = [*_segments(choices, layout, devices, timings, forward=True)]
+    earlier = [(choice, [move for move in moves if not _is_last(move, graph_costs)]) for choice, moves in choices]
+    *others, last = _segments(earlier[::-1], layout, devices, timings, forward=False)
+    moves_at_end = [move for _, moves in choices for move in moves if _is_last(move, graph_costs)]
+    end_s = sum(_move_seconds(move, len(devices), timings, forward=False) for move in moves_at_end)
+    return Timeline((*segments, *others, TimelineSegment(last.seconds, end_s)))
+
+
+def _is_last(move: Move, graph_costs: GraphCosts) -> bool:
+    """Whether the adjoint of a move waits for the end of backward: sums of gradients of parameters that are copied."""
+    return move.name == "copy" and graph_costs.kinds.get(move.tensor) == "parameter"
 
 
 def _choices_with_moves(graph_costs: GraphCosts, layout: Layout) -> Iterator[tuple[Choice, list[Move]]]:
@@ -199,15 +208,19 @@ def _collective_seconds(
     """Returns the seconds of every collective of an operation."""
     others = max(1, size - 1)
     for move in moves:
-        count = move.forward_bytes if forward else move.backward_bytes
-        is_sum = move.name == ("reduce" if forward else "copy")
-        if count:
-            full = count // others  # bytes of the whole tensor, twice that in a sum
-            yield timings.sums.at(full / 2) if is_sum else timings.gathers.at(full)
+        if move.forward_bytes if forward else move.backward_bytes:
+            yield _move_seconds(move, size, timings, forward=forward)
     if choice.sent_bytes and choice.messages:
         each = choice.sent_bytes // choice.messages
         for _ in range(choice.messages - choice.messages // 2 if forward else choice.messages // 2):
             yield timings.gathers.at(each / others) if choice.mode == "units" else timings.sums.at(each / others / 2)
+
+
+def _move_seconds(move: Move, size: int, timings: CollectiveTimings, *, forward: bool) -> float:
+    """Returns the seconds of the collective of a move, or of its adjoint."""
+    full = (move.forward_bytes if forward else move.backward_bytes) // max(1, size - 1)  # twice the tensor in a sum
+    is_sum = move.name == ("reduce" if forward else "copy")
+    return timings.sums.at(full / 2) if is_sum else timings.gathers.at(full)
 
 
 def _seconds(choice: Choice, layout: Layout, devices: Sequence[DeviceCosts]) -> list[float]:

@@ -127,8 +127,11 @@ def replica_options_of(
         if shares:
             better = lay_out(graph, speeds, rates=rates, cut_batch=cut_batch, layer_shares=shares)
             options.append(ReplicaOption(ranks, graph_costs, profile, better))
-    measured = (cut.layout for cut in profile.cuts if cut.ranks == ranks and cut.layout is not None)
-    options += [ReplicaOption(ranks, graph_costs, profile, layout) for layout in measured]
+    for cut in profile.cuts:
+        if cut.ranks == ranks and cut.layout is not None and cut.layout.graph == graph.fingerprint:
+            slower = (cut.layout, *cut.slower)  # as was measured, whatever is predicted
+            options = [option for option in options if option.layout not in slower]
+            options.append(ReplicaOption(ranks, graph_costs, profile, cut.layout))
     if free and all(replica_option.most_samples(free) < samples for replica_option in options):
         options += _fitting(alone, speeds, rates, [free[rank] or math.inf for rank in ranks], samples)
     return options

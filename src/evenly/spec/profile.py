@@ -142,6 +142,16 @@ class CutStep(Value):
         default=(), description="for each rank: its computing time in such a step over the sum of its layers' times"
     )
     layout: Layout | None = Field(default=None, description="how the network was cut in that step")
+    slower: tuple[Layout, ...] = Field(default=(), description="ways to cut it that took longer")
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if len(self.corrections) not in (0, len(self.ranks)):
+            raise ValueError(f"there are {len(self.corrections)} corrections for {len(self.ranks)} ranks")
+        for layout in (*self.slower, *(() if self.layout is None else (self.layout,))):
+            if len(layout.shares) != len(self.ranks):
+                raise ValueError(f"a layout is for {len(layout.shares)} ranks, not for {len(self.ranks)}")
+        return self
 
 
 def _worst(rates: Sequence[Rate]) -> Rate:

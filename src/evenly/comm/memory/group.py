@@ -259,7 +259,7 @@ class MemoryGroup:
                 _Queued(item, number, (first + index) % self._shape.num_slots) for index, item in enumerate(rounds)
             ]
             self._queue.extend(added)
-            self._num_collectives += 1
+            self._num_collectives += bool(added)
             self._num_queued += len(added)
             self._start_ready()
             return MemoryWork(self, self._num_queued - 1)
