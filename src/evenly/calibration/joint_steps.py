@@ -81,8 +81,8 @@ def calibrate(
             trials = _gather(context, calibration_run.choose_cut(results), TRIAL)
             joints = _gather(context, calibration_run.try_cut(trials[calibration_run.expected.fastest]), JOINT)
             for trial in trials:
-                measured = [] if trial is None else [joints[rank] for rank in trial.ranks]
-                if trial is not None and None not in measured:
+                if trial is not None:
+                    measured = (joints[rank] for rank in trial.ranks)
                     result = CutResult(trial, tuple(joint for joint in measured if joint is not None))
                     profile = _with_cut_step(profile, cluster, traced.graph, result, results)
                     results.append(result)

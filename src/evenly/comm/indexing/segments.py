@@ -39,12 +39,15 @@ def local_positions(held_segments: Segments, ranges: Segments) -> Segments:
 
 def take(x: torch.Tensor, dim: int, ranges: Segments) -> torch.Tensor:
     """Returns the indices `ranges` of `dim`, in that order, contiguous."""
-    if len(ranges) == 1:
-        start, stop = ranges[0]
-        return x.narrow(dim, start, stop - start).contiguous()
-    if not ranges:
-        return x.narrow(dim, 0, 0).contiguous()
-    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+    return part_of(x, dim, ranges).contiguous()
+
+
+def part_of(x: torch.Tensor, dim: int, ranges: Segments) -> torch.Tensor:
+    """Returns the indices `ranges` of `dim`, in that order; a view where they are one range."""
+    if len(ranges) > 1:
+        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+    start, stop = ranges[0] if ranges else (0, 0)
+    return x.narrow(dim, start, stop - start)
 
 
 def put(whole: torch.Tensor, piece: torch.Tensor, dim: int, ranges: Segments) -> None:

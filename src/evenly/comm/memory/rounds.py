@@ -10,7 +10,7 @@ from typing import Protocol, final
 
 import torch
 
-from evenly.comm.indexing.segments import Segments, count_of, put, take
+from evenly.comm.indexing.segments import Segments, count_of, part_of, put
 
 Slots = Sequence[torch.Tensor]  # the bytes of each rank's slot
 
@@ -214,10 +214,7 @@ class ScatterRound:
         others = self.summand.numel() // self.summand.shape[self.dim]
         start = others * sum(count_of(ranges) for ranges in self.segments[: self.rank])
         values = [_values(slot, self.target.dtype, count, start=start).view(shape) for slot in slots]
-        own, ranges = self.summand, self.segments[self.rank]
-        values[self.rank] = (
-            own.narrow(self.dim, ranges[0][0], count_of(ranges)) if len(ranges) == 1 else take(own, self.dim, ranges)
-        )
+        values[self.rank] = part_of(self.summand, self.dim, self.segments[self.rank])
         _add_up(values, self.target)
 
 
