@@ -11,8 +11,8 @@ from evenly.calibration.corrections import (
     added_by_averaging,
     alone_factor,
     correct_profile,
-    cut_corrections,
     large_factor,
+    measured_corrections,
     small_factor,
     steps_to_make,
 )
@@ -164,16 +164,16 @@ def test_what_a_rank_tells_is_the_same_after_json():
 def test_ranks_of_a_cut_network_are_corrected_by_what_they_compute():
     profile = profile_of(FAST, SLOW, SLOW)
     joints = [Joint(1.0, 0.9), Joint(1.0, 0.5), Joint(1.0, 0.7)]
-    corrections = cut_corrections([0, 1, 2], joints, [0.9, 0.5, 0.5], profile)
+    corrections = measured_corrections([0, 1, 2], joints, [0.9, 0.5, 0.5], profile)
     assert corrections == pytest.approx((1.0, 1.2, 1.2))  # equally fast ranks get their mean
     cut_step = CutStep(ranks=(0, 1, 2), factor=1.0, corrections=corrections)
     again = profile.model_copy(update={"cuts": (cut_step,)})
     slower = [Joint(1.0, 0.9), Joint(1.0, 1.0), Joint(1.0, 1.0)]
-    assert cut_corrections([0, 1, 2], slower, [0.9, 0.5, 0.5], again) == pytest.approx((1.0, 2.4, 2.4))
-    assert cut_corrections([0, 1, 2], joints, [0.9, 0.49, 0.71], again) == corrections  # noise
+    assert measured_corrections([0, 1, 2], slower, [0.9, 0.5, 0.5], again) == pytest.approx((1.0, 2.4, 2.4))
+    assert measured_corrections([0, 1, 2], joints, [0.9, 0.49, 0.71], again) == corrections  # noise
 
 
 def test_a_rank_without_layers_is_as_the_others():
     profile = profile_of(FAST, SLOW)
-    assert cut_corrections([0, 1], [Joint(1.0, 0.5), Joint(1.0, 0.0)], [0.4, 0.0], profile) == ()
-    assert cut_corrections([0, 1], [Joint(1.0, 0.0), Joint(1.0, 0.0)], [0.4, 0.0], profile) == ()
+    assert measured_corrections([0, 1], [Joint(1.0, 0.5), Joint(1.0, 0.0)], [0.4, 0.0], profile) == ()
+    assert measured_corrections([0, 1], [Joint(1.0, 0.0), Joint(1.0, 0.0)], [0.4, 0.0], profile) == ()

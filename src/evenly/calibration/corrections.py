@@ -9,7 +9,7 @@ from evenly.spec import Cluster, Curve, DeviceProfile, Layout, Profile, deal
 LEAST, MOST = 2, 40  # steps of a kind
 LEAST_FACTOR, MOST_FACTOR = 0.5, 3.0  # joint steps over independent ones; beyond these bounds it is noise
 ENOUGH = 8  # samples of a rank; fewer do not represent a large batch
-CUT_NOISE = 0.05  # ranks whose times differ from the expected ones by so much less than others' are not corrected
+CUT_NOISE = 0.05  # corrections, or computing times, of ranks that differ by less count as equal
 TELLING = 2.0  # a large step must take this many times a small one to show the speed of joint steps
 
 
@@ -214,7 +214,7 @@ def added_by_averaging(profile: Profile, node: Sequence[int], rows: Sequence[Ran
     return added
 
 
-def cut_corrections(
+def measured_corrections(
     ranks: Sequence[int], joints: Sequence[Joint], expected_s: Sequence[float], profile: Profile
 ) -> tuple[float, ...]:
     """Returns for each rank of a cut network how much longer it computes in a step than its layers by themselves.

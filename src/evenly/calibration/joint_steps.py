@@ -20,8 +20,8 @@ from evenly.calibration.corrections import (
     SmallStep,
     alone_factor,
     correct_profile,
-    cut_corrections,
     large_factor,
+    measured_corrections,
     small_factor,
     steps_to_make,
 )
@@ -66,8 +66,8 @@ def calibrate(
     other down more than independent ones, and the rest of such a step is the averaging cost of batches of that size.
     All nodes do so at the same time and share the batch by speed, so that temporary slowness affects all alike; a
     single rank of a node does so alone. The fastest rank also makes steps in which the others have few samples:
-    averaging may be slow because of the others. If a network cut over the ranks of a node may be fast, one is tried;
-    if ranks are not as fast there as was expected, another one is tried that is cut by what was measured.
+    averaging may be slow because of the others. Where a network cut over ranks of a node may be fast, up to three are
+    tried: the next has other shares, by what ranks computed in the one before, or other ranks.
     """
     expected = Expectation(rank_group.rank, cluster, profile, QUICK_S if quick else THOROUGH_S)
     with open_context(
@@ -314,7 +314,7 @@ def _with_cut_step(
         (known,) = (cut for cut in profile.cuts if cut.ranks == trial.ranks)
         return profile.model_copy(update={"cuts": (*cuts, known.model_copy(update={"slower": slower}))})
     _, expected_s = _parts(trial, profile, cluster, graph)
-    corrections = cut_corrections(trial.ranks, result.joints, expected_s, profile)
+    corrections = measured_corrections(trial.ranks, result.joints, expected_s, profile)
 
     def with_factor(factor: float) -> Profile:
         cut_step = CutStep(

@@ -84,12 +84,12 @@ class Ensemble:
             parent=parent,
         )
         self._joined.clock.is_wanted = True
-        self._trial = TimedStep(self._joined, traced, device, optimizer)
+        self._joint = TimedStep(self._joined, traced, device, optimizer)
         self._single = TimedStep(copy.deepcopy(traced.model).to(device).train(), traced, device)
 
     def together(self, samples: int, times: int, *, warm: int) -> Joint:
         """Returns a joint step in which this rank has `samples`, after one with `warm`; all ranks make `times`."""
-        seconds = self._trial.step_s(samples, times, warm=warm)
+        seconds = self._joint.step_s(samples, times, warm=warm)
         return Joint(seconds, interquartile_mean([spent.computing_s for spent in self._joined.clock.take()[-times:]]))
 
     def alone(self, samples: int, times: int, *, warm: int) -> float:

@@ -30,5 +30,5 @@ class ExchangeState(TypedDict):
     sent: NotRequired[list[str]]  # the parameters that the slices of anchors are of
     counts: NotRequired[bool]  # whether this rank counts the samples of its replica
     restarts: int
-    points: dict[str, AnchorState]  # by the key of the slice
-    trips: list[PendingState]
+    points: dict[str, AnchorState]  # the anchors, by the key of the slice
+    trips: list[PendingState]  # the pending exchanges

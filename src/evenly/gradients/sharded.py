@@ -49,7 +49,7 @@ class ShardedGradients(Gradients):
         timeout_s: float,
     ) -> None:
         super().__init__(module, group, monitor)
-        self._module, self._reducer = module, block_reducer
+        self._module, self._block_reducer = module, block_reducer
         self._timeout_s = timeout_s
         self._ranks = tuple(ranks)
         self._replicas = [[self._ranks.index(rank) for rank in replica.all_ranks] for replica in replicas]
@@ -89,7 +89,7 @@ class ShardedGradients(Gradients):
 
     def follow(self, block_reducer: BlockReducer) -> None:
         """Switches to the current parameters of the module, reduced by `block_reducer`."""
-        self._reducer = block_reducer
+        self._block_reducer = block_reducer
         self._follow()
 
     def _follow(self) -> None:
@@ -152,12 +152,14 @@ class ShardedGradients(Gradients):
         self._latest = Tally(self.step, tuple(nonfinite))
         if nonfinite:
             _mark_nonfinite(gradients_by_name.values())
-        elif self._reducer.num_participants > 1:
+        elif self._block_reducer.num_participants > 1:
             gradients = {name: _gradient(p) for name, p in trained.items() if name in used}
             summed = [(name, g.float() if g.dtype.itemsize < 4 else g) for name, g in gradients.items()]
-            share = weight / samples if samples else 1 / self._reducer.num_participants  # no samples: equal shares
-            self.sent_bytes += self._reducer.reduce(summed, waiter, weight=share)
-            self._reducer.broadcast(summed, waiter)
+            share = (
+                weight / samples if samples else 1 / self._block_reducer.num_participants
+            )  # no samples: equal shares
+            self.sent_bytes += self._block_reducer.reduce(summed, waiter, weight=share)
+            self._block_reducer.broadcast(summed, waiter)
             for (_, value), gradient in zip(summed, gradients.values(), strict=True):
                 if value is not gradient:
                     gradient.copy_(value)

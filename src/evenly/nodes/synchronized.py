@@ -298,7 +298,7 @@ class Synchronized(torch.nn.Module):
         self._take_finite_check()()
 
     def prepare_checkpoint(self) -> None:
-        """Checks gradients and, if periods are in seconds, waits for all nodes; after a resharding it merges exchanges.
+        """Checks gradients and, if periods are in seconds, waits for all nodes; after a resharding it ends exchanges.
 
         A checkpoint is resumed with the cut of the plan, not with the one that resharding has made.
         """

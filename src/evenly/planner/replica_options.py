@@ -67,7 +67,7 @@ class ReplicaOption:
     @cached_property
     def overhead(self) -> float:
         """The ratio of a cut network's step to the sum of its layers and messages."""
-        return self.profile.cut_factor(self.ranks, otherwise=OVERHEAD)
+        return self.profile.cut_overhead(self.ranks, otherwise=OVERHEAD)
 
     def seconds(self, samples: int) -> float:
         """Returns the seconds of a step with `samples` samples."""

@@ -76,7 +76,7 @@ class TrainConfig(Value):
     ] = "epoch"
     overlap: Annotated[int, Field(ge=0, description="steps made during an exchange")] = 0
     fragments: Annotated[int, Field(ge=1, description="parts of the parameters, exchanged one by one")] = 1
-    codec: Annotated[str, Field(description="format of sent parameters: fp32, bf16, int8 or int4")] = "fp32"
+    codec: Annotated[str, Field(description="format of what exchanges send: fp32, bf16, int8 or int4")] = "fp32"
     outer: Annotated[Literal["nesterov"] | None, Field(description="nesterov, or none: plain averaging")] = None
     optimizer_state: Annotated[StatePolicy, Field(description="keep, average or reset momenta")] = "keep"
     shares: Annotated[

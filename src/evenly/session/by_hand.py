@@ -56,7 +56,8 @@ def measure(
     """Returns how fast the ranks' devices and links are with this network; all ranks call it together.
 
     Every rank times a training step with several numbers of samples, and each form of convolution and linear layer
-    with several numbers of outputs, inputs and samples, all ranks at the same time.
+    with several numbers of outputs, inputs and samples, all ranks at the same time. Then ranks make steps together,
+    with averaged gradients and, where that may pay, with the network cut over ranks of a node.
 
     Args:
         model: the network, on the device of this rank; it is not changed.
@@ -104,7 +105,7 @@ def measure_rank_group(
     timeout_s: float,
     parent: FailureMonitor | None = None,
 ) -> Profile:
-    """Returns the profile of the ranks of `rank_group`: devices, links, and steps in which gradients are averaged."""
+    """Returns the profile of the ranks of `rank_group`: devices, links, joint steps, trials of cut networks."""
     limits: MeasureLimits = {
         "quick": quick,
         "timeout_s": timeout_s,

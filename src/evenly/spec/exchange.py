@@ -59,7 +59,9 @@ class Exchange(Value):
     fragments: Annotated[int, Field(ge=1, strict=True)] = Field(
         default=1, description="parts of the parameters, which are exchanged one after another inside a period"
     )
-    codec: str = Field(default="fp32", description="format of sent parameters: fp32, bf16, int8, int4")
+    codec: str = Field(
+        default="fp32", description="format of sent parameters: fp32, or of differences to the anchor: bf16, int8, int4"
+    )
     outer: Annotated[Outer | None, BeforeValidator(_outer)] = None
     optimizer_state: StatePolicy | dict[str, StatePolicy] = Field(
         default="keep", description="policy for optimizer state at an exchange, for all or by the name of the state"

@@ -168,7 +168,9 @@ class Profile(Document):
     devices: tuple[DeviceProfile, ...] = Field(min_length=1)
     lanes: tuple[Link, ...] = Field(default=(), description="those that were measured")
     meetings: tuple[CollectiveTimings, ...] = Field(default=(), description="groups whose collectives were measured")
-    cuts: tuple[CutStep, ...] = Field(default=(), description="steps of cut networks that were tried")
+    cuts: tuple[CutStep, ...] = Field(
+        default=(), description="the fastest step of each group of ranks that were tried with a network cut over them"
+    )
     inside: Rate = Field(default=Rate(latency_s=2e-5, bytes_per_s=1e10), description="other links inside a node")
     across: Rate = Field(default=Rate(latency_s=1e-4, bytes_per_s=1.25e8), description="other links between nodes")
     sample_bytes: Annotated[int, Field(ge=0)] = Field(default=0, description="kept for backward for each sample")
@@ -282,7 +284,7 @@ class Profile(Document):
             ranks=tuple(sorted(members)) if len(members) > 1 else (0, 0), sums=curve.scaled(2.0), gathers=curve
         )
 
-    def cut_factor(self, ranks: Iterable[int], *, otherwise: float) -> float:
+    def cut_overhead(self, ranks: Iterable[int], *, otherwise: float) -> float:
         """Returns the `CutStep` factor measured with these ranks or a larger group, or `otherwise`."""
         cut = self._cut_around(ranks)
         return otherwise if cut is None else cut.factor
