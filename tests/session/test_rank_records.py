@@ -9,8 +9,8 @@ from evenly.exchange import ExchangeSummary
 from evenly.session import rank_recorder
 from evenly.session.rank_recorder import RankIdentity, RankRecorder, RankTotals
 from evenly.session.run_clock import RunClock
-from evenly.spec import ExchangeDone, Run, RunFinished, read_rank_logs
-from tests.processes import run_processes
+from evenly.spec import CheckpointSaved, ExchangeDone, Run, RunFinished, read_rank_logs
+from tests.processes import collect, run_processes, start_processes
 from tests.ranks import ragged
 
 IDENTITY = RankIdentity(0, 0, host="a", device="cpu:0")
@@ -163,3 +163,20 @@ def test_a_pause_is_left_out_of_the_time() -> None:
     assert run_clock.time() - began_at < 0.1
     time.sleep(0.02)
     assert run_clock.monotonic() - began >= 0.02
+
+
+@pytest.mark.parametrize("every", [4, "global"])
+def test_every_step_before_a_checkpoint_is_on_disk_when_the_ranks_are_killed(tmp_path: Path, every: int | str) -> None:
+    arguments = {"folder": str(tmp_path / "run"), "how": "SIGKILL", "epochs": 2, "every": every}
+    killed = collect(start_processes(ragged(2, 1), "tests.session.stop_programs:leave", arguments), limit_s=60.0)
+    assert [rank.code for rank in killed] == [-9, -9, -9]
+    run, logs = Run.read(tmp_path / "run"), read_rank_logs(tmp_path / "run")
+    assert run.last(RunFinished) is None
+    saved = run.last(CheckpointSaved)
+    assert saved is not None
+    assert [part.started.rank for part in logs.parts] == [0, 1, 2]
+    for part in logs.parts:
+        assert sum(row.steps for row in part.steps) == saved.step
+        assert sum(done.count for done in part.exchanges) == len(run.of(ExchangeDone))
+        assert every == "global" or part.exchanges[-1].step == saved.step
+        assert every != "global" or sum(row.gradient_bytes for row in part.steps) > 0

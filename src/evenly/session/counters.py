@@ -44,6 +44,11 @@ class Counters:
         if self.rank_recorder is not None:
             self.rank_recorder.begin(self.step)
 
+    def flush(self) -> None:
+        """Writes what the record of this rank does not hold yet."""
+        if self.rank_recorder is not None:
+            self.rank_recorder.flush()
+
     def watch(self, model: Synchronized) -> None:
         """Counts what this model does."""
         self._models.append(model)

@@ -82,7 +82,7 @@ class RankRecorder:
 
     def begin(self, step: int) -> None:
         """Starts the clock: training begins after `step`. What is recorded from here on is a part of its own."""
-        self._end_part()
+        self.flush()
         self._begin(step)
 
     def _begin(self, step: int) -> None:
@@ -121,11 +121,11 @@ class RankRecorder:
 
     def close(self) -> None:
         """Writes what is left and closes the file."""
-        self._end_part()
+        self.flush()
         self._is_closed = True
         self._close_stream()
 
-    def _end_part(self) -> None:
+    def flush(self) -> None:
         """Writes all that was not due yet: the last steps, and the exchange after them."""
         self._append_exchanges()
         if not self._is_closed and self._totals() != self._appended:

@@ -58,6 +58,10 @@ class Recorder:
             for listen in self.listeners:
                 listen(event)
 
+    def flush(self) -> None:
+        """Writes what is pending: before a checkpoint, so that a run that resumes from it has a record of its steps."""
+        self._write()
+
     def _write(self, last: Event | None = None) -> None:
         """Writes the exchanges that are pending, then `last`."""
         events: list[Event] = [ExchangeDone(at_s=at_s, **fields) for at_s, fields in self._pending]

@@ -365,6 +365,8 @@ class Session:
         step, epoch = self._counters.step, 0
         if self._loop is not None:
             self._loop.saved_step, epoch = step, self._loop.epoch
+        self._recorder.flush()
+        self._counters.flush()
         save = self._active_ranks.checkpoints.save
         path = save(step, self._trained_models, self._tracked, epoch=epoch, keep=self._keep, ended_epochs=ended_epochs)
         self._recorder.record(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 
 from evenly.errors import EvenlyError
-from evenly.spec import EpochDone, ExchangeDone, Measured, Run, RunFinished, RunStarted, RunStopped
+from evenly.spec import EpochDone, ExchangeDone, Measured, Run, RunFinished, RunStarted, RunStopped, read_rank_logs
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def read_outcome(folder: Path) -> Outcome | None:
     return Outcome(
         figures,
         _epoch_seconds(run),
-        _sent_bytes(run),
+        _sent_bytes(run, folder),
         _curve(run),
         torch=str(started.settings.get("torch", "")),
         devices=tuple(device.name or device.kind for node in started.cluster.nodes for device in node.devices),
@@ -71,18 +72,44 @@ def _epoch_seconds(run: Run) -> float:
     return median(seconds) if seconds else (finished.seconds / epochs if finished is not None and epochs else 0.0)
 
 
-def _sent_bytes(run: Run) -> int:
+def _sent_bytes(run: Run, folder: Path) -> int:
     """Returns the bytes that all ranks sent across nodes for the steps of the run, each counted once."""
     started = run.last(RunStarted)
-    finished = [event for event in run.of(RunFinished) if event.steps]
-    if started is None or not finished:
+    if started is None:
         return 0
-    longest = max(finished, key=lambda event: event.steps)
-    sent = _kept_exchanges(run) * sum(phases.exchange_bytes for phases in longest.phases) / max(longest.exchanges, 1)
+    of_exchange, of_step = _bytes_in_totals(run) or _bytes_in_rank_logs(folder)
+    sent = _kept_exchanges(run) * of_exchange
     total_steps = started.settings.get("total_steps")
     if started.settings.get("every") == "global" and isinstance(total_steps, int):
-        sent += total_steps * sum(phases.gradient_bytes for phases in longest.phases) / longest.steps
+        sent += total_steps * of_step
     return round(sent)
+
+
+def _bytes_in_totals(run: Run) -> tuple[float, float] | None:
+    """Returns the bytes of an exchange and of the gradients of a step, by the totals of the longest start of the run.
+
+    None: no start that made steps has ended by itself.
+    """
+    finished = [event for event in run.of(RunFinished) if event.steps]
+    if not finished:
+        return None
+    longest = max(finished, key=lambda event: event.steps)
+    return (
+        sum(phases.exchange_bytes for phases in longest.phases) / max(longest.exchanges, 1),
+        sum(phases.gradient_bytes for phases in longest.phases) / longest.steps,
+    )
+
+
+def _bytes_in_rank_logs(folder: Path) -> tuple[float, float]:
+    """Returns the same by what the ranks recorded: of a run that was killed between its last step and its end."""
+    of_exchange = of_step = 0.0
+    for _, parts in groupby(read_rank_logs(folder).parts, key=lambda part: part.started.rank):
+        of_rank = list(parts)
+        exchanges = [exchange for part in of_rank for exchange in part.exchanges]
+        steps = [step for part in of_rank for step in part.steps]
+        of_exchange += sum(one.sent_bytes for one in exchanges) / max(sum(one.count for one in exchanges), 1)
+        of_step += sum(one.gradient_bytes for one in steps) / max(sum(one.steps for one in steps), 1)
+    return of_exchange, of_step
 
 
 def _kept_exchanges(run: Run) -> int:
