@@ -13,7 +13,7 @@ from benchmarks._exchange.method import PERIOD, Method, Nodes
 from benchmarks._exchange.methods import SLOW, MethodSet, methods_of, package_versions
 from benchmarks._exchange.networks import busy_network, network
 from evenly.recipes.data import load_images
-from evenly.session.counters import interface_bytes
+from evenly.session.run_clock import machine_bytes
 
 NUM_TESTED = 2000  # images
 SETTLE_S = 0.05  # for the link's counter to catch up
@@ -107,7 +107,7 @@ def _sent_by_nodes(nodes: Nodes) -> list[int]:
     dist.barrier()
     time.sleep(SETTLE_S)
     counters = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(counters, torch.tensor([interface_bytes()]))
+    dist.all_gather(counters, torch.tensor([machine_bytes()]))
     return [int(counters[ranks[0]]) for ranks in nodes]
 
 

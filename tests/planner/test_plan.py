@@ -60,6 +60,15 @@ def test_a_node_of_a_hundred_ranks_is_planned_soon(graph):
     assert max(samples(made)[0::7]) < min(samples(made)[6::7])  # the slowest and the fastest
 
 
+def test_thousands_of_nodes_are_simulated_soon(graph):
+    cluster = cluster_of(*[1] * 8000)
+    profile = Profile.from_speeds(cluster, graph, [1 + rank % 2 for rank in range(8000)])
+    made = Plan.even(cluster, batch_size=8, period=EverySteps(50))
+    began = time.perf_counter()
+    assert len(simulate(made, cluster, profile, graph, steps=100, jitter=0.1).devices) == 8000
+    assert time.perf_counter() - began < 20  # on a busy machine; it took more than a minute once
+
+
 def test_a_global_batch_is_dealt_out_over_all_nodes(graph):
     made = planned(graph, [4, 4, 1, 1], 2, 2, batch_size=1000, every=7)
     assert samples(made) == [400, 400, 100, 100]

@@ -26,6 +26,7 @@ from evenly.launch.limits import NoAnswerError, call_within
 logger = logging.getLogger(__name__)
 
 REPORT_S = 0.7  # a rank that failed tries so long to say so, before it raises its error
+CAUSE_S = 2.0  # a rank that met others who do not fit waits so long for one that can say why
 LOST_S = 3.0  # ranks that still wait so long after the host of the store is gone fail
 
 
@@ -108,6 +109,13 @@ class FailureMonitor:
             parent.poll()
         self._poll()
         self.check()
+
+    def poll_for_cause(self) -> None:
+        """Polls for `CAUSE_S`: raises the error of another rank that knows better what is wrong, if there is one."""
+        deadline = time.monotonic() + CAUSE_S
+        while time.monotonic() < deadline:
+            self.poll()
+            time.sleep(0.05)
 
     def follow(self, parent: "FailureMonitor") -> None:
         """From now on failures seen by `parent` fail here too."""

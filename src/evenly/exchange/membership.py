@@ -137,7 +137,7 @@ class StaticMembership(Membership):
                 compared.append(votes.backwards)
         if all(map(_are_equal, compared)):
             return
-        waiter.monitor.poll()  # other nodes may have told what is different there
+        waiter.monitor.poll_for_cause()  # another node may know which parameter is different there
         positions = ", ".join(
             f"{kind} {name}: step {int(step)}, exchange {int(exchange)}, {int(backwards)} backwards"
             for name, step, exchange, backwards in zip(names, votes.step, votes.exchange, votes.backwards, strict=True)

@@ -1,5 +1,6 @@
 """Simulates a plan: seconds of computing and waiting, and bytes sent; also for clusters that do not exist."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from evenly.spec.cluster import Cluster
 from evenly.spec.forecast import DeviceForecast, Forecast
 from evenly.spec.graph import Graph
 from evenly.spec.period import EPOCH_STEPS, Adaptive, EveryEpoch, EveryGradient, EverySeconds, EverySteps
-from evenly.spec.plan import Plan, Role
+from evenly.spec.plan import Plan
 from evenly.spec.profile import Profile
 
 MOST_STEPS = 10**8
@@ -132,7 +133,9 @@ class _Play:
                 self.observer.exchange_done(exchange_s, merged - clock, overlap)
                 clock = merged
                 exchanges += 1
-        self.observer.finished(sent, [self._exchanged_bytes(role) for role in self.plan.roles])
+        exchanged = self._exchanged_bytes()
+        self.observer.finished(sent, exchanged)
+        sent = [steps * each + exchanges * more for each, more in zip(sent, exchanged, strict=True)]
         return self._forecast(
             steps, float(clock[busy].max()), computed, waited, communication_s, sent, exchanges, stop_s
         )
@@ -159,7 +162,7 @@ class _Play:
                     compute_s=float(computed[role.rank]),
                     wires_s=steps * communication_s[role.rank] + exchanges * exchange_s if is_busy else 0.0,
                     wait_s=max(0.0, float(waited[role.rank])) if is_busy else seconds,
-                    sent_bytes=steps * sent[role.rank] + self._exchanged_bytes(role, exchanges) if is_busy else 0.0,
+                    sent_bytes=sent[role.rank] if is_busy else 0.0,
                 )
             )
         total = self.plan.batch_size or sum(role.samples for role in self.plan.roles)
@@ -172,11 +175,11 @@ class _Play:
             devices=tuple(devices),
         )
 
-    def _exchanged_bytes(self, role: Role, exchanges: int = 1) -> float:
-        """Returns what a rank sends to other nodes in exchanges."""
+    def _exchanged_bytes(self) -> list[float]:
+        """Returns what each rank sends to other nodes in an exchange."""
         size = self.graph_costs.exchanged_bytes(self.plan.exchange)
-        ranks = sum(self.plan.roles[rank].samples > 0 for rank in self.plan.nodes[role.node])
-        return 2 * exchanges * size / max(1, ranks) if role.samples else 0.0
+        busy_ranks = Counter(role.node for role in self.plan.roles if role.samples)
+        return [2 * size / busy_ranks[role.node] if role.samples else 0.0 for role in self.plan.roles]
 
     def _each_step(self) -> tuple[Numbers, list[float], list[float]]:
         """Returns for each rank the seconds it computes and communicates in a step, and the bytes it sends."""

@@ -144,7 +144,8 @@ class _Record(SimulationObserver):
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._is_global = plan, isinstance(plan.period, EveryGradient)
-        busy = [[rank for rank in ranks if rank in plan.active] for ranks in plan.nodes]
+        active = set(plan.active)
+        busy = [[rank for rank in ranks if rank in active] for ranks in plan.nodes]
         self._numbers = {node: index for index, node in enumerate(n for n, ranks in enumerate(busy) if ranks)}
         self._nodes = {node: _NodeRows(busy[node]) for node in self._numbers}
         for rows in self._nodes.values():

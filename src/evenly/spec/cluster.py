@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from evenly.spec._value import Document, Value
 
@@ -41,6 +41,7 @@ class Cluster(Document):
 
     version: Literal[1] = 1
     nodes: tuple[Node, ...] = Field(min_length=1)
+    _places: dict[int, tuple[int, int]] = PrivateAttr()  # of each rank: the index of its node, and its index there
 
     @model_validator(mode="before")
     @classmethod
@@ -55,6 +56,9 @@ class Cluster(Document):
         ranks = sorted(rank for node in self.nodes for rank in node.ranks)
         if ranks != list(range(len(ranks))):
             raise ValueError(f"the nodes' ranks must be 0..{len(ranks) - 1}, each once; they are {ranks}")
+        self._places = {
+            rank: (index, slot) for index, node in enumerate(self.nodes) for slot, rank in enumerate(node.ranks)
+        }
         return self
 
     @property
@@ -70,12 +74,12 @@ class Cluster(Document):
 
     def node_of(self, rank: int) -> int:
         """Returns the index of the node that `rank` is on."""
-        return next(index for index, node in enumerate(self.nodes) if rank in node.ranks)
+        return self._places[rank][0]
 
     def device_of(self, rank: int) -> Device:
         """Returns the device that `rank` computes on."""
-        node = self.nodes[self.node_of(rank)]
-        return node.devices[node.ranks.index(rank)]
+        index, slot = self._places[rank]
+        return self.nodes[index].devices[slot]
 
     def among(self, ranks: Sequence[int]) -> Self:
         """Returns the cluster of these ranks, renumbered from 0 in this order; nodes without any are left out."""

@@ -215,7 +215,8 @@ class Profile(Document):
             raise SpecError(f"flops_per_s={flops_per_s} was given. Give the operations a second of the fastest rank.")
         batch = graph.batch_size
         flops = max(1.0, 3.0 * sum(layer.flops for layer in graph.layers))
-        step_seconds = [flops / flops_per_s * (max(numbers) / speed) for speed in numbers]
+        fastest = max(numbers)
+        step_seconds = [flops / flops_per_s * (fastest / speed) for speed in numbers]
         if not LEAST_S <= min(step_seconds) <= max(step_seconds) <= MOST_S:
             raise SpecError(
                 f"by speeds={list(speeds)} and flops_per_s={flops_per_s} a step takes from {min(step_seconds):g} to "
