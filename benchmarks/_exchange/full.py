@@ -27,7 +27,7 @@ def run_full(only: str | None, *, seeds: int, quick: bool, save: bool) -> None:
 
 def _measures(*, seeds: int, quick: bool) -> dict[str, Callable[[], Slice]]:
     """Returns the function that measures each part, by name."""
-    rounds, steps = (1, 2 * PERIOD) if quick else (4, 4 * PERIOD)
+    rounds, steps = (1, 2 * PERIOD) if quick else (8, 2 * PERIOD)
     return {
         "throughput": lambda: throughput_part(rounds, steps, busy_batch_size()),
         "accuracy": lambda: accuracy_part(seeds, quick=quick),
