@@ -3,13 +3,16 @@
 Every rank is a process with one thread. Each round makes a row of moves over gloo, then a row over shared memory; a
 figure is the median over rounds of the mean of a row. `crowded` means more ranks than cores: ranks are then bound to
 two cores.
+
+With --cuda, ranks share one GPU under MPS and talk through its memory, or two of them with a third on a CPU through
+memory of the host; `reduce` over gloo sends tensors of the GPU, too.
 """
 
 import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="sums of 2 and 4 ranks only, under a minute")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--cuda", action="store_true", help="ranks on one GPU under MPS, and GPUs beside a CPU")
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        moves, sizes, rounds = arguments.worker
-        run_rank(moves.split(","), [int(size) for size in sizes.split(",")], int(rounds))
+        moves, sizes, rounds, devices = arguments.worker
+        run_rank(moves.split(","), [int(size) for size in sizes.split(",")], int(rounds), devices.split(","))
+    elif arguments.cuda:
+        run_cuda(quick=arguments.quick, save=arguments.save)
     else:
         run_all(quick=arguments.quick, save=arguments.save)
 
@@ -59,14 +65,47 @@ def run_all(*, quick: bool, save: bool) -> None:
     write_result("transport", rows, claims, note=note, save=save)
 
 
-def run_group(num_ranks: int, moves: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Returns the figures of a group of so many ranks, bound to two cores where there are more."""
+def run_cuda(*, quick: bool, save: bool) -> None:
+    """Runs groups of ranks on one GPU, and of two there and one on a CPU, and reports them."""
+    from benchmarks.common import Claim, write_result
+    from benchmarks.mps import mps_server, rank_variables
+
+    moves, rounds = (["reduce"], 5) if quick else (list(MOVES), 11)
+    rows = []
+    with mps_server() as folder:
+        for devices in (["cuda"] * 2, ["cuda"] * 3, ["cuda"] * 4, ["cuda", "cuda", "cpu"]):
+            variables = [rank_variables(folder, percent) for percent in (50, 30, 20, 20)[: len(devices)]]
+            rows += run_group(len(devices), moves, rounds, devices=devices, variables=variables)
+    ratios = {(row["devices"], row["move"], row["bytes"]): row["memory_over_gloo"] for row in rows}
+    bars = {
+        "cuda_ipc_allreduce_4mib_over_gloo": (("cuda,cuda,cuda", "reduce", 4 * MIB), 0.05),
+        "mixed_allreduce_4mib_over_gloo": (("cuda,cuda,cpu", "reduce", 4 * MIB), 0.5),
+    }
+    claims = [Claim(name, ratios[key], bar, "lower") for name, (key, bar) in bars.items()]
+    note = (
+        "float32; ranks on one GPU with 50, 30, 20 and 20 % of its multiprocessors. 'reduce' is an all-reduce into a "
+        "new tensor. The bytes are those of the whole tensor; parts are equal."
+    )
+    write_result("transport_cuda", rows, claims, note=note, save=save)
+
+
+def run_group(
+    num_ranks: int,
+    moves: list[str],
+    rounds: int,
+    *,
+    devices: Sequence[str] = (),
+    variables: Sequence[Mapping[str, object]] = (),
+) -> list[dict[str, Any]]:
+    """Returns the figures of a group of so many ranks, on CPUs unless `devices` are given; two cores are for all."""
     from benchmarks.common import median, spread
     from benchmarks.local_ranks import run_ranks
 
     sizes = ",".join(map(str, SIZES))
-    variables = [{"OMP_NUM_THREADS": 1} for _ in range(num_ranks)]
-    timings = run_ranks(__file__, "--worker", ",".join(moves), sizes, str(rounds), variables=variables, timeout_s=900)
+    devices = devices or ["cpu"] * num_ranks
+    variables = variables or [{"OMP_NUM_THREADS": 1} for _ in range(num_ranks)]
+    options = ["--worker", ",".join(moves), sizes, str(rounds), ",".join(devices)]
+    timings = run_ranks(__file__, *options, variables=variables, timeout_s=900)
     rows = []
     for timing in timings:
         gloo, memory = timing["gloo_s"], timing["memory_s"]
@@ -74,7 +113,7 @@ def run_group(num_ranks: int, moves: list[str], rounds: int) -> list[dict[str, A
         rows.append(
             {
                 "ranks": num_ranks,
-                "crowded": num_ranks > 2,
+                **({"devices": ",".join(devices)} if "cuda" in devices else {"crowded": num_ranks > 2}),
                 "move": timing["move"],
                 "bytes": timing["bytes"],
                 "gloo_ms": 1000 * median(gloo),
@@ -86,7 +125,7 @@ def run_group(num_ranks: int, moves: list[str], rounds: int) -> list[dict[str, A
     return rows
 
 
-def run_rank(moves: list[str], sizes: list[int], rounds: int) -> None:
+def run_rank(moves: list[str], sizes: list[int], rounds: int, devices: list[str]) -> None:
     """Times the moves on this rank; rank 0 prints a JSON list."""
     import json
 
@@ -94,22 +133,26 @@ def run_rank(moves: list[str], sizes: list[int], rounds: int) -> None:
     import torch.distributed as dist
 
     from evenly.comm import FailureMonitor, MemoryGroup, ShardGroup, open_group, open_group_inside, rank_group_of
-    from evenly.spec import Device
 
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    if "cuda" not in devices:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank_group = rank_group_of()
     monitor, ranks = FailureMonitor(rank_group), range(rank_group.size)
     gloo = open_group(rank_group, "gloo", ranks, backend="gloo", timeout_s=60)
-    memory = open_group_inside(rank_group, "memory", ranks, [Device(kind="cpu")] * len(ranks), timeout_s=60)
+    device = torch.device(devices[rank_group.rank], 0)
+    memory = open_group_inside(rank_group, "memory", ranks, None, timeout_s=60, device=device)
     if not isinstance(memory, MemoryGroup):
         raise SystemExit("the ranks of this machine cannot share memory")
+    wanted = "host" if "cpu" in devices else "device"
+    if memory.place(torch.empty(0, device=device)) != wanted:
+        raise SystemExit(f"the ranks do not share memory of the {wanted}")
     groups = {"gloo_s": ShardGroup(gloo, monitor), "memory_s": ShardGroup(memory, monitor)}
     timings = []
     for move in moves:
         for size in sizes:
-            works = {key: move_of(shard_group, move, size) for key, shard_group in groups.items()}
+            works = {key: move_of(shard_group, move, size, device) for key, shard_group in groups.items()}
             repeats = max(1, min(100, ROW_BYTES // size))
             seconds: dict[str, list[float]] = {key: [] for key in works}
             for number in range(rounds + 1):
@@ -127,7 +170,7 @@ def run_rank(moves: list[str], sizes: list[int], rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def move_of(shard_group: Any, name: str, size: int) -> Callable[[], object]:
+def move_of(shard_group: Any, name: str, size: int, device: Any) -> Callable[[], object]:
     """Returns a move, or the way back of one whose way there sends nothing, of a tensor [32, channels, 64]."""
     import torch
 
@@ -136,7 +179,7 @@ def move_of(shard_group: Any, name: str, size: int) -> Callable[[], object]:
     channels = size // (4 * 32 * 64)
     edges = [channels * rank // shard_group.size for rank in range(shard_group.size + 1)]
     segments = [((edges[rank], edges[rank + 1]),) for rank in range(shard_group.size)]
-    whole = torch.randn(32, channels, 64)
+    whole = torch.randn(32, channels, 64, device=device)
     move = Redistribute(shard_group, name, 1, segments)
     part = take(whole, 1, segments[shard_group.rank])
     match name:
@@ -151,10 +194,14 @@ def move_of(shard_group: Any, name: str, size: int) -> Callable[[], object]:
 
 
 def time_row(work: Callable[[], object], repeats: int) -> float:
-    """Returns the mean seconds of a move in a row of them."""
+    """Returns the mean seconds of a move in a row of them, of which a GPU has completed the last."""
+    import torch
+
     began = time.perf_counter()
     for _ in range(repeats):
         work()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return (time.perf_counter() - began) / repeats
 
 

@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks._shards.networks import labels_for, network_and_batch
+from benchmarks._shards.planned import plan_network
 from evenly.comm import rank_group_of
 from evenly.graph import trace_module
 from evenly.layouts import lay_out
+from evenly.session import discover
 from evenly.shards import Sharded, join_shards
 
-ALONE = "largest alone"
+ALONE, PLANNED = "largest alone", "ours, planned"
 STEPS_PER_TURN = 3
 MEASURED_STEPS = 5
 
@@ -30,7 +32,10 @@ def run_cuda_rank(name: str, batch_size: int, rounds: int, percent: Sequence[flo
     model, x = model.cuda(), x.cuda()
     y = labels_for(batch_size).cuda()
     speeds = _measure_speeds(model, x, y)
-    sharded = _cut_network(model, x, {"even": [1.0] * len(percent), "typed": list(percent), "ours": speeds})
+    sharded: dict[str, Sharded | None] = {
+        **_cut_network(model, x, {"even": [1.0] * len(percent), "typed": list(percent), "ours": speeds})
+    }
+    sharded[PLANNED] = plan_network(trace_module(model, x), discover(), torch.device("cuda", 0), quick=rounds < 3)
     modules: dict[str, nn.Module | None] = {ALONE: model if rank == 0 else None, **sharded}
     step_seconds: dict[str, list[float]] = {key: [] for key in modules}
     for number in range(rounds + 1):  # the first warms up and is not counted
@@ -44,7 +49,8 @@ def run_cuda_rank(name: str, batch_size: int, rounds: int, percent: Sequence[flo
         print(json.dumps({"seconds": step_seconds, "speeds": speeds, "processors": processors}), flush=True)
     dist.barrier()
     for sharded_module in sharded.values():
-        sharded_module.close()
+        if sharded_module is not None:
+            sharded_module.close()
     dist.destroy_process_group()
 
 

@@ -17,12 +17,10 @@ from torch import nn
 from benchmarks._shards.dtensor import EvenNetwork
 from benchmarks._shards.layouts import compared_layouts
 from benchmarks._shards.networks import labels_for, network_and_batch
+from benchmarks._shards.planned import plan_network
 from evenly.comm import rank_group_of
 from evenly.graph import Traced, trace_module
-from evenly.planner.costs import GraphCosts
-from evenly.planner.replica_options import eased, replica_options_of
 from evenly.session import discover
-from evenly.session.by_hand import measure_rank_group
 from evenly.shards import Sharded, join_shards
 
 ALONE, PLANNED = "alone", "ours, planned"
@@ -77,7 +75,7 @@ def run_shards_rank(
     _wait_for_quotas(folder)
     everything: dict[str, Sharded | EvenNetwork | None] = {**sharded}
     if PLANNED in names:
-        everything[PLANNED] = _plan_network(traced, quick=rounds < 2)
+        everything[PLANNED] = plan_network(traced, discover(), CPU, quick=rounds < 2)
     if DTENSOR in names:
         everything[DTENSOR] = EvenNetwork(model)
     trainers = {ALONE: Trainer(model if dist.get_rank() == 0 else None)}
@@ -107,32 +105,6 @@ def run_shards_rank(
         if isinstance(module, Sharded):
             module.close()
     dist.destroy_process_group()
-
-
-def _plan_network(traced: Traced, *, quick: bool) -> Sharded | None:
-    """Returns the network cut as the planner finds best for the ranks as they are measured now, with their quotas.
-
-    Some of the ranks may be left out; None on these.
-    """
-    cluster = discover()
-    profile = measure_rank_group(rank_group_of(), traced, cluster, CPU, quick=quick, timeout_s=600.0)
-    graph_costs, everybody = GraphCosts(traced.graph), range(cluster.world_size)
-    order = sorted(everybody, key=lambda rank: profile.devices[rank].step.at(profile.batch_size))
-    groups = [tuple(sorted(order[:count])) for count in range(2, cluster.world_size + 1)]
-    options = [
-        eased(option, option.ranks, everybody)
-        for ranks in groups
-        for option in replica_options_of(ranks, graph_costs, profile)
-    ]
-    best = min(options, key=lambda option: option.seconds(profile.batch_size))
-    if best.layout is None:
-        raise RuntimeError("the planner left the network whole")
-    if dist.get_rank() == 0:
-        print(f"planned for {best.ranks}, predicted {best.seconds(profile.batch_size):.3f} s", file=sys.stderr)
-        print(best.layout.explain(), file=sys.stderr, flush=True)
-    if dist.get_rank() not in best.ranks:
-        return None
-    return join_shards(traced, best.layout, rank_group=rank_group_of().among(best.ranks, "planned"))
 
 
 def _cut_network(traced: Traced, shares: Sequence[float], names: Sequence[str]) -> dict[str, Sharded]:

@@ -6,6 +6,7 @@ from datetime import timedelta
 from fractions import Fraction
 from functools import cache
 
+import torch
 import torch.distributed as dist
 
 from evenly._torch.process_groups import (
@@ -20,7 +21,7 @@ from evenly._torch.process_groups import (
 )
 from evenly.comm.callbacks import watch_group
 from evenly.comm.memory.group import MemoryGroup
-from evenly.comm.memory_groups import open_memory
+from evenly.comm.memory_groups import have_own_gpus, open_memory
 from evenly.comm.rank_group import RankGroup
 from evenly.errors import PeerError, SpecError
 from evenly.launch.gloo import shared_device_key
@@ -181,10 +182,7 @@ def plain_group(group: Group) -> dist.ProcessGroup:
 
 def backend_for(devices: Sequence[Device]) -> str:
     """Returns the backend that serves these devices together: NCCL for distinct CUDA devices, gloo otherwise."""
-    identities = {device.identity for device in devices}
-    all_cuda = all(device.kind == "cuda" and device.identity for device in devices)
-    distinct = all_cuda and len(identities) == len(devices)
-    return "nccl" if distinct and dist.is_nccl_available() else "gloo"
+    return "nccl" if have_own_gpus(devices) and dist.is_nccl_available() else "gloo"
 
 
 def open_group_inside(
@@ -194,15 +192,15 @@ def open_group_inside(
     devices: Sequence[Device] | None,
     *,
     timeout_s: float,
-    on_cpu: bool = True,
+    device: torch.device | None = None,
     backend: str | None = None,
 ) -> Group:
     """Returns a group of ranks that are near each other: over shared memory, NCCL or gloo, as their `devices` allow.
 
-    Where the devices of the others are not known, `devices` is None and `on_cpu` tells of this rank. Without shared
-    memory it has this `backend`; by default the one for the devices.
+    Where the devices of the others are not known, `devices` is None, and `device` that of this rank (by default a
+    CPU). Without shared memory it has this `backend`; by default the one for the devices.
     """
-    memory = open_memory(rank_group, name, ranks, devices, timeout_s=timeout_s, on_cpu=on_cpu)
+    memory = open_memory(rank_group, name, ranks, devices, timeout_s=timeout_s, device=device)
     if memory is not None:
         return memory
     chosen = backend or ("gloo" if devices is None else backend_for(devices))

@@ -13,7 +13,7 @@ def to_host(tensor: torch.Tensor, group: Group, *, filled: bool = True) -> torch
     It waits only for the current stream, so other streams of the device keep running. A rank that only receives needs
     no `filled` copy.
     """
-    if not tensor.is_cuda or _serves_cuda(group):
+    if not tensor.is_cuda or _serves(group, tensor):
         return tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     if not filled:
@@ -30,5 +30,7 @@ def to_device(received: torch.Tensor, device: torch.device) -> torch.Tensor:
     return received if received.device == device else received.to(device, non_blocking=True)
 
 
-def _serves_cuda(group: Group) -> bool:
-    return not isinstance(group, MemoryGroup) and backend_name(group, "cuda") == "nccl"
+def _serves(group: Group, tensor: torch.Tensor) -> bool:
+    if isinstance(group, MemoryGroup):
+        return group.place(tensor) is not None
+    return backend_name(group, "cuda") == "nccl"

@@ -80,14 +80,15 @@ def _join(
 ) -> Sharded:
     waiter = CollectiveWaiter(monitor, label="the start of a network cut over ranks", timeout_s=timeout_s)
     waiter.barrier()
-    on_cpu = all(parameter.device.type == "cpu" for parameter in traced.model.parameters())
+    devices_used = [parameter.device for parameter in traced.model.parameters()]
+    device = next((used for used in devices_used if used.type != "cpu"), None)  # the host is always reached
     everybody = open_group_inside(
         scoped_group,
         "everybody",
         range(scoped_group.size),
         devices,
         timeout_s=timeout_s,
-        on_cpu=on_cpu,
+        device=device,
         backend="gloo",  # it sends values of the host, too
     )
     require_same(_settings(traced, layout), everybody, waiter)
@@ -107,7 +108,7 @@ def _join(
         layout.members,
         None if devices is None else [devices[rank] for rank in layout.members],
         timeout_s=timeout_s,
-        on_cpu=on_cpu,
+        device=device,
     )
     shard_group = ShardGroup(group, monitor, timeout_s=timeout_s)
     local = cut_model(traced, layout, shard_group, broadcast=lambda tensor: all_ranks_group.broadcast(tensor, source))

@@ -16,9 +16,11 @@ SIZE = 3
 LIMIT_S = 1.0  # from the death, or from the time limit of a wait
 
 
-def start(folder: Path, *, seed: int, timeout_s: float) -> tuple[list[Rank], list[int]]:
+def start(
+    folder: Path, *, seed: int, timeout_s: float, devices: Sequence[str] = ("cpu",) * SIZE
+) -> tuple[list[Rank], list[int]]:
     """Starts the ranks and waits until all of them move tensors; returns them and their process ids."""
-    arguments = {"arguments": {"folder": str(folder), "seed": seed, "timeout_s": timeout_s}}
+    arguments = {"arguments": {"folder": str(folder), "seed": seed, "timeout_s": timeout_s, "devices": list(devices)}}
     ranks = start_processes([list(range(SIZE))], "tests.comm.memory.programs:move_until_it_fails", arguments)
     files = [folder / f"ready{rank}" for rank in range(SIZE)]
     until = time.monotonic() + 60
@@ -28,10 +30,18 @@ def start(folder: Path, *, seed: int, timeout_s: float) -> tuple[list[Rank], lis
     return ranks, [int(file.read_text()) for file in files]
 
 
-def trial(folder: Path, victim: int, signal_number: int, *, seed: int, timeout_s: float) -> list[dict[str, Any]]:
+def trial(
+    folder: Path,
+    victim: int,
+    signal_number: int,
+    *,
+    seed: int,
+    timeout_s: float,
+    devices: Sequence[str] = ("cpu",) * SIZE,
+) -> list[dict[str, Any]]:
     """Sends a signal to one rank at a random moment; returns what the others say, and how soon after it."""
     folder.mkdir()
-    ranks, pids = start(folder, seed=seed, timeout_s=timeout_s)
+    ranks, pids = start(folder, seed=seed, timeout_s=timeout_s, devices=devices)
     time.sleep(random.Random(seed).uniform(0, 0.3))
     sent_s = time.monotonic()
     os.kill(pids[victim], signal_number)
@@ -47,20 +57,24 @@ def trial(folder: Path, victim: int, signal_number: int, *, seed: int, timeout_s
     ]
 
 
-def check_deaths(folder: Path, seeds: Sequence[int]) -> None:
+def check_deaths(folder: Path, seeds: Sequence[int], *, devices: Sequence[str] = ("cpu",) * SIZE) -> None:
     for seed in seeds:
         victim = seed % SIZE
-        for row in trial(folder / f"kill{seed}", victim, signal.SIGKILL, seed=seed, timeout_s=30.0):
+        for row in trial(folder / f"kill{seed}", victim, signal.SIGKILL, seed=seed, timeout_s=30.0, devices=devices):
             assert row["error"] in ("PeerError", "LockstepError"), row
             assert f"rank {victim} on " in row["text"], row
             assert row["after_s"] < LIMIT_S, row
             assert row["mapped"] == 0, row
 
 
-def check_stops(folder: Path, seeds: Sequence[int], *, timeout_s: float = 1.5) -> None:
+def check_stops(
+    folder: Path, seeds: Sequence[int], *, timeout_s: float = 1.5, devices: Sequence[str] = ("cpu",) * SIZE
+) -> None:
     for seed in seeds:
         victim = seed % SIZE
-        for row in trial(folder / f"stop{seed}", victim, signal.SIGSTOP, seed=seed, timeout_s=timeout_s):
+        for row in trial(
+            folder / f"stop{seed}", victim, signal.SIGSTOP, seed=seed, timeout_s=timeout_s, devices=devices
+        ):
             assert row["error"] == "PeerError", row
             assert f"rank {victim} on " in row["text"], row
             assert timeout_s - 0.2 < row["after_s"] < timeout_s + LIMIT_S, row

@@ -62,8 +62,8 @@ def test_machines_that_are_not_the_same_use_the_network(monkeypatch: pytest.Monk
 
 def test_one_rank_on_a_gpu_is_enough_to_use_the_network() -> None:
     def act(rank_group: RankGroup) -> object:
-        on_cpu = rank_group.rank == 0  # each knows only its own
-        group = open_group_inside(rank_group, "g", range(2), None, timeout_s=20, on_cpu=on_cpu)
+        device = torch.device("cuda", 0) if rank_group.rank else None  # each knows only its own
+        group = open_group_inside(rank_group, "g", range(2), None, timeout_s=20, device=device)
         all_reduce(torch.ones(1), group).wait()  # whoever is still connecting needs the other
         group.shutdown()
         return type(group)

@@ -45,7 +45,7 @@ def compare_moves(count: int, *, seed: int) -> None:
     assert min(run_ranks(num_ranks, act)) > 0
 
 
-def compare_one(draw: random.Random, gloo: ShardGroup, memory: ShardGroup) -> None:
+def compare_one(draw: random.Random, gloo: ShardGroup, memory: ShardGroup, device: str | torch.device = "cpu") -> None:
     """Makes one or several moves at a time in both groups; `draw` is the same on all ranks."""
     moves, expected, found = [], [], []
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
@@ -57,7 +57,7 @@ def compare_one(draw: random.Random, gloo: ShardGroup, memory: ShardGroup) -> No
         ]
         segments = cut(draw, shape[dim], gloo.size)
         own = torch.Generator().manual_seed(draw.randrange(1 << 30) + gloo.rank)
-        x = values(shape, dtype, own)
+        x = values(shape, dtype, own).to(device)
         if name.startswith("gather"):
             x = take(x, dim, segments[gloo.rank])
         if draw.random() < 0.3:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from evenly.comm.memory.cuda_runtime import register_host_memory, unregister_host_memory
 from evenly.comm.memory.semaphores import SIZE_BYTES, Semaphores
 
 HEADER_WORDS = 4  # of 8 bytes: what a rank has put into a slot
@@ -129,5 +130,19 @@ class MappedMemory:
         self.token = memoryview(self._map)[:64]
         self.semaphores = Semaphores(address + 64, spin_s=spin_s)
         self.headers = memoryview(self._map)[shape.headers_at : shape.headers_at + 8 * shape.num_words].cast("q")
+        self._address = address
+        self._unregister: weakref.finalize[..., MappedMemory] | None = None
         data = torch.frombuffer(self._map, dtype=torch.uint8, offset=shape.data_at)
         self.slots = data.view(shape.num_slots, shape.num_ranks, shape.slot_bytes)
+
+    def register(self, device: torch.device) -> None:
+        """Lets a CUDA device copy from and to the slots by itself; `OSError` if the driver refuses it."""
+        start = self._address + self.shape.data_at
+        register_host_memory(start, self.shape.size_bytes - self.shape.data_at, device)
+        self._unregister = weakref.finalize(self, unregister_host_memory, start)
+        self._unregister.atexit = False
+
+    def unregister(self) -> None:
+        """Ends what `register` began; the end of this object does, too."""
+        if self._unregister is not None:
+            self._unregister()

@@ -37,6 +37,9 @@ class Round(Protocol):
     def has_two_phases(self) -> bool:
         """Whether all ranks `reduce` after all have written and before any reads."""
 
+    def span(self, source: int, reader: int | None) -> tuple[int, int]:
+        """Returns the first byte and the end of what member `reader` reads in the slot of `source`; None: of all."""
+
     def write(self, slot: torch.Tensor) -> None:
         """Writes this rank's values into its slot."""
 
@@ -96,6 +99,10 @@ class SumRound:
         self._target = target
         self._largest = largest
 
+    def span(self, source: int, reader: int | None) -> tuple[int, int]:
+        """Returns all."""
+        return 0, self._source.nbytes
+
     def write(self, slot: torch.Tensor) -> None:
         """Writes the values."""
         _values(slot, self._source.dtype, self.size).copy_(self._source)
@@ -129,13 +136,20 @@ def _slice(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def sum_rounds(
-    source: torch.Tensor, target: torch.Tensor, *, largest: bool, slot_bytes: int, num_ranks: int, least_bytes: int
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    largest: bool,
+    slot_bytes: int,
+    num_ranks: int,
+    least_bytes: int | None,
 ) -> Iterator[Round]:
-    """Yields the rounds of a sum of flat tensors; from `least_bytes` on, each rank sums a slice."""
+    """Yields the rounds of a sum of flat tensors; from `least_bytes` on, if given, each rank sums a slice."""
     step = slot_bytes // source.element_size()
     for start in range(0, source.numel(), step):
         part = source[start : start + step]
-        has_two_phases = num_ranks > 3 and part.nbytes >= least_bytes  # with three it saves too little for a wait
+        is_long = least_bytes is not None and part.nbytes >= least_bytes
+        has_two_phases = num_ranks > 3 and is_long  # with three it saves too little for a wait
         yield SumRound(part, target[start : start + step], largest=largest, has_two_phases=has_two_phases)
 
 
@@ -153,6 +167,11 @@ class GatherRound:
     def __post_init__(self) -> None:
         self.size = self.whole.numel()
         self.code = _GATHER + _CODES[self.whole.dtype]
+
+    def span(self, source: int, reader: int | None) -> tuple[int, int]:
+        """Returns the part of the source."""
+        others = self.whole.numel() // max(1, self.whole.shape[self.dim])
+        return 0, others * count_of(self.segments[source]) * self.whole.element_size()
 
     def write(self, slot: torch.Tensor) -> None:
         """Writes this rank's part."""
@@ -188,6 +207,16 @@ class ScatterRound:
     def __post_init__(self) -> None:
         self.size = self.summand.numel()
         self.code = _SCATTER + _CODES[self.summand.dtype]
+
+    def span(self, source: int, reader: int | None) -> tuple[int, int]:
+        """Returns the values for the reader; a rank adds its own from where they are."""
+        if reader is None:
+            return 0, self.summand.nbytes
+        if reader == source:
+            return 0, 0
+        others = self.summand.numel() // self.summand.shape[self.dim] * self.summand.element_size()
+        start = others * sum(count_of(ranges) for ranges in self.segments[:reader])
+        return start, start + others * count_of(self.segments[reader])
 
     def write(self, slot: torch.Tensor) -> None:
         """Writes the values for each other rank, one rank after another."""
@@ -233,6 +262,11 @@ class DealRound:
         self.size = self.step
         self.code = _DEAL + _CODES[self.sent[0].dtype]
 
+    def span(self, source: int, reader: int | None) -> tuple[int, int]:
+        """Returns the block for the reader."""
+        width = self.step * self.sent[0].element_size()
+        return (0, len(self.sent) * width) if reader is None else (reader * width, (reader + 1) * width)
+
     def write(self, slot: torch.Tensor) -> None:
         """Writes the blocks for the other ranks."""
         for target, block in enumerate(self.sent):
@@ -274,6 +308,10 @@ class BroadcastRound:
     def __post_init__(self) -> None:
         self.size = self.values.numel()
         self.code = _BROADCAST + _CODES[self.values.dtype]
+
+    def span(self, source: int, reader: int | None) -> tuple[int, int]:
+        """Returns the values, in the slot of their source."""
+        return 0, self.values.nbytes if source == self.source else 0
 
     def write(self, slot: torch.Tensor) -> None:
         """Writes the values, on the source."""
