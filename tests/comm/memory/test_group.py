@@ -80,7 +80,7 @@ def test_a_rank_that_cannot_map_the_memory_is_said_once(
     monkeypatch.setattr(memory_groups, "open_shared", refuse)
     assert run_ranks(3, open_inside, [CPU] * 3) == [dist.ProcessGroup] * 3
     (line,) = caplog.messages
-    assert "ranks [0, 1, 2] are on one machine but share no memory, because of rank 1" in line
+    assert "ranks [0, 1, 2] are on one machine but do not share its fastest memory, because of rank 1" in line
     assert "Permission denied" in line
 
 

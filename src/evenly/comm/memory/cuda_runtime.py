@@ -21,7 +21,7 @@ class _Handle(ctypes.Structure):
     _fields_ = [("content", ctypes.c_ubyte * _HANDLE_BYTES)]  # the form of ctypes
 
 
-class _Calls:
+class _RuntimeCalls:
     """The functions of the runtime."""
 
     def __init__(self, path: str) -> None:
@@ -47,7 +47,7 @@ class _Calls:
 
 
 @cache
-def _calls() -> _Calls:
+def _calls() -> _RuntimeCalls:
     """Returns the functions; `OSError` if torch has loaded no runtime as a library."""
     torch.cuda.init()  # type: ignore[no-untyped-call]  # torch has no annotation here
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -55,7 +55,7 @@ def _calls() -> _Calls:
     if not paths:
         raise OSError("torch has loaded no library of the CUDA runtime")
     try:
-        return _Calls(paths[0])
+        return _RuntimeCalls(paths[0])
     except AttributeError as error:
         raise OSError(f"{paths[0]}: {error}") from None
 
