@@ -223,10 +223,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def all_reduce(tensor: torch.Tensor, group: Group, *, largest: bool = False) -> Work:
-    """Starts the sum (or maximum) of `tensor` over the group, in place."""
+def all_reduce(tensor: torch.Tensor, group: Group, *, largest: bool = False, factor: float | None = None) -> Work:
+    """Starts the sum (or maximum) of `tensor` over the group, in place; this member's counts times `factor`."""
     if isinstance(group, MemoryGroup):
-        return group.all_reduce(tensor, largest=largest)
+        return group.all_reduce(tensor, largest=largest, factor=factor)
+    if factor is not None:
+        tensor.mul_(factor)
     operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     return _work(dist.all_reduce(tensor, op=operation, group=group, async_op=True))
 

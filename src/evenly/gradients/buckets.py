@@ -95,12 +95,11 @@ class BucketAveraging:
                 bucket.previous = finite(buffer)  # kept if no rank has samples
                 buffer.zero_()  # 0 * NaN would not be 0
             bucket.summed = buffer.float() if buffer.dtype.itemsize < 4 else buffer  # 16 bits cannot hold the products
-            if self.samples not in (0, 1):
-                bucket.summed.mul_(self.samples)
             self._sent.append(bucket)
             with self._lock:
                 self._awaited += 1
-            self._start(all_reduce(bucket.summed, self._group))
+            factor = None if self.samples in (0, 1) else self.samples
+            self._start(all_reduce(bucket.summed, self._group, factor=factor))
 
     def start_tally(self, device: torch.device, has_gradient: Sequence[bool] = ()) -> None:
         """Sends the tally after the last bucket: samples, finiteness and the parameters with a gradient."""

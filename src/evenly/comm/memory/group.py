@@ -196,9 +196,17 @@ class MemoryGroup:
         return True
 
     def all_reduce(
-        self, source: torch.Tensor, *, into: torch.Tensor | None = None, largest: bool = False
+        self,
+        source: torch.Tensor,
+        *,
+        into: torch.Tensor | None = None,
+        largest: bool = False,
+        factor: float | None = None,
     ) -> MemoryWork:
-        """Starts the sum (or maximum) of a tensor, in place or `into` another contiguous one of the same shape."""
+        """Starts the sum (or maximum) of a tensor, in place or `into` another contiguous one of the same shape.
+
+        This rank's values count times `factor`.
+        """
         target = source if into is None else into
         if not target.is_contiguous():
             raise SpecError("a tensor that is not contiguous was to be summed; ranks would add other elements.")
@@ -208,6 +216,7 @@ class MemoryGroup:
             source.detach().reshape(-1),
             target.detach().view(-1),
             largest=largest,
+            factor=factor,
             slot_bytes=self._shape.slot_bytes,
             num_ranks=self.size(),
             least_bytes=4 * LEAST_TWO_PHASES // self.size() if self._access(source).sums_in_slices else None,

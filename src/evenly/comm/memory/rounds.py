@@ -19,6 +19,7 @@ _DTYPES = (
     torch.float64, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _CODES = {dtype: index + 1 for index, dtype in enumerate(_DTYPES)}
+PIECE_BYTES = 1 << 18  # of a vector that several ranks' values are added to
 _SUM, _MAX, _GATHER, _SCATTER, _DEAL, _BROADCAST = (number << 8 for number in range(1, 7))
 
 
@@ -69,7 +70,16 @@ def _values(slot: torch.Tensor, dtype: torch.dtype, count: int, *, start: int = 
 
 
 def _add_up(values: Sequence[torch.Tensor], out: torch.Tensor, *, largest: bool = False) -> None:
-    """Writes the sum of the ranks' values in their order, or the maximum; `out` may be the first or the second."""
+    """Writes the sum of the ranks' values in their order, or the maximum; `out` may be the first or the second.
+
+    On a CPU with more than two ranks a long vector is summed piece by piece, so that sums stay in the processor's cache
+    until the last rank's values are added.
+    """
+    if len(values) > 2 and out.dim() == 1 and out.nbytes > 2 * PIECE_BYTES and out.device.type == "cpu":
+        step = PIECE_BYTES // out.element_size()
+        for start in range(0, len(out), step):
+            _add_up([value[start : start + step] for value in values], out[start : start + step], largest=largest)
+        return
     first, second, *others = values
     if largest:
         torch.maximum(first, second, out=out)
@@ -89,15 +99,24 @@ def _add_up(values: Sequence[torch.Tensor], out: torch.Tensor, *, largest: bool 
 
 @final
 class SumRound:
-    """The sum over ranks of a flat tensor of one length, or its maximum; of `source` into `target`."""
+    """The sum over ranks of a flat tensor of one length, or its maximum; of `source`, times `factor`, into `target`."""
 
-    def __init__(self, source: torch.Tensor, target: torch.Tensor, *, largest: bool, has_two_phases: bool) -> None:
+    def __init__(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        largest: bool,
+        has_two_phases: bool,
+        factor: float | None = None,
+    ) -> None:
         self.size = source.numel()
         self.code = (_MAX if largest else _SUM) + _CODES[source.dtype]
         self.has_two_phases = has_two_phases  # each rank sums a slice for all; otherwise each sums everything
         self._source = source
         self._target = target
         self._largest = largest
+        self._factor = factor
 
     def span(self, source: int, reader: int | None) -> tuple[int, int]:
         """Returns all."""
@@ -105,7 +124,11 @@ class SumRound:
 
     def write(self, slot: torch.Tensor) -> None:
         """Writes the values."""
-        _values(slot, self._source.dtype, self.size).copy_(self._source)
+        values = _values(slot, self._source.dtype, self.size)
+        if self._factor is None:
+            values.copy_(self._source)
+        else:
+            torch.mul(self._source, self._factor, out=values)
 
     def reduce(self, slots: Slots, rank: int) -> None:
         """Sums this rank's slice into its slot, where only this rank reads that slice."""
@@ -143,14 +166,20 @@ def sum_rounds(
     slot_bytes: int,
     num_ranks: int,
     least_bytes: int | None,
+    factor: float | None = None,
 ) -> Iterator[Round]:
-    """Yields the rounds of a sum of flat tensors; from `least_bytes` on, if given, each rank sums a slice."""
+    """Yields the rounds of a sum of flat tensors, this rank's times `factor`.
+
+    From `least_bytes` on, if given, each rank sums a slice.
+    """
     step = slot_bytes // source.element_size()
     for start in range(0, source.numel(), step):
         part = source[start : start + step]
         is_long = least_bytes is not None and part.nbytes >= least_bytes
         has_two_phases = num_ranks > 3 and is_long  # with three it saves too little for a wait
-        yield SumRound(part, target[start : start + step], largest=largest, has_two_phases=has_two_phases)
+        yield SumRound(
+            part, target[start : start + step], largest=largest, has_two_phases=has_two_phases, factor=factor
+        )
 
 
 @final
