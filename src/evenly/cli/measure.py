@@ -53,7 +53,7 @@ def measure(
     out: Annotated[Path | None, typer.Option(help="Write the profile as JSON to this file.")] = None,
     cluster_out: Annotated[Path | None, typer.Option(help="Write the cluster as JSON to this file.")] = None,
     graph_out: Annotated[Path | None, typer.Option(help="Write the network as JSON to this file.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="15 to 30 seconds instead of one to three minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="10 to 30 seconds instead of one to three minutes.")] = False,
     memory: Annotated[
         str | None, typer.Option(metavar="8GB,4GB,...", help="What plans may use of each rank; else what is free.")
     ] = None,

@@ -239,15 +239,20 @@ class Exchanger:
             if pending_exchange.background is not None
         ]
         have_ended = not backgrounds or backgrounds[-1].ends_within(CLOSING_S)  # they run in order
+        if not may_differ:
+            self.warn_of_difference("call finish() before close()")
+        return have_ended
+
+    def warn_of_difference(self, remedy: str) -> None:
+        """Logs a warning if nodes hold different parameters after the last step, unless a rank has failed."""
         steps, pending_exchanges = self._schedule.since if self._averages else 0, len(self._pending_exchanges)
-        if (steps or pending_exchanges) and not may_differ and not self._monitor.has_failed:
+        if (steps or pending_exchanges) and not self._monitor.has_failed:
             case = (
                 f"{counted(pending_exchanges, 'pending exchange')} {'is' if pending_exchanges == 1 else 'are'} dropped"
                 if pending_exchanges
                 else f"{counted(steps, 'step')} came after an exchange"
             )
-            logger.warning("%s, so nodes hold different parameters: call finish() before close()", case)
-        return have_ended
+            logger.warning("%s, so nodes hold different parameters: %s", case, remedy)
 
     def check(self) -> None:
         """Raises the error of a background exchange, if there is one."""

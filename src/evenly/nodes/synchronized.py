@@ -5,6 +5,8 @@ Reference: Moreno-Alvarez, Paoletti, Cavallaro, Haut, TNNLS 2023, 10.1109/TNNLS.
 """
 
 import logging
+import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +35,7 @@ from evenly.schedule.period_timer import PeriodTimer
 from evenly.schedule.step_clock import StepClock
 from evenly.schedule.step_counter import Schedule
 from evenly.spec import AnyPeriod, BufferPolicy, EveryGradient, Exchange
+from evenly.spec.plan import counted
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +119,8 @@ class Synchronized(torch.nn.Module):
             watch_scaler(scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._on_scaler_skip),
             state_hook.remove,
         ]
+        if len(groups.nodes) > 1 and not self._global_gradients:
+            self._removers.append(weakref.finalize(self, _warn_if_unfinished, self.schedule, monitor).detach)
 
     def _steps_apart(self) -> int:
         """Returns the steps that nodes have made since they held the same parameters; 0 inside `agreed()`."""
@@ -507,3 +512,11 @@ class Synchronized(torch.nn.Module):
         with torch.no_grad():
             self._replica_exchange.broadcast_state(self.module, waiter)
         self._monitor.record_passed(waiter.label)
+
+
+def _warn_if_unfinished(schedule: Schedule, monitor: FailureMonitor) -> None:
+    """Logs a warning for a model that is gone, often with its program, while nodes hold different parameters."""
+    has_error = getattr(sys, "last_value", None) is not None
+    if schedule.since and not monitor.has_failed and not has_error:
+        steps = counted(schedule.since, "step")
+        logger.warning("%s came after the last exchange, so nodes hold different parameters: call finish()", steps)
