@@ -50,7 +50,7 @@ class Stream:
         if not self.rules.workers_last:
             return iter(self._open(position, reader, generator))
         if self._persistent is None:
-            position.share_memory_()  # type: ignore[no-untyped-call]  # torch has no annotation here
+            position.share_memory_()
             self._persistent = position, self._open(position, reader, generator)
         self._persistent[0].copy_(position)
         return iter(self._persistent[1])

@@ -269,7 +269,7 @@ def _random_state() -> RandomState:
 
 
 def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch has no annotation here
+    return bool(torch.cuda.is_initialized())
 
 
 def _node_state(full: FullState) -> NodeState:

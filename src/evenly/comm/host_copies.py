@@ -19,7 +19,7 @@ def to_host(tensor: torch.Tensor, group: Group, *, filled: bool = True) -> torch
     if not filled:
         return copy
     copy.copy_(tensor, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
+    done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(tensor.device))
     done.synchronize()
     return copy

@@ -101,7 +101,7 @@ class Exchanger:
         self._loaded_weights = LoadedWeights(module, optimizer)
         self._restarts = 0  # how often anchors were reset to loaded weights
         self._may_differ = False  # merged changes leave nodes different in the last bits
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has no annotation here
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def reset_anchors(self, *, verified: bool = True) -> None:
         """Starts anew from the current values: anchors and fragments are made of them, loaded weights are forgotten.
@@ -239,20 +239,15 @@ class Exchanger:
             if pending_exchange.background is not None
         ]
         have_ended = not backgrounds or backgrounds[-1].ends_within(CLOSING_S)  # they run in order
-        if not may_differ:
-            self.warn_of_difference("call finish() before close()")
-        return have_ended
-
-    def warn_of_difference(self, remedy: str) -> None:
-        """Logs a warning if nodes hold different parameters after the last step, unless a rank has failed."""
         steps, pending_exchanges = self._schedule.since if self._averages else 0, len(self._pending_exchanges)
-        if (steps or pending_exchanges) and not self._monitor.has_failed:
+        if (steps or pending_exchanges) and not may_differ and not self._monitor.has_failed:
             case = (
                 f"{counted(pending_exchanges, 'pending exchange')} {'is' if pending_exchanges == 1 else 'are'} dropped"
                 if pending_exchanges
                 else f"{counted(steps, 'step')} came after an exchange"
             )
-            logger.warning("%s, so nodes hold different parameters: %s", case, remedy)
+            logger.warning("%s, so nodes hold different parameters: call finish() before close()", case)
+        return have_ended
 
     def check(self) -> None:
         """Raises the error of a background exchange, if there is one."""

@@ -101,7 +101,7 @@ def _wait_at_exit(backgrounds: "weakref.WeakSet[BackgroundExchange[object]]") ->
 
 
 def _record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
+    event = torch.cuda.Event()
     event.record(stream)
     return event
 

@@ -135,7 +135,7 @@ class BucketAveraging:
         """Starts the copy of the tally to the host."""
         if self._tally.is_cuda:
             self._tally = self._tally.to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
+            self._event = torch.cuda.Event()
             self._event.record()
 
     def nonfinite_members(self) -> list[int]:

@@ -83,7 +83,7 @@ class ForwardLog:
             outputs.tensors.extend(self._kept_tensors.since(forward.number))
         for tensor in outputs.tensors:
             if tensor.grad_fn is not None and not any(tensor is value for value in inputs):
-                tensor.register_hook(forward)  # type: ignore[no-untyped-call]  # torch has no annotation here
+                tensor.register_hook(forward)
                 self._alive.add(forward)
         if outputs.unseen:
             self._opaque_outputs[outputs.unseen] = None

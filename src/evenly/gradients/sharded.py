@@ -200,7 +200,7 @@ class ShardedGradients(Gradients):
 
 
 def _on_gradient(parameter: torch.Tensor, act: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(act)  # type: ignore[no-untyped-call]  # torch has no annotation here
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(act)
     return handle
 
 

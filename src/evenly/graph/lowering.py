@@ -354,7 +354,8 @@ def _shape_like(node: fx.Node) -> None:
     if isinstance(other, fx.Node):
         with node.graph.inserting_before(node):
             shape = node.graph.call_function(getattr, (other, "shape"))
-        node.target, node.args, node.kwargs = SHAPED_LIKE[str(node.target)], (x, shape), {}
+        node.target = SHAPED_LIKE[str(node.target)]
+        node.args, node.kwargs = (x, shape), {}
 
 
 def _decompose_addmm(node: fx.Node) -> None:

@@ -96,7 +96,7 @@ def is_random(func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, o
     return "dropout_p" not in names or bool(arguments.get("dropout_p"))
 
 
-class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
+class _OperationRecorder(TorchDispatchMode):
     """Adds the flops of the operations that run, and records whether one draws random numbers.
 
     torch's FlopCounterMode counts the same flops, but it also puts hooks on all modules of the process: networks that

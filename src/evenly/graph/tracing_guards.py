@@ -25,7 +25,7 @@ from evenly.graph.shapes import is_random
 T = TypeVar("T")
 
 
-class RefusingRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation here
+class RefusingRandomNumbers(TorchDispatchMode):
     """Refuses random numbers drawn while a network is traced: they would be constants that differ between ranks."""
 
     def __torch_dispatch__(

@@ -110,9 +110,7 @@ class Synchronized(torch.nn.Module):
             replica_exchange.close(failed=True)
             groups.close(failed=True)
             raise
-        state_hook = module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # torch has no annotation here
-            StateReadWarning(self._steps_apart)
-        )
+        state_hook = module.register_state_dict_pre_hook(StateReadWarning(self._steps_apart))
         self._removers = [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,

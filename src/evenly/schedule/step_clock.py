@@ -97,14 +97,14 @@ class StepClock:
     def _now(self) -> Moment:
         if self._device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no annotation here
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
 
 def _is_over(moment: Moment | None) -> bool:
     """Returns whether it has passed, without waiting for it; a skipped step was never averaged."""
-    return bool(moment.query()) if isinstance(moment, torch.cuda.Event) else True  # type: ignore[no-untyped-call]  # torch has no annotation here
+    return bool(moment.query()) if isinstance(moment, torch.cuda.Event) else True
 
 
 def _between(first: Moment, last: Moment) -> float:

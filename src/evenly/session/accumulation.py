@@ -27,7 +27,7 @@ class AccumulatedBatch:
         if self._weight is None:
             self._weight = self._accumulation.weigh()
         self.has_backward = True
-        (loss * self._weight).backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        (loss * self._weight).backward()
 
 
 class Accumulation:
@@ -54,7 +54,8 @@ class Accumulation:
         feeds = [trained.feed for trained in self._trained_models if trained.feed is not None]
         place = (self._trained_models[0].model.schedule.step, feeds[0].epoch if feeds else 0)
         if self._is_complete or place != self._place:  # alike on all ranks that share gradients
-            self._batches, self._samples, self._place = 0, 0.0, place
+            self._batches, self._samples = 0, 0.0
+            self._place = place
         self._batches += 1
         self._is_complete = is_last or self._batches >= count or any(feed.is_at_end for feed in feeds)
         with ExitStack() as paused:

@@ -206,7 +206,7 @@ def _expected(readings_by_size: dict[int, list[float]], size: int) -> float:
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, torch.Tensor]) -> None:
     """Makes one step on these inputs, with a loss that uses every output."""
-    loss_of(model(**inputs)).backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+    loss_of(model(**inputs)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -301,7 +301,7 @@ def require_a_step(
         f"{type(model).__name__} was to be measured in training with {counted(samples, 'sample')} of random numbers"
     )
     try:
-        loss_of(model(**inputs)).backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        loss_of(model(**inputs)).backward()
         is_finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if _is_dense(p.grad))
         if is_finite:
             optimizer.step()

@@ -49,7 +49,7 @@ class _RuntimeCalls:
 @cache
 def _calls() -> _RuntimeCalls:
     """Returns the functions; `OSError` if torch has loaded no runtime as a library."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # torch has no annotation here
+    torch.cuda.init()
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = sorted({line.split(maxsplit=5)[-1] for line in lines if "libcudart" in line})
     if not paths:

@@ -7,9 +7,10 @@ others wait, not their threads.
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, final
+from typing import final
 
 import torch
 
@@ -20,87 +21,80 @@ from evenly.comm.memory.rounds import Round, Slots
 ARRIVED, REDUCED, READ = range(3)  # what ranks tell each other in a round: written, summed, may be written again
 PHASES = (ARRIVED, REDUCED, READ)
 LIMIT_S = 5.0  # for the work of a device, when a group is closed
+_NOTHING = nullcontext()
 ROUNDS_AHEAD = 32  # that a rank starts before its device has done half of them
 
 
-class SlotAccess(Protocol):
-    """The slots of a group as one rank reaches them."""
+class SlotAccess(ABC):
+    """The slots of a group as one rank reaches them; by default, operations are complete when they return."""
 
-    @property
-    def sums_in_slices(self) -> bool:
-        """Whether each rank may sum a slice of long tensors for all."""
+    place = "host"  # where the slots are, which must be the same for all ranks
+    sums_in_slices = True  # whether each rank may sum a slice of long tensors for all
 
-    @property
-    def place(self) -> str:
-        """Where the slots are, which must be the same for all ranks."""
-
+    @abstractmethod
     def slots(self, slot: int) -> Slots:
         """Returns the bytes of each rank in a slot, as rounds write and read them."""
 
-    def current_stream(self) -> torch.cuda.Stream | None:
-        """Returns the stream to which work goes now."""
-
-    def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """Returns a context in which work goes to this stream."""
-
-    def before_write(self, slot: int, *, is_first: bool) -> None:
-        """Sees to it that all have read what was in the slot before this rank writes it; the `first` time none has."""
-
-    def before_post(self, phase: int, slot: int, item: Round) -> None:
-        """Sees to it that what this rank did is complete where another one continues, before this one says so."""
-
-    def after_take(self, phase: int, slot: int, item: Round) -> None:
-        """Sees to it that what this rank does next begins after what all others have said to be complete."""
-
-    def is_behind(self) -> bool:
-        """Whether the device has so much to do that this rank should wait before it gives it more."""
-
+    @abstractmethod
     def close(self, *, is_idle: bool, have_others_closed: Callable[[], bool]) -> bool:
         """Ends the use of the slots, and returns whether it has ended.
 
         Without `is_idle` a device may still work on them, and wait for ever: then it has not.
         """
 
+    def current_stream(self) -> torch.cuda.Stream | None:
+        """Returns the stream to which work goes now."""
+        return None
+
+    def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """Returns a context in which work goes to this stream."""
+        return _NOTHING
+
+    def before_write(self, slot: int, *, is_first: bool) -> None:  # noqa: B027  # a host has nothing to do
+        """Sees to it that all have read what was in the slot before this rank writes it; the `first` time none has."""
+
+    def before_post(self, phase: int, slot: int, item: Round) -> None:  # noqa: B027  # a host has nothing to do
+        """Sees to it that what this rank did is complete where another one continues, before this one says so."""
+
+    def after_take(self, phase: int, slot: int, item: Round) -> None:  # noqa: B027  # a host has nothing to do
+        """Sees to it that what this rank does next begins after what all others have said to be complete."""
+
+    def is_behind(self) -> bool:
+        """Whether the device has so much to do that this rank should wait before it gives it more."""
+        return False
+
 
 @final
-class HostAccess:
-    """Slots in memory of the host, for tensors of the host: an operation is complete when it returns."""
-
-    place = "host"
+class HostAccess(SlotAccess):
+    """Slots in memory of the host, for tensors of the host."""
 
     def __init__(self, slots: torch.Tensor, *, sums_in_slices: bool = True) -> None:
         self.sums_in_slices = sums_in_slices
         self._slots: list[Slots] = [list(slot.unbind()) for slot in slots.unbind()]
-        self._context = nullcontext()
 
     def slots(self, slot: int) -> Slots:
         """Returns the bytes of each rank in a slot."""
         return self._slots[slot]
 
-    def current_stream(self) -> None:
-        """Returns None: nothing is queued."""
-
-    def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """Returns a context that does nothing."""
-        return self._context
-
-    def before_write(self, slot: int, *, is_first: bool) -> None:
-        """Does nothing."""
-
-    def before_post(self, phase: int, slot: int, item: Round) -> None:
-        """Does nothing."""
-
-    def after_take(self, phase: int, slot: int, item: Round) -> None:
-        """Does nothing."""
-
-    def is_behind(self) -> bool:
-        """Returns False: nothing is queued."""
-        return False
-
     def close(self, *, is_idle: bool, have_others_closed: Callable[[], bool]) -> bool:
         """Lets go of the memory."""
         self._slots = []
         return True
+
+
+class _CudaAccess(SlotAccess):
+    """Slots for tensors of a CUDA device, whose operations are queued on streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """Returns the stream of the device that is current."""
+        return torch.cuda.current_stream(self._device)
+
+    def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """Returns a context with this stream."""
+        return torch.cuda.stream(stream)
 
 
 class DeviceSlots:
@@ -115,7 +109,7 @@ class DeviceSlots:
         """Returns the slots of this rank; `OSError` or `RuntimeError` if the device cannot share them."""
         free_retired()
         stream = torch.cuda.current_stream(device)
-        events = [[torch.cuda.Event(interprocess=True) for _ in PHASES] for _ in range(shape.num_slots)]  # type: ignore[no-untyped-call]  # torch has no annotation here
+        events = [[torch.cuda.Event(interprocess=True) for _ in PHASES] for _ in range(shape.num_slots)]
         for event in (event for row in events for event in row):
             event.record(stream)  # from here on it belongs to the device
         return cls(DeviceMemory.allocate(shape.num_slots * shape.slot_bytes, device), events)
@@ -123,7 +117,7 @@ class DeviceSlots:
     @property
     def handles(self) -> tuple[str, list[list[str]]]:
         """By what other processes open the memory and the events."""
-        events = [[event.ipc_handle().hex() for event in row] for row in self.events]  # type: ignore[no-untyped-call]  # torch has no annotation here
+        events = [[event.ipc_handle().hex() for event in row] for row in self.events]
         return self.memory.handle.hex(), events
 
     @classmethod
@@ -136,16 +130,15 @@ class DeviceSlots:
 
 
 @final
-class DeviceAccess:
+class DeviceAccess(_CudaAccess):
     """Slots in the memory of one CUDA device, which every rank maps: for ranks that share the device."""
 
-    sums_in_slices = True
     place = "device"
 
     def __init__(self, members: Sequence[DeviceSlots], rank: int, device: torch.device, *, num_slots: int) -> None:
+        super().__init__(device)
         self._members = list(members)
         self._rank = rank
-        self._device = device
         self._num_read = 0  # rounds
         self._marks: list[torch.cuda.Event] = []  # after every half of `ROUNDS_AHEAD` rounds, the last two
         rows = [member.memory.bytes.view(num_slots, -1).unbind() for member in members]
@@ -154,14 +147,6 @@ class DeviceAccess:
     def slots(self, slot: int) -> Slots:
         """Returns the bytes of each rank in a slot."""
         return self._slots[slot]
-
-    def current_stream(self) -> torch.cuda.Stream:
-        """Returns the stream of the device that is current."""
-        return torch.cuda.current_stream(self._device)
-
-    def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """Returns a context with this stream."""
-        return torch.cuda.stream(stream)
 
     def before_write(self, slot: int, *, is_first: bool) -> None:
         """Lets the stream wait until all have read the slot."""
@@ -175,7 +160,7 @@ class DeviceAccess:
         if phase == READ:
             self._num_read += 1
             if self._num_read % (ROUNDS_AHEAD // 2) == 0:
-                mark = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation here
+                mark = torch.cuda.Event()
                 mark.record(stream)
                 self._marks = [*self._marks[-1:], mark]
 
@@ -194,7 +179,7 @@ class DeviceAccess:
         Its queue would fill otherwise, and a thread that waits there would not notice that another rank has died.
         """
         is_due = len(self._marks) > 1 and self._num_read % (ROUNDS_AHEAD // 2) == 0
-        return is_due and not self._marks[0].query()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        return is_due and not self._marks[0].query()
 
     def close(self, *, is_idle: bool, have_others_closed: Callable[[], bool]) -> bool:
         """Unmaps the memory of the others; this rank's own is freed once they have unmapped it."""
@@ -231,7 +216,7 @@ def _are_done(events: Sequence[torch.cuda.Event]) -> bool:
     """Returns whether devices have come to these events within a few seconds: one may wait for a rank that has died."""
     until = time.monotonic() + LIMIT_S
     for event in events:
-        while not event.query():  # type: ignore[no-untyped-call]  # torch has no annotation here
+        while not event.query():
             if time.monotonic() > until:
                 return False
             time.sleep(0.001)
@@ -239,38 +224,29 @@ def _are_done(events: Sequence[torch.cuda.Event]) -> bool:
 
 
 @final
-class StagedAccess:
+class StagedAccess(_CudaAccess):
     """Slots in memory of the host that a CUDA device copies from and to; rounds work on copies on the device.
 
     For ranks on different devices, such as a GPU and a CPU.
     """
 
     sums_in_slices = False  # the slices would be copied twice more
-    place = "host"
 
     def __init__(self, memory: MappedMemory, rank: int, device: torch.device) -> None:
         """Begins the use of memory of the host; `OSError` or `RuntimeError` if the device cannot copy from it."""
+        super().__init__(device)
         self._slots: Slots = list(torch.empty(memory.slots.shape[1:], dtype=torch.uint8, device=device).unbind())
         memory.register(device)
         self._memory = memory
         self._host: list[Slots] = [list(slot.unbind()) for slot in memory.slots.unbind()]
         self._rank = rank
-        self._device = device
-        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no annotation here
-        self._used = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the copies, by the last round
+        self._copied = torch.cuda.Event(blocking=True)
+        self._used = torch.cuda.Event(blocking=True)  # the copies, by the last round
         self._used.record(self.current_stream())
 
     def slots(self, slot: int) -> Slots:
         """Returns the copies of each rank's bytes; one for all slots, since rounds work on them one after another."""
         return self._slots
-
-    def current_stream(self) -> torch.cuda.Stream:
-        """Returns the stream of the device that is current."""
-        return torch.cuda.current_stream(self._device)
-
-    def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """Returns a context with this stream."""
-        return torch.cuda.stream(stream)
 
     def before_write(self, slot: int, *, is_first: bool) -> None:
         """Lets the stream wait until the round before has used the copies, on whatever stream."""
@@ -297,10 +273,6 @@ class StagedAccess:
             if start < stop:
                 copy[start:stop].copy_(self._host[slot][source][start:stop], non_blocking=True)
         self._copied.record(stream)
-
-    def is_behind(self) -> bool:
-        """Returns False: every round waits for its copies."""
-        return False
 
     def close(self, *, is_idle: bool, have_others_closed: Callable[[], bool]) -> bool:
         """Lets go of the memory."""

@@ -85,7 +85,9 @@ class ClassAttention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads, self.scale = heads, (width // heads) ** -0.5
-        self.queries, self.keys, self.values = (nn.Linear(width, width) for _ in range(3))
+        self.queries = nn.Linear(width, width)
+        self.keys = nn.Linear(width, width)
+        self.values = nn.Linear(width, width)
         self.project = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

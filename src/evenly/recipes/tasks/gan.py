@@ -136,14 +136,14 @@ class Adversaries:
             sources, kinds = self._discriminator(torch.cat([real, fake]))  # one forward: one averaging covers both
             is_real = torch.cat([torch.ones(len(real)), torch.zeros(len(fake))]).to(sources)
             discriminator_loss = _loss(sources, is_real, kinds, torch.cat([labels, classes]))
-        discriminator_loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        discriminator_loss.backward()
         self.discriminator_optimizer.step()
         self.discriminator_optimizer.zero_grad()
         with autocast(self._config, self._session):
             # The plain discriminator: its gradients are thrown away, not averaged.
             sources, kinds = self._discriminator.module(self._generator(noise, classes))
             generator_loss = _loss(sources, torch.ones_like(sources), kinds, classes)
-        generator_loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        generator_loss.backward()
         self.generator_optimizer.step()
         self.generator_optimizer.zero_grad()
         self.discriminator_optimizer.zero_grad()

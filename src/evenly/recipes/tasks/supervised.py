@@ -45,7 +45,7 @@ def train_supervised(
         for batch in loader:
             with autocast(config, session):
                 loss = objective.loss(model, batch, epoch=epoch)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()

@@ -94,7 +94,7 @@ class PartParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Saves this rank's part as a plain parameter."""
         plain = nn.Parameter(self.as_subclass(torch.Tensor).detach(), requires_grad=self.requires_grad)
-        reduced: tuple[object, ...] = plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch has none
+        reduced: tuple[object, ...] = plain.__reduce_ex__(protocol)
         return reduced
 
 

@@ -271,7 +271,8 @@ class _GroupStandard(torch.autograd.Function):
         mean = over_group(wide.sum(-1))
         shifted = wide - mean
         scale = torch.rsqrt(over_group((shifted * shifted).sum(-1)) + eps)
-        ctx.shard_group, ctx.count, ctx.eps = shard_group, count, eps
+        ctx.shard_group = shard_group
+        ctx.count, ctx.eps = count, eps
         ctx.save_for_backward(x, mean, scale, member)
         return (shifted * scale).to(x.dtype)
 

@@ -99,7 +99,7 @@ class RankCheck:
         self._output_gradients = [0.0, 0.0, 0.0]
         for output in pytree.tree_leaves(result):
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(self._note_gradient)  # type: ignore[no-untyped-call]  # torch has no annotation
+                output.register_hook(self._note_gradient)
 
     def end(self) -> None:
         """Ends the count of passes: the network is no longer trained."""

@@ -184,10 +184,10 @@ def _record_gradient(tensor: torch.Tensor, name: str, gradients: dict[str, torch
             gradients[name] = gradient
 
     if tensor.requires_grad:
-        tensor.register_hook(record)  # type: ignore[no-untyped-call]  # torch has no annotation here
+        tensor.register_hook(record)
 
 
 def backward(loss: torch.Tensor | None) -> None:
     """Computes gradients, if there are any to compute."""
     if loss is not None and loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        loss.backward()
