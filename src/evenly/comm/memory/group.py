@@ -326,11 +326,8 @@ class MemoryGroup:
         access = self._access(values)
         with self._locked():
             self._require_open()
-            number, first = (
-                zlib.crc32(f"{access.place} {digest}".encode()),
-                self._num_collectives % max(1, self._shape.num_slots // 2),
-            )
-            stream = access.current_stream()
+            number = zlib.crc32(f"{access.place} {digest}".encode())
+            first, stream = self._num_collectives % max(1, self._shape.num_slots // 2), access.current_stream()
             added = [
                 _Queued(item, number, (first + index) % self._shape.num_slots, access, stream)
                 for index, item in enumerate(rounds)
@@ -430,8 +427,9 @@ class MemoryGroup:
         until = time.monotonic() + SLICE_S
         while access.is_behind():
             if time.monotonic() > until:
-                gone = [*self._processes.ended(), *(other for other in self._others if self._counts(other)[_CLOSED])]
-                check(Absence((), [self._ranks[member] for member in gone], self._processes.stopped()))
+                ended = [member for member in self._processes.ended() if not self._counts(member)[_CLOSED]]
+                stopped = self._processes.stopped()  # one that has closed the group may end: it has sent everything
+                check(Absence((), *([self._ranks[member] for member in members] for members in (ended, stopped))))
                 self._require_open()
                 until = time.monotonic() + SLICE_S
             time.sleep(5e-5)
