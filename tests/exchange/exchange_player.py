@@ -232,7 +232,7 @@ class Player:
             [ExchangeCosts(0.0, 0.0, (d / length) ** 0.5 if length else 0.0, steps) for d, length in drifts],
             [set() for _ in self.models],
         )  # fmt: skip
-        self.schedule.exchanged(fragments)
+        self.schedule.record_begun(fragments)
         for f in fragments:
             self.samples[f] = [0.0] * len(self.models)
         self.pending.append(pending_exchange)

@@ -64,7 +64,7 @@ def test_a_new_length_holds_from_the_next_period_on():
         fragments = schedule.advance()
         if fragments:
             due.append((step, fragments))
-            schedule.exchanged(fragments)
+            schedule.record_begun(fragments)
         if step == 3:
             schedule.next_length = 5
         if step == 9:

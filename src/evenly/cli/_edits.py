@@ -35,7 +35,7 @@ def settled(plan: Plan, cluster: Cluster, profile: Profile, graph: Graph) -> Pla
     blocking_exchange = plan.exchange.model_copy(update={"overlap": 0, "fragments": 1})
     synchronous_plan = plan.model_copy(update={"period": EverySteps(1), "exchange": blocking_exchange})
     forecast = simulate(synchronous_plan, cluster, profile, graph, steps=1)
-    adaptive_period = plan.exchange.begun(
+    adaptive_period = plan.exchange.with_affordable_start(
         period, step_s=forecast.seconds - forecast.exchange_s, exchange_s=forecast.exchange_s
     )
     return plan.model_copy(update={"period": adaptive_period})

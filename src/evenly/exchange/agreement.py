@@ -115,13 +115,13 @@ class Agreement:
         if quorum.is_assembled and not quorum.may_differ and isinstance(self._schedule.period, EverySeconds):
             return None
         joined = time.monotonic()  # all ranks have joined
-        counters, added = buffer_changes.split(quorum.changed)
-        self._replica_exchange.agree_on_largest(counters, waiter)
+        keys, added = buffer_changes.split(quorum.changed)
+        self._replica_exchange.agree_on_largest(keys, waiter)
         exact = exact and quorum.is_assembled
         stats = self._replica_exchange.average(payload, added, quorum, waiter, anchors=self._anchors, exact=exact)
         if len(quorum.weights) > 1 and self._averages:
             stats = of_node(stats, self._groups.node_votes, waiter)
-        agreed, seconds = buffer_changes.agreed(counters, added), time.monotonic() - joined
+        agreed, seconds = buffer_changes.agreed(keys, added), time.monotonic() - joined
         return ExchangeOutcome(quorum.weights, stats, seconds, joined - began, quorum.measured, agreed)
 
     def vote(

@@ -132,11 +132,14 @@ class Anchors:
                 )
         self._unverified -= {part.key for part in parts}
 
-    def _apply(self, part: Slice, average: torch.Tensor, coded: _Anchor | None = None) -> torch.Tensor | None:
-        """Writes the agreed values; returns squared distance to and norm of the average, for slices with a key."""
+    def _apply(self, part: Slice, average: torch.Tensor, errors_of: _Anchor | None = None) -> torch.Tensor | None:
+        """Writes the agreed values; returns squared distance to and norm of the average, for slices with a key.
+
+        The new anchor keeps the encoding errors of `errors_of`.
+        """
         drift = _drift(part.values, average) if part.key else None
-        agreed = self._update_anchor(part, average, coded)
-        part.values.copy_(agreed - part.values if part.change else agreed)
+        agreed = self._update_anchor(part, average, errors_of)
+        part.values.copy_(agreed - part.values if part.is_difference else agreed)
         return drift
 
     def _begin_sums(self, parts: Sequence[Slice], quorum: Quorum) -> list[tuple[torch.Tensor, Work]]:
@@ -240,7 +243,7 @@ class Anchors:
         parameter = torch.nn.Parameter(agreed)
         return _Anchor(parameter, outer=_make_outer(self._outer, parameter))
 
-    def _update_anchor(self, part: Slice, average: torch.Tensor, coded: _Anchor | None) -> torch.Tensor:
+    def _update_anchor(self, part: Slice, average: torch.Tensor, errors_of: _Anchor | None) -> torch.Tensor:
         """Returns the new anchor: the average, or the outer optimizer's step from the last anchor towards it."""
         if not part.key or not self.are_kept:
             return average
@@ -253,7 +256,7 @@ class Anchors:
                 previous.outer.step()
             previous.agreed.grad = None
             agreed = previous.agreed
-        residual, sum_residual = (None, None) if coded is None else (coded.residual, coded.sum_residual)
+        residual, sum_residual = (None, None) if errors_of is None else (errors_of.residual, errors_of.sum_residual)
         self._anchors[part.key] = _Anchor(agreed, residual, sum_residual, previous.outer)
         return agreed.detach()
 

@@ -14,7 +14,7 @@ class ExchangeProgress(TypedDict):
     samples: list[float]  # since the last snapshot of each fragment
     counts: list[int]  # snapshots of each fragment
     seen: list[float]  # an `ExchangeCosts` without the seconds of a step
-    differs: NotRequired[bool]
+    differs: NotRequired[bool]  # whether nodes may hold different parameters
 
 
 class Progress(ScheduleProgress, ExchangeProgress):
@@ -27,8 +27,8 @@ class ExchangeState(TypedDict):
     settings: dict[str, object]  # those of `Exchange` that must be equal to resume inside a period
     policies: NotRequired[dict[str, BufferPolicy]]
     averaged: NotRequired[list[str]]  # the parameters that exchanges average
-    sent: NotRequired[list[str]]  # the parameters that the slices of anchors are of
+    sent: NotRequired[list[str]]  # the parameters that fragments and anchors consist of
     counts: NotRequired[bool]  # whether this rank counts the samples of its replica
-    restarts: int
+    restarts: int  # how often anchors were reset to loaded weights
     points: dict[str, AnchorState]  # the anchors, by the key of the slice
     trips: list[PendingState]  # the pending exchanges

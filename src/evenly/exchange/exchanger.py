@@ -132,18 +132,18 @@ class Exchanger:
         """Adds the samples of a step."""
         self._samples = [before + samples for before in self._samples]
 
-    def after_step(self, due: Sequence[int]) -> None:
+    def after_step(self, due_fragments: Sequence[int]) -> None:
         """Merges the pending exchanges due after the step just made, then exchanges the fragments that are due."""
         self.period_chooser.pace.end()
         with self._reporting():
             for pending_exchange in [
                 pending_exchange
                 for pending_exchange in self._pending_exchanges
-                if pending_exchange.due <= self._schedule.step
+                if pending_exchange.merge_step <= self._schedule.step
             ]:
                 self._merge(pending_exchange)
-            if due:
-                self.exchange(due, waits=self._schedule.warms_up)
+            if due_fragments:
+                self.exchange(due_fragments, waits=self._schedule.warms_up)
         self.period_chooser.pace.begin(during_exchange=bool(self._pending_exchanges))
 
     def exchange(self, fragments: Sequence[int], *, waits: bool = False, exact: bool = False) -> None:
@@ -153,7 +153,7 @@ class Exchanger:
         """
         self.take_loaded()
         if self._groups.rank_group.size == 1:
-            self._schedule.exchanged(fragments)
+            self._schedule.record_begun(fragments)
             self._forget_samples(fragments)
             self.buffers.learn()
             return
@@ -168,7 +168,7 @@ class Exchanger:
             check_finite = self._take_finite_check()
             self._follow_layout()
             pending_exchange, vote, fingerprint = self._prepare(tuple(fragments), overlap=overlap)
-            self._schedule.exchanged(fragments)
+            self._schedule.record_begun(fragments)
             self._forget_samples(fragments)
             vote = replace(vote, waits_for_all=exact)
             agree = partial(
@@ -290,7 +290,7 @@ class Exchanger:
         }
 
     def state(self) -> ExchangeState:
-        """Returns all tensors that a checkpoint inside a period needs, with the pending exchanges."""
+        """Waits for the pending exchanges without merging them; returns all tensors of a checkpoint inside a period."""
         self.take_loaded()
         with self._reporting():
             self._drain()
@@ -527,7 +527,7 @@ class Exchanger:
         if not pending_exchange.is_state_loaded:
             self._payload_builder.reset_state(pending_exchange.payload, pending_exchange.stateful)
         self.period_chooser.update(
-            begun=pending_exchange.begun,
+            begun=pending_exchange.snapshot_step,
             steps=pending_exchange.steps,
             seconds=outcome.seconds,
             drift=outcome.carried.drift,

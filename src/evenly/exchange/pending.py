@@ -131,8 +131,8 @@ class PendingState(TypedDict):
     """A completed `PendingExchange` in a checkpoint."""
 
     number: int
-    begun: int
-    due: int
+    begun: int  # its `snapshot_step`
+    due: int  # its `merge_step`
     steps: int
     snapshot: Tensors
     is_state_loaded: NotRequired[bool]
@@ -151,8 +151,8 @@ class PendingExchange:
     """One exchange from its snapshot to its merge."""
 
     number: int
-    begun: int  # step after which the snapshot was taken
-    due: int  # step after which it is merged
+    snapshot_step: int  # the step after which the snapshot was taken
+    merge_step: int  # the step after which it is merged
     fragments: tuple[int, ...]
     stateful: tuple[int, ...]  # fragments whose optimizer state is included
     steps: int  # since the previous exchange of these fragments
@@ -167,7 +167,7 @@ class PendingExchange:
     def summary(self, outcome: "ExchangeOutcome", merged: int, waited_s: float) -> ExchangeSummary:
         """Returns the summary of the merged exchange."""
         stats = outcome.carried
-        steps, times = (self.number, self.begun, merged), (outcome.seconds, outcome.met_s, waited_s)
+        steps, times = (self.number, self.snapshot_step, merged), (outcome.seconds, outcome.met_s, waited_s)
         return ExchangeSummary(*steps, *times, stats.sent_bytes, outcome.weights, self.fragments, stats.drift)
 
     def drop_loaded(self) -> Tensors:
@@ -184,8 +184,8 @@ class PendingExchange:
         stats = outcome.carried
         return {
             "number": self.number,
-            "begun": self.begun,
-            "due": self.due,
+            "begun": self.snapshot_step,
+            "due": self.merge_step,
             "steps": self.steps,
             "snapshot": self.snapshot,
             "is_state_loaded": self.is_state_loaded,
@@ -221,8 +221,8 @@ def restored(saved: PendingState, payload: Payload, label: str, device: torch.de
     outcome = ExchangeOutcome(tuple(saved["weights"]), stats, seconds, met_s, measured, agreed)
     return PendingExchange(
         number=saved["number"],
-        begun=saved["begun"],
-        due=saved["due"],
+        snapshot_step=saved["begun"],
+        merge_step=saved["due"],
         fragments=tuple(saved["fragments"]),
         stateful=tuple(saved["stateful"]),
         steps=saved["steps"],

@@ -169,9 +169,9 @@ class ReplicaExchange:
             each.unpack()
         return stats
 
-    def agree_on_largest(self, counters: Mapping[str, torch.Tensor], waiter: CollectiveWaiter) -> None:
-        """Replaces integer buffers by their maximum over all replicas."""
-        packed = self._pack(_named(counters), dtype=torch.int64)
+    def agree_on_largest(self, keys: Mapping[str, torch.Tensor], waiter: CollectiveWaiter) -> None:
+        """Replaces the integer keys of buffers (policies max, min, first) by their maximum over all replicas."""
+        packed = self._pack(_named(keys), dtype=torch.int64)
         items = [each.item for each in packed]
         self._everywhere.reduce(items, waiter, kind="max")
         self._everywhere.broadcast(items, waiter)
@@ -196,7 +196,7 @@ class ReplicaExchange:
         self.gradient_replicas = tuple(all_replicas) if self._global_gradients else self._node_replicas
         self._shapes = full_shapes(module) if self._is_cut else {}
         policies = policies_of(module, self._settings) if self._is_cut else {}
-        counters = [name for name in self._shapes if policies.get(name, "keep") not in ("average", "keep")]
+        keyed = [name for name in self._shapes if policies.get(name, "keep") not in ("average", "keep")]
         existing = {} if self._is_cut else _by_ranks(groups)
         labels = {} if self._is_cut else {peers.owners: f"{number}" for number, peers in enumerate(groups.peers)}
         if self._is_cut:  # own groups: exchanges may run during training
@@ -207,7 +207,7 @@ class ReplicaExchange:
         node_participants = _each(self._node_replicas)
         self._inside = self._open_reducer("inside", node_participants, self._shapes, groups=existing, broadcasts=False)
         self._across = self._open_reducer("across", nodes, self._shapes, groups=self._inside.groups, labels=labels)
-        self._everywhere = self._open_reducer("everywhere", _each(all_replicas), counters, groups=self._across.groups)
+        self._everywhere = self._open_reducer("everywhere", _each(all_replicas), keyed, groups=self._across.groups)
 
     def _open_reducer(
         self,

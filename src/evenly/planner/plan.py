@@ -336,7 +336,7 @@ class _Task:
         every, exchange = self.wishes.every, self.wishes.exchange
         period = period_of("epoch" if every is None else every)
         if isinstance(period, Adaptive):
-            return exchange.begun(period, step_s=step_s, exchange_s=exchange_s)
+            return exchange.with_affordable_start(period, step_s=step_s, exchange_s=exchange_s)
         if every is not None:
             return period
         transfer_s = exchange_s / exchange.fragments

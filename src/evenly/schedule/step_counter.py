@@ -74,7 +74,7 @@ class Schedule:
         is_over = isinstance(self.period, EveryEpoch) and self._epochs % self.period.epochs == 0
         return self.since > 0 and (is_over or isinstance(self.period, EveryGradient))
 
-    def exchanged(self, fragments: Sequence[int]) -> None:
+    def record_begun(self, fragments: Sequence[int]) -> None:
         """Records that an exchange of these fragments began."""
         self.exchanges += 1
         for fragment in fragments:

@@ -134,7 +134,7 @@ class Exchange(Value):
         busy = ceil(self.fragments * transfer_s / step_s) if self.overlap else 0
         return max(self.least_adaptive_steps, steps, busy)
 
-    def begun(self, period: Adaptive, *, step_s: float, exchange_s: float) -> Adaptive:
+    def with_affordable_start(self, period: Adaptive, *, step_s: float, exchange_s: float) -> Adaptive:
         """Returns the period, starting with the steps that keep its budget; `exchange_s` is the total of a period."""
         if period.exchange_budget is None or not exchange_s:
             return period

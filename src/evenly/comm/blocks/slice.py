@@ -14,4 +14,4 @@ class Slice:
     values: torch.Tensor  # before: of this node; after: the agreed ones, or the change to them
     group: Group
     key: str = ""  # of the anchor; without one the values are averaged as they are
-    change: bool = False
+    is_difference: bool = False  # whether `values` become the average minus what they were
