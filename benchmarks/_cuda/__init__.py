@@ -1,0 +1,1 @@
+"""What `cuda.py` measures: a GPT trained by several methods in turns, and the codecs."""
