@@ -1,8 +1,10 @@
 """A program that catches the error of a lost rank and ends, its model not closed, ends with its own exit code."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -10,6 +12,7 @@ from evenly.launch.ports import free_port
 from tests.nodes.catching import OWN_CODE
 
 CODES = {"kill": -9, "exit": 4, "raise": 1}  # of the rank that leaves
+LIMIT_S = 110.0  # a run takes 10 s, beside other tests 40
 LOCAL_RANKS, NODES = [0, 1, 0], [0, 0, 1]
 
 
@@ -20,7 +23,7 @@ def start(how: str, lost_rank: int) -> "list[subprocess.Popen[str]]":
     ]
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.nodes.catching", how, str(lost_rank)],
+            [sys.executable, "-X", "faulthandler", "-m", "tests.nodes.catching", how, str(lost_rank)],
             env={**os.environ, **world, **place},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -30,13 +33,19 @@ def start(how: str, lost_rank: int) -> "list[subprocess.Popen[str]]":
     ]
 
 
+def outputs_of(process: "subprocess.Popen[str]", deadline: float) -> tuple[str, str]:
+    """Returns what a rank printed; one that has not ended by then is aborted, and prints where its threads are."""
+    try:
+        return process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        return process.communicate()
+
+
 def end_as_they_say(how: str, lost_rank: int) -> None:
     ranks = start(how, lost_rank)
-    try:
-        said = [process.communicate(timeout=110) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    deadline = time.monotonic() + LIMIT_S
+    said = [outputs_of(process, deadline) for process in ranks]
     codes = [process.returncode for process in ranks]
     assert codes == [CODES[how] if rank == lost_rank else OWN_CODE for rank in range(3)], said
     for rank in {0, 1, 2} - {lost_rank}:
