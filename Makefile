@@ -79,6 +79,7 @@ $(READY): pyproject.toml constraints.txt
 		echo "$(PYTHON) cannot make a virtual environment. On Debian: apt-get install python3-venv"; exit 1; }
 	@echo "2 of 2: installing into it what pyproject.toml names, torch first of all (about two minutes)"
 	@$(INSTALL)
+	@$(BIN)/python -m compileall -q -j 0 src
 	@touch $(READY)
 	@echo "installed"
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.pop(0)  # this folder, whose cuda.py would be taken for the package of that name
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._cuda.parts import OVERLAP, PARTS, PERIOD, Part

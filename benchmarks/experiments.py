@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
+sys.path.pop(0)  # this folder, whose cuda.py would be taken for the package of that name
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import COMMIT, RESULTS_DIR, Claim, Row, write_result

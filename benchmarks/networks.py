@@ -19,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.pop(0)  # this folder, whose cuda.py would be taken for the package of that name
 sys.path.insert(0, str(ROOT))
 
 PAGE = ROOT / "docs" / "networks.md"

@@ -9,6 +9,8 @@ import sys
 import time
 import warnings
 
+sys.path.pop(0)  # this folder, whose cuda.py would be taken for the package of that name
+
 import torch
 from torch import nn
 

@@ -18,6 +18,7 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.pop(0)  # this folder, whose cuda.py would be taken for the package of that name
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._plan.clusters import CASES

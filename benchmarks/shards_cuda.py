@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.pop(0)  # this folder, whose cuda.py would be taken for the package of that name
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import RESULTS_DIR, ROW_ORIGIN, Claim, Row, median, spread, write_result

@@ -5,12 +5,14 @@ Tests marked `alone` or `lab` run last, with no other test beside them. Examples
 
 import fcntl
 import functools
+import importlib
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
@@ -193,6 +195,23 @@ def _fail_what_leaks() -> Iterator[None]:
         os.environ.pop(name, None)
     os.environ.update(environ)
     assert not leaks, f"the test left behind: {', '.join(leaks)}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Lets each process of `-n` import its part of the test files first, then all collect all of them.
+
+    All would rewrite the assertions of the same file at the same time. Now one does, and the others read what it wrote.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    root = Path(__file__).parents[1]
+    folders = [folder for folder in map(root.joinpath, session.config.args) if folder.is_dir()]
+    files = sorted({file for folder in folders for file in folder.rglob("test_*.py")})
+    for file in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+        with suppress(Exception, pytest.skip.Exception):  # is told when it is collected
+            importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 import evenly
 
+pytestmark = pytest.mark.xdist_group("structure")  # one process parses the source
 ROOT = Path(evenly.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -1,8 +1,11 @@
 """A program that ends without `finish()` is told that its nodes hold different parameters."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+from evenly.launch.ports import free_port
 
 PROGRAM = """
 import torch
@@ -34,8 +37,18 @@ dist.destroy_process_group()
 def test_a_program_that_ends_between_exchanges_is_told(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, "-m", "evenly", "launch", "--nodes", "1,1", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    told = done.stdout + done.stderr
-    assert told.count("2 steps came after the last exchange") == 2, told  # every=4, on both ranks
-    assert told.count("came after the last exchange") == 2, told  # none of the one that finishes or of the one in time
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program)],
+            env={**os.environ, **world, "RANK": str(rank), "GROUP_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for said in [rank.communicate(timeout=100)[0] for rank in ranks]:
+        assert said.count("2 steps came after the last exchange") == 1, said  # every=4
+        assert said.count("came after the last exchange") == 1, said  # none of the one that finishes or is in time
+    assert [rank.returncode for rank in ranks] == [0, 0]
