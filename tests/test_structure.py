@@ -13,7 +13,6 @@ import torch
 
 import evenly
 
-pytestmark = pytest.mark.xdist_group("structure")  # one process parses the source
 ROOT = Path(evenly.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -63,13 +62,28 @@ def test_what_needs_no_torch_starts_without_it() -> None:
     assert done.stdout.splitlines() == [f"{line}: False" for line in lines], done.stderr
 
 
-def test_only_launch_reads_the_environment() -> None:
-    reads = [
+def test_the_source_keeps_its_rules(subtests: pytest.Subtests) -> None:
+    """In one test, so that one process parses the source."""
+    for rule in (
+        only_launch_reads_the_environment,
+        only_the_command_line_prints,
+        no_bare_assert,
+        only_one_package_touches_private_names_of_others,
+        only_one_package_patches_torch_or_counts_references,
+        only_comm_calls_collectives_of_torch,
+        class_names_are_unique,
+        folders_do_not_import_each_other,
+    ):
+        with subtests.test(rule.__name__):
+            assert rule() == []
+
+
+def only_launch_reads_the_environment() -> list[str]:
+    return [
         spot(path, node)
         for path, node in nodes()
         if isinstance(node, ast.Attribute | ast.ImportFrom) and _of_os(node) and package_of(path) != "launch"
     ]
-    assert reads == []
 
 
 def _of_os(node: ast.Attribute | ast.ImportFrom) -> bool:
@@ -78,21 +92,20 @@ def _of_os(node: ast.Attribute | ast.ImportFrom) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id == "os" and node.attr in ENVIRONMENT
 
 
-def test_only_the_command_line_prints() -> None:
-    prints = [
+def only_the_command_line_prints() -> list[str]:
+    return [
         spot(path, node)
         for path, node in nodes()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
         if package_of(path) != "cli"
     ]
-    assert prints == []
 
 
-def test_no_bare_assert() -> None:
-    assert [spot(path, node) for path, node in nodes() if isinstance(node, ast.Assert)] == []
+def no_bare_assert() -> list[str]:
+    return [spot(path, node) for path, node in nodes() if isinstance(node, ast.Assert)]
 
 
-def test_only_one_package_touches_private_names_of_others() -> None:
+def only_one_package_touches_private_names_of_others() -> list[str]:
     """Names with one underscore are this library's own, in the package whose classes have them."""
     found = []
     for path, tree in trees():
@@ -101,7 +114,7 @@ def test_only_one_package_touches_private_names_of_others() -> None:
         own = _own_names(package_of(path)) | PYTHONS | SHARED.get(package_of(path), set())
         for node in ast.walk(tree):
             found += [f"{spot(path, node)} {name}" for name in _private_names(node) if name not in own]
-    assert found == []
+    return found
 
 
 PYTHONS = {"_fields", "_getframe", "_abc_impl", "_hooks"}  # of named tuples, sys and abc; how names of hooks end
@@ -170,13 +183,12 @@ def _names_of_torch() -> set[str]:
     return {name for name in names if _is_private(name)}
 
 
-def test_only_one_package_patches_torch_or_counts_references() -> None:
-    found = [
+def only_one_package_patches_torch_or_counts_references() -> list[str]:
+    return [
         spot(path, node)
         for path, node in nodes()
         if isinstance(node, ast.Attribute) and package_of(path) != "_torch" and _is_trick(node)
     ]
-    assert found == []
 
 
 def _is_trick(node: ast.Attribute) -> bool:
@@ -200,9 +212,8 @@ OF_PROCESS_GROUPS = {"allreduce", "allgather", "_allgather_base", "alltoall", "a
 DISTRIBUTED = ("dist", "distributed", "torch.distributed", "torch.distributed.distributed_c10d", "c10d")
 
 
-def test_only_comm_calls_collectives_of_torch() -> None:
-    calls = [spot(path, node) for path, node in nodes() if package_of(path) != "comm" and _is_collective(node)]
-    assert calls == []
+def only_comm_calls_collectives_of_torch() -> list[str]:
+    return [spot(path, node) for path, node in nodes() if package_of(path) != "comm" and _is_collective(node)]
 
 
 def _is_collective(node: ast.AST) -> bool:
@@ -213,15 +224,15 @@ def _is_collective(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr in OF_PROCESS_GROUPS
 
 
-def test_class_names_are_unique() -> None:
+def class_names_are_unique() -> list[str]:
     homes: dict[str, list[str]] = {}
     for path, node in nodes():
         if isinstance(node, ast.ClassDef):
             homes.setdefault(node.name, []).append(spot(path, node))
-    assert {name: spots for name, spots in homes.items() if len(spots) > 1} == {}
+    return [f"{name}: {', '.join(spots)}" for name, spots in homes.items() if len(spots) > 1]
 
 
-def test_folders_do_not_import_each_other() -> None:
+def folders_do_not_import_each_other() -> list[str]:
     """A folder may import what lies deeper in it, and folders that do not import it."""
     arrows: dict[str, set[str]] = {}
     for path, tree in trees():
@@ -234,7 +245,7 @@ def test_folders_do_not_import_each_other() -> None:
                 folder = str((target if target.is_dir() else target.parent).relative_to(ROOT))
                 if folder not in (own, "."):  # errors.py lies at the root
                     arrows.setdefault(own, set()).add(folder)
-    assert _cycles(arrows) == []
+    return [" -> ".join(cycle) for cycle in _cycles(arrows)]
 
 
 def _cycles(arrows: dict[str, set[str]]) -> list[list[str]]:
