@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
+from evenly.gradients import buckets
 from evenly.gradients.buckets import finiteness_check
+from tests.gradients.test_not_averaged import assert_same, batch, expected_gradients, loss_of, run_steps
+from tests.ranks import RankError
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 
@@ -32,3 +35,19 @@ def test_the_imaginary_part_counts(value):
     gradient[3] = complex(1.0, value)
     assert not math.isfinite(finiteness_check(gradient).item())
     assert not math.isfinite(finiteness_check(gradient.conj()).item())
+
+
+@pytest.mark.parametrize("most_joined", [0, 2**30])
+@pytest.mark.parametrize("nonfinite_rank", [None, 1])
+def test_the_tally_may_travel_with_the_last_bucket_or_behind_it(monkeypatch, most_joined, nonfinite_rank):
+    monkeypatch.setattr(buckets, "MOST_JOINED", most_joined)
+
+    def loop(model, optimizer, rank):
+        loss = loss_of(model(batch(rank, 0)))
+        (loss * float("nan") if rank == nonfinite_rank else loss).backward()
+
+    if nonfinite_rank is None:
+        assert_same(run_steps(loop), expected_gradients([[2, 3]]))
+        return
+    with pytest.raises(RankError, match=r"the gradients of ranks \[1\] became NaN"):
+        run_steps(loop)

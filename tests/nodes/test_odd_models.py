@@ -169,7 +169,7 @@ def test_a_synchronized_model_is_neither_synchronized_again_nor_copied():
 
 def test_a_closed_model_that_is_let_go_takes_its_groups_along():
     def act(rank_group):
-        synchronized, optimizer = join(rank_group, ragged(1, 1), linear())
+        synchronized, optimizer = join(rank_group, ragged(2), linear())
         train(synchronized, optimizer, 2, rank_group.rank)
         synchronized.finish()
         synchronized.close()

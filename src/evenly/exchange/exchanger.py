@@ -135,15 +135,16 @@ class Exchanger:
     def after_step(self, due_fragments: Sequence[int]) -> None:
         """Merges the pending exchanges due after the step just made, then exchanges the fragments that are due."""
         self.period_chooser.pace.end()
-        with self._reporting():
-            for pending_exchange in [
-                pending_exchange
-                for pending_exchange in self._pending_exchanges
-                if pending_exchange.merge_step <= self._schedule.step
-            ]:
-                self._merge(pending_exchange)
-            if due_fragments:
-                self.exchange(due_fragments, waits=self._schedule.warms_up)
+        if due_fragments or self._pending_exchanges:
+            with self._reporting():
+                for pending_exchange in [
+                    pending_exchange
+                    for pending_exchange in self._pending_exchanges
+                    if pending_exchange.merge_step <= self._schedule.step
+                ]:
+                    self._merge(pending_exchange)
+                if due_fragments:
+                    self.exchange(due_fragments, waits=self._schedule.warms_up)
         self.period_chooser.pace.begin(during_exchange=bool(self._pending_exchanges))
 
     def exchange(self, fragments: Sequence[int], *, waits: bool = False, exact: bool = False) -> None:

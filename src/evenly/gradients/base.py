@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -11,17 +10,7 @@ from evenly._torch.autograd import version_of
 from evenly.comm import CollectiveWaiter, FailureMonitor, Group, all_reduce, to_device, to_host
 from evenly.errors import SpecError
 from evenly.gradients.forwards import Forward, ForwardLog, uncounted
-
-
-class Verdict(Protocol):
-    """Whether the gradients of one backward were finite."""
-
-    @property
-    def step(self) -> int:
-        """The step that the backward belongs to."""
-
-    def nonfinite_members(self) -> list[int]:
-        """Returns the members of the group whose gradients were not finite."""
+from evenly.gradients.verdicts import Verdict
 
 
 class Gradients(ABC):
@@ -67,6 +56,10 @@ class Gradients(ABC):
     def take_verdict(self, *, may_stall: bool) -> Verdict | None:
         """Returns the last backward's verdict, once. If reading it would stall a device, and it may not, returns that
         of the backward before."""
+
+    def begin_step(self) -> None:
+        """Runs before an optimizer uses the gradients, or after its closure has."""
+        return
 
     def follow_parameters(self) -> None:
         """Averages the gradients of the parameters that are trained now; all ranks that share them call it together.

@@ -20,6 +20,7 @@ from evenly.comm import (
 from evenly.errors import PeerError
 
 _NOTHING = torch.empty(0, device="cpu")
+MOST_JOINED = 4 * 2**20  # bytes of a last bucket that is copied into one message with the tally
 
 
 @dataclass
@@ -35,9 +36,9 @@ class _Bucket:
 class BucketAveraging:
     """Averages the buckets of one backward: sum_r b_r g_r / sum_r b_r, with b_r samples on rank r.
 
-    A small all-reduce after the last bucket sums every rank's samples and tells whether its gradients were finite; the
-    sums are divided once it is done. Collectives start on the thread that runs backward, in the same order on every
-    rank; callbacks only compute.
+    The tally sums every rank's samples and tells whether its gradients were finite; the sums of gradients are divided
+    by it. It travels behind the last bucket, in the same message if that is small. Collectives start on the thread that
+    runs backward, in the same order on every rank; callbacks only compute.
     """
 
     def __init__(self, group: Group, monitor: FailureMonitor, *, step: int) -> None:
@@ -46,36 +47,40 @@ class BucketAveraging:
         self.has_started = False
         self.nbytes = 0  # of all buckets
         self._queued: list[_Bucket] = []  # until the weight is known
+        self._last: _Bucket | None = None  # until the tally is known
         self._sent: list[_Bucket] = []
         self._checks: list[torch.Tensor] = []
         self._sums: list[torch.futures.Future[object]] = []
         self._memory_works: list[MemoryWork] = []
         self._lock = threading.Lock()
-        self._awaited = 1  # the all-reduce of the tally
-        self._tally = _NOTHING  # sums: [members] gradients not finite, samples, [parameters] with a gradient
+        self._awaited = 1  # the all-reduce with the tally
+        self._tally = _NOTHING  # [members] not zero: gradients not finite; samples; [parameters] not zero: with one
         self._event: torch.cuda.Event | None = None
 
-    def add(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def add(self, buffer: torch.Tensor, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
         """Adds a bucket; the future gets it once it is averaged."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
-        self._queued.append(_Bucket(future, buffer))
+        bucket = _Bucket(future, buffer)
         self.nbytes += buffer.nbytes
-        if self._group.size() > 1:
-            self._monitor.watch_future(future, buffer)
-        if self.has_started:
-            self._send()
+        self._monitor.watch_future(future, buffer)
+        if is_last:
+            self._last = bucket
+        else:
+            self._queued.append(bucket)
+            if self.has_started:
+                self._send()
         return future
 
     def cancel(self) -> None:
         """Returns the buckets unchanged if the backward is not averaged after all."""
         buckets, self._queued = self._queued, []
-        for bucket in buckets:
+        for bucket in [*buckets, *([] if self._last is None else [self._last])]:
             self._monitor.complete_future(bucket.future, bucket.buffer)
 
     def start(self, samples: float) -> None:
-        """Sends the buckets added so far, and later ones at once; only the first call counts."""
+        """Sends the buckets added so far, and later ones but the last at once; only the first call counts."""
         if not self.has_started:
             self.has_started, self.samples = True, samples
             self._send()
@@ -83,52 +88,74 @@ class BucketAveraging:
     def _send(self) -> None:
         buckets, self._queued = self._queued, []
         for bucket in buckets:
-            buffer = bucket.buffer
-            if self.samples != 0:
-                self._checks.append(finiteness_check(buffer))
-            if self._group.size() == 1:
-                if self.samples == 0:
-                    buffer.copy_(finite(buffer))
-                bucket.future.set_result(buffer)
-                continue
-            if self.samples == 0:
-                bucket.previous = finite(buffer)  # kept if no rank has samples
-                buffer.zero_()  # 0 * NaN would not be 0
-            bucket.summed = buffer.float() if buffer.dtype.itemsize < 4 else buffer  # 16 bits cannot hold the products
-            self._sent.append(bucket)
-            with self._lock:
-                self._awaited += 1
-            factor = None if self.samples in (0, 1) else self.samples
-            self._start(all_reduce(bucket.summed, self._group, factor=factor))
+            self._look_at(bucket)
+            self._send_bucket(bucket)
 
-    def start_tally(self, device: torch.device, has_gradient: Sequence[bool] = ()) -> None:
-        """Sends the tally after the last bucket: samples, finiteness and the parameters with a gradient."""
-        on_host = device.type == "cpu"
-        self._tally = self._host_tally(has_gradient) if on_host else self._device_tally(device, has_gradient)
-        if self._group.size() > 1:
-            self._start(all_reduce(self._tally, self._group))
+    def _look_at(self, bucket: _Bucket) -> None:
+        """Notes whether a bucket is finite; without samples, clears it."""
+        self._sent.append(bucket)
+        if self.samples != 0:
+            self._checks.append(finiteness_check(bucket.buffer))
+        else:
+            bucket.previous = finite(bucket.buffer)  # kept if no rank has samples
+            bucket.buffer.zero_()  # 0 * NaN would not be 0
 
-    def _host_tally(self, has_gradient: Sequence[bool]) -> torch.Tensor:
-        """Returns this rank's tally, computed in Python: torch's operations on so few values take longer."""
-        values = [0.0] * self._group.size() + [self.samples, *map(float, has_gradient)]
+    def _send_bucket(self, bucket: _Bucket) -> None:
+        buffer = bucket.buffer
+        bucket.summed = buffer.float() if buffer.dtype.itemsize < 4 else buffer  # 16 bits cannot hold the products
+        with self._lock:
+            self._awaited += 1
+        self._send_sum(bucket.summed)
+
+    def _send_sum(self, values: torch.Tensor) -> None:
+        """Starts the sum of these values over ranks, each weighted by its samples."""
+        factor = None if self.samples in (0, 1) else self.samples
+        self._start(all_reduce(values, self._group, factor=factor))
+
+    def finish(self, has_gradient: Sequence[bool] = ()) -> None:
+        """Sends the last bucket and the tally: samples, finiteness and the parameters with a gradient."""
+        last, self._last = self._last, None
+        if last is None:
+            raise ValueError("the buckets were to be finished, but the last of them was not added")
+        self._look_at(last)
+        buffer, length = last.buffer, self._group.size() + 1 + len(has_gradient)
+        if buffer.nbytes <= MOST_JOINED and not buffer.is_complex():
+            dtype = torch.float32 if buffer.dtype.itemsize < 4 else buffer.dtype
+            message = torch.empty(buffer.numel() + length, dtype=dtype, device=buffer.device)
+            last.summed, self._tally = message[: buffer.numel()], message[buffer.numel() :]
+            last.summed.copy_(buffer)
+        else:
+            message = self._tally = torch.empty(length, dtype=torch.float64, device=buffer.device)
+            self._send_bucket(last)
+        if buffer.device.type == "cpu":
+            self._fill_on_host(has_gradient)
+        else:
+            self._fill_on_device(has_gradient)
+        self._send_sum(message)
+
+    def _fill_on_host(self, has_gradient: Sequence[bool]) -> None:
+        """Writes this rank's tally, computed in Python: torch's operations on so few values take longer.
+
+        All of it is multiplied by the samples when it is sent, if there are any.
+        """
+        values = [0.0] * self._group.size() + [float(self.samples != 0), *map(float, has_gradient)]
         values[self._group.rank()] = float(not all(math.isfinite(check.item()) for check in self._checks))
-        return torch.tensor(values, dtype=torch.float64, device="cpu")
+        self._tally.copy_(torch.tensor(values, dtype=self._tally.dtype, device="cpu"))
 
-    def _device_tally(self, device: torch.device, has_gradient: Sequence[bool]) -> torch.Tensor:
-        """Returns this rank's tally, computed on `device` without waiting for it."""
+    def _fill_on_device(self, has_gradient: Sequence[bool]) -> None:
+        """Writes the same on a device, without waiting for it."""
         size = self._group.size()
-        tally = torch.zeros(size + 1 + len(has_gradient), dtype=torch.float64, device=device)
-        tally[size] = self.samples
+        self._tally.zero_()
+        self._tally[size] = float(self.samples != 0)
         if has_gradient:
-            tally[size + 1 :] = torch.tensor(has_gradient, dtype=torch.float64)
+            self._tally[size + 1 :] = torch.tensor(has_gradient, dtype=self._tally.dtype)
         if self._checks:
             total = torch.stack([check.double() for check in self._checks]).sum()
-            tally[self._group.rank()] = (~torch.isfinite(total)).double()
-        return tally
+            self._tally[self._group.rank()] = (~torch.isfinite(total)).to(self._tally.dtype)
 
     @property
-    def immediate(self) -> bool:
-        """Whether reading the tally stalls no device."""
+    def is_immediate(self) -> bool:
+        """Whether reading the tally makes no device wait."""
         return not self._tally.is_cuda and self._event is None
 
     def fetch(self) -> None:

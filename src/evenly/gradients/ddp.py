@@ -19,6 +19,7 @@ from evenly.errors import SpecError
 from evenly.gradients.base import Gradients
 from evenly.gradients.buckets import BucketAveraging
 from evenly.gradients.forwards import Forward, uncounted
+from evenly.gradients.verdicts import LastVerdicts, Verdict
 
 
 @final
@@ -44,8 +45,7 @@ class DdpGradients(Gradients):
         self._finds_unused = find_unused_parameters
         self._averaging: BucketAveraging | None = None
         self._buckets: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # only if they may be restored
-        self._latest: BucketAveraging | None = None
-        self._earlier: BucketAveraging | None = None
+        self._verdicts = LastVerdicts()
         for parameter in module.parameters():
             parameter.grad = None  # it was not averaged
         self._wrap()
@@ -124,18 +124,10 @@ class DdpGradients(Gradients):
         reducer.rebuild_buckets(self._ddp)
         self._wrapped.is_dry_run = False
 
-    def take_verdict(self, *, may_stall: bool) -> BucketAveraging | None:
-        """Returns the averaging of the last backward, once, to check whether all gradients were finite.
-
-        If reading it would stall a device, and it may not, returns that of the backward before.
-        """
-        latest, self._latest = self._latest, None
-        if latest is None or may_stall or latest.immediate:
-            earlier, self._earlier = self._earlier, None
-            return latest or earlier
-        latest.fetch()
-        earlier, self._earlier = self._earlier, latest
-        return earlier
+    def take_verdict(self, *, may_stall: bool) -> Verdict | None:
+        """Returns the last backward's verdict, once. If reading it would stall a device, and it may not, returns that
+        of the backward before."""
+        return self._verdicts.take(may_stall=may_stall)
 
     def close(self) -> None:
         """Removes DDP's hooks from the parameters, which may be trained without it."""
@@ -149,11 +141,14 @@ class DdpGradients(Gradients):
             return _done(bucket.buffer())
         if bucket.index() == 0:
             self._begin_backward()
-        future = _done(bucket.buffer()) if self._averaging is None else self._averaging.add(bucket.buffer())
+        if self._averaging is None:
+            future = _done(bucket.buffer())
+        else:
+            future = self._averaging.add(bucket.buffer(), is_last=bucket.is_last())
         if self._before is not None:  # gradients may have to be restored
             self._buckets.append((bucket.parameters(), bucket.gradients()))
         if bucket.is_last():
-            self._end_backward(bucket.buffer().device)
+            self._end_backward()
         return future
 
     def _begin_backward(self) -> None:
@@ -171,7 +166,7 @@ class DdpGradients(Gradients):
             self._monitor.count_backward()
             averaging.start(self._samples_to_average(forwards))
 
-    def _end_backward(self, device: torch.device) -> None:
+    def _end_backward(self) -> None:
         """Runs at the last bucket."""
         self._is_prepared = False
         at_end_of_backward(self._queue_finish)
@@ -188,7 +183,7 @@ class DdpGradients(Gradients):
         self._buckets = []
         self._missing = []
         if self._averaging is not None and any(forward.is_averaged for forward in forwards):
-            self._send(self._averaging, forwards, has_gradient, device)
+            self._send(self._averaging, forwards, has_gradient)
         else:
             if self._averaging is not None:
                 self._averaging.cancel()
@@ -201,17 +196,15 @@ class DdpGradients(Gradients):
         before = self._before or {}
         return [id(p) in before if adds_nothing else p.grad is not None for p in self._trained]
 
-    def _send(
-        self, averaging: BucketAveraging, forwards: Sequence[Forward], has_gradient: list[bool], device: torch.device
-    ) -> None:
+    def _send(self, averaging: BucketAveraging, forwards: Sequence[Forward], has_gradient: list[bool]) -> None:
         if self.on_backward_done is not None:
             self.on_backward_done()
         self._start(averaging, forwards)
-        averaging.start_tally(device, has_gradient)
+        averaging.finish(has_gradient)
         at_end_of_backward(averaging.complete)  # before DDP waits for its buckets
         ranks = self._group.size()
         self.sent_bytes += 2 * (ranks - 1) * averaging.nbytes // ranks
-        self._latest = averaging
+        self._verdicts.record(averaging)
         self._record_averaged(averaging.samples, uncounted([*self._log.reached_since(), *forwards]))
 
     def begin_task(self) -> None:
@@ -228,7 +221,10 @@ class DdpGradients(Gradients):
 
     def end_task(self) -> None:
         """Runs at the end of a backward that has reached a forward."""
-        if unready := self._unready():
+        unready = self._unready()
+        if not unready and self._is_prepared:  # after a complete one there is nothing to forget
+            self._log.forget_members()
+        elif unready:
             forwards = self._log.members()
             if not any(forward.is_averaged for forward in forwards):  # a loss may use only some parameters
                 self._end_local(forwards)

@@ -17,6 +17,8 @@ from evenly.gradients.outputs import KeptTensors, Outputs
 class Forward:
     """One forward of the synchronized module; as a hook on its outputs it lives as long as their graph."""
 
+    __slots__ = ("__weakref__", "_log", "has_counted", "is_averaged", "number", "samples", "step")
+
     def __init__(self, log: "ForwardLog", samples: float, *, is_averaged: bool) -> None:
         self._log = weakref.ref(log)  # an autograd graph must not keep the network alive
         self.samples = samples
@@ -57,7 +59,7 @@ class ForwardLog:
     def __init__(self, owner: "LogOwner", module: torch.nn.Module) -> None:
         self._owner = weakref.ref(owner)  # it holds this log
         self._kept_tensors = KeptTensors(module)
-        self._alive: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self._watched: list[weakref.ref[Forward]] = []  # those that may still be alive
         self._reached: list[Forward] = []  # by backwards since the last complete one
         self._task = NO_BACKWARD  # number of the running backward, as autograd counts them
         self._members: list[Forward] = []
@@ -76,15 +78,19 @@ class ForwardLog:
 
     def watch(self, forward: Forward, output: object, *, inputs: Sequence[object] = ()) -> None:
         """Hooks `forward` to its outputs; tensors that are also `inputs` belong to other forwards."""
+        self._watched = [watched for watched in self._watched if watched() is not None]
         outputs = Outputs(output)
         if forward.number is None:
             self._kept_tensors.skip()
         else:
             outputs.tensors.extend(self._kept_tensors.since(forward.number))
+        is_hooked = False
         for tensor in outputs.tensors:
             if tensor.grad_fn is not None and not any(tensor is value for value in inputs):
                 tensor.register_hook(forward)
-                self._alive.add(forward)
+                is_hooked = True
+        if is_hooked:
+            self._watched.append(weakref.ref(forward))
         if outputs.unseen:
             self._opaque_outputs[outputs.unseen] = None
 
@@ -109,7 +115,7 @@ class ForwardLog:
 
     def has_open(self, step: int) -> bool:
         """Whether a forward of this step waits for its backward."""
-        return any(forward.step == step and not forward.has_counted for forward in self._alive)
+        return any(forward.step == step and not forward.has_counted for forward in self._alive())
 
     @property
     def is_running(self) -> bool:
@@ -119,7 +125,11 @@ class ForwardLog:
     @property
     def may_grow(self) -> bool:
         """Whether the running backward may still reach other forwards."""
-        return any(forward not in self._members for forward in self._alive)
+        return any(forward not in self._members for forward in self._alive())
+
+    def _alive(self) -> list[Forward]:
+        """Returns the forwards whose graph still exists."""
+        return [forward for watched in self._watched if (forward := watched()) is not None]
 
     def members(self) -> list[Forward]:
         """Returns the forwards that the running backward has reached."""
@@ -132,6 +142,10 @@ class ForwardLog:
     def complete(self) -> None:
         """Records that a backward has produced all of its gradients."""
         self._reached = []
+
+    def forget_members(self) -> None:
+        """Records that the running backward gives parameters no gradients, as autograd.grad() does."""
+        self._reached = [forward for forward in self._reached if forward not in self._members]
 
     def _queue_end(self) -> None:
         """Queues the end behind callbacks that others, such as DDP, have queued meanwhile."""

@@ -7,6 +7,8 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]  # as optimizer hooks g
 
 def has_closure(args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
     """Returns whether `optimizer.step` was given a closure; its first argument is the optimizer."""
+    if len(args) == 1 and not kwargs:  # the usual case
+        return False
     return any(argument is not None for argument in (*args[1:], kwargs.get("closure")))
 
 

@@ -25,7 +25,16 @@ from evenly.exchange.membership import Membership
 from evenly.exchange.pending import ExchangeSummary
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.averaged_tensors import require_resettable
-from evenly.gradients import DdpGradients, Gradients, ShardedGradients, Verdict, counted_samples, leading_dim
+from evenly.gradients import (
+    DdpGradients,
+    Gradients,
+    LocalGradients,
+    ShardedGradients,
+    SingleRankGradients,
+    Verdict,
+    counted_samples,
+    leading_dim,
+)
 from evenly.nodes.checks import require_dense, require_own_steps, require_trainable
 from evenly.nodes.closures import Arguments, has_closure, with_mean_loss
 from evenly.nodes.signature import describe
@@ -153,7 +162,7 @@ class Synchronized(torch.nn.Module):
         except Exception as error:
             self._monitor.report(error)
             raise
-        self.batch_samples = samples
+        object.__setattr__(self, "batch_samples", samples)  # torch's own way looks for parameters and modules first
         return self._gradients.forward(samples, *args, **kwargs)
 
     def _follow_changes(self) -> None:
@@ -280,8 +289,12 @@ class Synchronized(torch.nn.Module):
             self._gradients.follow(reducer)
 
     def _make_gradients(self, *, find_unused_parameters: bool) -> Gradients:
-        """Returns the averaging of gradients over replicas; replicas that are whole on one rank use torch's DDP."""
+        """Returns the averaging of gradients over replicas; several that are whole on one rank each use torch's DDP."""
         group, reducer = self._groups.gradients, self._replica_exchange.gradient_reducer
+        if reducer is None and self._groups.rank_group.size == 1:
+            return SingleRankGradients(self.module, group, monitor=self._monitor)
+        if reducer is None and group.size() == 1:
+            return LocalGradients(self.module, group, monitor=self._monitor)
         if reducer is None:
             return DdpGradients(
                 self.module, group, monitor=self._monitor, find_unused_parameters=find_unused_parameters
@@ -395,6 +408,7 @@ class Synchronized(torch.nn.Module):
         self._require_outside_agreed("optimizer.step()")
         self._monitor.check()
         self._exchanger.take_loaded()
+        self._gradients.begin_step()
         self.clock.averaged()
         if has_closure(args, kwargs):
             if self._settings.nonfinite == "skip":
@@ -435,6 +449,7 @@ class Synchronized(torch.nn.Module):
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         if has_closure(args, kwargs):
+            self._gradients.begin_step()
             self._require_averaged()
             self._require_finite(self._gradients.take_verdict(may_stall=True))
         samples = self._gradients.take_samples()

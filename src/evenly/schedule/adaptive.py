@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -79,7 +80,7 @@ class StepPace:
     """Measures the time of steps with and without a pending exchange, and of exchanges."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[float, bool]] = []  # seconds, and whether an exchange was pending
+        self._steps: deque[tuple[float, bool]] = deque(maxlen=STEPS_KEPT)  # seconds; whether an exchange was pending
         self._transfers: list[float] = []
         self._slowed: list[float] = []
         self._extra_s: list[float] = []  # added to steps by exchanges since the last merge
@@ -99,7 +100,7 @@ class StepPace:
         if self._began is None:
             return
         seconds = time.monotonic() - self._began
-        self._steps = [*self._steps, (seconds, self._during_exchange)][-STEPS_KEPT:]
+        self._steps.append((seconds, self._during_exchange))
         if self._during_exchange and len(undisturbed := self._undisturbed()) >= ENOUGH:
             self._extra_s.append(seconds - median(undisturbed))
 
