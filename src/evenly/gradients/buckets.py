@@ -161,9 +161,10 @@ class BucketAveraging:
     def fetch(self) -> None:
         """Starts the copy of the tally to the host."""
         if self._tally.is_cuda:
+            stream = torch.cuda.current_stream(self._tally.device)
             self._tally = self._tally.to("cpu", non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(stream)
 
     def nonfinite_members(self) -> list[int]:
         """Returns the members of the group whose gradients were not finite."""

@@ -6,11 +6,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from evenly._torch.autograd import in_backward, will_reach
-from evenly._torch.foreach import FinitenessOnHost, largest_magnitude
 from evenly.comm import FailureMonitor, Group
 from evenly.gradients.base import Gradients
 from evenly.gradients.forwards import Forward, uncounted
-from evenly.gradients.verdicts import DeviceVerdict, HostVerdict, LastVerdicts, Verdict
+from evenly.gradients.verdicts import GradientCheck, LastVerdicts, Verdict
 
 
 @final
@@ -25,7 +24,6 @@ class LocalGradients(Gradients):
         super().__init__(module, group, monitor)
         self._module = module
         self._verdicts = LastVerdicts()
-        self._is_finite_on_host = FinitenessOnHost()
         self._filled: list[torch.Tensor] = []  # parameters, as backwards give them gradients; until one is complete
         self._filled_by_loss: set[int] = set()  # ids of those that had theirs before it reached an output
         self._hooks: list[RemovableHandle] = []
@@ -35,7 +33,7 @@ class LocalGradients(Gradients):
 
     def _watch(self) -> None:
         """Has every gradient noted. A hook that is Python's own `list.append` costs least."""
-        self._is_on_host = all(parameter.device.type == "cpu" for parameter in self._trained)
+        self._check = GradientCheck(self._trained)
         self._hooks = [p.register_post_accumulate_grad_hook(self._filled.append) for p in self._trained]
 
     def _follow(self) -> None:
@@ -104,14 +102,8 @@ class LocalGradients(Gradients):
         self._monitor.count_backward()  # which nodes compare where a scaler may have skipped a step
         weight = self._samples_to_average(forwards)
         if weight:
-            self._verdicts.record(self._verdict())
+            self._verdicts.record(self._check.verdict(self.step))
         self._record_averaged(weight, uncounted(forwards))
-
-    def _verdict(self) -> HostVerdict | DeviceVerdict:
-        gradients = [gradient for parameter in self._trained if (gradient := parameter.grad) is not None]
-        if self._is_on_host:
-            return HostVerdict(self.step, self._is_finite_on_host(gradients))
-        return DeviceVerdict(self.step, largest_magnitude(gradients))
 
     def _record_foreign(self) -> None:
         """Records the backward that filled gradients without a forward of the synchronized model, if there was one."""

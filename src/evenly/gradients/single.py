@@ -5,11 +5,10 @@ from typing import final
 import torch
 
 from evenly._torch.autograd import in_backward
-from evenly._torch.foreach import FinitenessOnHost, largest_magnitude
 from evenly.comm import FailureMonitor, Group
 from evenly.gradients.base import Gradients
 from evenly.gradients.outputs import Outputs
-from evenly.gradients.verdicts import DeviceVerdict, HostVerdict, LastVerdicts, Verdict
+from evenly.gradients.verdicts import GradientCheck, LastVerdicts, Verdict
 
 
 @final
@@ -24,12 +23,11 @@ class SingleRankGradients(Gradients):
         super().__init__(module, group, monitor)
         self._module = module
         self._verdicts = LastVerdicts()
-        self._is_finite_on_host = FinitenessOnHost()
-        self._is_on_host = all(parameter.device.type == "cpu" for parameter in self._trained)
+        self._check = GradientCheck(self._trained)
 
     def _follow(self) -> None:
         self._read_parameters(self._module)
-        self._is_on_host = all(parameter.device.type == "cpu" for parameter in self._trained)
+        self._check = GradientCheck(self._trained)
 
     def close(self) -> None:
         """Does nothing: there are no hooks."""
@@ -49,11 +47,7 @@ class SingleRankGradients(Gradients):
         """Looks whether the gradients are finite, which a step is about to use."""
         if self.on_backward_done is not None:
             self.on_backward_done()
-        gradients = [gradient for parameter in self._trained if (gradient := parameter.grad) is not None]
-        if self._is_on_host:
-            self._verdicts.record(HostVerdict(self.step, self._is_finite_on_host(gradients)))
-        elif gradients:
-            self._verdicts.record(DeviceVerdict(self.step, largest_magnitude(gradients)))
+        self._verdicts.record(self._check.verdict(self.step))
 
     def take_verdict(self, *, may_stall: bool) -> Verdict | None:
         """Returns the verdict on the last step's gradients, once. If reading it would stall a device, and it may not,

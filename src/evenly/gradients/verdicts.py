@@ -1,9 +1,12 @@
 """Whether the gradients of a backward were finite: what is known of the last one, without making a device wait."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from evenly._torch.foreach import FinitenessOnHost, largest_magnitude
 
 
 class Verdict(Protocol):
@@ -82,12 +85,29 @@ class DeviceVerdict:
     def fetch(self) -> None:
         """Starts the copy to pinned memory of the host."""
         if self._largest.is_cuda:
+            stream = torch.cuda.current_stream(self._largest.device)
             self._largest = self._largest.to("cpu", non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(stream)
 
     def nonfinite_members(self) -> list[int]:
         """Returns [0], this rank, if its gradients were not finite."""
         if self._copied is not None:
             self._copied.synchronize()
         return [] if bool(torch.isfinite(self._largest)) else [0]
+
+
+class GradientCheck:
+    """Looks whether the gradients of parameters are finite, without waiting for a device."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._is_on_host = all(parameter.device.type == "cpu" for parameter in parameters)
+        self._is_finite_on_host = FinitenessOnHost()
+
+    def verdict(self, step: int) -> HostVerdict | DeviceVerdict:
+        """Returns the verdict on the gradients as they are now, those of `step`."""
+        gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
+        if self._is_on_host or not gradients:
+            return HostVerdict(step, self._is_finite_on_host(gradients))
+        return DeviceVerdict(step, largest_magnitude(gradients))
