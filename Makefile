@@ -19,7 +19,7 @@ help: ## Show this list
 demo: $(READY) data ## Train in three ways, in turns, on an emulated uneven cluster; ends with a table and a page (3 minutes)
 	$(BIN)/python scripts/demo.py
 
-test: style data ## Check style and run the tests (about 6 minutes on 2 cores, and the installation)
+test: style data ## Check style and run the tests (6 to 8 minutes on 2 cores, and the installation)
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: $(EXTRAS) data ## Run what `make test` leaves out: types, long tests, the fuzzers with more seeds (about 30 minutes)

@@ -244,3 +244,10 @@ def test_gradients_of_several_dtypes_and_sparse_ones_are_looked_at():
     assert not FinitenessOnHost()([torch.ones(2, dtype=torch.float64), sparse])  # 3e38 + 3e38
     assert largest_magnitude([torch.full((2,), -5.0, dtype=torch.float64), torch.ones(2)]) == 5.0
     assert not torch.isfinite(largest_magnitude([torch.ones(2, dtype=torch.float64), sparse]))
+    assert largest_magnitude([torch.full((2,), 1e300, dtype=torch.float64), torch.ones(2)]) == 1e300
+
+
+def test_what_was_found_before_an_operation_failed_is_forgotten():
+    is_finite = FinitenessOnHost()
+    assert not is_finite([torch.full((2,), float("nan")), torch.ones(2, dtype=torch.complex64)])
+    assert is_finite([torch.ones(2)])

@@ -24,6 +24,7 @@ class FinitenessOnHost:
         try:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, self._found, self._one)
         except (RuntimeError, TypeError):  # complex or sparse ones
+            self._found.zero_()  # it may have looked at some before
             numbers = [_stored_numbers(tensor) for tensor in tensors]
             return all(bool(torch.isfinite(tensor).all()) for tensor in numbers)
         if not self._found.item():
@@ -42,7 +43,9 @@ def largest_magnitude(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(largest) == 1:
         return largest[0]
     device = tensors[0].device
-    return torch.stack([torch.zeros((), device=device), *(value.to(device, torch.float32) for value in largest)]).max()
+    dtype = torch.float64 if any(value.dtype == torch.float64 for value in largest) else torch.float32
+    zero = torch.zeros((), dtype=dtype, device=device)
+    return torch.stack([zero, *(value.to(device, dtype) for value in largest)]).max()
 
 
 def _stored_numbers(tensor: torch.Tensor) -> torch.Tensor:
