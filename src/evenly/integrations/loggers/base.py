@@ -89,13 +89,13 @@ class EventLogger(ABC):
             act()
         except Exception as error:  # whatever the tool raises must not end the training
             if not self._has_failed:  # the end of the run has told it, and waits no longer
-                self._has_failed = True
                 logger.warning(
                     "%s cannot log any more: %s: %s. The run goes on without it.",
                     type(self).__name__,
                     type(error).__name__,
                     " ".join(str(error).split()),
                 )
+                self._has_failed = True  # after the warning: from here on the end of the run does not wait
 
     def _write(self, event: Event, step: int, values: Mapping[str, float]) -> None:
         if not self._is_open:
