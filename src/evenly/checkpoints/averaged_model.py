@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from evenly.checkpoints.full_state import TrainedModel
+from evenly.checkpoints.full_state import TrainedModel, changed_state, whole_tensor
 from evenly.checkpoints.weight_files import WeightState, plain_state, require_free, write_weights
 from evenly.comm import ObjectGatherer
 from evenly.errors import CheckpointError, SpecError
@@ -51,8 +51,7 @@ def save_average(
 def _whole_state(module: torch.nn.Module) -> Mapping[str, Any] | None:
     """Returns the state_dict of the uncut network; None on ranks of a cut network that do not get it."""
     if not isinstance(module, Sharded):
-        state: Mapping[str, Any] = module.state_dict()
-        return state
+        return changed_state(module.state_dict(keep_vars=True), whole_tensor)
     full = full_state_dict(module, everywhere=False, device="cpu")
     return full["model"] if full else None
 

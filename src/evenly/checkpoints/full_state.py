@@ -1,20 +1,25 @@
 """The state of a trained model in full tensors, whether its network is cut over ranks or not."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
+from evenly._torch.dtensor import is_dtensor, placed_like
+from evenly._torch.modules import set_versions, versions_of
 from evenly.batches import Feed
 from evenly.checkpoints.optimizer_fit import load_optimizer
 from evenly.checkpoints.state_form import StateForm, form_of
 from evenly.checkpoints.states import FullState, LocalState, NodeState
+from evenly.comm import LocalShard, local_shard_of, local_tensor
 from evenly.errors import CheckpointError
 from evenly.exchange import ExchangeState, PayloadEntryState, PendingState
 from evenly.nodes import Synchronized
-from evenly.shards import Sharded, full_state_dict, load_full_state_dict, local_shard_of
+from evenly.shards import Sharded, full_state_dict, load_full_state_dict
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +55,15 @@ def _full_state(trained_model: TrainedModel) -> FullState:
     agreed = dict(trained_model.model.agreed_buffers)  # after exchange_state, which takes loaded weights into account
     pending = [pending_exchange.pop("pieces") for pending_exchange in exchanges["trips"]]
     if not isinstance(module, Sharded):
-        parameters: dict[str, torch.Tensor] = dict(module.named_parameters())
-        own_buffers = dict(module.named_buffers())
+        own = {name: local_tensor(tensor) for name, tensor in (*module.named_buffers(), *module.named_parameters())}
         return {
-            "parameters": parameters,
-            "optimizer": {**trained_model.optimizer.state_dict(), "class": type(trained_model.optimizer).__name__},
-            "buffers": own_buffers,
+            "parameters": {name: whole_tensor(parameter) for name, parameter in module.named_parameters()},
+            "optimizer": _whole_optimizer_state(trained_model.optimizer),
+            "buffers": {name: whole_tensor(buffer) for name, buffer in module.named_buffers()},
             "agreed": agreed,
             "exchanges": exchanges,
-            "pending": pending,
-            "form": _form(_state_dict(module), {**own_buffers, **parameters}, exchanges),
+            "pending": [[_full_piece(module, piece) for piece in pending_exchange] for pending_exchange in pending],
+            "form": _form(_state_dict(module), own, exchanges),
             "trained": trained_model.model.trained_names,
         }
     full = full_state_dict(module, trained_model.optimizer, device="cpu")
@@ -91,10 +95,11 @@ def _full_state(trained_model: TrainedModel) -> FullState:
 def _state_dict(module: torch.nn.Module) -> Mapping[str, object] | None:
     """Returns the state_dict of a network; None if the network refuses it: its tensors are saved nevertheless."""
     try:
-        return module.state_dict(keep_vars=True)
+        state: Mapping[str, object] = module.state_dict(keep_vars=True)
     except Exception:
         logger.warning("a checkpoint is saved without the names of the state_dict, which failed", exc_info=True)
         return None
+    return changed_state(state, local_tensor)
 
 
 def _form(
@@ -145,13 +150,21 @@ def put_state(trained_model: TrainedModel, node: NodeState, rank: LocalState) ->
         load = partial(load_full_state_dict, module, state, optimizer, strict=False)
         load_optimizer(optimizer, saved, kind, load)
         return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    saved["state"] = {
+        index: {
+            slot: _placed_like(parameters[index], value) if index < len(parameters) else value
+            for slot, value in slots.items()
+        }
+        for index, slots in saved["state"].items()
+    }
     with torch.no_grad():
         for name, buffer in _in_copy_order(module.named_buffers(), set(module.state_dict())):
             if name in rank["buffers"]:
-                buffer.copy_(rank["buffers"][name])
+                local_tensor(buffer).copy_(part_of(buffer, rank["buffers"][name]))
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         for name, parameter in _in_copy_order(module.named_parameters(), trained):
-            parameter.copy_(node["parameters"][name])
+            local_tensor(parameter).copy_(part_of(parameter, node["parameters"][name]))
     load_optimizer(optimizer, saved, kind, partial(optimizer.load_state_dict, saved))
 
 
@@ -167,6 +180,54 @@ def part_of(owner: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a full tensor, cut like its owner."""
     placement = local_shard_of(owner)
     return full if placement is None else placement.part(full)
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of a synchronized network; of a DTensor all of it, in host memory, on all ranks that hold it."""
+    return _whole(tensor, local_shard_of(tensor)) if is_dtensor(tensor) else tensor
+
+
+def _whole(tensor: torch.Tensor, placement: LocalShard | None) -> torch.Tensor:
+    if placement is None:
+        full: torch.Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+        return full.detach().cpu()
+    return placement.full(local_tensor(tensor).detach().cpu())
+
+
+def _whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns the state of an optimizer in full tensors, and its class."""
+    saved = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {
+        index: {slot: _whole_slot(parameters[index], value) for slot, value in slots.items()}
+        for index, slots in saved["state"].items()
+    }
+    return {**saved, "state": state, "class": type(optimizer).__name__}
+
+
+def _whole_slot(parameter: torch.Tensor, value: object) -> object:
+    if not isinstance(value, torch.Tensor) or not is_dtensor(value):
+        return value
+    is_alike = is_dtensor(parameter) and value.placements == parameter.placements and value.shape == parameter.shape
+    return _whole(value, local_shard_of(parameter) if is_alike else None)
+
+
+def _placed_like(parameter: torch.Tensor, value: object) -> object:
+    """Returns an entry of an optimizer's state, placed like its parameter if it is laid out like it."""
+    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+        return placed_like(parameter, value)
+    return value
+
+
+def changed_state(
+    state: Mapping[str, object], change: Callable[[torch.Tensor], torch.Tensor]
+) -> OrderedDict[str, object]:
+    """Returns a state_dict with changed tensors, and the versions of its modules."""
+    changed = OrderedDict(
+        (key, change(value) if isinstance(value, torch.Tensor) else value) for key, value in state.items()
+    )
+    set_versions(changed, versions_of(state))
+    return changed
 
 
 def _full_piece(module: torch.nn.Module, piece: PayloadEntryState) -> PayloadEntryState:

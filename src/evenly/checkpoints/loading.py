@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evenly._torch.compiler import plain_name
+from evenly._torch.dtensor import is_dtensor, placed_like
 from evenly._torch.modules import set_versions, versions_of
 from evenly.checkpoints.weight_files import WeightState
 from evenly.comm import first_line
@@ -46,7 +47,7 @@ def load_state(model: nn.Module, state: WeightState, source: Path, *, strict: bo
         missing, unexpected = (tuple(name for name in one if name not in other) for one, other in _pairs(own, given))
         return LoadReport(source, len(given) - len(unexpected), missing, unexpected)
     if given.keys() == own.keys() and not any(_misfits(own, given)):
-        network.load_state_dict(given)
+        network.load_state_dict(_placed_like(own, given))
         return LoadReport(source, len(given))
     return _load_otherwise(network, own, given, source, strict=strict)
 
@@ -89,6 +90,16 @@ def _with_own_names(network: nn.Module, own: Mapping[str, Any], state: WeightSta
     return named
 
 
+def _placed_like(own: Mapping[str, Any], given: WeightState) -> WeightState:
+    """Returns a state in which the values for DTensors of the network are placed like these."""
+    placed: WeightState = OrderedDict(
+        (key, placed_like(own[key], value) if isinstance(own.get(key), torch.Tensor) else value)
+        for key, value in given.items()
+    )
+    set_versions(placed, versions_of(given))
+    return placed
+
+
 def _misfits(own: Mapping[str, Any], given: WeightState) -> Iterator[str]:
     """Yields a text for each tensor that has another shape in the network."""
     for key, tensor in own.items():
@@ -105,13 +116,13 @@ def _load_otherwise(
     """Loads a state with other names or shapes, which modules may know how to load; undoes it if they do not."""
     misfits = list(_misfits(own, given))
     before: WeightState = OrderedDict(
-        (key, value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value) for key, value in own.items()
+        (key, _copy(value) if isinstance(value, torch.Tensor) else value) for key, value in own.items()
     )
     set_versions(before, versions_of(own))
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     try:
-        missing, unexpected = network.load_state_dict(given, strict=False)
+        missing, unexpected = network.load_state_dict(_placed_like(own, given), strict=False)
         case = _differences(missing, unexpected) if strict else ""
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         case = "; ".join(misfits[:SHOWN]) or f"torch could not: {first_line(error)}"
@@ -119,6 +130,11 @@ def _load_otherwise(
         network.load_state_dict(before)
         raise _load_error(source, case)
     return LoadReport(source, len(given) - len(unexpected), tuple(missing), tuple(unexpected))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy in host memory; of a DTensor, which cannot leave its devices, one there."""
+    return tensor.detach().clone() if is_dtensor(tensor) else tensor.detach().cpu().clone()
 
 
 def _differences(missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from evenly._torch.dtensor import is_dtensor, local_part
 from evenly.comm.indexing.segments import take
 from evenly.comm.shard_group import ShardGroup
 from evenly.spec.layout import Segments
@@ -77,7 +78,18 @@ def full_shape(tensor: torch.Tensor) -> torch.Size:
     return tensor.shape if placement is None else placement.shape
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a DTensor as a plain tensor with the same placement; other tensors as they are."""
+    if not is_dtensor(tensor):
+        return tensor
+    part = local_part(tensor)
+    placement = local_shard_of(tensor)
+    if placement is not None and local_shard_of(part) is not placement:
+        set_local_shard(part, placement)  # FSDP may have replaced it
+    return part
+
+
 def local_shard_of(tensor: torch.Tensor) -> LocalShard | None:
-    """Returns the placement of a parameter of a sharded network; None for any other tensor."""
+    """Returns the placement of a parameter of a network that is cut over ranks; None for any other tensor."""
     placement = getattr(tensor, _MARK, None)
     return placement if isinstance(placement, LocalShard) else None

@@ -5,6 +5,8 @@ from typing import final
 
 import torch
 
+from evenly.comm import local_tensor
+
 
 @final
 class ExchangedParameters:
@@ -34,6 +36,6 @@ class ExchangedParameters:
         return f"trained {sorted(self._trained)}, exchanged {sorted(self._exchanged)}"
 
     def current(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters that exchanges average, in the order of the model."""
+        """Returns the parameters that exchanges average, in the order of the model; of DTensors this rank's parts."""
         named = self._module.named_parameters()
-        return {name: parameter for name, parameter in named if name in self._exchanged}
+        return {name: local_tensor(parameter) for name, parameter in named if name in self._exchanged}

@@ -8,6 +8,7 @@ from weakref import ref
 import torch
 
 from evenly._torch.modules import add_load_hook, own_tensors, remove_load_hook
+from evenly.comm import local_tensor
 from evenly.errors import SpecError
 from evenly.exchange.buffers import same
 
@@ -23,7 +24,10 @@ class _LoadedTensor:
 
     def is_same(self, now: torch.Tensor | None) -> bool:
         """Returns whether a tensor has the values from before the first load."""
-        return now is not None and now.shape == self.before.shape and same(now.detach(), self.before)
+        if now is None:
+            return False
+        part = local_tensor(now).detach()
+        return part.shape == self.before.shape and same(part, self.before)
 
 
 class LoadedWeights:
@@ -96,7 +100,7 @@ class LoadedWeights:
             if tensor is not None and key in keys:
                 name = f"{prefix}{key}"
                 earlier = self._loaded.get(name)
-                before = tensor.detach().clone() if earlier is None else earlier.before
+                before = local_tensor(tensor).detach().clone() if earlier is None else earlier.before
                 self._loaded[name] = _LoadedTensor(tensor, before, 1 if earlier is None else earlier.times + 1)
 
     def note_end(self, prefix: str, part: torch.nn.Module) -> None:

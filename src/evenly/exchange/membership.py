@@ -45,6 +45,7 @@ class Quorum:
     weights: tuple[float, ...]
     node: int
     shares: tuple[float, ...]
+    rank_shares: tuple[float, ...] = ()  # weights by rank of this node, by its own samples
     measured: tuple[float, ...] = NOTHING  # the largest of all ranks
     is_assembled: bool = False  # all ranks are at the same point
     may_differ: bool = True  # the parameters of some nodes
@@ -119,6 +120,7 @@ class StaticMembership(Membership):
             weights=fractions(nodes.samples.tolist()),
             node=groups.index,
             shares=fractions([float(siblings.samples[holders[0]]) for holders in vote.holders]),
+            rank_shares=fractions(siblings.samples.tolist()),
             measured=tuple(nodes.measured.amax(0).tolist()),
             is_assembled=not bool(nodes.makes_steps.any()),
             may_differ=bool(nodes.may_differ.any()),

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 import torch
 
-from evenly.comm import CollectiveWaiter
+from evenly.comm import CollectiveWaiter, local_tensor
 from evenly.errors import CheckpointError, SpecError
 from evenly.exchange.anchors import Anchors
 from evenly.exchange.exchanged_parameters import ExchangedParameters
@@ -207,4 +207,4 @@ class PayloadBuilder:
 
     def _named(self, names: Sequence[str]) -> list[AveragedTensor]:
         parameters = dict(self._module.named_parameters())
-        return [AveragedTensor(name, name, parameters[name]) for name in names]
+        return [AveragedTensor(name, name, local_tensor(parameters[name])) for name in names]

@@ -8,7 +8,7 @@ import torch
 
 from evenly.comm import CollectiveWaiter, FailureMonitor, Group, Groups, ShardGroup, broadcast, local_shard_of
 from evenly.comm.blocks.reducer import BlockReducer, Open, Ranks
-from evenly.comm.blocks.replicas import ReplicaRanks, find_replicas, full_shapes, named_tensors, whole_replicas
+from evenly.comm.blocks.replicas import ReplicaRanks, Shape, find_replicas, full_shapes, named_tensors, whole_replicas
 from evenly.exchange.anchors import Anchors, TransferStats
 from evenly.exchange.membership import Quorum
 from evenly.exchange.payload import Packed, Payload, PayloadEntry
@@ -32,16 +32,19 @@ class ReplicaExchange:
         monitor: FailureMonitor,
         *,
         is_cut: bool,
+        has_own_batches: bool = False,
         shard_group: ShardGroup | None,
         global_gradients: bool,
         open_group: Open,
         settings: Exchange,
         state_placement: StatePlacement | None,
     ) -> None:
+        """`has_own_batches`: ranks that hold a network together have a batch each, and so buffers of their own."""
         self.splits_rows = not is_cut  # whether a fragment may have some rows of a tensor; rows of shards differ
         self._groups = groups
         self._monitor = monitor
         self._is_cut = is_cut
+        self._has_own_batches = has_own_batches
         self._shard_group = shard_group
         self._global_gradients = global_gradients
         self._open = open_group
@@ -50,18 +53,23 @@ class ReplicaExchange:
         self.gradient_reducer: BlockReducer | None = None  # of the gradients of a cut network
         self.gradient_replicas: Sequence[ReplicaRanks] = ()  # those that average gradients with this one
         self._reducers: list[BlockReducer] = []
+        self._shapes: dict[str, Shape] = {}  # of the tensors that the ranks of a replica hold together
         self._generation = 0
         if shard_group is not None:
             shard_group.monitor.follow(monitor)  # ranks that wait in a layer also see failures of other nodes
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank's replica, which contains rank 0, is the source of values taken from one replica."""
-        return 0 in self._replica.all_ranks
+        """Whether this rank's replica, which contains rank 0, is the source of buffers taken from one replica."""
+        return 0 in ([self._groups.rank_group.rank] if self._has_own_batches else self._replica.all_ranks)
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank counts the samples of its replica: it is its first rank."""
+        """Whether this rank counts samples: its own batches, or as the first rank those of its replica."""
+        return self._has_own_batches or self._leads_replica
+
+    @property
+    def _leads_replica(self) -> bool:
         return self._groups.rank_group.rank == self._replica.ranks[0]
 
     @property
@@ -74,14 +82,17 @@ class ReplicaExchange:
         """Gives every rank the state of rank 0's replica; all ranks call it together, once, before anything else."""
         self._build_reducers(module, waiter)
         if not self._is_cut:
-            _broadcast(module, self._groups.world, waiter)
+            _broadcast([*module.parameters(), *module.buffers()], self._groups.world, waiter)
             return
-        items = [(name, tensor.detach().clone()) for name, tensor in named_tensors(module).items()]
+        named = {name: tensor for name, tensor in named_tensors(module).items() if name in self._shapes}
+        items = [(name, tensor.detach().clone()) for name, tensor in named.items()]
         self._inside.reduce(items, waiter, weight=float(self._replica is self._node_replicas[0]), kind="copy")
         self._across.reduce(items, waiter, weight=float(0 in self._groups.ranks), kind="copy")
         self._across.broadcast(items, waiter)
-        for (_, value), tensor in zip(items, named_tensors(module).values(), strict=True):
+        for (_, value), tensor in zip(items, named.values(), strict=True):
             tensor.copy_(value)
+        if self._has_own_batches:
+            _broadcast(list(module.buffers()), self._groups.world, waiter)
 
     def after_resharding(self, module: torch.nn.Module, waiter: CollectiveWaiter) -> None:
         """Rebuilds the groups after parts of a cut network moved between ranks; all ranks call it together."""
@@ -96,14 +107,14 @@ class ReplicaExchange:
 
     def sizes(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[int]:
         """Returns the elements of each full tensor; the names are those of parameters or buffers laid out alike."""
-        return [prod(self._shapes[name]) if self._is_cut else tensor.numel() for name, tensor in named]
+        return [prod(self._shapes[name]) if name in self._shapes else tensor.numel() for name, tensor in named]
 
     def fingerprint(self, entries: Sequence[AveragedTensor]) -> Fingerprint:
         """Returns the fingerprint of this rank's part of the parameters; those of a replica's ranks are summed."""
         if not self._is_cut:
             return fingerprint({entry.label: entry.tensor for entry in entries})
         placed = {entry.label: (entry.tensor, local_shard_of(entry.tensor)) for entry in entries}
-        return placed_fingerprint(placed, counts_all=self.counts_samples)
+        return placed_fingerprint(placed, counts_all=self._leads_replica)
 
     def snapshot(
         self,
@@ -156,25 +167,30 @@ class ReplicaExchange:
         `buffer_changes`, the changes of buffers since the last exchange, become their weighted averages. The network
         itself is not touched: another thread may use it.
         """
-        packed, stats = self._pack(_named(buffer_changes)), TransferStats()
+        packed, stats = self._pack_buffers(buffer_changes), TransferStats()
         items = [each.item for each in packed]
-        self._inside.reduce(items, waiter, weight=quorum.shares[self._node_replicas.index(self._replica)])
+        self._buffers_inside.reduce(items, waiter, weight=self._buffer_share(quorum))
         if not self._is_single:
-            slices = [*payload.slices, *self._across.pack(items)]
+            slices = [*payload.slices, *self._buffers_across.pack(items)]
             stats = anchors.agree([packed_slice.part for packed_slice in slices], quorum, waiter, exact=exact)
             for packed_slice in slices:
                 packed_slice.unpack()
-            self._across.broadcast([*(each.item for each in payload.packed), *items], waiter)
+            payload_items = [each.item for each in payload.packed]
+            if self._buffers_across is self._across:
+                self._across.broadcast([*payload_items, *items], waiter)
+            else:
+                self._across.broadcast(payload_items, waiter)
+                self._buffers_across.broadcast(items, waiter)
         for each in packed:
             each.unpack()
         return stats
 
     def agree_on_largest(self, keys: Mapping[str, torch.Tensor], waiter: CollectiveWaiter) -> None:
         """Replaces the integer keys of buffers (policies max, min, first) by their maximum over all replicas."""
-        packed = self._pack(_named(keys), dtype=torch.int64)
+        packed = self._pack_buffers(keys, dtype=torch.int64)
         items = [each.item for each in packed]
-        self._everywhere.reduce(items, waiter, kind="max")
-        self._everywhere.broadcast(items, waiter)
+        self._buffers_everywhere.reduce(items, waiter, kind="max")
+        self._buffers_everywhere.broadcast(items, waiter)
         for each in packed:
             each.unpack()
 
@@ -188,13 +204,15 @@ class ReplicaExchange:
     def _build_reducers(self, module: torch.nn.Module, waiter: CollectiveWaiter) -> None:
         """Collects how all replicas are cut, and builds the reducers between them."""
         groups, self._generation = self._groups, self._generation + 1
-        nodes = find_replicas(module, groups, waiter) if self._is_cut else whole_replicas(groups.nodes)
+        self._shapes = self._replica_shapes(module)
+        nodes = whole_replicas(groups.nodes)
+        if self._is_cut:
+            nodes = find_replicas(module, groups, waiter, required=self._shapes)
         all_replicas = [replica for node in nodes for replica in node]
         self._node_replicas = nodes[groups.index]
         self._replica = next(replica for replica in self._node_replicas if groups.rank_group.rank in replica.all_ranks)
         self._is_single = len(nodes) == 1 and (not self._is_cut or len(self._node_replicas) == 1)
         self.gradient_replicas = tuple(all_replicas) if self._global_gradients else self._node_replicas
-        self._shapes = full_shapes(module) if self._is_cut else {}
         policies = policies_of(module, self._settings) if self._is_cut else {}
         keyed = [name for name in self._shapes if policies.get(name, "keep") not in ("average", "keep")]
         existing = {} if self._is_cut else _by_ranks(groups)
@@ -207,7 +225,39 @@ class ReplicaExchange:
         node_participants = _each(self._node_replicas)
         self._inside = self._open_reducer("inside", node_participants, self._shapes, groups=existing, broadcasts=False)
         self._across = self._open_reducer("across", nodes, self._shapes, groups=self._inside.groups, labels=labels)
-        self._everywhere = self._open_reducer("everywhere", _each(all_replicas), keyed, groups=self._across.groups)
+        everywhere = self._open_reducer("everywhere", _each(all_replicas), keyed, groups=self._across.groups)
+        self._buffers_inside, self._buffers_across, self._buffers_everywhere = self._inside, self._across, everywhere
+        if self._has_own_batches:
+            self._open_buffer_reducers()
+
+    def _replica_shapes(self, module: torch.nn.Module) -> dict[str, Shape]:
+        """Returns the full shapes of the tensors that the ranks of a replica hold together."""
+        if not self._is_cut:
+            return {}
+        shapes = full_shapes(module)
+        parameters = {name for name, _ in module.named_parameters()}
+        return {n: shape for n, shape in shapes.items() if n in parameters} if self._has_own_batches else shapes
+
+    def _open_buffer_reducers(self) -> None:
+        """Has buffers, which every rank holds whole, averaged as those of networks that no rank shares."""
+        nodes, existing = whole_replicas(self._groups.nodes), _by_ranks(self._groups)
+        all_ranks = [rank for ranks in nodes for rank in ranks]
+        self._buffers_inside = self._open_reducer(
+            "buffers_inside", _each(nodes[self._groups.index]), (), groups=existing, broadcasts=False
+        )
+        self._buffers_across = self._open_reducer("buffers_across", nodes, (), groups=existing)
+        self._buffers_everywhere = self._open_reducer("buffers_everywhere", _each(all_ranks), (), groups=existing)
+
+    def _buffer_share(self, quorum: Quorum) -> float:
+        """Returns the weight of this rank's buffers in those of its node."""
+        if self._has_own_batches:
+            return quorum.rank_shares[self._groups.local_rank]
+        return quorum.shares[self._node_replicas.index(self._replica)]
+
+    def _pack_buffers(self, buffers: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None) -> list[Packed]:
+        """Returns copies of buffers as they are sent."""
+        entries = [AveragedTensor(name, name, tensor) for name, tensor in buffers.items()]
+        return self._pack(entries, dtype=dtype, is_flat=self._has_own_batches)
 
     def _open_reducer(
         self,
@@ -233,14 +283,20 @@ class ReplicaExchange:
         return reducer
 
     def _pack(
-        self, entries: Sequence[AveragedTensor], *, dtype: torch.dtype | None = None, is_all: bool = True
+        self,
+        entries: Sequence[AveragedTensor],
+        *,
+        dtype: torch.dtype | None = None,
+        is_all: bool = True,
+        is_flat: bool = False,
     ) -> list[Packed]:
         """Returns copies of entries as they are sent: one by one for a cut network, else a flat vector for each dtype.
 
-        Unless `is_all`, a vector gets only the ranges that this rank owns.
+        What every rank of a cut network holds whole may be sent `is_flat`, too. Unless `is_all`, a vector gets only the
+        ranges that this rank owns.
         """
         types = [dtype or travelling_dtype(entry.tensor) for entry in entries]
-        if self._is_cut:
+        if self._is_cut and not is_flat:
             return [Packed([entry], kind, name=entry.home) for entry, kind in zip(entries, types, strict=True)]
         packed = []
         for kind in TYPES if dtype is None else (dtype,):
@@ -250,9 +306,8 @@ class ReplicaExchange:
         return packed
 
 
-def _broadcast(module: torch.nn.Module, group: Group, waiter: CollectiveWaiter) -> None:
-    """Gives every rank of a group the state of its first rank."""
-    tensors = [*module.parameters(), *module.buffers()]
+def _broadcast(tensors: Sequence[torch.Tensor], group: Group, waiter: CollectiveWaiter) -> None:
+    """Gives every rank of a group the values that its first rank has."""
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         flat = Flat([tensor for tensor in tensors if tensor.dtype == dtype], dtype.to_real())
         scratch = flat.scratch()
@@ -270,7 +325,3 @@ def _by_ranks(groups: Groups) -> dict[Ranks, Group]:
 def _each(replicas: Sequence[ReplicaRanks]) -> list[list[ReplicaRanks]]:
     """Returns each replica as a participant of its own."""
     return [[replica] for replica in replicas]
-
-
-def _named(tensors: Mapping[str, torch.Tensor]) -> list[AveragedTensor]:
-    return [AveragedTensor(name, name, tensor) for name, tensor in tensors.items()]

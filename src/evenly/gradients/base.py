@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from evenly._torch.autograd import version_of
-from evenly.comm import CollectiveWaiter, FailureMonitor, Group, all_reduce, to_device, to_host
+from evenly.comm import CollectiveWaiter, FailureMonitor, Group, all_reduce, local_tensor, to_device, to_host
 from evenly.errors import SpecError
 from evenly.gradients.forwards import Forward, ForwardLog, uncounted
 from evenly.gradients.verdicts import Verdict
@@ -195,7 +195,7 @@ class Gradients(ABC):
         if parameter is None or gradient is None:
             self._last_gradient = None
         else:
-            self._last_gradient = (parameter, id(gradient), version_of(gradient))
+            self._last_gradient = (parameter, id(gradient), version_of(local_tensor(gradient)))
 
     def _may_be_reset(self) -> bool:
         """Returns whether gradients may have been set to None or zero since the last backward."""
@@ -203,7 +203,7 @@ class Gradients(ABC):
             return True
         parameter, number, version = self._last_gradient
         gradient = parameter.grad
-        return gradient is None or (id(gradient), version_of(gradient)) != (number, version)
+        return gradient is None or (id(gradient), version_of(local_tensor(gradient))) != (number, version)
 
     def begin_task(self) -> None:
         """Runs when a backward reaches the outputs of the first of its forwards."""
@@ -247,4 +247,4 @@ class Gradients(ABC):
 
 def _is_empty(parameter: torch.Tensor) -> bool:
     """Returns whether the gradient is None or all zeros."""
-    return parameter.grad is None or not bool(parameter.grad.any())
+    return parameter.grad is None or not bool(local_tensor(parameter.grad).any())

@@ -115,7 +115,11 @@ class ForwardLog:
 
     def has_open(self, step: int) -> bool:
         """Whether a forward of this step waits for its backward."""
-        return any(forward.step == step and not forward.has_counted for forward in self._alive())
+        return bool(self.open_forwards(step))
+
+    def open_forwards(self, step: int) -> list[Forward]:
+        """Returns the forwards of this step that no complete backward has counted."""
+        return [forward for forward in self._alive() if forward.step == step and not forward.has_counted]
 
     @property
     def is_running(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from evenly._torch.autograd import at_end_of_backward, in_backward
-from evenly.comm import CollectiveWaiter, FailureMonitor, Group, all_reduce
+from evenly.comm import CollectiveWaiter, FailureMonitor, Group, all_reduce, local_tensor
 from evenly.comm.blocks.reducer import BlockReducer
 from evenly.comm.blocks.replicas import ReplicaRanks
 from evenly.errors import MismatchError
@@ -144,7 +144,7 @@ class ShardedGradients(Gradients):
 
     def _average(self, weight: float, waiter: CollectiveWaiter) -> None:
         trained = dict(zip(self._names, self._trained, strict=True))
-        gradients_by_name = {name: p.grad for name, p in trained.items() if p.grad is not None}
+        gradients_by_name = {name: local_tensor(p.grad) for name, p in trained.items() if p.grad is not None}
         if not weight:
             for gradient in gradients_by_name.values():
                 gradient.copy_(finite(gradient))  # a mean over no samples is NaN
@@ -207,7 +207,8 @@ def _on_gradient(parameter: torch.Tensor, act: Callable[[torch.Tensor], None]) -
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return torch.view_as_real(parameter.grad) if parameter.grad.is_complex() else parameter.grad
+    gradient = local_tensor(parameter.grad)
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _mark_nonfinite(gradients: Iterable[torch.Tensor]) -> None:

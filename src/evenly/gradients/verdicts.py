@@ -6,7 +6,9 @@ from typing import Protocol
 
 import torch
 
+from evenly._torch.dtensor import is_dtensor
 from evenly._torch.foreach import FinitenessOnHost, largest_magnitude
+from evenly.comm import local_tensor
 
 
 class Verdict(Protocol):
@@ -102,12 +104,15 @@ class GradientCheck:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = list(parameters)
+        self._has_dtensors = any(map(is_dtensor, parameters))
         self._is_on_host = all(parameter.device.type == "cpu" for parameter in parameters)
         self._is_finite_on_host = FinitenessOnHost()
 
     def verdict(self, step: int) -> HostVerdict | DeviceVerdict:
         """Returns the verdict on the gradients as they are now, those of `step`."""
         gradients = [gradient for parameter in self._parameters if (gradient := parameter.grad) is not None]
+        if self._has_dtensors:
+            gradients = [local_tensor(gradient) for gradient in gradients]
         if self._is_on_host or not gradients:
             return HostVerdict(step, self._is_finite_on_host(gradients))
         return DeviceVerdict(step, largest_magnitude(gradients))

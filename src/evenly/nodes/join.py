@@ -1,7 +1,9 @@
 """Module + optimizer + nodes -> the synchronized module."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +28,7 @@ from evenly.exchange.tensors.averaged_tensors import StatePlacement, require_res
 from evenly.exchange.tensors.buffer_policies import policies_of
 from evenly.nodes.checks import require_plain
 from evenly.nodes.synchronized import Count, Synchronized
+from evenly.nodes.torch_shards import TorchShards, open_torch_shards
 from evenly.schedule.period_timer import PeriodTimer
 from evenly.spec import AnyPeriod, Cluster, EveryGradient, EverySeconds, Exchange, misfit
 
@@ -52,6 +55,43 @@ def join_nodes(
     require_plain(module)
     exchange = exchange or Exchange()
     _require_fit(module, optimizer, period, exchange, ranks=rank_group.size)
+    with ExitStack() as undo:
+        torch_shards = open_torch_shards(module, timeout_s=exchange.timeout_s, parent=parent)
+        if torch_shards is not None:
+            undo.callback(torch_shards.close)
+        synchronized = _join(
+            module,
+            optimizer,
+            rank_group=rank_group,
+            cluster=cluster,
+            period=period,
+            exchange=exchange,
+            count=count,
+            scaler=scaler,
+            parent=parent,
+            find_unused_parameters=find_unused_parameters,
+            state_placement=state_placement,
+            torch_shards=torch_shards,
+        )
+        undo.pop_all()
+    return synchronized
+
+
+def _join(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank_group: RankGroup,
+    cluster: Cluster,
+    period: AnyPeriod,
+    exchange: Exchange,
+    count: Count | None,
+    scaler: torch.amp.GradScaler | None,
+    parent: FailureMonitor | None,
+    find_unused_parameters: bool,
+    state_placement: StatePlacement | None,
+    torch_shards: TorchShards | None,
+) -> Synchronized:
     global_gradients = isinstance(period, EveryGradient)
     scoped = rank_group.scoped("synchronize")
     node_ranks = cluster.nodes[cluster.node_of(rank_group.rank)].ranks
@@ -59,7 +99,7 @@ def join_nodes(
     gradient_ranks = tuple(range(rank_group.size)) if global_gradients else node_ranks
     monitor = FailureMonitor(scoped, averages_with=gradient_ranks, parent=parent)
     with report_on_error(monitor, closes=True):
-        is_cut = _is_any_cut(scoped, monitor, is_cut=shard_group is not None, timeout_s=exchange.timeout_s)
+        kinds = _network_kinds(scoped, monitor, shard_group, torch_shards, timeout_s=exchange.timeout_s)
         devices = [cluster.device_of(rank) for rank in range(rank_group.size)]
         groups = open_groups(
             scoped,
@@ -73,8 +113,9 @@ def join_nodes(
     replica_exchange = ReplicaExchange(
         groups,
         monitor,
-        is_cut=is_cut,
-        shard_group=shard_group if is_cut else None,
+        is_cut=kinds.is_cut,
+        has_own_batches=kinds.have_own_batches,
+        shard_group=shard_group if kinds.is_cut else None,
         global_gradients=global_gradients,
         open_group=partial(_open, scoped, cluster, exchange),
         settings=exchange,
@@ -93,6 +134,7 @@ def join_nodes(
         scaler=scaler,
         find_unused_parameters=find_unused_parameters,
         period_timer=period_timer,
+        torch_shards=torch_shards,
     )
 
 
@@ -129,11 +171,36 @@ def _shard_group(module: torch.nn.Module, rank_group: RankGroup) -> ShardGroup |
     return shard_group
 
 
-def _is_any_cut(rank_group: RankGroup, monitor: FailureMonitor, *, is_cut: bool, timeout_s: float) -> bool:
-    """Waits for all ranks; returns whether any of them has a network that is cut."""
-    rank_group.store.add("cut", int(is_cut))
+class _NetworkKinds(NamedTuple):
+    """What some of the ranks have."""
+
+    is_cut: bool  # a network that several ranks hold together
+    have_own_batches: bool  # one whose ranks have a batch each, by FSDP
+
+
+def _network_kinds(
+    rank_group: RankGroup,
+    monitor: FailureMonitor,
+    shard_group: ShardGroup | None,
+    torch_shards: TorchShards | None,
+    *,
+    timeout_s: float,
+) -> _NetworkKinds:
+    """Waits for all ranks; returns what kinds of networks there are among them."""
+    has_own_batches = torch_shards is not None and torch_shards.has_own_batches
+    rank_group.store.add("cut", int(shard_group is not None))
+    rank_group.store.add("fsdp", int(has_own_batches))
     CollectiveWaiter(monitor, label="synchronize", timeout_s=timeout_s).barrier()
-    return rank_group.size > 1 and rank_group.store.add("cut", 0) > 0
+    if rank_group.size == 1:
+        return _NetworkKinds(is_cut=False, have_own_batches=False)
+    have_own_batches = rank_group.store.add("fsdp", 0) > 0
+    if have_own_batches and shard_group is not None and not has_own_batches:
+        raise SpecError(
+            "some nodes shard the network by FSDP, where each rank has a batch of its own, and this one by "
+            "evenly.shard or by hand, where its ranks share a batch; buffers of the two cannot be averaged. Shard it "
+            "in one way on all nodes; a node of one rank may hold it whole."
+        )
+    return _NetworkKinds(rank_group.store.add("cut", 0) > 0, have_own_batches)
 
 
 def _open(rank_group: RankGroup, cluster: Cluster, exchange: Exchange, name: str, ranks: Sequence[int]) -> Group:

@@ -16,7 +16,7 @@ import torch
 
 from evenly._torch.autograd import in_backward
 from evenly._torch.scaler import watch_scaler
-from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, require_same
+from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, local_tensor, require_same
 from evenly.comm.blocks.replicas import shard_group_of
 from evenly.errors import NonFiniteError, SpecError
 from evenly.exchange.exchange_state import ExchangeState, Progress
@@ -27,6 +27,7 @@ from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.averaged_tensors import require_resettable
 from evenly.gradients import (
     DdpGradients,
+    FsdpGradients,
     Gradients,
     LocalGradients,
     ShardedGradients,
@@ -39,6 +40,7 @@ from evenly.nodes.checks import require_dense, require_own_steps, require_traina
 from evenly.nodes.closures import Arguments, has_closure, with_mean_loss
 from evenly.nodes.signature import describe
 from evenly.nodes.state_reads import StateReadWarning
+from evenly.nodes.torch_shards import TorchShards
 from evenly.nodes.trained_parameters import ChangeLog, TrainedParameters
 from evenly.schedule.period_timer import PeriodTimer
 from evenly.schedule.step_clock import StepClock
@@ -72,6 +74,7 @@ class Synchronized(torch.nn.Module):
         scaler: torch.amp.GradScaler | None = None,
         find_unused_parameters: bool = False,
         period_timer: PeriodTimer | None = None,
+        torch_shards: TorchShards | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -89,6 +92,7 @@ class Synchronized(torch.nn.Module):
         self._scaler = scaler
         self._monitor = monitor
         self._period_timer = period_timer
+        self._torch_shards = torch_shards
         try:
             self._check_and_broadcast(f"{period!r}, {exchange!r}, nodes {groups.nodes}")
             self._trained = TrainedParameters(module, optimizer)
@@ -170,6 +174,7 @@ class Synchronized(torch.nn.Module):
 
         All ranks that average gradients with each other come here before the same backward.
         """
+        self._reshard()
         self._trained.require_resumed()
         if self._trained.have_changed:
             if self._groups.rank_group.size > 1:
@@ -205,6 +210,7 @@ class Synchronized(torch.nn.Module):
         `epochs` is the number of passes that have ended; calls are counted if it is left out.
         """
         self._require_outside_agreed("end_epoch()")
+        self._reshard()
         self.advance_after_skipped_step()
         if self._period_timer is not None:
             self.wait_for_all_nodes()
@@ -214,6 +220,7 @@ class Synchronized(torch.nn.Module):
     def finish(self) -> None:
         """Makes the last exchange of a run, so that all ranks end with the same model."""
         self._require_outside_agreed("finish()")
+        self._reshard()
         self.advance_after_skipped_step()
         if self._groups.rank_group.size > 1:
             self._exchanger.finish()
@@ -227,6 +234,7 @@ class Synchronized(torch.nn.Module):
         if self._is_in_agreed:  # nested blocks see the same average
             yield
             return
+        self._reshard()
         self.advance_after_skipped_step()
         self.wait_for_all_nodes()
         with self._exchanger.averaged():
@@ -235,6 +243,7 @@ class Synchronized(torch.nn.Module):
                 yield
             finally:
                 self._is_in_agreed = False
+                self._reshard()
 
     def accept_weights(self) -> None:
         """Takes weights that were written into the module by hand as the values that all nodes agreed on.
@@ -242,6 +251,7 @@ class Synchronized(torch.nn.Module):
         All ranks call it together, after they wrote the same values. `load_state_dict` is detected without it.
         """
         self._require_outside_agreed("accept_weights()")
+        self._reshard()
         self._exchanger.take_loaded(everything=True)
 
     def _require_outside_agreed(self, what: str) -> None:
@@ -262,6 +272,8 @@ class Synchronized(torch.nn.Module):
         failed = not self._exchanger.close(may_differ=may_differ) or self._monitor.has_failed
         self._monitor.close()
         self._replica_exchange.close(failed=failed)
+        if self._torch_shards is not None:
+            self._torch_shards.close()
         self._groups.close(failed=failed)
         if self._period_timer is not None:
             self._period_timer.close(failed=failed)
@@ -291,6 +303,15 @@ class Synchronized(torch.nn.Module):
     def _make_gradients(self, *, find_unused_parameters: bool) -> Gradients:
         """Returns the averaging of gradients over replicas; several that are whole on one rank each use torch's DDP."""
         group, reducer = self._groups.gradients, self._replica_exchange.gradient_reducer
+        if self._torch_shards is not None and self._torch_shards.fsdp_modules:
+            self._require_one_mesh()
+            return FsdpGradients(
+                self.module,
+                self._torch_shards.shard_group.group,
+                fsdp_modules=self._torch_shards.fsdp_modules,
+                monitor=self._monitor,
+                timeout_s=self._settings.timeout_s,
+            )
         if reducer is None and self._groups.rank_group.size == 1:
             return SingleRankGradients(self.module, group, monitor=self._monitor)
         if reducer is None and group.size() == 1:
@@ -309,6 +330,24 @@ class Synchronized(torch.nn.Module):
             timeout_s=self._settings.timeout_s,
         )
 
+    def _require_one_mesh(self) -> None:
+        """Raises `SpecError` unless FSDP averages gradients over all ranks that are to share them."""
+        replicas = self._replica_exchange.gradient_replicas
+        ranks = sorted(rank for replica in replicas for rank in replica.all_ranks) or [0]
+        if len(replicas) > 1 or ranks != sorted(self._gradient_ranks):
+            mesh_ranks = sorted(next(r.all_ranks for r in replicas if self._groups.rank_group.rank in r.all_ranks))
+            where = "all ranks average gradients with every='global'" if self._global_gradients else "are a node"
+            raise SpecError(
+                f"FSDP shards the network over the ranks {mesh_ranks}, but the ranks {list(self._gradient_ranks)} "
+                f"{where}; FSDP alone averages gradients. Give fully_shard a mesh of these ranks, or say by nodes= "
+                "which ranks form a node."
+            )
+
+    def _reshard(self) -> None:
+        """Lets parameters be read and written as this rank's shards, where FSDP has gathered them for a forward."""
+        if self._torch_shards is not None:
+            self._torch_shards.reshard()
+
     def require_finite(self) -> None:
         """Raises `NonFiniteError` if the gradients of the last step were not finite and were not checked yet."""
         self._take_finite_check()()
@@ -319,6 +358,7 @@ class Synchronized(torch.nn.Module):
         A checkpoint is resumed with the cut of the plan, not with the one that resharding has made.
         """
         self._require_outside_agreed("a checkpoint")
+        self._reshard()
         self.advance_after_skipped_step()
         self.require_finite()
         self.wait_for_all_nodes()
@@ -406,6 +446,7 @@ class Synchronized(torch.nn.Module):
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Arguments | None:
         self._require_outside_agreed("optimizer.step()")
+        self._reshard()
         self._monitor.check()
         self._exchanger.take_loaded()
         self._gradients.begin_step()
@@ -485,7 +526,7 @@ class Synchronized(torch.nn.Module):
         if verdict is not None and verdict.nonfinite_members():
             self._exchanger.may_have_skipped_step = True
             gradients = [p.grad for p in self.module.parameters() if p.requires_grad]
-            if all(gradient is None or not bool(gradient.any()) for gradient in gradients):
+            if all(gradient is None or not bool(local_tensor(gradient).any()) for gradient in gradients):
                 self._skip()
 
     def _skip(self) -> None:

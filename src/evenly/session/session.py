@@ -50,7 +50,7 @@ from evenly.session.rebalancing import attach_rebalancer
 from evenly.session.reductions import Number, gather_values, mean_value, numbers_of
 from evenly.session.run_clock import RunClock
 from evenly.session.seeding import seed_program
-from evenly.session.sharding import shard_for
+from evenly.session.sharding import require_own_batches, shard_for
 from evenly.session.stopping import RunInterrupted, StopAgreement
 from evenly.spec import (
     CheckpointSaved,
@@ -286,6 +286,7 @@ class Session:
         part = shard_for(model, optimizer, plan, self._active_ranks, timeout_s=self._timeout_s, verify=verify)
         batches = None
         if dataset is not None:
+            require_own_batches(model, self.world_size)
             options: FeedOptions = {"seed": self._seed, **loading}
             batches = feed(dataset, plan, rank=self.rank, device=self.device, **options)
             batches.between.append(self._between_steps)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from evenly._torch.compiler import uncompiled
+from evenly._torch.dtensor import fsdp_modules, is_dtensor
 from evenly.errors import SpecError
 from evenly.graph import Example, trace, trace_module
 from evenly.layouts import TransferCosts, lay_out
@@ -41,6 +42,16 @@ def plan_replicas(
         for start in range(0, len(node.ranks), len(shares)):
             replicas.append(Replica(ranks=node.ranks[start : start + len(shares)], layout=layout))
     return tuple(replicas)
+
+
+def require_own_batches(model: torch.nn.Module, ranks: int) -> None:
+    """Raises `SpecError` for a network whose ranks need one batch, where each of several is given its own."""
+    if ranks > 1 and any(map(is_dtensor, model.parameters())) and not fsdp_modules(model):
+        raise SpecError(
+            "a network with DTensors, made by hand, was to be prepared with a dataset: its ranks need the same batch, "
+            "and a session gives each rank its own. Use evenly.synchronize and deal the batches yourself, or shard it "
+            "by fully_shard, or let the plan cut it: session.plan(shares=...)."
+        )
 
 
 def shard_for(

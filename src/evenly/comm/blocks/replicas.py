@@ -1,7 +1,7 @@
 """Replicas: groups of ranks that hold one copy of the network together, each cut in its own way."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -16,6 +16,7 @@ from evenly.comm import (
     full_shape,
     gather_json,
     local_shard_of,
+    local_tensor,
 )
 from evenly.errors import MismatchError, SpecError
 from evenly.spec.layout import Segments
@@ -70,8 +71,9 @@ def shard_group_of(module: torch.nn.Module) -> ShardGroup | None:
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers by name, each once."""
-    return dict(module.named_parameters()) | dict(module.named_buffers())
+    """Returns parameters and buffers by name, each once; of DTensors this rank's parts."""
+    named = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: local_tensor(tensor) for name, tensor in named.items()}
 
 
 def full_shapes(module: torch.nn.Module) -> dict[str, Shape]:
@@ -85,12 +87,15 @@ def whole_replicas(nodes: Sequence[Sequence[int]]) -> tuple[tuple[ReplicaRanks, 
 
 
 def find_replicas(
-    module: torch.nn.Module, groups: Groups, waiter: CollectiveWaiter
+    module: torch.nn.Module, groups: Groups, waiter: CollectiveWaiter, *, required: Collection[str]
 ) -> tuple[tuple[ReplicaRanks, ...], ...]:
-    """Returns the replicas of each node; all ranks of the group call it together."""
+    """Returns the replicas of each node; all ranks of the group call it together.
+
+    On ranks that share a network the tensors `required` must have a placement.
+    """
     shard_group = shard_group_of(module)
     scope = _announce(shard_group, groups.rank_group.rank)
-    row: _RankCuts = {"forms": _forms(module, shard_group), "seat": _cut_index(module, shard_group)}
+    row: _RankCuts = {"forms": _forms(module, shard_group, required), "seat": _cut_index(module, shard_group)}
     rows = gather_json(row, groups.world, waiter)
     members = _members(shard_group, scope, groups.rank_group.rank)
     replica_ranks = gather_json(members, groups.world, waiter)
@@ -123,11 +128,13 @@ def _members(shard_group: ShardGroup | None, scope: RankGroup | None, rank: int)
     return [int(scope.store.get(key)) for key in keys]
 
 
-def _forms(module: torch.nn.Module, shard_group: ShardGroup | None) -> dict[str, tuple[int | None, Sequence[Segments]]]:
+def _forms(
+    module: torch.nn.Module, shard_group: ShardGroup | None, required: Collection[str]
+) -> dict[str, tuple[int | None, Sequence[Segments]]]:
     forms: dict[str, tuple[int | None, Sequence[Segments]]] = {}
     for name, tensor in named_tensors(module).items():
         placement = local_shard_of(tensor)
-        if shard_group is not None and placement is None:
+        if shard_group is not None and placement is None and name in required:
             raise SpecError(
                 f"{name!r} of a network cut over ranks has no recorded placement: it was put there after the network "
                 "was sharded (module.to() makes new buffers). Move and change the network first, then shard it."

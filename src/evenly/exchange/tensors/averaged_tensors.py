@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from evenly._torch.dtensor import is_dtensor
 from evenly._torch.modules import own_persistent_buffers
-from evenly.comm import LocalShard, local_shard_of
+from evenly.comm import LocalShard, local_shard_of, local_tensor
 from evenly.errors import SpecError
 from evenly.exchange.tensors.memory import distinct
 from evenly.spec import Exchange
@@ -61,10 +62,10 @@ def current_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     """Returns the current parameters, and the optimizer's tensors by slot: training loops may replace them."""
     tensors = {}
     for name, parameter in model.named_parameters():
-        tensors[name, ""] = parameter.detach()
+        tensors[name, ""] = local_tensor(parameter).detach()
         for slot, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                tensors[name, str(slot)] = value
+                tensors[name, str(slot)] = local_tensor(value)
     return tensors
 
 
@@ -80,7 +81,7 @@ def state_entries(
     for index, parameter in enumerate(_parameters(optimizer)):
         for slot, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])):
             if _is_laid_out_like(optimizer, parameter, str(slot), value, place_state):
-                entries.append(AveragedTensor(names[id(parameter)], f"{index}.{slot}", value, str(slot)))
+                entries.append(AveragedTensor(names[id(parameter)], f"{index}.{slot}", local_tensor(value), str(slot)))
     return entries
 
 
@@ -140,6 +141,8 @@ def _is_laid_out_like(
 ) -> bool:
     if not isinstance(value, torch.Tensor) or not averages(value) or value.shape != parameter.shape:
         return False
+    if is_dtensor(parameter):
+        return is_dtensor(value) and value.placements == parameter.placements
     placement = local_shard_of(parameter)
     if placement is None:
         return True
@@ -152,10 +155,10 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return ((name, local_tensor(p)) for name, p in model.named_parameters() if p.requires_grad)
 
 
 def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in own_persistent_buffers(module):
-            yield f"{prefix}.{name}" if prefix else name, buffer
+            yield f"{prefix}.{name}" if prefix else name, local_tensor(buffer)
