@@ -30,6 +30,22 @@ def test_parameters_and_buffers_after_every_step(shape, every):
             torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9, msg=lambda m, at=step: f"step {at}: {m}")
 
 
+@pytest.mark.parametrize("kinds", [["fsdp", "fsdp"], ["fsdp", "whole"], ["tensor", "tensor"]])
+def test_networks_that_torch_shards(kinds):
+    nodes = [[0, 1], [2]]
+    arguments = {"nodes": nodes, "optimizer": "momentum", "every": 3, "kinds": kinds, "device": "cuda"}
+    for differences in run_processes(nodes, "tests.nodes.torch_shard_programs:train", arguments, limit_s=100):
+        assert max(differences) < 1e-9, differences
+
+
+@pytest.mark.parametrize("form", ["before", "method", "after", "fsdp", "shard before", "shard after"])
+def test_compiled_networks(form):
+    nodes = [[0, 1], [2]]
+    arguments = {"nodes": nodes, "form": form, "backend": "inductor", "device": "cuda"}
+    for difference, _ in run_processes(nodes, "tests.nodes.compiled_programs:train", arguments, limit_s=200):
+        assert difference < 1e-8
+
+
 @pytest.mark.parametrize(
     "exchange", [{"overlap": 1}, {"overlap": 2, "fragments": 2, "optimizer_state": "average"}, {"outer": "nesterov"}]
 )

@@ -36,7 +36,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("beside the training", "outer optimizer")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+)
 def test_it_trains_as_one_process(case: str) -> None:
     results = run_processes(NODES, f"{PROGRAMS}:train", {"nodes": NODES, **CASES[case]})
     assert [max(differences) < LIMIT for differences in results] == [True] * 3, results
@@ -82,6 +87,7 @@ def test_a_checkpoint_is_resumed_as_plain_and_as_fsdp(tmp_path: Path) -> None:
         torch.testing.assert_close(value.flatten(), torch.tensor(numbers, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_exchanges_with_a_code_go_on_inside_a_period(tmp_path: Path) -> None:
     exchange = {"overlap": 3, "codec": "int8", "optimizer_state": "average"}
     whole = _run(tmp_path / "whole", ["fsdp", "fsdp"], exchange=exchange)

@@ -9,7 +9,7 @@ import sys
 from torch import nn
 from torch._compile import _disable_dynamo
 
-__all__ = ["COMPILED_CALL", "Uncompiled", "disable_compile", "plain_name", "uncompiled"]
+__all__ = ["COMPILED_CALL", "Uncompiled", "disable_compile", "leave_uncompiled", "plain_name", "uncompiled"]
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute of a module on which `compile()` was called: what runs in place of its forward."""
@@ -23,6 +23,21 @@ disable_compile = _disable_dynamo
 `torch.compiler.disable` does the same, but imports the compiler at once, which takes a second; this imports it at the
 first call. torch.optim uses it in the same way (torch 2.11 and 2.13).
 """
+
+
+def leave_uncompiled(*packages: str) -> None:
+    """Has torch.compile call functions of these packages without tracing them, and compile what they call.
+
+    A decorator for one function would leave out the network that it calls, too, or compile every other function that
+    it calls by itself. The list is private (torch 2.11 and 2.13); it holds all packages of torch that are so called.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is None:
+        return  # every optimizer loads the compiler when it is made: nothing has been compiled
+    for package in packages:
+        folder = rules._module_dir(sys.modules[package])
+        if folder not in rules.SKIP_DIRS:
+            rules.add(package)
 
 
 def plain_name(name: str) -> str:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from evenly._torch.compiler import leave_uncompiled
 from evenly.comm import (
     CollectiveWaiter,
     FailureMonitor,
@@ -52,6 +53,7 @@ def join_nodes(
     Failures that the `parent` monitor sees fail here too. For networks cut over ranks `state_placement` gives the
     placement of an entry of the optimizer's state; without it, entries of the parameter's shape are cut like it.
     """
+    leave_uncompiled(*UNCOMPILED)
     require_plain(module)
     exchange = exchange or Exchange()
     _require_fit(module, optimizer, period, exchange, ranks=rank_group.size)
@@ -169,6 +171,10 @@ def _shard_group(module: torch.nn.Module, rank_group: RankGroup) -> ShardGroup |
             f"{rank_group.size}. Give a group with all ranks that hold a part."
         )
     return shard_group
+
+
+UNCOMPILED = tuple(f"evenly.{name}" for name in ("nodes", "gradients", "exchange", "schedule", "comm", "_torch"))
+"""What a compiled training step calls as it is: hooks, clocks and collectives."""
 
 
 class _NetworkKinds(NamedTuple):
