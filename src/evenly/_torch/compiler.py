@@ -26,7 +26,7 @@ first call. torch.optim uses it in the same way (torch 2.11 and 2.13).
 
 
 def leave_uncompiled(*packages: str) -> None:
-    """Has torch.compile call functions of these packages without tracing them, and compile what they call.
+    """Has torch.compile call functions of these packages and of this one untraced, and compile what they call.
 
     A decorator for one function would leave out the network that it calls, too, or compile every other function that
     it calls by itself. The list is private (torch 2.11 and 2.13); it holds all packages of torch that are so called.
@@ -34,7 +34,7 @@ def leave_uncompiled(*packages: str) -> None:
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is None:
         return  # every optimizer loads the compiler when it is made: nothing has been compiled
-    for package in packages:
+    for package in (*packages, __package__):
         folder = rules._module_dir(sys.modules[package])
         if folder not in rules.SKIP_DIRS:
             rules.add(package)

@@ -173,7 +173,7 @@ def _shard_group(module: torch.nn.Module, rank_group: RankGroup) -> ShardGroup |
     return shard_group
 
 
-UNCOMPILED = tuple(f"evenly.{name}" for name in ("nodes", "gradients", "exchange", "schedule", "comm", "_torch"))
+UNCOMPILED = tuple(f"evenly.{name}" for name in ("nodes", "gradients", "exchange", "schedule", "comm"))
 """What a compiled training step calls as it is: hooks, clocks and collectives."""
 
 
