@@ -3,12 +3,19 @@
 Nodes encode differences to the anchor and add the encoding error to the next difference.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 
+from evenly.comm import first_line
 from evenly.errors import SpecError
+
+logger = logging.getLogger(__name__)
 
 TEST_SIZES = (1, 7, 300)  # vector lengths used to test a new codec
 
@@ -102,19 +109,42 @@ INT4_BLOCK = 64
 
 
 def _to_int8(values: torch.Tensor) -> torch.Tensor:
+    kernels = gpu_kernels(values)
+    return plain_to_int8(values) if kernels is None else kernels.encode_int8(values, INT8_BLOCK)
+
+
+def _from_int8(code: torch.Tensor, size: int) -> torch.Tensor:
+    kernels = gpu_kernels(code)
+    return plain_from_int8(code, size) if kernels is None else kernels.decode_int8(code, size, INT8_BLOCK)
+
+
+def _to_int4(values: torch.Tensor) -> torch.Tensor:
+    kernels = gpu_kernels(values)
+    return plain_to_int4(values) if kernels is None else kernels.encode_int4(values, INT4_BLOCK)
+
+
+def _from_int4(code: torch.Tensor, size: int) -> torch.Tensor:
+    kernels = gpu_kernels(code)
+    return plain_from_int4(code, size) if kernels is None else kernels.decode_int4(code, size, INT4_BLOCK)
+
+
+def plain_to_int8(values: torch.Tensor) -> torch.Tensor:
+    """Returns the scale of each block, and a digit for each value, as bytes."""
     blocks = _blocks(values, INT8_BLOCK)  # [blocks, 256]
     scales = _scales(blocks, 127)  # [blocks, 1]
     digits = blocks.div_(scales).round_().to(torch.int8)
     return torch.cat([scales.flatten().view(torch.uint8), digits.flatten().view(torch.uint8)[: values.numel()]])
 
 
-def _from_int8(code: torch.Tensor, size: int) -> torch.Tensor:
+def plain_from_int8(code: torch.Tensor, size: int) -> torch.Tensor:
+    """Returns the values of such bytes."""
     head = 4 * -(-size // INT8_BLOCK)
     digits = _blocks(code[head:].view(torch.int8), INT8_BLOCK)
     return digits.mul_(code[:head].clone().view(torch.float32)[:, None]).flatten()[:size]
 
 
-def _to_int4(values: torch.Tensor) -> torch.Tensor:
+def plain_to_int4(values: torch.Tensor) -> torch.Tensor:
+    """Returns the scale of each block, and two digits in a byte."""
     blocks = _blocks(values, INT4_BLOCK)  # [blocks, 64]
     scales = _scales(blocks, 7, torch.bfloat16)  # [blocks, 1]
     digits = blocks.div_(scales.float()).round_().clamp_(-7, 7).add_(8).to(torch.uint8).flatten()
@@ -122,7 +152,8 @@ def _to_int4(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([scales.flatten().view(torch.uint8), pairs])
 
 
-def _from_int4(code: torch.Tensor, size: int) -> torch.Tensor:
+def plain_from_int4(code: torch.Tensor, size: int) -> torch.Tensor:
+    """Returns the values of such bytes."""
     head = 2 * -(-size // INT4_BLOCK)
     pairs = code[head:]
     digits = torch.stack([pairs & 15, pairs >> 4], dim=1).view(-1, INT4_BLOCK).float().sub_(8)
@@ -138,9 +169,38 @@ def _blocks(values: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _scales(blocks: torch.Tensor, largest: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns the scale of each block: 1 for zeros; non-finite scales stay so."""
+    """Returns the scale of each block: 1 for zeros and what is next to them; non-finite scales stay so.
+
+    A scale is a normal number, as devices do not agree about smaller ones.
+    """
     scales = blocks.abs().amax(1, keepdim=True).div_(largest).to(dtype)
-    return scales.masked_fill_(scales == 0, 1.0)
+    return scales.masked_fill_(scales < torch.finfo(torch.float32).tiny, 1.0)
+
+
+@cache
+def _kernels_on(device: torch.device) -> ModuleType | None:
+    """Returns the kernels for this device; None, and a warning, if they cannot be compiled or give other bytes."""
+    try:
+        kernels = import_module("evenly.exchange.codec_kernels")
+        values = torch.linspace(-3.0, 5.0, 300, device=device)
+        for encode, decode, name, block in (
+            (plain_to_int8, plain_from_int8, "int8", INT8_BLOCK),
+            (plain_to_int4, plain_from_int4, "int4", INT4_BLOCK),
+        ):
+            code = getattr(kernels, f"encode_{name}")(values, block)
+            decoded = getattr(kernels, f"decode_{name}")(code, len(values), block)
+            if not torch.equal(code, encode(values)) or not torch.equal(decoded, decode(code, len(values))):
+                raise ValueError(f"the kernels of {name} give other bytes than its plain form")
+    except Exception as error:  # whatever a compiler raises
+        reason = first_line(error)
+        logger.warning("codecs run without kernels of their own on %s, and take longer there: %s", device, reason)
+        return None
+    return kernels
+
+
+def gpu_kernels(tensor: torch.Tensor) -> ModuleType | None:
+    """Returns the kernels that code such a tensor; None for the plain forms."""
+    return _kernels_on(tensor.device) if tensor.is_cuda and tensor.numel() else None
 
 
 CODECS: dict[str, Codec] = {
