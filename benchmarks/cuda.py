@@ -30,6 +30,7 @@ CLAIMS = {  # part, method, bar
     "two_nodes_int8_over_no_exchange_gpt1b": ("billion", "int8", 1.05),
 }
 CODEC_PART_OF_COPY = 0.25  # of the bandwidth of a copy
+OFFLOADED, MOST_DEVICE_BYTES = "int8, offload", 0.3  # more on the device than without exchanges, over the parameters
 NOTE = (
     "All ranks on one device. A GPT of 124 M parameters, 16 x 512 tokens a rank, bf16 autocast, fused AdamW; or of 1 B "
     f"parameters in bfloat16, 16 x 1024 tokens. Nodes exchange every {PERIOD} steps, overlapped with {OVERLAP}. Ratios "
@@ -125,6 +126,9 @@ def report(rows: Sequence[Row], latest: str, *, save: bool) -> None:
         for claim, (part, method, bar) in CLAIMS.items()
         if (part, method) in by_method and by_method[part, method]["network"] != "small"
     ]
+    offloaded = [row["more_bytes_over_parameters"] for row in rows if row["method"] == OFFLOADED]
+    if offloaded:
+        claims.append(Claim("exchange_device_bytes_over_parameters", max(offloaded), MOST_DEVICE_BYTES, "lower"))
     if (CODECS, "copy") in by_method:
         bar = CODEC_PART_OF_COPY * by_method[CODECS, "copy"]["gb_per_s"]
         claims += [

@@ -34,9 +34,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp32": OVERLAPPED,
     "bf16": {**OVERLAPPED, "codec": "bf16"},
     "int8": {**OVERLAPPED, "codec": "int8"},
+    "int8, offload": {**OVERLAPPED, "codec": "int8", "offload": True},
     "int4, 4 fragments": {"every": PERIOD, "overlap": OVERLAP // 2, "codec": "int4", "fragments": 4},
 }
-LARGE_FORMS = {name: FORMS[name] for name in ("no exchange", "int8")}
+LARGE_FORMS = {name: FORMS[name] for name in ("no exchange", "int8", "int8, offload")}
 PARTS = {
     "alone": Part("gpt124m", [[0]], ALONE, steps=20, rounds=12),
     "compiled": Part("gpt124m_compiled", [[0]], ALONE, steps=20, rounds=12),

@@ -7,6 +7,7 @@ EvenlyError
 │   └── LockstepError ranks are not at the same step
 ├── MismatchError     ranks have different models, optimizers or settings, or their parameters have diverged
 ├── NonFiniteError    a loss, gradient, parameter or buffer became NaN or infinite
+├── DeviceMemoryError a device has no memory for an exchange
 ├── DataError         data are missing, empty or not in the expected form
 ├── CheckpointError   a checkpoint is missing, damaged or of another model, or its folder is in use
 └── LabError          the emulated cluster cannot be built on this machine
@@ -41,6 +42,10 @@ class MismatchError(EvenlyError):
 
 class NonFiniteError(EvenlyError):
     """A loss, gradient, parameter or buffer became NaN or infinite."""
+
+
+class DeviceMemoryError(EvenlyError):
+    """A device has no memory for an exchange."""
 
 
 class DataError(EvenlyError):

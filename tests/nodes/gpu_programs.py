@@ -67,5 +67,34 @@ def poison() -> str:
     return "nothing was noticed"
 
 
+def starved(*, overlap: int) -> dict[str, Any]:
+    """Leaves rank 1 no memory for an exchange; returns the error, and how far parameters are from local training."""
+    with evenly.Session(device="cuda") as session:
+        model = nn.Linear(3000, 3000, bias=False).cuda()
+        nn.init.zeros_(model.weight)
+        made = torch.optim.SGD(model.parameters(), lr=1.0)
+        synchronized = evenly.synchronize(model, made, every=2, overlap=overlap, nodes=[[0], [1]])
+        x = torch.full((1, 3000), float(1 + session.rank), device="cuda")
+        error: BaseException | None = None
+        steps = 0
+        try:
+            for _ in range(6):
+                synchronized(x).sum().backward()
+                if session.rank == 1 and steps == 1:
+                    torch.cuda.synchronize()
+                    torch.cuda.empty_cache()
+                    total = torch.cuda.get_device_properties(0).total_memory
+                    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**22) / total)
+                steps += 1
+                made.step()
+                made.zero_grad(set_to_none=False)
+        except evenly.EvenlyError as problem:
+            error = problem
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        away = float((model.weight + steps * x[0, 0]).abs().max())
+        synchronized.close(may_differ=True)
+        return {"error": f"{type(error).__name__}: {error}", "away": away}
+
+
 def _numbers(model: nn.Module) -> list[Any]:
     return [tensor.detach().double().cpu().tolist() for tensor in (*model.parameters(), *model.buffers())]

@@ -47,7 +47,15 @@ def test_compiled_networks(form):
 
 
 @pytest.mark.parametrize(
-    "exchange", [{"overlap": 1}, {"overlap": 2, "fragments": 2, "optimizer_state": "average"}, {"outer": "nesterov"}]
+    "exchange",
+    [
+        {"overlap": 1},
+        {"overlap": 2, "fragments": 2, "optimizer_state": "average"},
+        {"outer": "nesterov"},
+        {"overlap": 2, "fragments": 2, "optimizer_state": "average", "offload": True},
+        {"outer": "nesterov", "offload": True},
+        {"offload": True},
+    ],
 )
 @pytest.mark.parametrize("shape", ["2x2", "3+1"])
 def test_exchanges_beside_the_training(shape, exchange):
@@ -95,6 +103,15 @@ def test_global_mode_equals_every_step_with_sgd():
     for ours, theirs in zip(node_based, everybody, strict=True):
         for a, b in zip(ours["trace"][1][:5], theirs["trace"][1][:5], strict=True):
             torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_device_without_memory_merges_nothing(overlap):
+    other, starved = run_processes([[0], [1]], "tests.nodes.gpu_programs:starved", {"overlap": overlap}, limit_s=100)
+    assert "DeviceMemoryError: an exchange found no memory on its device, and nothing was merged" in starved["error"]
+    assert "PeerError: rank 1" in other["error"]
+    assert "DeviceMemoryError" in other["error"]
+    assert starved["away"] == other["away"] == 0.0
 
 
 def test_nan_names_the_rank_and_the_step():

@@ -85,7 +85,7 @@ class Anchors:
         prefixes = tuple(f"{fragment}/" for fragment in fragments)
         for anchor in (anchor for key, anchor in self._anchors.items() if key.startswith(prefixes)):
             for tensor in (anchor.agreed, anchor.residual, anchor.sum_residual):
-                if tensor is not None:
+                if tensor is not None and tensor.is_cuda:
                     tensor.detach().record_stream(stream)
             for state in anchor.outer.state.values() if anchor.outer is not None else ():
                 for value in state.values():

@@ -28,6 +28,7 @@ from evenly.exchange.pending import (
     PendingState,
     Tensors,
     restored,
+    told,
 )
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.fingerprint import NO_TENSORS, Fingerprint
@@ -275,9 +276,12 @@ class Exchanger:
         """Reports an error on this rank to the others before it is raised."""
         try:
             yield
-        except Exception as error:
+        except Exception as problem:
+            error = told(problem)
             self._monitor.report(error)
-            raise
+            if error is problem:
+                raise
+            raise error from problem
 
     def progress(self) -> ExchangeProgress:
         """Returns the sample counts and costs of this rank for a checkpoint."""

@@ -1,6 +1,6 @@
 """The tensors of one exchange, from the snapshot to the merge."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict, final
 
@@ -12,7 +12,7 @@ from evenly.comm.blocks.replicas import FLAT
 from evenly.comm.blocks.slice import Slice
 from evenly.errors import CheckpointError
 from evenly.exchange.tensors.averaged_tensors import AveragedTensor
-from evenly.exchange.tensors.flat import Flat, real
+from evenly.exchange.tensors.flat import CHUNK, Flat, real
 from evenly.exchange.tensors.fragments import Piece
 
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf")
@@ -59,7 +59,8 @@ class PayloadEntry:
 @final
 class Packed:
     """A copy of entries in the dtype they are sent in: one entry in its shape, or all of them concatenated in a flat
-    vector. Of a vector only the requested `ranges` are copied; the others are received."""
+    vector. Of a vector only the requested `ranges` are copied; the others are received. `is_on_host`: in host memory,
+    where copies arrive later."""
 
     def __init__(
         self,
@@ -68,8 +69,10 @@ class Packed:
         *,
         name: str = FLAT,
         ranges: Callable[[int], Sequence[tuple[int, int]]] | None = None,
+        is_on_host: bool = False,
     ) -> None:
-        self._entries, self._flat = entries, Flat([entry.tensor for entry in entries], dtype)
+        self._entries = entries
+        self._flat = Flat([entry.tensor for entry in entries], dtype, is_on_host=is_on_host)
         self._vector = self._flat.scratch()
         for start, stop in [(0, self._flat.total)] if ranges is None else ranges(self._flat.total):
             self._flat.pack(start, stop, self._vector[start:stop])
@@ -94,7 +97,15 @@ class Payload:
     A `change` is for a network that keeps training meanwhile: x <- x + (average - snapshot).
     """
 
-    def __init__(self, packed: Sequence[Packed], slices: Sequence[PackedSlice], *, change: bool) -> None:
+    def __init__(
+        self,
+        packed: Sequence[Packed],
+        slices: Sequence[PackedSlice],
+        *,
+        change: bool,
+        copied: torch.cuda.Event | None = None,
+    ) -> None:
+        self._copied = copied  # after which values in host memory are there
         self.packed = packed
         self.slices = slices
         self.change = change
@@ -103,7 +114,14 @@ class Payload:
     @property
     def parts(self) -> list[Slice]:
         """The slices that this rank owns."""
+        self.wait_for_copies()
         return [packed_slice.part for packed_slice in self.slices]
+
+    def wait_for_copies(self) -> None:
+        """Returns when the values that were copied to host memory are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
     def entries(self) -> list[PayloadEntry]:
         """Returns the tensors of the parameters and the optimizer's state, with their values."""
@@ -153,9 +171,36 @@ class Payload:
 
 
 def _apply_all(act: Callable[..., object], pieces: Sequence[PayloadEntry]) -> None:
-    """Applies `act` to all tensors at once, which takes few kernel launches on a GPU."""
-    if pieces:
+    """Applies `act` to all tensors at once, in few kernel launches on a GPU; values on the host come in chunks."""
+    if pieces and pieces[0].value.device == pieces[0].tensor.device:
         act([piece.tensor for piece in pieces], [piece.value for piece in pieces])
+        return
+    for tensor, value in _chunks(pieces):
+        act([tensor], [value])
+
+
+def _chunks(pieces: Sequence[PayloadEntry]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields rows of tensors, and their values on the device of these, all in the same memory.
+
+    It is allocated before the first row is yielded: a device without room for it changes nothing.
+    """
+    pairs = [pair for piece in pieces for pair in _rows(piece)]
+    sizes: dict[torch.dtype, int] = {}
+    for _, value in pairs:
+        sizes[value.dtype] = max(value.numel(), sizes.get(value.dtype, 0))
+    there = {dtype: torch.empty(size, dtype=dtype, device=pairs[0][0].device) for dtype, size in sizes.items()}
+    for tensor, value in pairs:
+        moved = there[value.dtype][: value.numel()].view(value.shape)
+        yield tensor, moved.copy_(value, non_blocking=True)
+
+
+def _rows(piece: PayloadEntry) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns a tensor with its value, or some rows at a time of a large one."""
+    tensor, value = piece.tensor, piece.value
+    if not tensor.ndim or tensor.numel() <= CHUNK:
+        return [(tensor, value)]
+    rows = max(1, CHUNK * len(tensor) // tensor.numel())
+    return list(zip(tensor.split(rows), value.split(rows), strict=True))
 
 
 def _add_state(slot: str, pieces: Sequence[PayloadEntry]) -> None:
@@ -167,6 +212,7 @@ def _add_state(slot: str, pieces: Sequence[PayloadEntry]) -> None:
     floor = least[0].new_zeros((), dtype=torch.float64)
     if slot not in SQUARES:
         floor = torch.where(torch.stack([value.double() for value in least]).amin() >= 0, 0.0, -torch.inf)
-    for piece in pieces:
-        piece.tensor.add_(piece.value)
-        torch.maximum(piece.tensor, floor.to(piece.tensor.dtype), out=piece.tensor)
+    is_here = pieces[0].value.device == pieces[0].tensor.device
+    for tensor, value in ((piece.tensor, piece.value) for piece in pieces) if is_here else _chunks(pieces):
+        tensor.add_(value)
+        torch.maximum(tensor, floor.to(tensor.dtype), out=tensor)

@@ -131,7 +131,7 @@ class PayloadBuilder:
             rows = None if piece["rows"] is None else Rows(*piece["rows"])
             part = tensor if rows is None else tensor[rows.start : rows.stop]
             entry = AveragedTensor(piece["home"], piece["label"], part, piece["slot"], rows)
-            packed.append(Packed([entry], travelling_dtype(part)))
+            packed.append(Packed([entry], travelling_dtype(part), is_on_host=self._settings.offload))
         payload = Payload(packed, (), change=True)
         payload.put(pieces)
         payload.fragments = {fragment: self._fragments[fragment] for fragment in fragments}

@@ -11,8 +11,8 @@ from typing import Generic, NotRequired, TypedDict, TypeVar
 
 import torch
 
-from evenly.comm import CollectiveWaiter, FailureMonitor
-from evenly.errors import CheckpointError
+from evenly.comm import CollectiveWaiter, FailureMonitor, first_line
+from evenly.errors import CheckpointError, DeviceMemoryError
 from evenly.exchange.anchors import TransferStats
 from evenly.exchange.payload import Payload, PayloadEntryState
 
@@ -73,9 +73,9 @@ class BackgroundExchange(Generic[T_co]):
                     self._result = act()
             else:
                 self._run_on_stream(self._stream, self._ready_event, act)
-        except BaseException as error:
-            self._error = error
-            self._monitor.report(error)
+        except BaseException as problem:
+            self._error = told(problem)
+            self._monitor.report(self._error)
         finally:
             self._done.set()
 
@@ -84,6 +84,18 @@ class BackgroundExchange(Generic[T_co]):
             stream.wait_event(ready)
             self._result = act()
             self._finished_event = _record_event(stream)
+
+
+def told(error: BaseException) -> BaseException:
+    """Returns an error of an exchange as users are told it: one of torch's, for a device without memory, as ours."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return error
+    typed = DeviceMemoryError(
+        f"an exchange found no memory on its device, and nothing was merged: {first_line(error)} Take smaller batches, "
+        "offload=True or several fragments, and go on from the last checkpoint."
+    )
+    typed.__cause__ = error
+    return typed
 
 
 @cache

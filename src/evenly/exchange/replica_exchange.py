@@ -125,12 +125,18 @@ class ReplicaExchange:
     ) -> Payload:
         """Returns a snapshot of parameters, by the key of their anchor, and of state."""
         keyed = [*entries.items(), *(("", slot) for slot in by_slot(state))]
-        packed, slices = [], []
-        for key, chosen in keyed:
-            new = self._pack(chosen, is_all=False)
-            packed += new
-            slices += self._across.pack([each.item for each in new], key=key, change=change)
-        return Payload(packed, slices, change=change)
+        is_on_host = self._settings.offload
+        packed = [(key, self._pack(chosen, is_all=False, is_on_host=is_on_host)) for key, chosen in keyed]
+        tensors = [entry.tensor for _, chosen in keyed for entry in chosen]
+        copied = _copies_done(tensors[0]) if is_on_host and tensors else None
+        if copied is not None and self._is_cut:
+            copied.synchronize()  # parts of several tensors are joined
+        return Payload(
+            [each for _, new in packed for each in new],
+            [s for key, new in packed for s in self._across.pack([each.item for each in new], key=key, change=change)],
+            change=change,
+            copied=copied,
+        )
 
     def gather_slices(
         self,
@@ -167,6 +173,7 @@ class ReplicaExchange:
         `buffer_changes`, the changes of buffers since the last exchange, become their weighted averages. The network
         itself is not touched: another thread may use it.
         """
+        payload.wait_for_copies()
         packed, stats = self._pack_buffers(buffer_changes), TransferStats()
         items = [each.item for each in packed]
         self._buffers_inside.reduce(items, waiter, weight=self._buffer_share(quorum))
@@ -289,6 +296,7 @@ class ReplicaExchange:
         dtype: torch.dtype | None = None,
         is_all: bool = True,
         is_flat: bool = False,
+        is_on_host: bool = False,
     ) -> list[Packed]:
         """Returns copies of entries as they are sent: one by one for a cut network, else a flat vector for each dtype.
 
@@ -297,13 +305,26 @@ class ReplicaExchange:
         """
         types = [dtype or travelling_dtype(entry.tensor) for entry in entries]
         if self._is_cut and not is_flat:
-            return [Packed([entry], kind, name=entry.home) for entry, kind in zip(entries, types, strict=True)]
+            return [
+                Packed([entry], kind, name=entry.home, is_on_host=is_on_host)
+                for entry, kind in zip(entries, types, strict=True)
+            ]
+        ranges = None if is_all else self._across.owned_ranges
         packed = []
         for kind in TYPES if dtype is None else (dtype,):
             chosen = [entry for entry, sent_dtype in zip(entries, types, strict=True) if sent_dtype == kind]
             if any(entry.tensor.numel() for entry in chosen):
-                packed.append(Packed(chosen, kind, ranges=None if is_all else self._across.owned_ranges))
+                packed.append(Packed(chosen, kind, ranges=ranges, is_on_host=is_on_host))
         return packed
+
+
+def _copies_done(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """Returns an event after the copies that were begun on the stream of a tensor's GPU."""
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event(blocking=True)  # the thread that waits for it leaves its core to others
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
 
 
 def _broadcast(tensors: Sequence[torch.Tensor], group: Group, waiter: CollectiveWaiter) -> None:

@@ -109,7 +109,7 @@ def _join(
             devices,
             timeout_s=exchange.timeout_s,
             global_gradients=global_gradients,
-            concurrent=exchange.overlap > 0,
+            concurrent=_sends_from_host(exchange),
         )
         period_timer = _period_timer(period, scoped, node_ranks, timeout_s=exchange.timeout_s)
     replica_exchange = ReplicaExchange(
@@ -209,9 +209,14 @@ def _network_kinds(
     return _NetworkKinds(rank_group.store.add("cut", 0) > 0, have_own_batches)
 
 
+def _sends_from_host(exchange: Exchange) -> bool:
+    """Whether exchanges need groups that another thread may use, or that send what is in host memory."""
+    return exchange.overlap > 0 or exchange.offload
+
+
 def _open(rank_group: RankGroup, cluster: Cluster, exchange: Exchange, name: str, ranks: Sequence[int]) -> Group:
     """Returns a group for reductions of cut networks; gloo if a background thread uses it, see `open_groups`."""
-    concurrent = exchange.overlap > 0 and not name.startswith("gradients")
+    concurrent = _sends_from_host(exchange) and not name.startswith("gradients")
     devices = [cluster.device_of(rank) for rank in ranks]
     if len({cluster.node_of(rank) for rank in ranks}) == 1 and not concurrent:
         return open_group_inside(rank_group, name, ranks, devices, timeout_s=exchange.timeout_s)

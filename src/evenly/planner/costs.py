@@ -21,6 +21,7 @@ class GraphCosts:
 
     graph: Graph
     layouts: dict[tuple[tuple[float, ...], bool], Layout] = field(default_factory=dict)  # by proportions of shares
+    exchange_copies: float = 0.0  # of every parameter, which exchanges hold on a device while it trains
 
     @cached_property
     def layers(self) -> dict[str, Layer]:

@@ -1,4 +1,4 @@
-"""How much memory a rank needs: parameters, gradients, optimizer state, and activations for backward."""
+"""How much memory a rank needs: parameters, gradients, optimizer state, exchanges, and activations for backward."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class MemoryNeed:
 
 def whole_need(graph_costs: GraphCosts, sample_bytes: int) -> MemoryNeed:
     """Returns the memory of a rank that holds the whole network."""
-    return MemoryNeed(COPIES * graph_costs.parameter_bytes, sample_bytes)
+    return MemoryNeed(int((COPIES + graph_costs.exchange_copies) * graph_costs.parameter_bytes), sample_bytes)
 
 
 def cut_needs(graph_costs: GraphCosts, layout: Layout, sample_bytes: int) -> list[MemoryNeed]:
@@ -55,7 +55,8 @@ def cut_needs(graph_costs: GraphCosts, layout: Layout, sample_bytes: int) -> lis
         if layer.op == "parameter":
             parts = _parts(layout, placements.get(layer.name, TensorPlacement("replicated")))
             for member, part in enumerate(parts):
-                fixed_bytes[member] += COPIES * tensors[layer.name].size_bytes * part
+                copies = COPIES + graph_costs.exchange_copies
+                fixed_bytes[member] += copies * tensors[layer.name].size_bytes * part
     scale = sample_bytes / total_bytes if total_bytes else 0.0
     return [MemoryNeed(int(a), int(b * scale)) for a, b in zip(fixed_bytes, activation_bytes, strict=True)]
 

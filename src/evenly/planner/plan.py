@@ -64,7 +64,9 @@ def plan(
         )
     free = _free(cluster, profile, memory_bytes)
     wishes = _Wishes(batch_size or profile.batch_size, cut, every, exchange_budget, exchange or Exchange())
-    return _Task(cluster, profile, GraphCosts(graph), free, wishes).plan()
+    ranks = min(len(node.ranks) for node in cluster.nodes)
+    copies = wishes.exchange.device_copies(ranks) if len(cluster.nodes) > 1 else 0.0
+    return _Task(cluster, profile, GraphCosts(graph, exchange_copies=copies), free, wishes).plan()
 
 
 IDLE, HELP = 0.1, 0.03  # ranks that wait for more than IDLE of a step must do at least HELP of the work

@@ -155,8 +155,8 @@ def synchronize(
             another), `codec` (`"fp32"`, `"bf16"`, `"int8"`, `"int4"`), `outer` (`"nesterov"`, or another optimizer of
             torch), `optimizer_state` (`"keep"`, `"average"` or `"reset"` momenta, for all or by name), `state_every`
             (the state policy applies every N exchanges), `buffers` (`"auto"`, `"average"`, `"max"`, `"min"`,
-            `"first"`, `"keep"`, for all or by patterns), `nonfinite` (a NaN gradient ends the
-            run, `"stop"`, or the step, `"skip"`).
+            `"first"`, `"keep"`, for all or by patterns), `offload` (exchanges are kept and computed in host memory),
+            `nonfinite` (a NaN gradient ends the run, `"stop"`, or the step, `"skip"`).
 
     Example:
         ```python

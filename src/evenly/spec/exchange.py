@@ -74,6 +74,10 @@ class Exchange(Value):
         description="policy for buffers at an exchange, for all or by patterns of their names; the first match "
         "holds; auto follows their module and dtype",
     )
+    offload: bool = Field(
+        default=False,
+        description="whether what an exchange needs besides the network is kept and computed in host memory",
+    )
     timeout_s: Annotated[float, Field(gt=0, lt=MOST_S)] = 600.0
     nonfinite: Literal["stop", "skip"] = "stop"
 
@@ -109,6 +113,21 @@ class Exchange(Value):
     def coded_fraction(self) -> float:
         """The sent bytes over those of the parameters; 1 for a codec of the user's."""
         return CODED.get(self.codec, 1.0)
+
+    def device_copies(self, ranks: int) -> float:
+        """Returns the copies of every parameter that a device holds for exchanges while it trains.
+
+        `ranks` of a node divide the values that were agreed on, and the errors of a code.
+
+        >>> Exchange().device_copies(2), Exchange(overlap=5, codec="int8").device_copies(2)
+        (0.0, 3.5)
+        >>> Exchange(overlap=5, codec="int8", offload=True).device_copies(2)
+        0.0
+        """
+        if self.offload:
+            return 0.0
+        snapshot = 2 / self.fragments if self.overlap else 0.0
+        return snapshot + (0.0 if self.codec == "fp32" and self.outer is None else 3 / ranks)
 
     @property
     def least_adaptive_steps(self) -> int:
@@ -195,4 +214,5 @@ class ExchangeWishes(TypedDict, total=False):
     optimizer_state: StatePolicy | dict[str, StatePolicy]
     state_every: int
     buffers: BufferPolicy | dict[str, BufferPolicy]
+    offload: bool
     nonfinite: Literal["stop", "skip"]

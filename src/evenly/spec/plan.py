@@ -238,6 +238,8 @@ def travel_words(exchange: Exchange) -> list[str]:
         parts.append(f"beside {counted(exchange.overlap, 'step')}")
     if exchange.codec != "fp32":
         parts.append(f"as {exchange.codec}")
+    if exchange.offload:
+        parts.append("in host memory")
     return parts
 
 

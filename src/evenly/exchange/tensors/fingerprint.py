@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 import torch
 
 from evenly.comm import LocalShard
-from evenly.exchange.tensors.flat import real
+from evenly.exchange.tensors.flat import CHUNK, real
 
 COLUMNS = 512
 LARGE = 2**18  # elements; smaller tensors are concatenated first, because many small operations are slow
@@ -192,6 +192,8 @@ def _shard_sums(
 
 def _row_sums(vector: torch.Tensor) -> torch.Tensor:
     """Returns weighted sums of rows of a vector: [rows], float64."""
+    if vector.dtype.itemsize < 4 and len(vector) > CHUNK:  # wider copies, of chunks only
+        return torch.cat([_row_sums(chunk) for chunk in vector.split(CHUNK)])
     vector = _wide(vector)
     weights = _column_weights(vector.dtype, vector.device)
     whole = vector.numel() // COLUMNS * COLUMNS

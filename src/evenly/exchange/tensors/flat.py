@@ -5,22 +5,35 @@ from collections.abc import Iterator, Sequence
 import torch
 
 TYPES = (torch.float32, torch.float64)
+CHUNK = 2**22  # elements that are copied between devices at once
 
 
 class Flat:
-    """The elements of `tensors`, in order, as one vector of `dtype`; the tensors keep storage, strides and type."""
+    """The elements of `tensors`, in order, as one vector of `dtype`; the tensors keep storage, strides and type.
 
-    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    Vectors are on the device of the tensors, or in host memory if `is_on_host`.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, *, is_on_host: bool = False) -> None:
         self.tensors = [real(tensor) for tensor in tensors]
         self.dtype = dtype
+        self._is_moved = is_on_host and self.tensors[0].is_cuda
         self.total = sum(tensor.numel() for tensor in self.tensors)
 
     def scratch(self) -> torch.Tensor:
         """Returns an uninitialised vector that holds all elements."""
+        if self._is_moved:
+            return torch.empty(self.total, dtype=self.dtype, pin_memory=True)
         return torch.empty(self.total, dtype=self.dtype, device=self.tensors[0].device)
 
     def pack(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Copies the elements [start, stop) into `out`."""
+        """Copies the elements [start, stop) into `out`; to host memory, without waiting for the copy."""
+        if self._is_moved:
+            offset = 0
+            for tensor, low, high in self._overlaps(start, stop):
+                _copy_in_chunks(out[offset : offset + high - low], tensor.reshape(-1)[low:high])
+                offset += high - low
+            return
         pieces = [tensor.reshape(-1)[low:high].to(self.dtype) for tensor, low, high in self._overlaps(start, stop)]
         if pieces:
             torch.cat(pieces, out=out)
@@ -39,6 +52,12 @@ class Flat:
             if low < high:
                 yield tensor, low, high
             begin += tensor.numel()
+
+
+def _copy_in_chunks(out: torch.Tensor, vector: torch.Tensor) -> None:
+    """Copies a vector to another device; if its dtype changes, the device needs memory for one chunk only."""
+    for target, chunk in zip(out.split(CHUNK), vector.split(CHUNK), strict=True):
+        target.copy_(chunk, non_blocking=True)
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
