@@ -192,21 +192,25 @@ def _network_kinds(
     *,
     timeout_s: float,
 ) -> _NetworkKinds:
-    """Waits for all ranks; returns what kinds of networks there are among them."""
+    """Waits for all ranks; returns what kinds of networks there are among them.
+
+    All of them raise `SpecError` if these cannot be averaged: a rank that went on would wait for connections.
+    """
+    is_cut = shard_group is not None
     has_own_batches = torch_shards is not None and torch_shards.has_own_batches
-    rank_group.store.add("cut", int(shard_group is not None))
     rank_group.store.add("fsdp", int(has_own_batches))
+    rank_group.store.add("cut", int(is_cut and not has_own_batches))
     CollectiveWaiter(monitor, label="synchronize", timeout_s=timeout_s).barrier()
     if rank_group.size == 1:
         return _NetworkKinds(is_cut=False, have_own_batches=False)
-    have_own_batches = rank_group.store.add("fsdp", 0) > 0
-    if have_own_batches and shard_group is not None and not has_own_batches:
+    by_fsdp, otherwise = (rank_group.store.add(kind, 0) for kind in ("fsdp", "cut"))
+    if by_fsdp and otherwise:
         raise SpecError(
-            "some nodes shard the network by FSDP, where each rank has a batch of its own, and this one by "
-            "evenly.shard or by hand, where its ranks share a batch; buffers of the two cannot be averaged. Shard it "
-            "in one way on all nodes; a node of one rank may hold it whole."
+            f"{by_fsdp} ranks shard the network by FSDP, where each has a batch of its own, and {otherwise} by "
+            "evenly.shard or by hand, where ranks share a batch; buffers of the two cannot be averaged. Shard it in "
+            "one way on all nodes; a node of one rank may hold it whole."
         )
-    return _NetworkKinds(rank_group.store.add("cut", 0) > 0, have_own_batches)
+    return _NetworkKinds(is_cut=by_fsdp + otherwise > 0, have_own_batches=by_fsdp > 0)
 
 
 def _sends_from_host(exchange: Exchange) -> bool:
