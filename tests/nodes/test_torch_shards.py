@@ -113,3 +113,14 @@ def test_gradients_that_are_not_finite_end_the_run_or_the_step() -> None:
     for skipped, stopped in run_processes(NODES, f"{PROGRAMS}:poisoned", {"nodes": NODES}):
         assert skipped == "6 True"
         assert "NonFiniteError: the gradients of ranks [0, 1] became NaN" in stopped or "stopped" in stopped
+
+
+def test_gathered_parameters_and_kept_gradients_do_no_harm() -> None:
+    for found in run_processes(NODES, f"{PROGRAMS}:corners", {"nodes": NODES}):
+        assert "a backward did not come from what a forward of the synchronized model" in found.pop("_foreign")
+        assert found == {"_closure": 0.0, "_loaded": 0.0, "_zeroed": 1.0, "_skipped": 0, "_frozen": 0.0}
+
+
+def test_batches_accumulated_in_a_session_are_weighted() -> None:
+    differences = run_processes(NODES, f"{PROGRAMS}:accumulated", {"nodes": NODES})
+    assert max(differences) < LIMIT

@@ -265,3 +265,148 @@ def poisoned(nodes: Nodes) -> list[str]:
                 found.append(f"{type(error).__name__}: {error}")
                 break
     return found
+
+
+def corners(nodes: Nodes) -> dict[str, object]:
+    """Returns what came of loops in which FSDP holds gathered parameters, or gradients that are not added up yet."""
+    with evenly.Session(device="cpu", progress=False) as session:
+        mesh = mesh_of(nodes)
+        x = batch(2 + session.rank, 0)
+        return {
+            case.__name__: case(mesh, nodes, x) for case in (_closure, _loaded, _foreign, _zeroed, _skipped, _frozen)
+        }
+
+
+def _tiny(mesh: DeviceMesh, nodes: Nodes, **wishes: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = _plain()
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, evenly.synchronize(model, optimizer, **{"every": 50, "nodes": nodes, **wishes})
+
+
+def _apart(model: nn.Module) -> float:
+    """Returns how far ranks are from each other."""
+    values = torch.cat([tensor.flatten() for tensor in state_of(model)])
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, values)
+    return max(float((row - rows[0]).abs().max()) for row in rows)
+
+
+def _closure(mesh: DeviceMesh, nodes: Nodes, pair: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """A closure ends with a look at the network, which gathers its parameters, just before an exchange."""
+    model, optimizer, trained = _tiny(mesh, nodes, every=1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(trained, *pair)
+        loss.backward()
+        with torch.no_grad():
+            trained(pair[0])
+        return loss
+
+    optimizer.step(closure)
+    apart = _apart(model)
+    trained.finish()
+    trained.close()
+    return apart
+
+
+def _loaded(mesh: DeviceMesh, nodes: Nodes, pair: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Weights are loaded after an evaluation."""
+    model, optimizer, trained = _tiny(mesh, nodes)
+    best = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        loss_of(trained, *pair).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            trained(pair[0])
+        model.load_state_dict(best)
+    trained.finish()
+    trained.close()
+    return largest_difference(state_of(model), list(_plain().parameters()))
+
+
+def _foreign(mesh: DeviceMesh, nodes: Nodes, pair: tuple[torch.Tensor, torch.Tensor]) -> str:
+    """The plain network is used between two micro-batches, whose gradients FSDP adds up only in the end."""
+    _, optimizer, trained = _tiny(mesh, nodes)
+    with trained.no_sync():
+        loss_of(trained, *pair).backward()
+    loss_of(trained.module, *pair).backward()
+    loss_of(trained, *pair).backward()
+    try:
+        optimizer.step()
+    except evenly.errors.SpecError as error:
+        return str(error)
+    finally:
+        trained.close(may_differ=True)
+    return "nothing was noticed"
+
+
+def _zeroed(mesh: DeviceMesh, nodes: Nodes, pair: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """Gradients are set to zero in place: their samples do not count. Returns the batches counted."""
+    _, optimizer, trained = _tiny(mesh, nodes)
+    loss_of(trained, *pair).backward()
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(trained, *pair).backward()
+    optimizer.step()
+    trained.close(may_differ=True)
+    return trained.samples / len(pair[0])
+
+
+def _skipped(mesh: DeviceMesh, nodes: Nodes, pair: tuple[torch.Tensor, torch.Tensor]) -> int:
+    """A gradient is not finite, and the loop looks at the network before it makes the step; returns the steps."""
+    model, _, trained = _tiny(mesh, nodes)
+    (loss_of(trained, *pair) * float("nan")).backward()
+    with torch.no_grad():
+        trained(pair[0])
+    steps = trained.schedule.step
+    model.zero_grad()
+    trained.close(may_differ=True)
+    return steps
+
+
+def _frozen(mesh: DeviceMesh, nodes: Nodes, pair: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """A frozen layer is in no module of FSDP."""
+    model = _plain()
+    model[0].requires_grad_(False)
+    fully_shard(model[2], mesh=mesh)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    trained = evenly.synchronize(model, optimizer, every=1, nodes=nodes)
+    loss_of(trained, *pair).backward()
+    optimizer.step()
+    trained.finish()
+    trained.close()
+    return _apart(model)
+
+
+def accumulated(nodes: Nodes) -> float:
+    """Returns how far gradients of accumulated batches in a session are from those of one process."""
+    data = TensorDataset(*batch(24, 0))
+    with evenly.Session(device="cpu", progress=False) as session:
+        model = _plain()
+        fully_shard(model[0], mesh=mesh_of(nodes))
+        fully_shard(model, mesh=mesh_of(nodes))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        plan = session.plan(batch_size=2, every=50)
+        trained, optimizer, loader = session.prepare(model, optimizer, data, plan=plan, shuffle=False)
+        seen, furthest = [], 0.0
+        for _ in session.epochs(1):
+            for x, y in loader:
+                with session.accumulate(2) as accumulating:
+                    accumulating.backward(loss_of(trained, x, y))
+                seen.append((x, y))
+                if len(seen) == 2:
+                    node = next(members for members in nodes if session.rank in members)
+                    everywhere = session.gather([torch.cat(tensors) for tensors in zip(*seen, strict=True)])
+                    plain = _plain()
+                    rows = [torch.cat([everywhere[rank][part] for rank in node]) for part in (0, 1)]
+                    loss_of(plain, *rows).backward()
+                    model.reshard()
+                    got = [whole(parameter.grad) for parameter in model.parameters()]
+                    furthest = max(furthest, largest_difference(got, [p.grad for p in plain.parameters()]))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen = []
+        return furthest

@@ -2,8 +2,8 @@
 
 Private names, the same in torch 2.11 and 2.13 unless noted: `DTensor._local_tensor` (`to_local()` makes another object
 at each call, and takes part in autograd), `FSDPModule._get_fsdp_state()`, `_fsdp_param_groups` of the state (2.11 has
-one group at most, `_fsdp_param_group`), and `_reduce_scatter_comm` of a group, which `set_custom_reduce_scatter` sets
-and nothing reads.
+one group at most, `_fsdp_param_group`), `_reduce_scatter_comm` of a group, which `set_custom_reduce_scatter` sets and
+nothing reads, and `fsdp_params` of a group, with what each keeps of gradients that are not reduced yet.
 """
 
 import sys
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ScaledReduceScatter",
+    "are_scaled",
     "fsdp_modules",
     "is_dtensor",
     "local_part",
     "mesh_group",
     "placed_like",
+    "redistributed_like",
     "scale_reduce_scatters",
     "shard_dim_of",
+    "unsharded_gradients",
 ]
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -136,6 +139,29 @@ def scale_reduce_scatters(
                 group._reduce_scatter_comm = group._reduce_scatter_comm.inner
 
     return restore
+
+
+def are_scaled(modules: "Iterable[FSDPModule]") -> bool:
+    """Returns whether the reduce-scatters of these modules are still those that were put there."""
+    groups = (group for module in modules for group in _parameter_groups(module))
+    return all(isinstance(group._reduce_scatter_comm, ScaledReduceScatter) for group in groups)
+
+
+def unsharded_gradients(modules: "Iterable[FSDPModule]") -> list[torch.Tensor]:
+    """Returns the gradients that FSDP keeps for a later reduce-scatter."""
+    kept = []
+    for group in (group for module in modules for group in _parameter_groups(module)):
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            kept += [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
+    return [gradient for gradient in kept if gradient is not None]
+
+
+def redistributed_like(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a DTensor placed like another one; all ranks of their mesh call it together if it is not yet."""
+    if not is_dtensor(like) or not is_dtensor(tensor) or tensor.placements == like.placements:
+        return tensor
+    return tensor.redistribute(placements=like.placements)
 
 
 def _parameter_groups(module: "FSDPModule") -> Iterator[Any]:

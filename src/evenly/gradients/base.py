@@ -12,6 +12,8 @@ from evenly.errors import SpecError
 from evenly.gradients.forwards import Forward, ForwardLog, uncounted
 from evenly.gradients.verdicts import Verdict
 
+_Version = tuple[int, int, int]
+
 
 class Gradients(ABC):
     """Averages gradients at every backward, weighted by samples, and checks that a step uses averaged gradients only.
@@ -36,7 +38,7 @@ class Gradients(ABC):
         self._averaged = 0.0  # samples behind the gradients averaged since the last step
         self._has_averaged = self._has_local = self._has_foreign = False  # kinds of backwards since the last step
         self._before: dict[int, torch.Tensor] | None = None  # gradients, where the running backward has no samples
-        self._last_gradient: tuple[torch.Tensor, int, int] | None = None  # a parameter, id and version of its gradient
+        self._last_gradient: tuple[torch.Tensor, _Version] | None = None  # a parameter, the version of its gradient
         self._is_touched = self._had_gradients = False  # when such a backward reached the outputs
 
     def _read_parameters(self, module: torch.nn.Module) -> None:
@@ -47,6 +49,14 @@ class Gradients(ABC):
     def has_open_forward(self) -> bool:
         """Whether a forward of this step waits for its backward, with the parameters that it was made with."""
         return self._log.has_open(self.step)
+
+    def parts(self) -> list[torch.Tensor]:
+        """Returns the gradients that exist, averaged or not; of DTensors this rank's parts."""
+        return [local_tensor(p.grad) for p in self._trained if p.grad is not None]
+
+    def are_reset(self) -> bool:
+        """Returns whether the gradients are None or zeros; on all ranks that hold parts of them, called together."""
+        return all(map(_is_empty, self._untouched()))
 
     @abstractmethod
     def forward(self, samples: float, *args: object, **kwargs: object) -> object:
@@ -184,7 +194,7 @@ class Gradients(ABC):
     def _forget_abandoned(self) -> None:
         """Forgets backwards whose gradients were set to None or zero; their samples do not count."""
         has_any = self._accumulated or self._has_averaged or self._has_local or self._has_foreign
-        if has_any and self._may_be_reset() and all(map(_is_empty, self._untouched())):
+        if has_any and self._may_be_reset() and self.are_reset():
             self._accumulated = self._averaged = 0.0
             self._has_averaged = self._has_local = self._has_foreign = False
 
@@ -195,15 +205,15 @@ class Gradients(ABC):
         if parameter is None or gradient is None:
             self._last_gradient = None
         else:
-            self._last_gradient = (parameter, id(gradient), version_of(local_tensor(gradient)))
+            self._last_gradient = (parameter, _version(gradient))
 
     def _may_be_reset(self) -> bool:
         """Returns whether gradients may have been set to None or zero since the last backward."""
         if self._last_gradient is None:
             return True
-        parameter, number, version = self._last_gradient
+        parameter, version = self._last_gradient
         gradient = parameter.grad
-        return gradient is None or (id(gradient), version_of(local_tensor(gradient))) != (number, version)
+        return gradient is None or _version(gradient) != version
 
     def begin_task(self) -> None:
         """Runs when a backward reaches the outputs of the first of its forwards."""
@@ -243,6 +253,11 @@ class Gradients(ABC):
                 gradient.zero_()
             else:
                 gradient.copy_(before)
+
+
+def _version(gradient: torch.Tensor) -> _Version:
+    """Returns what changes with a gradient: operations on a DTensor count for itself, those of FSDP for its part."""
+    return id(gradient), version_of(gradient), version_of(local_tensor(gradient))
 
 
 def _is_empty(parameter: torch.Tensor) -> bool:

@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from evenly._torch.autograd import in_backward
-from evenly._torch.dtensor import scale_reduce_scatters
+from evenly._torch.autograd import in_backward, is_end_of_recomputing, will_reach
+from evenly._torch.dtensor import are_scaled, scale_reduce_scatters, unsharded_gradients
 from evenly._torch.foreach import FinitenessOnHost, largest_magnitude
-from evenly.comm import CollectiveWaiter, FailureMonitor, Group, Work, all_reduce, local_tensor
+from evenly.comm import CollectiveWaiter, FailureMonitor, Group, Work, all_reduce
 from evenly.errors import SpecError
 from evenly.gradients.base import Gradients
 from evenly.gradients.forwards import Forward, uncounted
@@ -41,14 +41,15 @@ class SharedVerdict:
     """A verdict that ranks share, each of which holds a part of the gradients."""
 
     step: int
-    flags: torch.Tensor  # of each member, not zero if its part is not finite; once `work` is done
+    num_members: int
+    num_nonfinite: torch.Tensor  # parts; once `work` is done
     work: Work
     waiter: CollectiveWaiter
 
     def nonfinite_members(self) -> list[int]:
-        """Returns the members of the group whose parts were not finite."""
+        """Returns all members if a part was not finite: each part is a sum over all of them."""
         self.waiter.wait([self.work])
-        return [member for member, flag in enumerate(self.flags.tolist()) if flag]
+        return list(range(self.num_members)) if self.num_nonfinite.item() else []
 
 
 @final
@@ -76,7 +77,9 @@ class FsdpGradients(Gradients):
         self._unread: list[_Count] = []  # whose work nobody has waited for
         self._accumulated_total = 0.0  # the samples of all ranks for those of `_accumulated`
         self._factor = 1.0  # of this rank's gradients in the running backward
-        self._filled: list[torch.Tensor] = []  # parameters, as FSDP gives them gradients; until a backward is complete
+        self._is_reducing = True  # whether FSDP adds up the gradients of the next backward
+        self._has_reduced = False  # a reduce-scatter was made since the last complete backward
+        self._filled: list[torch.Tensor] = []  # on one rank, which makes none: parameters, as they get gradients
         self._verdicts = LastVerdicts()
         self._is_finite_on_host = FinitenessOnHost()
         for parameter in module.parameters():
@@ -89,6 +92,8 @@ class FsdpGradients(Gradients):
         self._watch()
 
     def _watch(self) -> None:
+        if self._group.size() > 1:
+            return  # on a GPU whose gradients FSDP moves to the host, hooks would make it wait for each
         self._hooks = [p.register_post_accumulate_grad_hook(self._filled.append) for p in self._trained]
 
     def _follow(self) -> None:
@@ -121,7 +126,8 @@ class FsdpGradients(Gradients):
         try:
             output = self._module(*args, **kwargs)
         except Exception as error:
-            self._monitor.report(error)
+            if not is_end_of_recomputing(error):
+                self._monitor.report(error)
             raise
         self._log.watch(forward, output, inputs=(*args, *kwargs.values()))
         return output
@@ -140,10 +146,9 @@ class FsdpGradients(Gradients):
         verdict = self._verdicts.take(may_stall=may_stall)
         if verdict is None:
             return None
-        flags = torch.zeros(self._group.size(), dtype=torch.float64, device="cpu")
-        flags[self._group.rank()] = float(bool(verdict.nonfinite_members()))
+        count = torch.tensor([float(bool(verdict.nonfinite_members()))], dtype=torch.float64, device="cpu")
         waiter = self._waiter(f"the check of the gradients of step {verdict.step}")
-        return SharedVerdict(verdict.step, flags, all_reduce(flags, self._group), waiter)
+        return SharedVerdict(verdict.step, self._group.size(), count, all_reduce(count, self._group), waiter)
 
     def require_averaged(self) -> None:
         """Raises `SpecError` unless all gradients that a step is about to use come from the synchronized model."""
@@ -153,8 +158,16 @@ class FsdpGradients(Gradients):
 
     def begin_task(self) -> None:
         """Runs when a backward reaches a forward, before FSDP has added up any of its gradients."""
-        self._record_foreign()
+        if self._has_reduced or not all(map(will_reach, self._filled)):
+            self._record_foreign()
         super().begin_task()
+        if not are_scaled(self._fsdp_modules):
+            raise self._reported(
+                SpecError(
+                    "set_custom_reduce_scatter was called on a module of FSDP after synchronize, which weights "
+                    "gradients there. Call it before."
+                )
+            )
         self._read_counts()
         forwards = self._log.open_forwards(self.step)
         self._set_reduced(is_reduced=any(forward.is_averaged for forward in forwards))
@@ -168,9 +181,12 @@ class FsdpGradients(Gradients):
         forwards, used = self._log.members(), self._factor
         self._factor = 1.0
         is_averaged = any(forward.is_averaged for forward in forwards)
-        if is_averaged and not self._filled:  # autograd.grad() gives parameters nothing
+        if not self._is_reducing:
+            self._set_reduced(is_reduced=True)  # also in backwards that do not come here
+        if is_averaged and not (self._has_reduced or self._filled):  # autograd.grad() gives parameters nothing
             self._log.forget_members()
             return
+        self._has_reduced = False
         self._filled.clear()
         self._log.complete()
         if not is_averaged:
@@ -182,8 +198,8 @@ class FsdpGradients(Gradients):
             raise self._reported(
                 SpecError(
                     "a backward did not use all forwards of its step, and these had unequal shares of the samples of "
-                    "their node: FSDP adds gradients up before it is known which are used. Call backward() for each "
-                    "forward by itself, or for all of them."
+                    "their node: FSDP adds gradients up before it is known which are used. Call backward() before the "
+                    "next forward, or once for all of them."
                 )
             )
         self._end_averaged(forwards)
@@ -200,11 +216,21 @@ class FsdpGradients(Gradients):
 
     def _look(self) -> HostVerdict | DeviceVerdict:
         """Returns the verdict on this rank's parts of the gradients."""
-        parts = [local_tensor(gradient) for p in self._trained if (gradient := p.grad) is not None]
+        parts = super().parts()
         device = parts[0].device if parts else self._trained[0].device
         if device.type == "cpu":
             return HostVerdict(self.step, self._is_finite_on_host(parts))
         return DeviceVerdict(self.step, largest_magnitude(parts) if parts else torch.zeros((), device=device))
+
+    def parts(self) -> list[torch.Tensor]:
+        """Returns the gradients that exist: this rank's parts, and what FSDP has not added up yet."""
+        return [*super().parts(), *unsharded_gradients(self._fsdp_modules)]
+
+    def are_reset(self) -> bool:
+        """Returns whether the gradients of all ranks of the node are None or zeros; all of them call it together."""
+        parts = torch.tensor([float(not super().are_reset())], dtype=torch.float64, device="cpu")
+        self._waiter(f"the gradients before step {self.step}").wait([all_reduce(parts, self._group)])
+        return not parts.item()
 
     def _factor_for(self, forwards: Sequence[Forward]) -> float:
         """Returns b_r R / sum_s b_s for a backward through these forwards."""
@@ -214,12 +240,14 @@ class FsdpGradients(Gradients):
 
     def _set_reduced(self, *, is_reduced: bool) -> None:
         """Says whether FSDP adds up the gradients of the next backward, or keeps them for a later one."""
+        self._is_reducing = is_reduced
         for module in self._fsdp_modules:
             module.set_requires_gradient_sync(is_reduced, recurse=False)
 
     def _record_foreign(self) -> None:
         """Records the backward that filled gradients without a forward of the synchronized model, if there was one."""
-        if self._filled:
+        if self._has_reduced or self._filled:
+            self._has_reduced = False
             self._filled.clear()
             self._record_local([])
             self._record_gradients()
@@ -244,3 +272,4 @@ def _add_bytes(owner: "ref[FsdpGradients]", sent_bytes: int) -> None:
     gradients = owner()
     if gradients is not None:
         gradients.sent_bytes += sent_bytes
+        gradients._has_reduced = True

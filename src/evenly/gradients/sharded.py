@@ -8,6 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from evenly._torch.autograd import at_end_of_backward, in_backward
+from evenly._torch.dtensor import redistributed_like
 from evenly.comm import CollectiveWaiter, FailureMonitor, Group, all_reduce, local_tensor
 from evenly.comm.blocks.reducer import BlockReducer
 from evenly.comm.blocks.replicas import ReplicaRanks
@@ -144,6 +145,10 @@ class ShardedGradients(Gradients):
 
     def _average(self, weight: float, waiter: CollectiveWaiter) -> None:
         trained = dict(zip(self._names, self._trained, strict=True))
+        if self._block_reducer.num_participants > 1:
+            for parameter in self._trained:
+                if parameter.grad is not None:  # of tensor parallelism by hand it may be a sum that is not made yet
+                    parameter.grad = redistributed_like(parameter, parameter.grad)
         gradients_by_name = {name: local_tensor(p.grad) for name, p in trained.items() if p.grad is not None}
         if not weight:
             for gradient in gradients_by_name.values():

@@ -16,7 +16,7 @@ import torch
 
 from evenly._torch.autograd import in_backward
 from evenly._torch.scaler import watch_scaler
-from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, local_tensor, require_same
+from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, require_same
 from evenly.comm.blocks.replicas import shard_group_of
 from evenly.errors import NonFiniteError, SpecError
 from evenly.exchange.exchange_state import ExchangeState, Progress
@@ -118,10 +118,7 @@ class Synchronized(torch.nn.Module):
             )
             self._exchanger.reset_anchors()
         except BaseException as error:
-            self._monitor.report(error)
-            self._monitor.close()
-            replica_exchange.close(failed=True)
-            groups.close(failed=True)
+            self._abandon(error)
             raise
         state_hook = module.register_state_dict_pre_hook(StateReadWarning(self._steps_apart))
         self._removers = [
@@ -132,6 +129,17 @@ class Synchronized(torch.nn.Module):
         ]
         if len(groups.nodes) > 1 and not self._global_gradients:
             self._removers.append(weakref.finalize(self, _warn_if_unfinished, self.schedule, monitor).detach)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Closes what `__init__` had opened before this error."""
+        self._monitor.report(error)
+        if (gradients := getattr(self, "_gradients", None)) is not None:
+            gradients.close()
+        if (exchanger := getattr(self, "_exchanger", None)) is not None:
+            exchanger.close(may_differ=True)
+        self._monitor.close()
+        self._replica_exchange.close(failed=True)
+        self._groups.close(failed=True)
 
     def _steps_apart(self) -> int:
         """Returns the steps that nodes have made since they held the same parameters; 0 inside `agreed()`."""
@@ -339,8 +347,8 @@ class Synchronized(torch.nn.Module):
             where = "all ranks average gradients with every='global'" if self._global_gradients else "are a node"
             raise SpecError(
                 f"FSDP shards the network over the ranks {mesh_ranks}, but the ranks {list(self._gradient_ranks)} "
-                f"{where}; FSDP alone averages gradients. Give fully_shard a mesh of these ranks, or say by nodes= "
-                "which ranks form a node."
+                f"{where}; FSDP alone averages gradients. Give fully_shard a mesh of the ranks of a node, and say by "
+                "nodes= which these are."
             )
 
     def _reshard(self) -> None:
@@ -416,6 +424,10 @@ class Synchronized(torch.nn.Module):
     def has_global_gradients(self) -> bool:
         """Whether all ranks average gradients, not only those of a node."""
         return self._global_gradients
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients that this rank has, averaged or not, as tensors that may be scaled in place."""
+        return self._gradients.parts()
 
     @property
     def gradient_bytes(self) -> int:
@@ -507,7 +519,7 @@ class Synchronized(torch.nn.Module):
                     parameter.grad = None
             return
         error = NonFiniteError(
-            f"{case}. Lower the learning rate, clip the gradients, look at that rank's batch, "
+            f"{case}. Lower the learning rate, clip the gradients, look at their batches, "
             "or pass nonfinite='skip' to leave such steps out."
         )
         self._monitor.report(error)
@@ -525,8 +537,7 @@ class Synchronized(torch.nn.Module):
         self._gradients.pending = False
         if verdict is not None and verdict.nonfinite_members():
             self._exchanger.may_have_skipped_step = True
-            gradients = [p.grad for p in self.module.parameters() if p.requires_grad]
-            if all(gradient is None or not bool(local_tensor(gradient).any()) for gradient in gradients):
+            if self._gradients.are_reset():
                 self._skip()
 
     def _skip(self) -> None:
@@ -539,6 +550,7 @@ class Synchronized(torch.nn.Module):
             self._skip()
 
     def _advance(self, samples: float) -> None:
+        self._reshard()
         is_expired = self._is_period_over()
         self._exchanger.after_step(self.schedule.advance(is_expired=is_expired))
         if is_expired and self._period_timer is not None:

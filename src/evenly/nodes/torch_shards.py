@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 
@@ -33,11 +34,14 @@ class TorchShards:
     def __init__(self, module: torch.nn.Module, shard_group: ShardGroup) -> None:
         self.shard_group = shard_group
         self.fsdp_modules = fsdp_modules(module)
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if is_dtensor(tensor):
-                set_local_shard(tensor, _placement(name, tensor, shard_group))
-            elif not self.has_own_batches:
-                set_local_shard(tensor, LocalShard(name, tensor.shape, shard_group))
+        for name, parameter in module.named_parameters():
+            set_local_shard(parameter, _placement(name, parameter, shard_group))
+        for name, buffer in module.named_buffers():
+            if is_dtensor(buffer) or not self.has_own_batches:
+                set_local_shard(buffer, _placement(name, buffer, shard_group))
+        self._hooks = [
+            part.register_load_state_dict_pre_hook(_ReshardHook(self)) for part in module.modules() if self.fsdp_modules
+        ]
 
     @property
     def has_own_batches(self) -> bool:
@@ -50,8 +54,21 @@ class TorchShards:
             module.reshard()
 
     def close(self) -> None:
-        """Closes the group of the mesh."""
+        """Removes the hooks, and closes the group of the mesh."""
+        for hook in self._hooks:
+            hook.remove()
         self.shard_group.close()
+
+
+class _ReshardHook:
+    """Reshards a network before `load_state_dict` writes into it or a submodule."""
+
+    def __init__(self, owner: TorchShards) -> None:
+        self._owner = ref(owner)
+
+    def __call__(self, module: torch.nn.Module, *args: object) -> None:
+        if (owner := self._owner()) is not None:
+            owner.reshard()
 
 
 def open_torch_shards(

@@ -92,5 +92,4 @@ class Accumulation:
         return samples / self._samples
 
     def _gradients(self) -> list[torch.Tensor]:
-        modules = [trained.model.module for trained in self._trained_models]
-        return [p.grad for module in modules for p in module.parameters() if p.grad is not None]
+        return [gradient for trained in self._trained_models for gradient in trained.model.gradients()]
