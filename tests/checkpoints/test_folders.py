@@ -7,7 +7,7 @@ import torch
 
 from evenly.checkpoints import folder
 from evenly.checkpoints.merge import merge
-from evenly.checkpoints.tree import flatten, restore
+from evenly.comm.nested_state import flatten, restore
 from evenly.errors import CheckpointError
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import evenly
-from evenly.checkpoints.tree import flatten, restore
+from evenly.comm.nested_state import flatten, restore
 from evenly.errors import CheckpointError, SpecError
 from evenly.spec import CheckpointSaved, Measured, Run, RunFailed, RunFinished, RunStarted
 from tests.session.programs import dataset, network

@@ -5,6 +5,9 @@ stores and `GradBucket` are public in torch.distributed, which does not export t
 """
 
 import ctypes
+import sys
+import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -36,6 +39,7 @@ __all__ = [
     "add_backend",
     "backend_name",
     "default_store",
+    "free_in_background",
     "gloo",
     "gloo_devices",
     "keep_until_exit",
@@ -104,6 +108,25 @@ def keep_until_exit(group: dist.ProcessGroup) -> None:
     a process could take as long as the timeout. Python would release an ordinary reference at the end of the process.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def free_in_background(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Frees groups, once nothing else refers to them, in a thread of its own.
+
+    Gloo cannot abort a work that waits for another rank, and the destructor of its group waits for the work, until the
+    connection breaks or the timeout is over. It must run in no thread that has other things to do: this one keeps its
+    references until they are the last.
+    """
+    if groups:
+        threading.Thread(target=_free, args=(list(groups),), name="evenly-freed-groups", daemon=True).start()
+
+
+def _free(groups: list[dist.ProcessGroup]) -> None:
+    while groups:
+        group = groups.pop()
+        while sys.getrefcount(group) > 2:  # this variable and the argument of the call
+            time.sleep(0.05)
+        del group
 
 
 def make_recorder() -> None:

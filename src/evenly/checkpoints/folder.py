@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from evenly.checkpoints.states import Manifest
-from evenly.checkpoints.tree import entry_at, flatten, restore
+from evenly.comm.nested_state import entry_at, flatten, restore
 from evenly.errors import CheckpointError
 
 MANIFEST = "manifest.json"

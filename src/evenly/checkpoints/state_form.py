@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from evenly._torch.modules import is_extra_state, set_versions, versions_of
-from evenly.checkpoints.tree import flatten
+from evenly.comm.nested_state import flatten
 from evenly.errors import CheckpointError
 
 Kind = Literal["tensor", "view", "value", "absent"]

@@ -44,35 +44,87 @@ class Peers:
 
 
 @dataclass(frozen=True)
+class GroupsAcrossNodes:
+    """The nodes that exchange with each other, as ranks counted over all of them, and the groups between them."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    index: int  # of this rank's node
+    rank: int  # this rank
+    world: dist.ProcessGroup
+    peers: tuple[Peers, ...]
+
+    def close(self, *, failed: bool = False) -> None:
+        """Shuts the groups down; where a rank has `failed`, collectives may be pending."""
+        across_nodes = [group for peers in self.peers for group in (peers.group, peers.votes)]
+        close_groups([self.world, *across_nodes], failed=failed)
+
+
+@dataclass
 class Groups:
     """The groups that one rank is a member of.
 
     Gradients have a group of their own: a rank that is one step behind cannot match a gradient with an exchange.
+
+    In an elastic run `rank_group` has the ranks of this node only, and the groups `across` nodes are replaced when
+    nodes come or go.
     """
 
     rank_group: RankGroup
-    nodes: tuple[tuple[int, ...], ...]
-    index: int
-    world: dist.ProcessGroup
+    across: GroupsAcrossNodes
     gradients: Group
     node: Group
     node_votes: Group
-    peers: tuple[Peers, ...]
+    is_elastic: bool = False
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node that takes part in exchanges."""
+        return self.across.nodes
+
+    @property
+    def index(self) -> int:
+        """The index of this rank's node among these."""
+        return self.across.index
+
+    @property
+    def rank(self) -> int:
+        """This rank, as it is counted in `nodes`."""
+        return self.across.rank
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """All ranks of `nodes`."""
+        return self.across.world
+
+    @property
+    def peers(self) -> tuple[Peers, ...]:
+        """The groups of the slices that this rank owns."""
+        return self.across.peers
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of this rank's node."""
         return self.nodes[self.index]
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank, now or later."""
+        return self.rank_group.size == 1 and not self.is_elastic
+
+    @property
+    def averages_parameters(self) -> bool:
+        """Whether there are other nodes, or may be later."""
+        return len(self.nodes) > 1 or self.is_elastic
+
     def close(self, *, failed: bool = False) -> None:
         """Shuts the groups down; where a rank has `failed`, collectives may be pending."""
-        across_nodes = [group for peers in self.peers for group in (peers.group, peers.votes)]
-        close_groups([self.world, self.gradients, self.node, self.node_votes, *across_nodes], failed=failed)
+        self.across.close(failed=failed)
+        close_groups([self.gradients, self.node, self.node_votes], failed=failed)
 
     @property
     def local_rank(self) -> int:
         """The index of this rank in its node."""
-        return self.ranks.index(self.rank_group.rank)
+        return self.ranks.index(self.rank)
 
 
 def open_groups(
@@ -127,11 +179,16 @@ def open_groups(
             data = across(f"peers{number}", owners, exchange_backend)
             votes = data if is_on_cpu(owners) else across(f"peers{number}votes", owners, "gloo")
             peers.append(Peers(owners, data, votes))
-    return Groups(
-        rank_group=rank_group,
+    across_nodes = GroupsAcrossNodes(
         nodes=tuple(tuple(ranks) for ranks in nodes),
         index=index,
+        rank=rank_group.rank,
         world=across("world", all_ranks, "gloo"),
+        peers=tuple(peers),
+    )
+    return Groups(
+        rank_group=rank_group,
+        across=across_nodes,
         gradients=inside(
             "gradients" if global_gradients else f"gradients{index}",
             gradient_ranks,
@@ -141,7 +198,6 @@ def open_groups(
         ),
         node=node,
         node_votes=node if is_on_cpu(node_ranks) else across(f"node{index}votes", node_ranks, "gloo"),
-        peers=tuple(peers),
     )
 
 

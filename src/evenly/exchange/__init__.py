@@ -4,7 +4,8 @@ from evenly.exchange.buffers import add_change, finite_part, is_torn, same
 from evenly.exchange.codecs import Codec, add_codec
 from evenly.exchange.exchange_state import ExchangeState, Progress
 from evenly.exchange.exchanger import Exchanger
-from evenly.exchange.membership import Membership, Quorum, StaticMembership, Vote, fractions
+from evenly.exchange.membership import Membership, StaticMembership
+from evenly.exchange.votes import Quorum, Vote, fractions
 from evenly.exchange.payload import SQUARES, PayloadEntryState
 from evenly.exchange.pending import ExchangeSummary, PendingState
 from evenly.exchange.tensors.flat import real, travelling_dtype

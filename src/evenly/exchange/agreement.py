@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypedDict, final
 
 import torch
@@ -14,11 +15,12 @@ from evenly.comm import CollectiveWaiter, Group, Groups, gather_json
 from evenly.errors import MismatchError
 from evenly.exchange.anchors import Anchors, of_node
 from evenly.exchange.buffers import Buffers
-from evenly.exchange.membership import Membership, Quorum, Vote
+from evenly.exchange.membership import Membership
 from evenly.exchange.payload import Payload
 from evenly.exchange.pending import ExchangeOutcome, Tensors
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.fingerprint import Fingerprint, apart, are_apart
+from evenly.exchange.votes import Quorum, Vote
 from evenly.schedule.step_counter import Schedule
 from evenly.spec import EverySeconds, Exchange
 
@@ -108,20 +110,53 @@ class Agreement:
             check_finite()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # excludes steps queued before from the measured time
-        began = time.monotonic()
-        buffer_changes = self._buffers.changes(snapshot)
+        return self._membership.settle(
+            partial(
+                self._attempt,
+                vote=vote,
+                snapshot=snapshot,
+                waiter=waiter,
+                fingerprint=fingerprint,
+                since=since,
+                exact=exact,
+                began=time.monotonic(),
+            ),
+            payload,
+        )
+
+    def _attempt(
+        self,
+        payload: Payload,
+        *,
+        vote: Vote,
+        snapshot: Tensors,
+        waiter: CollectiveWaiter,
+        fingerprint: Fingerprint,
+        since: int,
+        exact: bool,
+        began: float,
+    ) -> ExchangeOutcome | None:
+        """Averages `payload` in place; where nodes may be lost meanwhile, it is a copy, and may be tried again."""
+        buffer_changes, membership = self._buffers.changes(snapshot), self._membership
         quorum = self.vote(replace(vote, changed=buffer_changes.bits()), fingerprint, waiter, since=since)
         self.is_assembled = quorum.is_assembled
         if quorum.is_assembled and not quorum.may_differ and isinstance(self._schedule.period, EverySeconds):
             return None
         joined = time.monotonic()  # all ranks have joined
+        if membership.adopts_buffers:  # nodes have agreed on other values meanwhile
+            counts = membership.received is None
+            values = snapshot if counts else {name: self._buffers.agreed[name] for name in snapshot}
+            buffer_changes = self._buffers.changes(values)
         keys, added = buffer_changes.split(quorum.changed)
-        self._replica_exchange.agree_on_largest(keys, waiter)
+        self._replica_exchange.agree_on_largest(keys, waiter, across=membership.across)
         exact = exact and quorum.is_assembled
-        stats = self._replica_exchange.average(payload, added, quorum, waiter, anchors=self._anchors, exact=exact)
+        stats = self._replica_exchange.average(
+            payload, added, quorum, waiter, anchors=self._anchors, exact=exact, across=membership.across
+        )
         if len(quorum.weights) > 1 and self._averages:
             stats = of_node(stats, self._groups.node_votes, waiter)
         agreed, seconds = buffer_changes.agreed(keys, added), time.monotonic() - joined
+        membership.conclude(payload, agreed, waiter)
         return ExchangeOutcome(quorum.weights, stats, seconds, joined - began, quorum.measured, agreed)
 
     def vote(
@@ -179,7 +214,7 @@ class DivergenceCheck:
         ):
             why, ranks = (
                 GLOBAL_GRADIENTS if self._global_gradients else ACROSS,
-                dict(enumerate(range(self._groups.rank_group.size))),
+                dict(enumerate(range(self._groups.world.size()))),
             )
             self._raise_mismatch(fingerprint, ranks, world, waiter, why, step=step, since=since)
 
@@ -188,7 +223,7 @@ class DivergenceCheck:
         if self._has_warned or len(set(quorum.learning_rates)) < 2:
             return
         self._has_warned = True
-        if self._groups.rank_group.rank == 0:
+        if self._groups.rank == 0:
             rates = ", ".join(f"node {node}: {rate:g}" for node, rate in enumerate(quorum.learning_rates))
             logger.warning(
                 "nodes have different learning rates at step %d (%s); their parameters are averaged nevertheless. If a "

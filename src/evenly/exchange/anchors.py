@@ -11,6 +11,7 @@ are encoded too, and all nodes use the decoded sums, so g' is bit-identical ever
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NotRequired, TypedDict
@@ -21,8 +22,8 @@ from evenly.comm import CollectiveWaiter, Group, Work, all_gather, all_reduce, a
 from evenly.comm.blocks.slice import Slice
 from evenly.errors import CheckpointError, MismatchError, NonFiniteError, SpecError
 from evenly.exchange.codecs import Codec, find_codec
-from evenly.exchange.membership import Quorum
 from evenly.exchange.outer_state import OuterState
+from evenly.exchange.votes import Quorum
 from evenly.spec import Exchange, Outer
 
 NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
@@ -209,6 +210,28 @@ class Anchors:
             rows = {key: state.vectors(a.outer) for key, a in self._anchors.items() if a.outer is not None}
             vectors |= {f"outer/{slot}": {key: row[slot] for key, row in rows.items()} for slot in state.new_values}
         return vectors
+
+    def names(self) -> list[str]:
+        """Returns the names of `vectors`."""
+        slots = [] if self._outer is None else list(OuterState(partial(_make_outer, self._outer)).new_values)
+        return ["agreed", *(["residual"] if self._codec is not None else []), *(f"outer/{slot}" for slot in slots)]
+
+    def fork(self) -> "dict[str, _Anchor]":
+        """Returns the anchors as they are, for `put_back`; steps of outer optimizers do not reach them."""
+        if self._outer is None:
+            return dict(self._anchors)
+        return {key: self._copied(anchor) for key, anchor in self._anchors.items()}
+
+    def put_back(self, anchors: "dict[str, _Anchor]") -> None:
+        """Restores what `fork` returned."""
+        self._anchors = anchors
+
+    def _copied(self, anchor: _Anchor) -> _Anchor:
+        copied = replace(self._new_anchor(anchor.agreed.detach().clone()), residual=anchor.residual)
+        copied = replace(copied, sum_residual=anchor.sum_residual)
+        if anchor.outer is not None and copied.outer is not None:
+            copied.outer.load_state_dict(deepcopy(anchor.outer.state_dict()))
+        return copied
 
     def new_values(self) -> dict[str, float]:
         """Returns the elements of `vectors`, by name, for a parameter that was not exchanged before.

@@ -12,13 +12,14 @@ from typing import TypeVar, final
 import torch
 
 from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, learning_rate
-from evenly.errors import CheckpointError, SpecError
+from evenly.errors import CheckpointError, PeerError, SpecError
 from evenly.exchange.agreement import Agreement, FiniteCheck
 from evenly.exchange.anchors import Anchors
 from evenly.exchange.buffers import Buffers
 from evenly.exchange.exchange_state import ExchangeProgress, ExchangeState
 from evenly.exchange.loaded_weights import LoadedWeights
-from evenly.exchange.membership import Membership, Vote
+from evenly.exchange.membership import ExchangeParts, Membership
+from evenly.exchange.payload import Payload
 from evenly.exchange.payload_builder import PayloadBuilder
 from evenly.exchange.pending import (
     BackgroundExchange,
@@ -31,7 +32,9 @@ from evenly.exchange.pending import (
     told,
 )
 from evenly.exchange.replica_exchange import ReplicaExchange
+from evenly.exchange.state_transfer import NodeState
 from evenly.exchange.tensors.fingerprint import NO_TENSORS, Fingerprint
+from evenly.exchange.votes import Vote
 from evenly.schedule.adaptive import ExchangeCosts, PeriodChooser
 from evenly.schedule.step_counter import Schedule
 from evenly.spec import EverySeconds, Exchange
@@ -68,7 +71,7 @@ class Exchanger:
     ) -> None:
         self.on_exchange: list[Callable[[ExchangeSummary], None]] = []
         self.may_have_skipped_step = False  # by a scaler we were not given, since the last exchange
-        self.buffers = Buffers(module, settings, replica_exchange, alone=groups.rank_group.size == 1)
+        self.buffers = Buffers(module, settings, replica_exchange, alone=groups.is_alone)
         self._module = module
         self._optimizer = optimizer
         self._device = next(module.parameters(), torch.empty(0)).device
@@ -78,7 +81,7 @@ class Exchanger:
         self._settings = settings
         self._monitor = monitor
         self._take_finite_check = take_finite_check
-        self._averages = len(groups.nodes) > 1 and not global_gradients  # parameters; otherwise these never differ
+        self._averages = groups.averages_parameters and not global_gradients  # parameters; otherwise these never differ
         self._samples = [0.0] * settings.fragments  # of this rank since the last snapshot of each fragment
         self._counts = [0] * settings.fragments  # snapshots of each fragment
         self._collectives = 0  # collectives with other nodes, of any kind
@@ -99,6 +102,10 @@ class Exchanger:
             global_gradients=global_gradients,
             device=self._device,
         )
+        self._membership = membership
+        membership.bind(
+            ExchangeParts(replica_exchange, self._payload_builder, self._anchors, self.buffers, self._training_state)
+        )
         self._loaded_weights = LoadedWeights(module, optimizer)
         self._restarts = 0  # how often anchors were reset to loaded weights
         self._may_differ = False  # merged changes leave nodes different in the last bits
@@ -115,6 +122,55 @@ class Exchanger:
             self._anchors.reset(
                 self._payload_builder.snapshot(range(self._settings.fragments)).parts, verified=verified
             )
+
+    def join(self) -> None:
+        """Takes over the training that other nodes of an elastic run have begun, or begins it with them."""
+        fragments = range(self._settings.fragments)
+        payload, snapshot = self._payload_builder.snapshot(fragments), self.buffers.snapshot()
+        vote = self._make_vote(self._description(fragments, snapshot), samples=0.0)
+        reach = partial(self._agreement.reach, payload, vote, snapshot, fingerprint=NO_TENSORS, since=0)
+        with self._reporting():
+            outcome = self._run(reach, self._next_label())
+            if outcome is None:
+                raise PeerError(
+                    "this node was to join an elastic run, but its coordinator cannot be reached. Start it with "
+                    "`evenly coordinate`, and look at its address and the network."
+                )
+            self._take_over(payload, outcome.buffers, snapshot)
+
+    def _take_over(self, payload: Payload, buffers: Tensors, snapshot: Tensors) -> None:
+        """Writes averages and, where this node lacked state, that of another node."""
+        with torch.no_grad():
+            self._payload_builder.apply(payload)
+            self.buffers.put(buffers, snapshot, change=payload.change)
+            if self._membership.adopts_buffers:
+                for name, buffer in self.buffers.now().items():
+                    if name not in buffers:
+                        buffer.copy_(self.buffers.agreed[name])
+            if (state := self._membership.received) is not None:
+                self._membership.received = None
+                self._install(state)
+
+    def _training_state(self) -> dict[str, object]:
+        """Returns what a joining node takes over, besides parameters and averaged buffers."""
+        own_buffers = {n: b for n, b in self._module.named_buffers() if n not in self.buffers.agreed}
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.progress(),
+            "counts": list(self._counts),
+            "buffers": own_buffers,
+        }
+
+    def _install(self, state: NodeState) -> None:
+        training = state.training
+        with self._loaded_weights.ignored():
+            self._optimizer.load_state_dict(training["optimizer"])
+        self._schedule.resume(training["schedule"])
+        self._counts = list(training["counts"])
+        self._samples = [0.0] * self._settings.fragments
+        for name, buffer in self._module.named_buffers():
+            if name in training["buffers"]:
+                buffer.copy_(training["buffers"][name])
 
     def follow_parameters(self, trained: Collection[str]) -> None:
         """Takes over which parameters are trained from now on; the next exchange averages these.
@@ -154,7 +210,7 @@ class Exchanger:
         Several fragments are weighted by the samples since the oldest of their snapshots.
         """
         self.take_loaded()
-        if self._groups.rank_group.size == 1:
+        if self._groups.is_alone:
             self._schedule.record_begun(fragments)
             self._forget_samples(fragments)
             self.buffers.learn()
@@ -215,7 +271,7 @@ class Exchanger:
                 self.wait_for_all_nodes()
             if self._schedule.since:
                 self.exchange(range(self._settings.fragments), waits=True, exact=True)
-            else:
+            elif not self._membership.is_elastic:
                 self._average_rest()
 
     def wait_for_all_nodes(self) -> None:
@@ -304,7 +360,7 @@ class Exchanger:
             "policies": dict(self.buffers.policies),
             "averaged": self._payload_builder.averaged_names,
             "sent": self._payload_builder.laid_out,
-            "counts": self._groups.rank_group.size == 1 or self._replica_exchange.counts_samples,
+            "counts": self._groups.is_alone or self._replica_exchange.counts_samples,
             "restarts": self._restarts,
             "points": self._anchors.state(),
             "trips": [pending_exchange.saved() for pending_exchange in self._pending_exchanges],
@@ -360,7 +416,11 @@ class Exchanger:
     def averaged(self) -> Iterator[None]:
         """Puts the average over all nodes into the module; restores each node's state afterwards."""
         self.period_chooser.pace.drop()
-        if self._groups.rank_group.size == 1:
+        if self._groups.is_alone:
+            yield
+            return
+        if self._membership.is_elastic:  # the others come to their next exchange
+            self.finish()
             yield
             return
         with self._reporting():
@@ -482,8 +542,7 @@ class Exchanger:
         stateful = tuple(f for f in fragments if self._counts[f] % self._settings.state_every == 0)
         payload = self._payload_builder.snapshot(fragments, stateful=stateful, change=overlap > 0)
         snapshot = self.buffers.snapshot() if self._settings.fragments - 1 in fragments else {}
-        tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful)
-        description = f"{self._restarts} restarts\n{tensors}"
+        description = self._description(fragments, snapshot, stateful=stateful)
         samples = max(self._samples[fragment] for fragment in fragments)
         vote = self._make_vote(description, samples=samples)
         needs_fingerprint = self._agreement.compares_replicas
@@ -491,9 +550,15 @@ class Exchanger:
         step, number = self._schedule.step, self._schedule.exchanges + 1
         steps, label = self._schedule.since_of(fragments), self._next_label()
         pending_exchange = PendingExchange(
-            number, step, step + overlap, fragments, stateful, steps, label, payload, snapshot
+            number, step, step + overlap, fragments, stateful, steps, label, payload, snapshot, samples=samples
         )
         return pending_exchange, vote, fingerprint
+
+    def _description(
+        self, fragments: Sequence[int], snapshot: Tensors, *, stateful: Sequence[int] = ()
+    ) -> str:
+        tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful)
+        return f"{self._restarts} restarts\n{tensors}"
 
     def _make_vote(self, description: str, *, samples: float) -> Vote:
         description = f"{self._payload_builder.parameters.description()}\n{description}"
@@ -521,10 +586,10 @@ class Exchanger:
     def _apply(self, pending_exchange: PendingExchange, waited_s: float) -> None:
         outcome = pending_exchange.outcome
         if outcome is None:
+            if self._membership.is_elastic:
+                self._postpone(pending_exchange)
             return
-        with torch.no_grad():
-            self._payload_builder.apply(pending_exchange.payload)
-            self.buffers.put(outcome.buffers, pending_exchange.snapshot, change=pending_exchange.payload.change)
+        self._take_over(pending_exchange.payload, outcome.buffers, pending_exchange.snapshot)
         self._may_differ = pending_exchange.payload.change
         if self._stream is not None:
             for buffer in outcome.buffers.values():  # allocated on the other stream, read on this one
@@ -540,6 +605,12 @@ class Exchanger:
         )
         for callback in self.on_exchange:
             callback(pending_exchange.summary(outcome, self._schedule.step, waited_s))
+
+    def _postpone(self, pending_exchange: PendingExchange) -> None:
+        """Lets the samples and steps of an exchange that was not made count for the next one."""
+        self._schedule.record_postponed(pending_exchange.fragments, pending_exchange.steps)
+        for fragment in pending_exchange.fragments:
+            self._samples[fragment] += pending_exchange.samples
 
     def _drain(self) -> None:
         """Waits until all pending exchanges have completed; they are merged later."""

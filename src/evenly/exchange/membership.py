@@ -1,99 +1,67 @@
-"""Votes before an exchange: which nodes take part, and with what weight."""
+"""Which nodes take part in an exchange, and whether it counts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeVar
 
 import torch
 
 from evenly.comm import CollectiveWaiter, Groups, all_gather
-from evenly.errors import LockstepError
-from evenly.exchange.tensors.fingerprint import NO_FINGERPRINT, UNLIKE, FingerprintValues
+from evenly.exchange.anchors import Anchors
+from evenly.exchange.buffers import Buffers
+from evenly.exchange.payload import Payload
+from evenly.exchange.payload_builder import PayloadBuilder
+from evenly.exchange.pending import ExchangeOutcome, Tensors
+from evenly.exchange.replica_exchange import ReplicaExchange
+from evenly.exchange.state_transfer import NodeState
+from evenly.exchange.votes import Quorum, Vote, VoteColumns, require_lockstep, vote_inside
 
-NOTHING = (0.0,) * 5
-OTHER_TENSORS = (
-    "are about to send other tensors: one calls agreed() where another one calls finish(), or averaged state of the "
-    "optimizer is missing on some because they have not used a parameter yet, or only some have loaded weights, or "
-    "frozen or unfrozen a parameter"
-)
-
-
-@dataclass(frozen=True)
-class Vote:
-    """What a rank reports before an exchange: its step, and its samples since the last exchange."""
-
-    step: int
-    exchange: int
-    samples: float
-    payload_hash: int  # of the description of what it is about to send
-    backwards: int = 0  # whose gradients it has started to average
-    measured: tuple[float, ...] = NOTHING  # a `ExchangeCosts` as numbers
-    waits_for_all: bool = False  # this rank makes no step until all ranks are at the same point
-    may_differ: bool = True  # its parameters, from those of other nodes
-    may_have_skipped_step: bool = False  # by a GradScaler: a backward was not finite and no step followed
-    changed: tuple[bool, ...] = ()  # for each buffer, whether it differs from the last agreed value
-    fingerprint: FingerprintValues = NO_FINGERPRINT  # of the parameters
-    learning_rate: float = 0.0
-    holders: tuple[tuple[int, ...], ...] = ((0,),)  # local ranks of each replica of the node
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Quorum:
-    """Who takes part: weights by node and by replica of this node (each sum to 1)."""
+class ExchangeParts:
+    """What the exchanges of one network consist of; a membership replaces some of it when nodes come or go."""
 
-    weights: tuple[float, ...]
-    node: int
-    shares: tuple[float, ...]
-    rank_shares: tuple[float, ...] = ()  # weights by rank of this node, by its own samples
-    measured: tuple[float, ...] = NOTHING  # the largest of all ranks
-    is_assembled: bool = False  # all ranks are at the same point
-    may_differ: bool = True  # the parameters of some nodes
-    changed: tuple[bool, ...] = ()  # for each buffer, whether any rank has changed it
-    fingerprints: tuple[FingerprintValues, ...] = (NO_FINGERPRINT,)  # by replica of the node
-    node_fingerprints: tuple[FingerprintValues, ...] = (NO_FINGERPRINT,)
-    learning_rates: tuple[float, ...] = ()  # by node
-
-
-class _VoteColumns(NamedTuple):
-    """The votes of several ranks or nodes, one in a row; each field is a view of its columns."""
-
-    step: torch.Tensor
-    exchange: torch.Tensor
-    payload_hash: torch.Tensor
-    backwards: torch.Tensor
-    samples: torch.Tensor
-    may_have_skipped_step: torch.Tensor
-    makes_steps: torch.Tensor  # does not wait for all
-    may_differ: torch.Tensor
-    learning_rate: torch.Tensor
-    measured: torch.Tensor  # [rows, 5]
-    fingerprint: torch.Tensor  # [rows, 7]
-    changed: torch.Tensor  # [rows, buffers]
-
-    @classmethod
-    def of(cls, rows: torch.Tensor) -> "_VoteColumns":
-        """Returns the columns of `rows`, in which `_row` wrote votes."""
-        sizes = [9, len(NOTHING), len(NO_FINGERPRINT.row)]
-        numbers, measured, fingerprint, changed = torch.split(rows, [*sizes, rows.shape[1] - sum(sizes)], dim=1)
-        columns = dict(zip(cls._fields, numbers.unbind(1), strict=False))  # the first nine fields have one column
-        return cls(**columns, measured=measured, fingerprint=fingerprint, changed=changed)
-
-
-def _row(vote: Vote) -> torch.Tensor:
-    """Returns a vote as numbers, in the order of `_VoteColumns`."""
-    position = [vote.step, vote.exchange, vote.payload_hash, vote.backwards]
-    flags = [vote.may_have_skipped_step, not vote.waits_for_all, vote.may_differ]
-    numbers = [*position, vote.samples, *flags, vote.learning_rate]
-    return torch.tensor([*numbers, *vote.measured, *vote.fingerprint.row, *vote.changed], dtype=torch.float64)
+    replica_exchange: ReplicaExchange
+    payload_builder: PayloadBuilder
+    anchors: Anchors
+    buffers: Buffers
+    capture: Callable[[], object]  # returns the state of optimizer and schedule, nested
 
 
 class Membership(ABC):
-    """Decides before every exchange which nodes take part."""
+    """Decides before every exchange which nodes take part, and after it whether it counts."""
+
+    received: NodeState | None = None  # what this node takes over from another one with the exchange that is made
+    adopts_buffers = False  # whether it takes over the agreed values of buffers that the exchange does not change, too
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether nodes may come and go."""
+        return False
+
+    def bind(self, parts: ExchangeParts) -> None:
+        """Sets what the exchanges of one network consist of; called once."""
 
     @abstractmethod
     def hold_vote(self, vote: Vote, waiter: CollectiveWaiter) -> Quorum:
         """Returns the quorum of the coming exchange; all ranks that take part call it together."""
+
+    def settle(self, attempt: Callable[[Payload], ExchangeOutcome | None], payload: Payload) -> ExchangeOutcome | None:
+        """Returns the outcome of `attempt`, which averages a payload in place."""
+        return attempt(payload)
+
+    def across(self, act: Callable[[CollectiveWaiter], T], waiter: CollectiveWaiter) -> T:
+        """Returns the result of `act`, which makes collectives between nodes with the waiter that it is given."""
+        return act(waiter)
+
+    def conclude(self, payload: Payload, agreed: Tensors, waiter: CollectiveWaiter) -> None:
+        """Returns once the averages of parameters and buffers count on all nodes."""
+
+    def close(self) -> None:
+        """Ends what it has opened."""
 
 
 class StaticMembership(Membership):
@@ -105,72 +73,10 @@ class StaticMembership(Membership):
     def hold_vote(self, vote: Vote, waiter: CollectiveWaiter) -> Quorum:
         """Returns all nodes, each weighted by its samples since the last exchange."""
         groups = self._groups
-        sibling_rows, work = all_gather(_row(vote), groups.node_votes)  # [ranks of the node, 21 + buffers]
-        waiter.wait([work], waits_for_ranks=True)
-        siblings = _VoteColumns.of(sibling_rows)
-        self._require_lockstep(siblings, groups.ranks, "rank", waiter)
-        fingerprints = [siblings.fingerprint[list(holders)].sum(0) for holders in vote.holders]  # of each replica: [7]
-        node_row = _node_row(sibling_rows, fingerprints[0])
-        votes = [all_gather(node_row, peers.votes) for peers in groups.peers]  # each [nodes, 21 + buffers]
+        votes_inside = vote_inside(vote, groups, waiter)
+        votes = [all_gather(votes_inside.node_row, peers.votes) for peers in groups.peers]  # each [nodes, 21 + buffers]
         waiter.wait([work for _, work in votes], waits_for_ranks=True)
         for rows, _ in votes:
-            self._require_lockstep(_VoteColumns.of(rows), range(len(groups.nodes)), "node", waiter)
-        nodes = _VoteColumns.of(votes[0][0])
-        return Quorum(
-            weights=fractions(nodes.samples.tolist()),
-            node=groups.index,
-            shares=fractions([float(siblings.samples[holders[0]]) for holders in vote.holders]),
-            rank_shares=fractions(siblings.samples.tolist()),
-            measured=tuple(nodes.measured.amax(0).tolist()),
-            is_assembled=not bool(nodes.makes_steps.any()),
-            may_differ=bool(nodes.may_differ.any()),
-            changed=tuple(bool(value) for value in nodes.changed.amax(0)),
-            fingerprints=tuple(FingerprintValues.from_row(row.tolist()) for row in fingerprints),
-            node_fingerprints=tuple(FingerprintValues.from_row(row) for row in nodes.fingerprint.tolist()),
-            learning_rates=tuple(nodes.learning_rate.tolist()),
-        )
-
-    def _require_lockstep(self, votes: _VoteColumns, names: Sequence[int], kind: str, waiter: CollectiveWaiter) -> None:
-        is_skip_possible = bool(votes.may_have_skipped_step.any())
-        compared = [votes.exchange, votes.payload_hash]
-        if kind == "rank" or self._in_step:
-            compared = [votes.step, *compared]
-            if is_skip_possible:  # otherwise not: closures may run different numbers of backwards
-                compared.append(votes.backwards)
-        if all(map(_are_equal, compared)):
-            return
-        waiter.monitor.poll_for_cause()  # another node may know which parameter is different there
-        positions = ", ".join(
-            f"{kind} {name}: step {int(step)}, exchange {int(exchange)}, {int(backwards)} backwards"
-            for name, step, exchange, backwards in zip(names, votes.step, votes.exchange, votes.backwards, strict=True)
-        )
-        if is_skip_possible:
-            cause = "do not agree which steps a GradScaler skipped: pass it as scaler="
-        else:
-            is_same_step = all(map(_are_equal, compared[:-1]))
-            cause = OTHER_TENSORS if is_same_step else "have made unequal numbers of steps"
-        raise LockstepError(
-            f"{kind}s met for an exchange but {cause} ({positions}). "
-            "Give every rank the same number of batches and the same calls of step, end_epoch, agreed and finish."
-        )
-
-
-def _node_row(siblings: torch.Tensor, fingerprint: torch.Tensor) -> torch.Tensor:
-    """Returns the vote of a node from the votes of its ranks, and the fingerprint of its first replica."""
-    row = siblings.amax(0)
-    node, platforms = _VoteColumns.of(row[None]), _VoteColumns.of(siblings).fingerprint[:, -1]
-    node.samples.copy_(_VoteColumns.of(siblings).samples.sum())
-    node.fingerprint.copy_(fingerprint)
-    if not _are_equal(platforms):
-        node.fingerprint[:, -1] = UNLIKE
-    return row
-
-
-def _are_equal(column: torch.Tensor) -> bool:
-    return bool((column == column[0]).all())
-
-
-def fractions(amounts: Sequence[float]) -> tuple[float, ...]:
-    """Returns amounts over their sum; equal fractions if the sum is 0."""
-    total = sum(amounts)
-    return tuple(amount / total if total else 1 / len(amounts) for amount in amounts)
+            columns = VoteColumns.of(rows)
+            require_lockstep(columns, range(len(groups.nodes)), "node", waiter, in_step=self._in_step)
+        return votes_inside.quorum(votes[0][0], node=groups.index)

@@ -1,6 +1,7 @@
 """The tensors of one exchange, from the snapshot to the merge."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TypedDict, final
 
@@ -82,6 +83,18 @@ class Packed:
         """Writes the received values into the tensors of the entries."""
         self._flat.unpack(self._vector)
 
+    @property
+    def vector(self) -> torch.Tensor:
+        """All values, one after another."""
+        return self._vector
+
+    def copy(self) -> "Packed":
+        """Returns the same entries with a copy of the values."""
+        other = copy(self)
+        other._vector = self._vector.clone()
+        other.item = self.item[0], other._vector.view(self.item[1].shape)
+        return other
+
     def entries(self) -> list[PayloadEntry]:
         """Returns the entries with their values."""
         tensors = self._flat.tensors
@@ -104,9 +117,11 @@ class Payload:
         *,
         change: bool,
         copied: torch.cuda.Event | None = None,
+        keys: Sequence[str] = (),
     ) -> None:
         self._copied = copied  # after which values in host memory are there
         self.packed = packed
+        self.keys = keys  # of the anchor of each of `packed`
         self.slices = slices
         self.change = change
         self.fragments: dict[int, Piece] = {}  # the parameters in each
@@ -122,6 +137,22 @@ class Payload:
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
+
+    def scratch(self) -> "Payload":
+        """Returns a copy to average in, without slices yet: this one keeps the values of the snapshot."""
+        self.wait_for_copies()
+        payload = Payload([packed.copy() for packed in self.packed], (), change=False, keys=self.keys)
+        payload.fragments = self.fragments
+        return payload
+
+    def take(self, averages: "Payload", *, change: bool) -> None:
+        """Takes the averages that were computed in a copy, or as a `change` their difference to the snapshot."""
+        for packed, average in zip(self.packed, averages.packed, strict=True):
+            if change:
+                torch.sub(average.vector, packed.vector, out=packed.vector)
+            else:
+                packed.vector.copy_(average.vector)
+        self.change = change
 
     def entries(self) -> list[PayloadEntry]:
         """Returns the tensors of the parameters and the optimizer's state, with their values."""

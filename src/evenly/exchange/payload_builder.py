@@ -1,7 +1,7 @@
 """Builds the payload of an exchange: parameters and optimizer state, whole or in fragments."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 
 import torch
@@ -83,9 +83,24 @@ class PayloadBuilder:
         """
         former_entries = self._entries(range(self._settings.fragments))
         self.lay_out()
-        new_values, slices = anchors.new_values(), {}
+        self.cut_anchors(anchors, self.full_anchors(anchors, waiter, entries=former_entries), nodes=nodes)
+
+    def full_anchors(
+        self,
+        anchors: Anchors,
+        waiter: CollectiveWaiter,
+        *,
+        entries: Mapping[str, Sequence[AveragedTensor]] | None = None,
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns what anchors keep as full tensors, by name and parameter; all ranks of the node call it together.
+
+        `entries` are those that the anchors were made of, if they are laid out in another way now.
+        """
+        if entries is None:
+            entries = self._entries(range(self._settings.fragments))
+        new_values, full = anchors.new_values(), {}
         for name, vectors in anchors.vectors().items():
-            gathered = self._replica_exchange.gather_slices(former_entries, vectors, waiter)
+            gathered = self._replica_exchange.gather_slices(entries, vectors, waiter)
             tensors = {
                 entry.home: real(entry.tensor).to(travelling_dtype(entry.tensor), copy=True)
                 for entry in self._named(self._names)
@@ -97,6 +112,19 @@ class PayloadBuilder:
                 target, rows = tensors.get(piece.entry.home), piece.entry.rows
                 if target is not None:
                     (target if rows is None else target[rows.start : rows.stop]).copy_(piece.value)
+            full[name] = tensors
+        return full
+
+    def cut_anchors(self, anchors: Anchors, full: Mapping[str, Mapping[str, torch.Tensor]], *, nodes: int) -> None:
+        """Gives `anchors` this rank's slices of the full tensors that `full_anchors` returned, here or on another node.
+
+        A vector that is not among them, as the encoding errors of another node, begins anew.
+        """
+        new_values, slices = anchors.new_values(), {}
+        for name in anchors.names():
+            tensors = full.get(name) or {
+                home: torch.full_like(tensor, new_values[name]) for home, tensor in full["agreed"].items()
+            }
             entries = [AveragedTensor(home, home, tensor) for home, tensor in tensors.items()]
             by_key = {f"{index}": entries_in(entries, piece) for index, piece in enumerate(self._fragments)}
             slices[name] = self._replica_exchange.snapshot(by_key).parts

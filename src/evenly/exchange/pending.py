@@ -175,6 +175,7 @@ class PendingExchange:
     outcome: "ExchangeOutcome | None" = None
     loaded: set[str] = field(default_factory=set)  # parameters and buffers that were loaded meanwhile
     is_state_loaded: bool = False
+    samples: float = 0.0  # of this rank since that exchange
 
     def summary(self, outcome: "ExchangeOutcome", merged: int, waited_s: float) -> ExchangeSummary:
         """Returns the summary of the merged exchange."""

@@ -1,8 +1,8 @@
 """How replicas average with each other: which ranks hold and own which slices, and one exchange across nodes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import final
+from typing import Protocol, TypeVar, final
 
 import torch
 
@@ -10,13 +10,22 @@ from evenly.comm import CollectiveWaiter, FailureMonitor, Group, Groups, ShardGr
 from evenly.comm.blocks.reducer import BlockReducer, Open, Ranks
 from evenly.comm.blocks.replicas import ReplicaRanks, Shape, find_replicas, full_shapes, named_tensors, whole_replicas
 from evenly.exchange.anchors import Anchors, TransferStats
-from evenly.exchange.membership import Quorum
 from evenly.exchange.payload import Packed, Payload, PayloadEntry
 from evenly.exchange.tensors.averaged_tensors import AveragedTensor, StatePlacement, by_slot, state_entries
 from evenly.exchange.tensors.buffer_policies import policies_of
 from evenly.exchange.tensors.fingerprint import Fingerprint, fingerprint, placed_fingerprint
 from evenly.exchange.tensors.flat import TYPES, Flat, travelling_dtype
+from evenly.exchange.votes import Quorum
 from evenly.spec import Exchange
+
+
+T = TypeVar("T")
+
+
+class Across(Protocol):
+    """Runs collectives between nodes; see `Membership.across`."""
+
+    def __call__(self, act: Callable[[CollectiveWaiter], T], waiter: CollectiveWaiter) -> T: ...
 
 
 @final
@@ -61,7 +70,7 @@ class ReplicaExchange:
     @property
     def is_first(self) -> bool:
         """Whether this rank's replica, which contains rank 0, is the source of buffers taken from one replica."""
-        return 0 in ([self._groups.rank_group.rank] if self._has_own_batches else self._replica.all_ranks)
+        return 0 in ([self._groups.rank] if self._has_own_batches else self._replica.all_ranks)
 
     @property
     def counts_samples(self) -> bool:
@@ -70,7 +79,7 @@ class ReplicaExchange:
 
     @property
     def _leads_replica(self) -> bool:
-        return self._groups.rank_group.rank == self._replica.ranks[0]
+        return self._groups.rank == self._replica.ranks[0]
 
     @property
     def holders(self) -> tuple[Ranks, ...]:
@@ -101,6 +110,11 @@ class ReplicaExchange:
         self._reducers = []
         self._build_reducers(module, waiter)
 
+    def follow_nodes(self, waiter: CollectiveWaiter) -> None:
+        """Takes over the groups of other nodes; a network that is whole on every rank needs no further ones."""
+        self._reducers = []
+        self._build_reducers(torch.nn.Module(), waiter)
+
     def state(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[AveragedTensor]:
         """Returns the optimizer's state that can be averaged: tensors laid out like their parameter."""
         return state_entries(module, optimizer, self._state_placement)
@@ -126,7 +140,8 @@ class ReplicaExchange:
         """Returns a snapshot of parameters, by the key of their anchor, and of state."""
         keyed = [*entries.items(), *(("", slot) for slot in by_slot(state))]
         is_on_host = self._settings.offload
-        packed = [(key, self._pack(chosen, is_all=False, is_on_host=is_on_host)) for key, chosen in keyed]
+        is_all = self._groups.is_elastic  # which slices this rank owns may change before they are sent
+        packed = [(key, self._pack(chosen, is_all=is_all, is_on_host=is_on_host)) for key, chosen in keyed]
         tensors = [entry.tensor for _, chosen in keyed for entry in chosen]
         copied = _copies_done(tensors[0]) if is_on_host and tensors else None
         if copied is not None and self._is_cut:
@@ -136,7 +151,16 @@ class ReplicaExchange:
             [s for key, new in packed for s in self._across.pack([each.item for each in new], key=key, change=change)],
             change=change,
             copied=copied,
+            keys=[key for key, new in packed for _ in new],
         )
+
+    def cut(self, payload: Payload) -> None:
+        """Gives a payload the slices that this rank owns now."""
+        payload.slices = [
+            packed_slice
+            for packed, key in zip(payload.packed, payload.keys, strict=True)
+            for packed_slice in self._across.pack([packed.item], key=key)
+        ]
 
     def gather_slices(
         self,
@@ -167,11 +191,12 @@ class ReplicaExchange:
         *,
         anchors: Anchors,
         exact: bool,
+        across: Across,
     ) -> TransferStats:
         """Averages a payload across nodes: its values become the agreed ones, or the change to add to the network.
 
         `buffer_changes`, the changes of buffers since the last exchange, become their weighted averages. The network
-        itself is not touched: another thread may use it.
+        itself is not touched: another thread may use it. `across` runs the collectives between nodes.
         """
         payload.wait_for_copies()
         packed, stats = self._pack_buffers(buffer_changes), TransferStats()
@@ -179,7 +204,8 @@ class ReplicaExchange:
         self._buffers_inside.reduce(items, waiter, weight=self._buffer_share(quorum))
         if not self._is_single:
             slices = [*payload.slices, *self._buffers_across.pack(items)]
-            stats = anchors.agree([packed_slice.part for packed_slice in slices], quorum, waiter, exact=exact)
+            parts = [packed_slice.part for packed_slice in slices]
+            stats = across(lambda between: anchors.agree(parts, quorum, between, exact=exact), waiter)
             for packed_slice in slices:
                 packed_slice.unpack()
             payload_items = [each.item for each in payload.packed]
@@ -192,11 +218,14 @@ class ReplicaExchange:
             each.unpack()
         return stats
 
-    def agree_on_largest(self, keys: Mapping[str, torch.Tensor], waiter: CollectiveWaiter) -> None:
+    def agree_on_largest(
+        self, keys: Mapping[str, torch.Tensor], waiter: CollectiveWaiter, *, across: Across
+    ) -> None:
         """Replaces the integer keys of buffers (policies max, min, first) by their maximum over all replicas."""
         packed = self._pack_buffers(keys, dtype=torch.int64)
         items = [each.item for each in packed]
-        self._buffers_everywhere.reduce(items, waiter, kind="max")
+        if items:
+            across(lambda between: self._buffers_everywhere.reduce(items, between, kind="max"), waiter)
         self._buffers_everywhere.broadcast(items, waiter)
         for each in packed:
             each.unpack()
@@ -217,7 +246,7 @@ class ReplicaExchange:
             nodes = find_replicas(module, groups, waiter, required=self._shapes)
         all_replicas = [replica for node in nodes for replica in node]
         self._node_replicas = nodes[groups.index]
-        self._replica = next(replica for replica in self._node_replicas if groups.rank_group.rank in replica.all_ranks)
+        self._replica = next(replica for replica in self._node_replicas if groups.rank in replica.all_ranks)
         self._is_single = len(nodes) == 1 and (not self._is_cut or len(self._node_replicas) == 1)
         self.gradient_replicas = tuple(all_replicas) if self._global_gradients else self._node_replicas
         policies = policies_of(module, self._settings) if self._is_cut else {}
@@ -280,7 +309,7 @@ class ReplicaExchange:
             f"{name}{self._generation}",
             participants,
             {tensor: self._shapes[tensor] for tensor in tensors},
-            rank=self._groups.rank_group.rank,
+            rank=self._groups.rank,
             open_group=self._open,
             broadcasts=broadcasts,
             groups=groups,

@@ -20,6 +20,7 @@ from evenly.launch.settings import environment
 Result = TypeVar("Result")
 
 SLICE_S = 0.25
+CHECKED_SLICE_S = 0.02  # of a wait that something else may end
 IDLE_S = 5.0  # a thread without a call for this long ends
 _IN_PROCESS = (HashStore, FileStore)  # no other process has to answer
 
@@ -28,12 +29,13 @@ class NoAnswerError(Exception):
     """A call did not end within its limit; its thread has been abandoned."""
 
 
-def call_within(limit_s: float, call: Callable[[], Result]) -> Result:
+def call_within(limit_s: float, call: Callable[[], Result], *, check: Callable[[], None] | None = None) -> Result:
     """Returns `call()`, or raises `NoAnswerError` after `limit_s` seconds in which this process ran.
 
-    Seconds in which this process was itself stopped do not count: the answer may have come meanwhile.
+    Seconds in which this process was itself stopped do not count: the answer may have come meanwhile. What `check`
+    raises, which is called meanwhile, ends the wait, too.
     """
-    return _Call(call).wait(limit_s)
+    return _Call(call).wait(limit_s, check=check)
 
 
 class _PendingCall(Protocol):
@@ -94,9 +96,12 @@ class _Call(Generic[Result]):
             self._error = error
         self._done.set()
 
-    def wait(self, limit_s: float) -> Result:
-        while not self._done.wait(min(SLICE_S, limit_s)):
-            self.waited_s += SLICE_S
+    def wait(self, limit_s: float, *, check: Callable[[], None] | None = None) -> Result:
+        slice_s = SLICE_S if check is None else CHECKED_SLICE_S
+        while not self._done.wait(min(slice_s, limit_s)):
+            self.waited_s += slice_s
+            if check is not None:
+                check()
             if self.waited_s >= limit_s:
                 raise NoAnswerError
         if self._error is not None:

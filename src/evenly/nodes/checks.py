@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from evenly._torch.optimizers import has_step_hooks
 from evenly.comm import local_shard_of
 from evenly.errors import SpecError
+from evenly.spec import AnyPeriod, EveryGradient, EverySeconds, Exchange
 
 
 def require_plain(module: torch.nn.Module) -> None:
@@ -28,6 +29,21 @@ def require_dense(module: torch.nn.Module) -> None:
                 f"the gradients of {name or 'the model'!r} are sparse, and ranks average dense ones. Make it with "
                 "sparse=False."
             )
+
+
+def require_elastic(module: torch.nn.Module, period: AnyPeriod, exchange: Exchange, *, nodes: int) -> None:
+    """Raises `SpecError` for what an elastic run cannot do."""
+    case = ""
+    if isinstance(period, EveryGradient | EverySeconds):
+        case = f"every={period} was given; nodes of an elastic run exchange after a number of steps or epochs"
+    elif exchange.overlap:
+        case = "overlap was given; an elastic run waits for its exchanges"
+    elif any(local_shard_of(parameter) is not None for parameter in module.parameters()):
+        case = "the network is cut over ranks; every rank of an elastic run holds all of it"
+    elif nodes > 1:
+        case = f"this launch has {nodes} nodes; an elastic run has one launcher for each node"
+    if case:
+        raise SpecError(f"synchronize was called in an elastic run, but {case}. Change that, or start one world.")
 
 
 def require_own_steps(optimizer: torch.optim.Optimizer) -> None:

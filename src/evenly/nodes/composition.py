@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from evenly.comm import FailureMonitor, RankGroup
+from evenly.coordination import CoordinationClient
 from evenly.errors import SpecError
 from evenly.nodes.join import join_nodes
 from evenly.nodes.synchronized import Synchronized
@@ -25,6 +26,7 @@ def compose_synchronized(
     scaler: torch.amp.GradScaler | None = None,
     find_unused_parameters: bool = False,
     parent: FailureMonitor | None = None,
+    client: CoordinationClient | None = None,
 ) -> Synchronized:
     """Returns `module`, whole or cut over ranks, synchronized over the ranks of `rank_group`; all of them call it.
 
@@ -47,6 +49,7 @@ def compose_synchronized(
         parent=parent,
         find_unused_parameters=find_unused_parameters,
         state_placement=state_placement,
+        client=client,
     )
 
 

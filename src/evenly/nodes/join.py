@@ -21,17 +21,24 @@ from evenly.comm import (
     report_on_error,
 )
 from evenly.comm.blocks.replicas import shard_group_of
+from evenly.comm.consistency import digest
+from evenly.coordination import CoordinationClient
 from evenly.errors import SpecError
 from evenly.exchange.codecs import find_codec
-from evenly.exchange.membership import StaticMembership
+from evenly.exchange.elastic import ElasticMembership
+from evenly.exchange.membership import Membership, StaticMembership
 from evenly.exchange.replica_exchange import ReplicaExchange
 from evenly.exchange.tensors.averaged_tensors import StatePlacement, require_resettable
 from evenly.exchange.tensors.buffer_policies import policies_of
-from evenly.nodes.checks import require_plain
+from evenly.nodes.checks import require_elastic, require_plain
+from evenly.nodes.signature import describe
 from evenly.nodes.synchronized import Count, Synchronized
 from evenly.nodes.torch_shards import TorchShards, open_torch_shards
 from evenly.schedule.period_timer import PeriodTimer
 from evenly.spec import AnyPeriod, Cluster, EveryGradient, EverySeconds, Exchange, misfit
+
+
+TRANSFER_S = 60.0  # the time limit of a transfer between the nodes of an elastic run
 
 
 def join_nodes(
@@ -47,9 +54,11 @@ def join_nodes(
     parent: FailureMonitor | None = None,
     find_unused_parameters: bool = False,
     state_placement: StatePlacement | None = None,
+    client: CoordinationClient | None = None,
 ) -> Synchronized:
     """Returns `module` synchronized over the ranks of `rank_group`; every rank calls it together.
 
+    In an elastic run these are the ranks of this node, and `client` connects with the other nodes.
     Failures that the `parent` monitor sees fail here too. For networks cut over ranks `state_placement` gives the
     placement of an entry of the optimizer's state; without it, entries of the parameter's shape are cut like it.
     """
@@ -57,6 +66,8 @@ def join_nodes(
     require_plain(module)
     exchange = exchange or Exchange()
     _require_fit(module, optimizer, period, exchange, ranks=rank_group.size)
+    if client is not None:
+        require_elastic(module, period, exchange, nodes=len(cluster.nodes))
     with ExitStack() as undo:
         torch_shards = open_torch_shards(module, timeout_s=exchange.timeout_s, parent=parent)
         if torch_shards is not None:
@@ -74,6 +85,7 @@ def join_nodes(
             find_unused_parameters=find_unused_parameters,
             state_placement=state_placement,
             torch_shards=torch_shards,
+            client=client,
         )
         undo.pop_all()
     return synchronized
@@ -93,6 +105,7 @@ def _join(
     find_unused_parameters: bool,
     state_placement: StatePlacement | None,
     torch_shards: TorchShards | None,
+    client: CoordinationClient | None,
 ) -> Synchronized:
     global_gradients = isinstance(period, EveryGradient)
     scoped = rank_group.scoped("synchronize")
@@ -111,6 +124,7 @@ def _join(
             global_gradients=global_gradients,
             concurrent=_sends_from_host(exchange),
         )
+        groups.is_elastic = client is not None
         period_timer = _period_timer(period, scoped, node_ranks, timeout_s=exchange.timeout_s)
     replica_exchange = ReplicaExchange(
         groups,
@@ -123,11 +137,21 @@ def _join(
         settings=exchange,
         state_placement=state_placement,
     )
+    membership: Membership = StaticMembership(groups, in_step=period_timer is None)
+    if client is not None:
+        membership = ElasticMembership(
+            groups,
+            client,
+            signature=digest(describe(module, optimizer, f"{period!r}, {exchange!r}")),
+            timeout_s=exchange.timeout_s,
+            transfer_s=min(exchange.timeout_s, TRANSFER_S),
+            concurrent=_sends_from_host(exchange),
+        )
     return Synchronized(
         module,
         optimizer,
         groups=groups,
-        membership=StaticMembership(groups, in_step=period_timer is None),
+        membership=membership,
         replica_exchange=replica_exchange,
         period=period,
         exchange=exchange,

@@ -84,6 +84,7 @@ class Synchronized(torch.nn.Module):
         self._optimizer = optimizer
         self._settings = exchange
         self._groups = groups
+        self._membership = membership
         self._replica_exchange = replica_exchange
         self._count = count or leading_dim
         self._closed = self._was_resharded = self._is_in_agreed = self._is_being_saved = False
@@ -117,6 +118,8 @@ class Synchronized(torch.nn.Module):
                 take_finite_check=self._take_finite_check,
             )
             self._exchanger.reset_anchors()
+            if membership.is_elastic:
+                self._exchanger.join()
         except BaseException as error:
             self._abandon(error)
             raise
@@ -127,7 +130,7 @@ class Synchronized(torch.nn.Module):
             watch_scaler(scaler, optimizer, steps=lambda: self.schedule.step, on_skip=self._on_scaler_skip),
             state_hook.remove,
         ]
-        if len(groups.nodes) > 1 and not self._global_gradients:
+        if groups.averages_parameters and not self._global_gradients:
             self._removers.append(weakref.finalize(self, _warn_if_unfinished, self.schedule, monitor).detach)
 
     def _abandon(self, error: BaseException) -> None:
@@ -138,12 +141,13 @@ class Synchronized(torch.nn.Module):
         if (exchanger := getattr(self, "_exchanger", None)) is not None:
             exchanger.close(may_differ=True)
         self._monitor.close()
+        self._membership.close()
         self._replica_exchange.close(failed=True)
         self._groups.close(failed=True)
 
     def _steps_apart(self) -> int:
         """Returns the steps that nodes have made since they held the same parameters; 0 inside `agreed()`."""
-        averages = len(self._groups.nodes) > 1 and not self._global_gradients
+        averages = self._groups.averages_parameters and not self._global_gradients
         return self.schedule.since if averages and not self._is_in_agreed and not self._is_being_saved else 0
 
     @contextmanager
@@ -230,7 +234,7 @@ class Synchronized(torch.nn.Module):
         self._require_outside_agreed("finish()")
         self._reshard()
         self.advance_after_skipped_step()
-        if self._groups.rank_group.size > 1:
+        if not self._groups.is_alone:
             self._exchanger.finish()
 
     @contextmanager
@@ -279,6 +283,7 @@ class Synchronized(torch.nn.Module):
         self._gradients.close()
         failed = not self._exchanger.close(may_differ=may_differ) or self._monitor.has_failed
         self._monitor.close()
+        self._membership.close()
         self._replica_exchange.close(failed=failed)
         if self._torch_shards is not None:
             self._torch_shards.close()
@@ -320,7 +325,7 @@ class Synchronized(torch.nn.Module):
                 monitor=self._monitor,
                 timeout_s=self._settings.timeout_s,
             )
-        if reducer is None and self._groups.rank_group.size == 1:
+        if reducer is None and self._groups.is_alone:
             return SingleRankGradients(self.module, group, monitor=self._monitor)
         if reducer is None and group.size() == 1:
             return LocalGradients(self.module, group, monitor=self._monitor)
@@ -485,7 +490,7 @@ class Synchronized(torch.nn.Module):
 
     def _require_averaged(self) -> None:
         """Raises `SpecError` unless the step is the same on all ranks that share gradients."""
-        if self._groups.rank_group.size == 1:
+        if self._groups.is_alone:
             return
         try:
             self._trained.require_unchanged()
@@ -570,7 +575,7 @@ class Synchronized(torch.nn.Module):
         """Checks that model and settings are the same on all ranks, and gives every rank the state of rank 0."""
         require_own_steps(self._optimizer)
         require_trainable(self.module, self._optimizer)
-        if self._groups.rank_group.size == 1:
+        if self._groups.is_alone:
             return
         require_dense(self.module)
         waiter = CollectiveWaiter(self._monitor, label="the start of synchronize", timeout_s=self._settings.timeout_s)

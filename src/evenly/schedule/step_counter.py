@@ -80,6 +80,11 @@ class Schedule:
         for fragment in fragments:
             self._since[fragment] = 0
 
+    def record_postponed(self, fragments: Sequence[int], steps: int) -> None:
+        """Records that an exchange that began `steps` steps after the one before was not made."""
+        for fragment in fragments:
+            self._since[fragment] += steps
+
     def progress(self) -> ScheduleProgress:
         """Returns the counters for a checkpoint."""
         lengths = [self._begun, self._length, self.next_length]

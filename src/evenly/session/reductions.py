@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from evenly.checkpoints.tree import Json, flatten, restore
+from evenly.comm.nested_state import Json, flatten, restore
 from evenly.comm import ObjectGatherer
 from evenly.errors import CheckpointError, SpecError
 

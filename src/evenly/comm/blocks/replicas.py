@@ -94,10 +94,10 @@ def find_replicas(
     On ranks that share a network the tensors `required` must have a placement.
     """
     shard_group = shard_group_of(module)
-    scope = _announce(shard_group, groups.rank_group.rank)
+    scope = _announce(shard_group, groups.rank)
     row: _RankCuts = {"forms": _forms(module, shard_group, required), "seat": _cut_index(module, shard_group)}
     rows = gather_json(row, groups.world, waiter)
-    members = _members(shard_group, scope, groups.rank_group.rank)
+    members = _members(shard_group, scope, groups.rank)
     replica_ranks = gather_json(members, groups.world, waiter)
     replicas = [_replica(ranks, rows) for rank, ranks in enumerate(replica_ranks) if rank == min(ranks)]
     return tuple(

@@ -1,0 +1,356 @@
+"""Exchanges of an elastic run: nodes come, go and return, and an exchange is a transaction.
+
+Ranks propose an exchange to the coordinator, which forms a round of the nodes that are there. They average in a copy of
+their payload, and vote; only when all have the same averages is the round committed, and the copy taken. If a node is
+lost meanwhile, or votes against it, the copy is dropped and the ranks that are left propose again.
+
+The ranks of a node always do the same: before and after the collectives between nodes they compare what they saw.
+"""
+
+import base64
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, final
+
+import torch
+
+from evenly.comm import CollectiveWaiter, Groups, all_gather
+from evenly.comm.elastic_groups import RoundAbortedError, RoundWaiter, leave_groups, open_across
+from evenly.coordination import CoordinationClient, ExchangeRound, Proposal, RoundMember
+from evenly.errors import CoordinatorLostError, PeerError
+from evenly.exchange.membership import ExchangeParts, Membership
+from evenly.exchange.payload import Payload
+from evenly.exchange.pending import ExchangeOutcome
+from evenly.exchange.state_transfer import NodeState, Tensors, broadcast_state
+from evenly.exchange.votes import Quorum, Vote, vote_inside
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+COMMITTED, ABORTED, UNKNOWN = 1, 2, 3
+
+
+class PostponedError(Exception):
+    """The coordinator cannot be reached: the exchange is not made, and its steps count for the next one."""
+
+
+@final
+class ElasticMembership(Membership):
+    """The nodes of an elastic run, as one rank sees them."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        client: CoordinationClient,
+        *,
+        signature: str,
+        timeout_s: float,
+        transfer_s: float,
+        concurrent: bool,
+    ) -> None:
+        """Proposes nothing yet.
+
+        Args:
+            groups: of this node; those between nodes are replaced with each generation of nodes.
+            client: of this rank.
+            signature: what must be equal on all nodes, as a hash.
+            timeout_s: how long an exchange may wait for other nodes.
+            transfer_s: the time limit of a transfer between nodes.
+            concurrent: whether exchanges run in another thread.
+        """
+        self.received: NodeState | None = None  # what this node takes over with the round that is open
+        self.version = 0  # the number of the last round that this node took part in
+        self._lineage = ""
+        self._groups = groups
+        self._client = client
+        self._signature = signature
+        self._timeout_s = timeout_s
+        self._transfer_s = transfer_s
+        self._concurrent = concurrent
+        self._generation = ""
+        self._round: ExchangeRound | None = None
+        self._names: tuple[str, ...] = ()  # of the nodes of the last round
+        self._parts: ExchangeParts | None = None
+        self._averages: Payload | None = None  # of the attempt
+        self._is_healthy = True
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether nodes may come and go."""
+        return True
+
+    def bind(self, parts: ExchangeParts) -> None:
+        """Sets what the exchanges of one network consist of."""
+        self._parts = parts
+
+    @property
+    def _bound(self) -> ExchangeParts:
+        if self._parts is None:
+            raise RuntimeError("an exchange was proposed before the membership was bound to a network")
+        return self._parts
+
+    def settle(self, attempt: Callable[[Payload], ExchangeOutcome | None], payload: Payload) -> ExchangeOutcome | None:
+        """Returns the outcome of the attempt that was committed; None if the coordinator cannot be reached."""
+        parts = self._bound
+        while True:
+            anchors, agreed_buffers = parts.anchors.fork(), dict(parts.buffers.agreed)
+            self._averages = payload.scratch()
+            self.received, self.adopts_buffers = None, False
+            self._is_healthy = all(map(_is_finite, (packed.vector for packed in payload.packed)))
+            try:
+                outcome = attempt(self._averages)
+            except RoundAbortedError as aborted:
+                parts.anchors.put_back(anchors)
+                parts.buffers.agreed = agreed_buffers
+                self._forget_generation()
+                logger.info("an exchange is tried again: %s", aborted)
+                continue
+            except PostponedError as postponed:
+                parts.anchors.put_back(anchors)
+                parts.buffers.agreed = agreed_buffers
+                self._forget_generation()
+                logger.warning("an exchange is postponed: %s", postponed)
+                return None
+            except BaseException as error:
+                self._refuse(f"{type(error).__name__}: {error}")
+                raise
+            payload.take(self._averages, change=payload.change and self.received is None)
+            return outcome
+
+    def hold_vote(self, vote: Vote, waiter: CollectiveWaiter) -> Quorum:
+        """Proposes an exchange; returns the quorum of the round that the coordinator forms, once its groups are open."""
+        votes = vote_inside(vote, self._groups, waiter)
+        proposal = Proposal(
+            version=self.version,
+            lineage=self._lineage,
+            step=vote.step,
+            samples=vote.samples,
+            signature=f"{self._signature}:{vote.payload_hash:x}",
+            is_healthy=self._is_healthy,
+            ends=vote.waits_for_all,
+            facts={"row": _encoded(votes.node_row)} if self._groups.local_rank == 0 else {},
+            peers=self._names,
+        )
+        formed = self._propose(proposal, waiter)
+        self._round = formed
+        index = next(i for i, member in enumerate(formed.members) if member.node == self._client.member.node)
+        self._follow(formed, index, waiter)
+        node_rows = torch.stack([_decoded(member) for member in formed.members])
+        return votes.quorum(node_rows, node=index, weights=_weights(formed))
+
+    def across(self, act: Callable[[CollectiveWaiter], T], waiter: CollectiveWaiter) -> T:
+        """Returns the result of collectives between nodes; if they fail on any rank of this node, all give them up."""
+        results: list[T] = []
+        error: RoundAbortedError | None = None
+        try:
+            results.append(act(self._round_waiter(waiter)))
+        except RoundAbortedError as aborted:
+            error = aborted
+        self._require_all(error, waiter)
+        return results[0]
+
+    def conclude(self, payload: Payload, agreed: Tensors, waiter: CollectiveWaiter) -> None:
+        """Votes for the averages; returns if all ranks of all nodes have the same, so that the round is committed."""
+        formed = self._open_round()
+        checksum = _checksum([*(packed.vector for packed in payload.packed), *agreed.values()])
+        why = "it is not known whether the round was committed"
+        try:
+            verdict = self._client.vote(formed.id, is_ok=True, checksum=checksum, timeout_s=self._transfer_s)
+            own, why = (COMMITTED if verdict.is_committed else ABORTED), verdict.why
+        except CoordinatorLostError:
+            own = UNKNOWN
+        verdicts = self._gather(own, waiter)
+        self._round = None
+        if COMMITTED in verdicts:
+            self.version, self._lineage = formed.number, formed.lineage
+            self._names = tuple(member.node for member in formed.members)
+        elif ABORTED in verdicts:
+            raise RoundAbortedError(why or "another rank of this node saw it given up")
+        else:
+            raise PostponedError(why)
+
+    def close(self) -> None:
+        """Tells the coordinator that this rank ends."""
+        self._client.leave()
+        self._client.close()
+
+    def _propose(self, proposal: Proposal, waiter: CollectiveWaiter) -> ExchangeRound:
+        formed: ExchangeRound | None = None
+        why = ""
+        try:
+            formed = self._client.propose(proposal, timeout_s=self._timeout_s)
+        except CoordinatorLostError as lost:
+            why = str(lost)
+        ids = self._gather(_number(formed.id) if formed is not None else 0, waiter)
+        if formed is None and not any(ids):
+            raise PostponedError(why)
+        if formed is None or len(set(ids)) > 1:
+            self._round = formed
+            self._refuse("the ranks of a node were asked to different rounds")
+            raise RoundAbortedError("the ranks of this node were asked to different rounds")
+        return formed
+
+    def _follow(self, formed: ExchangeRound, index: int, waiter: CollectiveWaiter) -> None:
+        """Opens the groups of a new generation of nodes; nodes that lack state get it from another one."""
+        parts, anchors = self._bound, self._bound.anchors
+        is_new = formed.generation != self._generation
+        lacks_training = _lacking(formed)
+        lacks_state = [lacks or m.is_behind for lacks, m in zip(lacks_training, formed.members, strict=True)]
+        full: Mapping[str, Tensors] = {}
+        if anchors.are_kept and (is_new or any(lacks_state)):
+            full = parts.payload_builder.full_anchors(anchors, waiter)
+        if is_new:
+            self._open(formed, index, waiter)
+        self.adopts_buffers = lacks_state[index]
+        if any(lacks_state):
+            state = self._transfer(formed, index, full, waiter)
+            if lacks_state[index]:
+                full = {**state.anchors, **({} if lacks_training[index] else _own_errors(full))}
+                parts.buffers.agreed = dict(state.agreed_buffers)
+            if lacks_training[index]:
+                self.received = state
+        if full and len(formed.members) > 1:
+            parts.payload_builder.cut_anchors(anchors, full, nodes=len(formed.members))
+        if self._averages is not None:
+            parts.replica_exchange.cut(self._averages)
+
+    def _open(self, formed: ExchangeRound, index: int, waiter: CollectiveWaiter) -> None:
+        self._forget_generation()
+        waiting = self._round_waiter(waiter)
+        opened = self._guarded(
+            lambda: open_across(
+                self._client,
+                formed.generation,
+                [member.local_size for member in formed.members],
+                index=index,
+                local_rank=self._groups.rank_group.rank,
+                concurrent=self._concurrent,
+                timeout_s=self._transfer_s,
+                check=waiting.require_alive,
+            ),
+            waiter,
+        )
+        self._groups.across = opened
+        self._generation = formed.generation
+        self._bound.replica_exchange.follow_nodes(waiter)
+
+    def _guarded(self, act: Callable[[], T], waiter: CollectiveWaiter) -> T:
+        return self.across(lambda _: act(), waiter)
+
+    def _transfer(self, formed: ExchangeRound, index: int, full: Mapping[str, Tensors], waiter: CollectiveWaiter) -> NodeState:
+        """Returns the state of the node that gives it, sent to all ranks."""
+        parts, source = self._bound, self._groups.nodes[_giver(formed)][0]
+        state = None
+        if self._groups.rank == source:
+            sent = {name: tensors for name, tensors in full.items() if name != "residual"}
+            state = NodeState(parts.capture(), dict(parts.buffers.agreed), dict(sent))
+        world = self._groups.world
+        return self.across(lambda between: broadcast_state(state, world, between, source=source), waiter)
+
+    def _require_all(self, error: RoundAbortedError | None, waiter: CollectiveWaiter) -> None:
+        """Raises `RoundAbortedError` on all ranks of the node if one of them has met it."""
+        if any(self._gather(int(error is not None), waiter)):
+            why = "another rank of this node could not reach its peers" if error is None else str(error)
+            self._refuse(why)
+            raise error or RoundAbortedError(why)
+
+    def _refuse(self, why: str) -> None:
+        """Votes against the round that is open."""
+        formed, self._round = self._round, None
+        if formed is None:
+            return
+        try:
+            self._client.vote(formed.id, is_ok=False, why=why, timeout_s=self._transfer_s)
+        except PeerError as lost:
+            logger.debug("a vote against a round was not heard: %s", lost)
+
+    def _forget_generation(self) -> None:
+        if self._generation:
+            leave_groups(self._groups.across)
+            self._generation = ""
+
+    def _gather(self, number: int, waiter: CollectiveWaiter) -> list[int]:
+        """Returns the number of each rank of this node."""
+        group = self._groups.node_votes
+        if group.size() == 1:
+            return [number]
+        rows, work = all_gather(torch.tensor([number]), group)
+        waiter.wait([work], waits_for_ranks=True)
+        return [int(row) for row in rows[:, 0]]
+
+    def _round_waiter(self, waiter: CollectiveWaiter) -> RoundWaiter:
+        round_id = self._open_round().id
+        return RoundWaiter(
+            waiter.monitor,
+            label=waiter.label,
+            step=waiter.step,
+            timeout_s=self._transfer_s,
+            why_aborted=lambda: self._client.aborted(round_id),
+        )
+
+    def _open_round(self) -> ExchangeRound:
+        if self._round is None:
+            raise RoundAbortedError("the round was given up")
+        return self._round
+
+
+def _lacking(formed: ExchangeRound) -> list[bool]:
+    """Returns which nodes take over the training of another one: their own parameters have no weight.
+
+    If all are fresh, they begin as the first of them.
+    """
+    is_first = all(member.version == 0 for member in formed.members)
+    return [m.needs_state or (is_first and index != _giver(formed)) for index, m in enumerate(formed.members)]
+
+
+def _weights(formed: ExchangeRound) -> tuple[float, ...]:
+    """Returns the weight of each node: its samples; equal weights if there are none."""
+    lacks = _lacking(formed)
+    amounts = [0.0 if lack else member.samples for member, lack in zip(formed.members, lacks, strict=True)]
+    if not sum(amounts):
+        amounts = [float(index == _giver(formed)) if any(lacks) else 1.0 for index in range(len(amounts))]
+    return tuple(amount / sum(amounts) for amount in amounts)
+
+
+def _giver(formed: ExchangeRound) -> int:
+    """Returns the index of the node that gives its state to others."""
+    if formed.healer is not None:
+        return formed.healer
+    return next(index for index, member in enumerate(formed.members) if not (member.needs_state or member.is_behind))
+
+
+def _own_errors(full: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    return {name: tensors for name, tensors in full.items() if name == "residual"}
+
+
+def _is_finite(vector: torch.Tensor) -> bool:
+    if not vector.numel() or not vector.is_floating_point():
+        return True
+    return all(bool(torch.isfinite(value)) for value in torch.aminmax(vector))
+
+
+def _checksum(tensors: Sequence[torch.Tensor]) -> str:
+    """Returns a checksum of the bits: sums of the whole words of each tensor, and of the bytes that are left."""
+    sums = []
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        whole = flat.numel() // 8 * 8
+        words = flat[:whole].view(torch.int64)
+        sums.append(f"{int(words.sum()):x}.{int(words[::2].sum()):x}.{int(flat[whole:].sum()):x}")
+    return ",".join(sums)
+
+
+def _number(text: str) -> int:
+    """Returns the id of a round as a number, which is not 0."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) + 1
+
+
+def _encoded(row: torch.Tensor) -> str:
+    return base64.b64encode(row.to(torch.float64).numpy().tobytes()).decode()
+
+
+def _decoded(member: RoundMember) -> torch.Tensor:
+    text = str(member.facts[0]["row"])
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float64)
