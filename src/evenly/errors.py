@@ -4,7 +4,8 @@ EvenlyError
 ├── SpecError         an argument, a value, a file or a call is invalid (bad field, impossible shares, wrong order)
 ├── LaunchError       the rank of a process is unknown, or the other ranks cannot be reached
 ├── PeerError         another rank failed, left, or did not arrive in time
-│   └── LockstepError ranks are not at the same step
+│   ├── LockstepError ranks are not at the same step
+│   └── CoordinatorLostError  the coordinator of an elastic run is not reached at the moment
 ├── MismatchError     ranks have different models, optimizers or settings, or their parameters have diverged
 ├── NonFiniteError    a loss, gradient, parameter or buffer became NaN or infinite
 ├── DeviceMemoryError a device has no memory for an exchange
@@ -34,6 +35,10 @@ class PeerError(EvenlyError):
 
 class LockstepError(PeerError):
     """Ranks are not at the same step."""
+
+
+class CoordinatorLostError(PeerError):
+    """The coordinator of an elastic run is not reached at the moment; training can go on without exchanges."""
 
 
 class MismatchError(EvenlyError):
