@@ -1,48 +1,264 @@
 """Nodes that are started separately: equal to the reference, and nodes that are lost, come late or return."""
 
 import copy
+import threading
 import time
 
 import pytest
 import torch
 from torch import nn
 
+from evenly.coordination import Coordinator, RoundSettings
+from evenly.exchange.elastic import ElasticMembership
 from tests.exchange.elastic_nodes import NodeThreads, batch_of, coordinator, network
 from tests.ranks import ragged
 from tests.reference import Reference
 
 
-def reference(names, sizes, *, steps, every, lr=0.1):
-    """Plays the same nodes in one process, which all go on to the end."""
-    plain = Reference(network(), lambda m: torch.optim.SGD(m.parameters(), lr=lr, momentum=0.9), ragged(*map(len, sizes)))
-    for step in range(1, steps + 1):
-        plain.step(
-            [batch_of(name, rank, step, size) for name, node in zip(names, sizes, strict=True) for rank, size in enumerate(node)],
-            nn.functional.cross_entropy,
-        )
-        if step % every == 0:
-            plain.exchange()
-    return plain
+TOLERANCE = 1e-12
+
+
+@pytest.fixture
+def meet():
+    """Returns a function that starts a coordinator, which ends with the test."""
+    started = []
+
+    def start(expected_nodes, **settings):
+        started.append(coordinator(expected_nodes, **settings))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Played(Reference):
+    """Plays the nodes in one process; nodes may be left out, and join with the state of another one."""
+
+    def __init__(self, nodes):
+        self.names, self.sizes = list(nodes), list(nodes.values())
+        super().__init__(network(), momentum, ragged(*map(len, self.sizes)))
+        self.made = dict.fromkeys(self.names, 0)
+
+    def train(self, *names, steps=1):
+        for _ in range(steps):
+            for index, name in enumerate(self.names):
+                if name in names:
+                    self.made[name] += 1
+                    self._step(index, name)
+
+    def _step(self, index, name):
+        ranks = self.nodes[index]
+        for local_rank, rank in enumerate(ranks):
+            replica = self.replicas[rank]
+            replica.zero_grad()
+            x, y = batch_of(name, local_rank, self.made[name], self.sizes[index][local_rank])
+            nn.functional.cross_entropy(replica(x), y).backward()
+            self.samples[rank] += len(x)
+        self.average_gradients(ranks, self.sizes[index])
+        for rank in ranks:
+            self.optimizers[rank].step()
+
+    def meet(self, *names):
+        """Averages these nodes; the others keep what they have."""
+        nodes, samples = self.nodes, list(self.samples)
+        self.nodes = [nodes[self.names.index(name)] for name in names]
+        kept = {r: copy.deepcopy(self.replicas[r].state_dict()) for r in range(len(self.replicas))}
+        self.exchange()
+        self.nodes = nodes
+        taken = {rank for name in names for rank in nodes[self.names.index(name)]}
+        for rank, replica in enumerate(self.replicas):
+            if rank not in taken:
+                replica.load_state_dict(kept[rank])
+                self.samples[rank] = samples[rank]
+
+    def heal(self, name, giver, *, steps):
+        source = self.nodes[self.names.index(giver)][0]
+        for rank in self.nodes[self.names.index(name)]:
+            self.replicas[rank].load_state_dict(copy.deepcopy(self.replicas[source].state_dict()))
+            self.optimizers[rank].load_state_dict(copy.deepcopy(self.optimizers[source].state_dict()))
+            self.samples[rank] = 0.0
+
+    def values(self, name):
+        return list(self.replicas[self.nodes[self.names.index(name)][0]].state_dict().values())
+
+
+def require_equal(values, wanted):
+    for value, other in zip(values, wanted, strict=True):
+        torch.testing.assert_close(value.double(), other.double(), rtol=0, atol=TOLERANCE)
+
+
+def require_identical(*rows):
+    for values in rows[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(values, rows[0], strict=True))
 
 
 @pytest.mark.parametrize("sizes", [[[4], [3]], [[4, 2], [3]], [[2, 3, 4], [5, 2], [3]]])
-def test_nodes_train_as_in_one_world(sizes):
-    names = [f"node{i}" for i in range(len(sizes))]
-    meeting = coordinator(len(sizes))
+def test_nodes_train_as_in_one_world(meet, sizes):
+    nodes = {f"node{i}": size for i, size in enumerate(sizes)}
+    address = meet(len(sizes)).address
 
     def act(rank):
         rank.train(6)
         rank.model.finish()
         return rank.values()
 
+    started = [NodeThreads(n, s, address, act, seed=i).begin() for i, (n, s) in enumerate(nodes.items())]
+    results = [values for node in started for values in node.join()]
+    played = Played(nodes)
+    for _ in range(3):
+        played.train(*nodes, steps=2)
+        played.meet(*nodes)
+    require_identical(*results)
+    require_equal(results[0], played.values("node0"))
+
+
+def test_a_node_that_is_lost_costs_the_others_nothing_but_its_work(meet):
+    nodes = {"a": [4, 2], "b": [3], "c": [5, 2]}
+    address = meet(3).address
+    gone = threading.Event()
+
+    def stays(rank):
+        rank.train(5)  # two exchanges of all
+        gone.wait(30)
+        began = time.monotonic()
+        rank.train(1)
+        seconds = time.monotonic() - began
+        rank.train(2)
+        return rank.values(), seconds
+
+    def dies(rank):
+        rank.train(5)
+        rank.client.close()
+
+    started = [NodeThreads(n, nodes[n], address, stays).begin() for n in "ab"]
+    lost = NodeThreads("c", nodes["c"], address, dies).begin()
+    lost.join()
+    gone.set()
+    results = [result for node in started for result in node.join()]
+    played = Played(nodes)
+    for _ in range(2):
+        played.train(*nodes, steps=2)
+        played.meet(*nodes)
+    for _ in range(2):
+        played.train("a", "b", steps=2)
+        played.meet("a", "b")
+    require_identical(*(values for values, _ in results))
+    require_equal(results[0][0], played.values("a"))
+    assert max(seconds for _, seconds in results) < 2
+
+
+def test_a_node_that_is_lost_inside_a_round_is_left_out_of_it(meet, monkeypatch):
+    nodes = {"a": [4], "b": [3], "c": [5]}
+    address = meet(3).address
+
+    def stays(rank):
+        rank.train(4)
+        return rank.values()
+
+    def dies(rank):
+        rank.train(3)
+        conclude = ElasticMembership.conclude
+
+        def end(self, *arguments):
+            if self._client is rank.client:
+                rank.client.close()
+                raise SystemExit
+            return conclude(self, *arguments)
+
+        monkeypatch.setattr(ElasticMembership, "conclude", end)  # all have averaged, none has voted
+        with pytest.raises(SystemExit):
+            rank.train(1)
+
+    started = [NodeThreads(n, nodes[n], address, stays).begin() for n in "ab"]
+    lost = NodeThreads("c", nodes["c"], address, dies).begin()
+    results = [result for node in started for result in node.join()]
+    lost.join()
+    played = Played(nodes)
+    played.train(*nodes, steps=2)
+    played.meet(*nodes)
+    played.train("a", "b", steps=2)
+    played.meet("a", "b")
+    require_identical(*results)
+    require_equal(results[0], played.values("a"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"codec": "int8"}, {"outer": "nesterov"}, {"codec": "bf16", "outer": "nesterov"}])
+def test_a_node_that_comes_late_has_the_same_bits_after_its_first_exchange(meet, settings):
+    nodes = {"a": [4, 2], "b": [3], "c": [5, 3, 2]}
+    address = meet(2).address
+    about_to_come, here = threading.Event(), threading.Event()
+    rows = {}
+
+    def stays(rank):
+        rank.train(4)
+        about_to_come.set()
+        here.wait(30)
+        time.sleep(0.3)  # the late one proposes first
+        rank.train(2)
+        rows[rank.node.name, rank.rank] = [*rank.values(), *state_of(rank.optimizer)]
+        rank.train(2)
+        return rank.values()
+
+    def comes(rank):
+        rows[rank.node.name, rank.rank] = [*rank.values(), *state_of(rank.optimizer)]
+        assert rank.model.schedule.step == 6
+        rank.train(2)
+        return rank.values()
+
+    started = [NodeThreads(n, nodes[n], address, stays, settings=settings).begin() for n in "ab"]
+    about_to_come.wait(30)
+    late = NodeThreads("c", nodes["c"], address, comes, seed=7, settings=settings).begin()
+    here.set()
+    results = [result for node in [*started, late] for result in node.join()]
+    require_identical(rows["a", 0], rows["a", 1], *(rows["c", rank] for rank in range(3)))
+    require_identical(*results)
+
+
+def state_of(optimizer):
+    return [v.clone() for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+
+
+def test_training_goes_on_without_the_coordinator_and_nodes_merge_when_it_is_back(meet):
+    nodes = {"a": [4, 2], "b": [3]}
+    first = meet(2)
+    is_gone, is_back = threading.Barrier(4), threading.Barrier(4)
+
+    def act(rank):
+        rank.train(2)
+        is_gone.wait(30)
+        is_gone.wait(30)
+        began = time.monotonic()
+        rank.train(2)  # no exchange
+        seconds, apart = time.monotonic() - began, rank.values()
+        is_back.wait(30)
+        is_back.wait(30)
+        rank.train(2)
+        return rank.values(), apart, seconds
+
+    started = [NodeThreads(n, s, first.address, act).begin() for n, s in nodes.items()]
+    is_gone.wait(30)
+    first.close()
+    is_gone.wait(30)
+    is_back.wait(30)
+    second = Coordinator(first.address, settings=RoundSettings(expected_nodes=2)).start()
     try:
-        nodes = [NodeThreads(n, s, meeting.address, act, seed=i).begin() for i, (n, s) in enumerate(zip(names, sizes, strict=True))]
-        results = [values for node in nodes for values in node.join()]
+        while not all(rank.client.is_connected for node in started for rank in node.ranks):
+            time.sleep(0.02)
+        is_back.wait(30)
+        results = [result for node in started for result in node.join()]
     finally:
-        meeting.close()
-    expected = reference(names, sizes, steps=6, every=2)
-    for values in results:
-        for value, wanted in zip(values, expected.replicas[0].state_dict().values(), strict=True):
-            assert torch.allclose(value.double(), wanted.double(), rtol=0, atol=1e-12)
-    for values in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(values, results[0], strict=True))
+        second.close()
+    played = Played(nodes)
+    played.train(*nodes, steps=2)
+    played.meet(*nodes)
+    played.train(*nodes, steps=4)
+    played.meet(*nodes)
+    require_identical(*(values for values, *_ in results))
+    require_equal(results[0][0], played.values("a"))
+    assert max(seconds for *_, seconds in results) < 2.0
+    assert not torch.equal(results[0][1][0], results[2][1][0])

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 MOST_VALUE_BYTES = MOST_BYTES // 2  # of one key; it travels as text
 KEPT_ROUNDS = 16
+CHECK_S = 0.1  # how often a rank that waits for a round looks whether its node has failed
 
 AbortCallback = Callable[[str, str], None]
 
@@ -89,8 +90,10 @@ class CoordinationClient:
         """Whether the coordinator is reached."""
         return self._link.is_connected
 
-    def propose(self, proposal: Proposal, *, timeout_s: float) -> ExchangeRound:
-        """Returns the round that this rank takes part in, once it is formed.
+    def propose(
+        self, proposal: Proposal, *, timeout_s: float, check: Callable[[], None] | None = None
+    ) -> ExchangeRound:
+        """Returns the round that this rank takes part in, once it is formed; what `check` raises ends the wait.
 
         Raises `PeerError` if none is formed in time, `CoordinatorLostError` if the coordinator is gone,
         `MismatchError` if this node does not fit the others, and `NonFiniteError` if no node has usable parameters.
@@ -101,7 +104,7 @@ class CoordinationClient:
             self._asked, self._offer = (ticket, message), None
             try:
                 self._link.send(message)
-                self._wait(lambda: self._offer is not None, timeout_s, "a round was formed")
+                self._wait(lambda: self._offer is not None, timeout_s, "a round was formed", check=check)
             finally:
                 offer, self._asked, self._offer = self._offer, None, None
                 if offer is None:
@@ -214,7 +217,9 @@ class CoordinationClient:
             )
         return answer
 
-    def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def _wait(
+        self, is_done: Callable[[], bool], timeout_s: float, what: str, *, check: Callable[[], None] | None = None
+    ) -> None:
         """Waits, with the lock held, until `is_done`; raises what prevents it."""
         deadline_s = time.monotonic() + timeout_s
         while not is_done():
@@ -230,6 +235,9 @@ class CoordinationClient:
                     raise self._link.unreachable("the connection is lost")
             elif now_s >= deadline_s:
                 self._raise_late(what, timeout_s)
+            if check is not None:
+                check()
+                limit_s = min(limit_s, now_s + CHECK_S)
             self._changed.wait(limit_s - now_s)
 
     def _raise_late(self, what: str, timeout_s: float) -> NoReturn:

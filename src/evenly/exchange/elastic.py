@@ -94,13 +94,14 @@ class ElasticMembership(Membership):
     def settle(self, attempt: Callable[[Payload], ExchangeOutcome | None], payload: Payload) -> ExchangeOutcome | None:
         """Returns the outcome of the attempt that was committed; None if the coordinator cannot be reached."""
         parts = self._bound
+        payload.slices = ()  # they refer to groups that may be left before they are used
         while True:
             anchors, agreed_buffers = parts.anchors.fork(), dict(parts.buffers.agreed)
-            self._averages = payload.scratch()
+            averages = self._averages = payload.scratch()
             self.received, self.adopts_buffers = None, False
             self._is_healthy = all(map(_is_finite, (packed.vector for packed in payload.packed)))
             try:
-                outcome = attempt(self._averages)
+                outcome = attempt(averages)
             except RoundAbortedError as aborted:
                 parts.anchors.put_back(anchors)
                 parts.buffers.agreed = agreed_buffers
@@ -116,7 +117,9 @@ class ElasticMembership(Membership):
             except BaseException as error:
                 self._refuse(f"{type(error).__name__}: {error}")
                 raise
-            payload.take(self._averages, change=payload.change and self.received is None)
+            finally:
+                self._averages, averages.slices = None, ()
+            payload.take(averages, change=payload.change and self.received is None)
             return outcome
 
     def hold_vote(self, vote: Vote, waiter: CollectiveWaiter) -> Quorum:
@@ -180,7 +183,7 @@ class ElasticMembership(Membership):
         formed: ExchangeRound | None = None
         why = ""
         try:
-            formed = self._client.propose(proposal, timeout_s=self._timeout_s)
+            formed = self._client.propose(proposal, timeout_s=self._timeout_s, check=waiter.monitor.check)
         except CoordinatorLostError as lost:
             why = str(lost)
         ids = self._gather(_number(formed.id) if formed is not None else 0, waiter)
