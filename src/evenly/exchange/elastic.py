@@ -22,7 +22,7 @@ from evenly.errors import CoordinatorLostError, PeerError
 from evenly.exchange.membership import ExchangeParts, Membership
 from evenly.exchange.payload import Payload
 from evenly.exchange.pending import ExchangeOutcome
-from evenly.exchange.state_transfer import NodeState, Tensors, broadcast_state
+from evenly.exchange.state_transfer import JoinState, Tensors, broadcast_state
 from evenly.exchange.votes import Quorum, Vote, vote_inside
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class ElasticMembership(Membership):
             transfer_s: the time limit of a transfer between nodes.
             concurrent: whether exchanges run in another thread.
         """
-        self.received: NodeState | None = None  # what this node takes over with the round that is open
+        self.received: JoinState | None = None  # what this node takes over with the round that is open
         self.version = 0  # the number of the last round that this node took part in
         self._lineage = ""
         self._groups = groups
@@ -242,13 +242,13 @@ class ElasticMembership(Membership):
     def _guarded(self, act: Callable[[], T], waiter: CollectiveWaiter) -> T:
         return self.across(lambda _: act(), waiter)
 
-    def _transfer(self, formed: ExchangeRound, index: int, full: Mapping[str, Tensors], waiter: CollectiveWaiter) -> NodeState:
+    def _transfer(self, formed: ExchangeRound, index: int, full: Mapping[str, Tensors], waiter: CollectiveWaiter) -> JoinState:
         """Returns the state of the node that gives it, sent to all ranks."""
         parts, source = self._bound, self._groups.nodes[_giver(formed)][0]
         state = None
         if self._groups.rank == source:
             sent = {name: tensors for name, tensors in full.items() if name != "residual"}
-            state = NodeState(parts.capture(), dict(parts.buffers.agreed), dict(sent))
+            state = JoinState(parts.capture(), dict(parts.buffers.agreed), dict(sent))
         world = self._groups.world
         return self.across(lambda between: broadcast_state(state, world, between, source=source), waiter)
 

@@ -32,7 +32,7 @@ from evenly.exchange.pending import (
     told,
 )
 from evenly.exchange.replica_exchange import ReplicaExchange
-from evenly.exchange.state_transfer import NodeState
+from evenly.exchange.state_transfer import JoinState
 from evenly.exchange.tensors.fingerprint import NO_TENSORS, Fingerprint
 from evenly.exchange.votes import Vote
 from evenly.schedule.adaptive import ExchangeCosts, PeriodChooser
@@ -161,7 +161,7 @@ class Exchanger:
             "buffers": own_buffers,
         }
 
-    def _install(self, state: NodeState) -> None:
+    def _install(self, state: JoinState) -> None:
         training = state.training
         with self._loaded_weights.ignored():
             self._optimizer.load_state_dict(training["optimizer"])

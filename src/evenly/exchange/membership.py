@@ -14,7 +14,7 @@ from evenly.exchange.payload import Payload
 from evenly.exchange.payload_builder import PayloadBuilder
 from evenly.exchange.pending import ExchangeOutcome, Tensors
 from evenly.exchange.replica_exchange import ReplicaExchange
-from evenly.exchange.state_transfer import NodeState
+from evenly.exchange.state_transfer import JoinState
 from evenly.exchange.votes import Quorum, Vote, VoteColumns, require_lockstep, vote_inside
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class ExchangeParts:
 class Membership(ABC):
     """Decides before every exchange which nodes take part, and after it whether it counts."""
 
-    received: NodeState | None = None  # what this node takes over from another one with the exchange that is made
+    received: JoinState | None = None  # what this node takes over from another one with the exchange that is made
     adopts_buffers = False  # whether it takes over the agreed values of buffers that the exchange does not change, too
 
     @property

@@ -13,7 +13,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class NodeState:
+class JoinState:
     """The state of a node between two steps, but for its parameters, which a joining node gets as the average."""
 
     training: Any  # of the optimizer, the schedule and the buffers, nested
@@ -21,11 +21,11 @@ class NodeState:
     anchors: dict[str, Tensors]  # full tensors by parameter, of each vector that anchors keep
 
 
-def broadcast_state(state: NodeState | None, group: Group, waiter: CollectiveWaiter, *, source: int) -> NodeState:
+def broadcast_state(state: JoinState | None, group: Group, waiter: CollectiveWaiter, *, source: int) -> JoinState:
     """Returns the state of the member `source`, which alone gives one, on all members of the group."""
     nested = None if state is None else (state.training, state.agreed_buffers, state.anchors)
     training, agreed_buffers, anchors = _broadcast_nested(nested, group, waiter, source=source)
-    return NodeState(training, agreed_buffers, anchors)
+    return JoinState(training, agreed_buffers, anchors)
 
 
 def _broadcast_nested(value: object, group: Group, waiter: CollectiveWaiter, *, source: int) -> Any:
