@@ -53,6 +53,7 @@ def test_what_needs_no_torch_starts_without_it() -> None:
         "import evenly",
         "import evenly.spec",
         "import evenly.reports",
+        "import evenly.coordination",
         "import evenly.cli",
         "evenly.Plan, evenly.EvenlyError, evenly.report",
         "from typer.testing import CliRunner; from evenly.cli import app; CliRunner().invoke(app, '--help')",

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from evenly.coordination import (
     CoordinationClient,
-    Coordinator,
     ExchangeRound,
     MemberRank,
     Proposal,
@@ -28,10 +27,12 @@ def after(formed: ExchangeRound, **changes: object) -> Proposal:
 class NodeClients:
     """The ranks of one node; each call is made by all of them at once."""
 
-    def __init__(self, coordinator: Coordinator, name: str, *, size: int = 2, start: str = "first", **settings) -> None:
+    def __init__(
+        self, address: tuple[str, int], name: str, *, size: int = 2, start: str = "first", secret: bytes | None = None
+    ) -> None:
         self.name = name
         self.clients = [
-            CoordinationClient(coordinator.address, MemberRank(name, start, rank, size), job="job", **settings)
+            CoordinationClient(address, MemberRank(name, start, rank, size), job="job", secret=secret)
             for rank in range(size)
         ]
         self._threads = ThreadPoolExecutor(size)

@@ -20,7 +20,7 @@ def coordinator() -> Iterator[Coordinator]:
 
 @pytest.fixture
 def nodes(coordinator: Coordinator) -> Iterator[list[NodeClients]]:
-    joined = [NodeClients(coordinator, name) for name in "abc"]
+    joined = [NodeClients(coordinator.address, name) for name in "abc"]
     yield joined
     for node in joined:
         node.close()
@@ -157,7 +157,7 @@ def test_a_late_vote_is_told_the_verdict_and_a_missing_one_ends_the_round(nodes:
 def test_a_restarted_coordinator() -> None:
     settings = RoundSettings(expected_nodes=2, straggler_wait_s=5.0)
     first = Coordinator(("127.0.0.1", 0), settings=settings).start()
-    nodes = [NodeClients(first, name) for name in "ab"]
+    nodes = [NodeClients(first.address, name) for name in "ab"]
     try:
         commit(nodes, formed := meet(nodes))
         opened = meet(nodes, after(formed))

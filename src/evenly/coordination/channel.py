@@ -37,7 +37,7 @@ class Channel:
         self.writer = writer
         self._unsent = bytearray()
         self._lock = threading.Lock()
-        _opened.add(self)
+        close_when_forked(connection)
 
     @property
     def has_unsent(self) -> bool:
@@ -83,13 +83,17 @@ class Channel:
             del self._unsent[:num_sent]
 
 
-_opened: "weakref.WeakSet[Channel]" = weakref.WeakSet()
+_opened: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def close_when_forked(opened: socket.socket) -> None:
+    """A forked process, such as a worker of a data loader, must not keep the connection of a dead rank open."""
+    _opened.add(opened)
 
 
 def _close_in_child() -> None:
-    """A forked process, such as a worker of a data loader, must not keep the connection of a dead rank open."""
-    for channel in list(_opened):
-        channel.connection.close()
+    for opened in list(_opened):
+        opened.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -9,8 +9,9 @@ import time
 from contextlib import suppress
 from typing import Self
 
-from evenly.coordination.channel import Channel
+from evenly.coordination.channel import Channel, close_when_forked
 from evenly.coordination.frames import (
+    BEAT_S,
     MOST_BYTES,
     MOST_STRANGER_BYTES,
     PROTOCOL,
@@ -30,9 +31,9 @@ from evenly.errors import MismatchError, SpecError
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 0.25
 MOST_STRANGERS = 64  # connections that are not authenticated yet
 STRANGER_S = 5.0  # for which one may stay so
+BUSY_STRANGER_S = 0.25  # for which one may stay so when all places are taken
 BACKLOG = 256
 _WAITING_S = 0.02  # a round may be formed when time has passed
 
@@ -69,6 +70,8 @@ class Coordinator:
     ) -> None:
         if silent_s < 2 * BEAT_S:
             raise SpecError(f"silent_s={silent_s} was given; ranks are heard every {BEAT_S} s. Give at least 1.")
+        if secret is not None and not secret:
+            raise SpecError("an empty secret was given; anybody has it. Give at least 16 random bytes, or None.")
         self._secret = secret
         self._silent_s = silent_s
         self._service = RankService(settings or RoundSettings())
@@ -82,6 +85,7 @@ class Coordinator:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._strangers: dict[_Caller, None] = {}  # the oldest first
         self._ranks: dict[MemberRank, _Caller] = {}
+        self._listens = True
         self._is_stopped = False
         self._thread: threading.Thread | None = None
 
@@ -117,6 +121,7 @@ class Coordinator:
                 for key, mask in ready:
                     self._handle(key, mask, now_s)
                 self._drop_silent(now_s)
+                self._listen_again(now_s)
                 if now_s - beaten_s >= BEAT_S:
                     beaten_s = now_s
                     self._beat()
@@ -139,18 +144,36 @@ class Coordinator:
             self._deliver(now_s)
 
     def _accept(self, now_s: float) -> None:
+        if not self._make_room(now_s):
+            self._listens = False
+            self._selector.unregister(self._listener)
+            return
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # the caller is gone again, or there are too many open files
-            if self._strangers:
-                self._close(next(iter(self._strangers)), "", now_s)
+        except OSError as error:  # the caller is gone again, or there are too many open files
+            logger.debug("a connection was not accepted: %s", error)
+            self._listens = False
+            self._selector.unregister(self._listener)
             return
-        if len(self._strangers) >= MOST_STRANGERS:
-            self._close(next(iter(self._strangers)), "", now_s)
         reader = FrameReader(hello_key(self._secret), most_bytes=MOST_STRANGER_BYTES)
         caller = _Caller(Channel(connection, reader=reader, writer=FrameWriter(b"")), now_s)
         self._strangers[caller] = None
         self._selector.register(connection, selectors.EVENT_READ, caller)
+
+    def _make_room(self, now_s: float) -> bool:
+        """Returns whether another stranger may connect; one that has not said anything valid gives way to it."""
+        if len(self._strangers) < MOST_STRANGERS:
+            return True
+        oldest = next((caller for caller in self._strangers if not caller.has_greeted), None)
+        if oldest is None or now_s - oldest.opened_s < BUSY_STRANGER_S:
+            return False
+        self._close(oldest, "", now_s)
+        return True
+
+    def _listen_again(self, now_s: float) -> None:
+        if not self._listens and self._make_room(now_s):
+            self._listens = True
+            self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _read(self, caller: _Caller, now_s: float) -> None:
         if caller.channel.connection.fileno() < 0:
@@ -168,6 +191,9 @@ class Coordinator:
             if caller.member is not None:
                 logger.warning("rank %s is dropped: %s", caller.member, error)
             self._close(caller, f"its connection failed ({error})", now_s)
+        except Exception as error:  # one rank never ends the coordinator of the others
+            logger.exception("rank %s is dropped", caller.member)
+            self._close(caller, f"its message failed ({type(error).__name__})", now_s)
 
     def _take(self, caller: _Caller, message: dict[str, JSON], now_s: float) -> None:
         if not caller.has_greeted:
@@ -310,4 +336,5 @@ def _listen(bind: tuple[str, int], *, has_secret: bool) -> socket.socket:
             "machine and a port that is free."
         ) from None
     listener.setblocking(False)
+    close_when_forked(listener)
     return listener

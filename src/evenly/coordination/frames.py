@@ -20,6 +20,7 @@ PROTOCOL = 1
 MOST_BYTES = 2**20  # of a frame from a rank
 MOST_STRANGER_BYTES = 4096  # of a frame from a connection that is not authenticated yet
 MOST_COORDINATOR_BYTES = 2**24  # of a frame from the coordinator: it passes on what many ranks have said
+BEAT_S = 0.25  # both sides say so often that they are alive
 CODE_BYTES = 32
 NONCE_BYTES = 32
 

@@ -28,10 +28,11 @@ class KeyTable:
     def put(self, generation: str, key: str, value: bytes) -> None:
         """Sets a value; raises `KeysGoneError`."""
         kept = self._of(generation)
-        kept.num_bytes += len(key) + len(value) - len(kept.values.get(key, b""))
-        if kept.num_bytes > MOST_GENERATION_BYTES:
+        before = kept.values.get(key)
+        num_bytes = kept.num_bytes + len(value) + (len(key) if before is None else -len(before))
+        if num_bytes > MOST_GENERATION_BYTES:
             raise KeysGoneError(f"the values of one generation exceed {MOST_GENERATION_BYTES} bytes")
-        kept.values[key] = value
+        kept.values[key], kept.num_bytes = value, num_bytes
 
     def get(self, generation: str, key: str) -> bytes | None:
         """Returns a value, or None if nobody has set it yet; raises `KeysGoneError`."""

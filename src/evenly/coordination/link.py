@@ -8,15 +8,14 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from evenly.coordination.channel import Channel, HandshakeClosedError, open_channel
-from evenly.coordination.frames import FrameError
+from evenly.coordination.frames import BEAT_S, FrameError
 from evenly.coordination.values import JSON, Fields, MalformedError, MemberRank, text_of
 from evenly.errors import CoordinatorLostError, EvenlyError, MismatchError
 
-BEAT_S = 0.25
 ATTEMPT_S = 1.0  # for one attempt to connect
 _PAUSE_S = 0.05  # between attempts at first; then it doubles
 _MOST_PAUSE_S = 0.5
-_CLOSED_LIMIT = 3  # handshakes in a row that the other side has closed: it has another secret
+_CLOSED_LIMIT = 5  # handshakes that the other side has closed: it has another secret
 
 Message = dict[str, JSON]
 

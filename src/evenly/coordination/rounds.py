@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from evenly.coordination.formation import (
@@ -175,6 +175,8 @@ class Rounds:
         node.pending.pop(member.local_rank, None)
         node.present_at_s = None
         self._abort_with(member, why, lost=(member.node,) if is_loss else ())
+        if self._commit is not None and node.key in self._commit.members:
+            self._open_other_groups()  # those of this rank may be gone, even if it comes back
         if not node.connected:
             del self._nodes[member.node]
         self._regathers = self._regathers or not self._nodes
@@ -315,11 +317,14 @@ class Rounds:
         if self._open is None:
             return
         opened = self._open
-        if self._commit is not None:  # the next round opens other groups
-            last = self._commit
-            self._commit = Commit(last.lineage, last.version, last.members, "", last.signature)
+        self._open_other_groups()
         self._events.append(Ended(opened.round.generation, why))
         self._end(opened, RoundVerdict(is_committed=False, why=why, lost=lost))
+
+    def _open_other_groups(self) -> None:
+        """The next round has a generation of its own, also if its members are those of the last one."""
+        if self._commit is not None:
+            self._commit = replace(self._commit, generation="")
 
     def _end(self, opened: _OpenRound, verdict: RoundVerdict) -> None:
         self._open = None

@@ -12,6 +12,7 @@ JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | Non
 Fields: TypeAlias = Mapping[str, JSON]
 
 MOST_FACTS_BYTES = 4096
+MOST_DEPTH = 32  # of lists and objects in each other
 MOST_TEXT = 1000  # characters of a name or a reason
 MOST_RANKS = 4096  # of a node
 MOST_VERSION = 2**53
@@ -206,6 +207,10 @@ def is_name(text: str) -> bool:
 
 def facts_bytes(facts: Fields) -> int:
     """Returns the size of facts as JSON; raises `SpecError` for what JSON does not have."""
+    if not _is_shallow(facts, MOST_DEPTH):
+        raise SpecError(
+            f"facts of a proposal with more than {MOST_DEPTH} lists in each other were given. Give simpler ones."
+        )
     try:
         return len(json.dumps(dict(facts), allow_nan=False).encode())
     except (TypeError, ValueError, RecursionError) as error:
@@ -213,6 +218,12 @@ def facts_bytes(facts: Fields) -> int:
             f"facts of a proposal were given that are not JSON: {error}. Give finite numbers, texts, lists and "
             "dictionaries of them."
         ) from None
+
+
+def _is_shallow(value: object, depth: int) -> bool:
+    if isinstance(value, Mapping):
+        return depth > 0 and all(_is_shallow(item, depth - 1) for item in value.values())
+    return not isinstance(value, list | tuple) or (depth > 0 and all(_is_shallow(item, depth - 1) for item in value))
 
 
 def text_of(fields: Fields, name: str) -> str:
