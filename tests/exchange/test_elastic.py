@@ -94,7 +94,8 @@ def require_equal(values, wanted):
 
 def require_identical(*rows):
     for values in rows[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(values, rows[0], strict=True))
+        different = [n for n, (a, b) in enumerate(zip(values, rows[0], strict=True)) if not torch.equal(a, b)]
+        assert not different
 
 
 @pytest.mark.parametrize("sizes", [[[4], [3]], [[4, 2], [3]], [[2, 3, 4], [5, 2], [3]]])
@@ -216,6 +217,49 @@ def test_a_node_that_comes_late_has_the_same_bits_after_its_first_exchange(meet,
     here.set()
     results = [result for node in [*started, late] for result in node.join()]
     require_identical(rows["a", 0], rows["a", 1], *(rows["c", rank] for rank in range(3)))
+    require_identical(*results)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"overlap": 1},
+        {"fragments": 2},
+        {"overlap": 1, "codec": "int8", "outer": "nesterov"},
+        {"overlap": 1, "fragments": 2, "codec": "bf16"},
+    ],
+)
+def test_a_node_joins_exchanges_beside_training_at_one_that_training_waits_for(meet, settings):
+    nodes = {"a": [4, 2], "b": [3], "c": [5, 3, 2]}
+    address = meet(2).address
+    about_to_come, here = threading.Event(), threading.Event()
+    rows = {}
+
+    def stays(rank):
+        rank.train(4)
+        about_to_come.set()
+        here.wait(30)
+        time.sleep(0.3)  # the late one proposes first
+        while len(rank.model._groups.nodes) < 3:
+            rank.train(1)
+        rows[rank.node.name, rank.rank] = [*rank.values(), *state_of(rank.optimizer)], rank.model.schedule.step
+        rank.train(8)
+        rank.model.finish()
+        return rank.values()
+
+    def comes(rank):
+        rows[rank.node.name, rank.rank] = [*rank.values(), *state_of(rank.optimizer)], rank.model.schedule.step
+        rank.train(8)
+        rank.model.finish()
+        return rank.values()
+
+    started = [NodeThreads(n, nodes[n], address, stays, settings=settings, every=4).begin() for n in "ab"]
+    about_to_come.wait(30)
+    late = NodeThreads("c", nodes["c"], address, comes, seed=7, settings=settings, every=4).begin()
+    here.set()
+    results = [result for node in [*started, late] for result in node.join()]
+    require_identical(*(rows[name][0] for name in [("a", 0), ("a", 1), ("c", 0), ("c", 1), ("c", 2)]))
+    assert rows["c", 0][1] == rows["a", 0][1]
     require_identical(*results)
 
 

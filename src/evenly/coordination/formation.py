@@ -44,6 +44,11 @@ class PresentNode:
         return is_one_state and all(proposal.is_healthy for proposal in self.proposals)
 
     @property
+    def gives_state(self) -> bool:
+        """Whether it can give its state to other nodes now."""
+        return all(proposal.gives_state for proposal in self.proposals)
+
+    @property
     def is_trained(self) -> bool:
         """Whether it has applied a commit."""
         return self.version > 0
@@ -95,6 +100,19 @@ def reference_of(present: Sequence[PresentNode], committed: Commit | None) -> Re
     return Reference(version, min(lineages, key=lambda lineage: (-lineages[lineage], lineage)))
 
 
+def must_wait(present: Sequence[PresentNode], reference: Reference) -> frozenset[str]:
+    """Returns the names of nodes that need state while those that have it cannot give it."""
+    holders = [node for node in present if reference.is_state_of(node)]
+    if all(node.gives_state for node in holders):
+        return frozenset()
+    return frozenset(node.name for node in present if _needs_state(node, reference))
+
+
+def _needs_state(node: PresentNode, reference: Reference) -> bool:
+    is_same_run = node.is_trained and node.lineage == reference.lineage
+    return not (reference.is_state_of(node) or (is_same_run and node.is_usable))
+
+
 def misfits(present: Sequence[PresentNode], reference: Reference, committed: Commit | None) -> Mapping[str, str]:
     """Returns by name why nodes whose signature is not that of most nodes of the reference are refused."""
     holders = [node for node in present if reference.is_state_of(node)]
@@ -138,8 +156,7 @@ def form_round(present: Sequence[PresentNode], reference: Reference, committed: 
 
 
 def _member(node: PresentNode, reference: Reference) -> RoundMember:
-    is_same_run = node.is_trained and node.lineage == reference.lineage
-    needs_state = not (reference.is_state_of(node) or (is_same_run and node.is_usable))
+    needs_state = _needs_state(node, reference)
     return RoundMember(
         *node.key,
         version=node.version,

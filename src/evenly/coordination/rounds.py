@@ -12,6 +12,7 @@ from evenly.coordination.formation import (
     Reference,
     form_round,
     misfits,
+    must_wait,
     reference_of,
 )
 from evenly.coordination.values import Ballot, ExchangeRound, MemberRank, Proposal, RoundVerdict
@@ -228,11 +229,18 @@ class Rounds:
                 why = "no node has parameters that are finite"
                 self._refuse(nodes, dict.fromkeys((node.name for node in nodes), _not_finite(nodes, why)), "non-finite")
                 continue
+            waiting = must_wait(nodes, reference)
+            present = [node for node in present if node.key[0] not in waiting]
+            nodes = [node for node in nodes if node.name not in waiting]
             refused = misfits(nodes, reference, self._commit)
             if refused:
                 self._refuse(nodes, refused, "mismatch")
                 continue
-            self._open_round(present, form_round(nodes, reference, self._commit), signature=nodes[0].signature)
+            absent = sorted(name for name, node in self._nodes.items() if node.is_live and not node.is_present)
+            formed = replace(
+                form_round(nodes, reference, self._commit), waiting=tuple(sorted(waiting)), absent=tuple(absent)
+            )
+            self._open_round(present, formed, signature=nodes[0].signature)
 
     def _arrive(self, node: _LiveNode, now_s: float) -> None:
         """All ranks of a node have proposed; they must be about to exchange the same."""

@@ -74,6 +74,7 @@ class Proposal:
     ends: bool = False  # this is the last exchange of the run
     facts: Fields = field(default_factory=dict)  # for the other members
     peers: tuple[str, ...] = ()  # nodes of the last round this rank took part in
+    gives_state: bool = True  # whether it can give its state now; otherwise nodes that need it wait for another round
 
     def __post_init__(self) -> None:
         is_count = 0 <= self.version < MOST_VERSION and 0 <= self.step < MOST_VERSION
@@ -106,6 +107,7 @@ class Proposal:
                 ends=truth_of(fields, "ends"),
                 facts=fields_of(fields, "facts"),
                 peers=texts_of(fields, "peers"),
+                gives_state=truth_of(fields, "gives_state"),
             )
         except SpecError as error:
             raise MalformedError(str(error)) from None
@@ -155,6 +157,8 @@ class ExchangeRound:
     generation: str  # as long as it stays, so do the members, and groups that were opened for it may be used again
     members: tuple[RoundMember, ...]  # by name
     healer: int | None  # index of the member that gives its state to those that need it
+    waiting: tuple[str, ...] = ()  # nodes that need state, which members of this round cannot give
+    absent: tuple[str, ...] = ()  # nodes that are connected, but are not in this round
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -163,7 +167,8 @@ class ExchangeRound:
 
     def to_json(self) -> dict[str, JSON]:
         """Returns the fields as JSON."""
-        return {**vars(self), "members": [member.to_json() for member in self.members]}
+        members: list[JSON] = [member.to_json() for member in self.members]
+        return {**vars(self), "members": members, "waiting": list(self.waiting), "absent": list(self.absent)}
 
     @classmethod
     def from_json(cls, fields: Fields) -> "ExchangeRound":
@@ -179,6 +184,8 @@ class ExchangeRound:
             generation=text_of(fields, "generation"),
             members=members,
             healer=healer,
+            waiting=texts_of(fields, "waiting"),
+            absent=texts_of(fields, "absent"),
         )
 
 

@@ -61,6 +61,7 @@ class ElasticMembership(Membership):
             concurrent: whether exchanges run in another thread.
         """
         self.received: JoinState | None = None  # what this node takes over with the round that is open
+        self.has_waiting = False
         self.version = 0  # the number of the last round that this node took part in
         self._lineage = ""
         self._groups = groups
@@ -131,6 +132,7 @@ class ElasticMembership(Membership):
             step=vote.step,
             samples=vote.samples,
             signature=f"{self._signature}:{vote.payload_hash:x}",
+            gives_state=vote.is_whole,
             is_healthy=self._is_healthy,
             ends=vote.waits_for_all,
             facts={"row": _encoded(votes.node_row)} if self._groups.local_rank == 0 else {},
@@ -138,6 +140,7 @@ class ElasticMembership(Membership):
         )
         formed = self._propose(proposal, waiter)
         self._round = formed
+        self.has_waiting = bool(formed.waiting)
         index = next(i for i, member in enumerate(formed.members) if member.node == self._client.member.node)
         self._follow(formed, index, waiter)
         node_rows = torch.stack([_decoded(member) for member in formed.members])

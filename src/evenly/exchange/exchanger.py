@@ -192,6 +192,8 @@ class Exchanger:
     def after_step(self, due_fragments: Sequence[int]) -> None:
         """Merges the pending exchanges due after the step just made, then exchanges the fragments that are due."""
         self.period_chooser.pace.end()
+        if due_fragments and self._membership.has_waiting:
+            due_fragments = range(self._settings.fragments)
         if due_fragments or self._pending_exchanges:
             with self._reporting():
                 for pending_exchange in [
@@ -201,7 +203,7 @@ class Exchanger:
                 ]:
                     self._merge(pending_exchange)
                 if due_fragments:
-                    self.exchange(due_fragments, waits=self._schedule.warms_up)
+                    self.exchange(due_fragments, waits=self._schedule.warms_up or self._membership.has_waiting)
         self.period_chooser.pace.begin(during_exchange=bool(self._pending_exchanges))
 
     def exchange(self, fragments: Sequence[int], *, waits: bool = False, exact: bool = False) -> None:
@@ -228,7 +230,8 @@ class Exchanger:
             pending_exchange, vote, fingerprint = self._prepare(tuple(fragments), overlap=overlap)
             self._schedule.record_begun(fragments)
             self._forget_samples(fragments)
-            vote = replace(vote, waits_for_all=exact)
+            is_whole = overlap == 0 and len(fragments) == self._settings.fragments
+            vote = replace(vote, waits_for_all=exact, is_whole=is_whole)
             agree = partial(
                 self._agreement.reach,
                 pending_exchange.payload,
@@ -269,7 +272,7 @@ class Exchanger:
             self.merge_all()
             if isinstance(self._schedule.period, EverySeconds):
                 self.wait_for_all_nodes()
-            if self._schedule.since:
+            if self._schedule.since or (self._membership.is_elastic and self._may_differ):
                 self.exchange(range(self._settings.fragments), waits=True, exact=True)
             elif not self._membership.is_elastic:
                 self._average_rest()

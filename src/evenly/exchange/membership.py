@@ -35,6 +35,7 @@ class Membership(ABC):
     """Decides before every exchange which nodes take part, and after it whether it counts."""
 
     received: JoinState | None = None  # what this node takes over from another one with the exchange that is made
+    has_waiting = False  # whether nodes wait for an exchange of everything, for which training waits, to join at
     adopts_buffers = False  # whether it takes over the agreed values of buffers that the exchange does not change, too
 
     @property

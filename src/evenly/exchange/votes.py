@@ -34,6 +34,7 @@ class Vote:
     changed: tuple[bool, ...] = ()  # for each buffer, whether it differs from the last agreed value
     fingerprint: FingerprintValues = NO_FINGERPRINT  # of the parameters
     learning_rate: float = 0.0
+    is_whole: bool = True  # all fragments are exchanged, and training waits for it
     holders: tuple[tuple[int, ...], ...] = ((0,),)  # local ranks of each replica of the node
 
 

@@ -36,8 +36,8 @@ def require_elastic(module: torch.nn.Module, period: AnyPeriod, exchange: Exchan
     case = ""
     if isinstance(period, EveryGradient | EverySeconds):
         case = f"every={period} was given; nodes of an elastic run exchange after a number of steps or epochs"
-    elif exchange.overlap:
-        case = "overlap was given; an elastic run waits for its exchanges"
+    elif exchange.treats_state("average"):
+        case = "optimizer_state='average' was given; nodes that join have no state to average"
     elif any(local_shard_of(parameter) is not None for parameter in module.parameters()):
         case = "the network is cut over ranks; every rank of an elastic run holds all of it"
     elif nodes > 1:
