@@ -11,10 +11,12 @@ import typer
 
 from evenly import __version__
 from evenly.cli import data, lab
+from evenly.cli.coordinate import coordinate
 from evenly.cli.discover import discover
 from evenly.cli.doctor import doctor
 from evenly.cli.experiment import experiment
 from evenly.cli.export import export
+from evenly.cli.join import join
 from evenly.cli.launch import CONTEXT_SETTINGS, launch
 from evenly.cli.measure import measure
 from evenly.cli.plan import plan
@@ -40,6 +42,8 @@ app.command("train")(train)
 app.command("experiment")(experiment)
 app.command("predict")(predict)
 app.command("launch", context_settings=CONTEXT_SETTINGS)(launch)
+app.command("join", context_settings=CONTEXT_SETTINGS)(join)
+app.command("coordinate")(coordinate)
 app.command("report")(report)
 app.command("export")(export)
 app.command("doctor")(doctor)

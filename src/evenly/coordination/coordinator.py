@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 MOST_STRANGERS = 64  # connections that are not authenticated yet
 STRANGER_S = 5.0  # for which one may stay so
 BUSY_STRANGER_S = 0.25  # for which one may stay so when all places are taken
+RETURN_S = 10.0  # for which a coordinator that retires waits for lost ranks
 BACKLOG = 256
 _WAITING_S = 0.02  # a round may be formed when time has passed
 
@@ -87,6 +88,8 @@ class Coordinator:
         self._ranks: dict[MemberRank, _Caller] = {}
         self._listens = True
         self._is_stopped = False
+        self._is_retiring = False
+        self._lost_s = -RETURN_S  # when a rank was last lost, that may come back
         self._thread: threading.Thread | None = None
 
     def start(self) -> Self:
@@ -100,6 +103,10 @@ class Coordinator:
         self._is_stopped = True
         with suppress(OSError):
             self._wake_write.send(b"x")
+
+    def retire(self) -> None:
+        """Lets `serve` return once all ranks have left; those that were lost have some time to come back."""
+        self._is_retiring = True
 
     def close(self) -> None:
         """Ends the thread, if `start` has made one, and all connections."""
@@ -127,6 +134,8 @@ class Coordinator:
                     self._beat()
                 self._service.tick(now_s)
                 self._deliver(now_s)
+                if self._is_retiring and not self._ranks and now_s - self._lost_s > RETURN_S:
+                    break
         finally:
             self._release()
 
@@ -298,6 +307,8 @@ class Coordinator:
         member = caller.member
         if member is not None and self._ranks.get(member) is caller:
             del self._ranks[member]
+            if is_loss:
+                self._lost_s = now_s
             self._service.drop(member, why=why, now_s=now_s, is_loss=is_loss)
 
     def _release(self) -> None:

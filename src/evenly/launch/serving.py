@@ -4,13 +4,13 @@ torch's `TCPStore` listens at all addresses of the machine unless it is given a 
 """
 
 import errno
-import ipaddress
 import logging
 import socket
 from collections.abc import Callable
 from datetime import timedelta
 
 from evenly._torch.process_groups import TCPStore
+from evenly.launch.addresses import is_loopback, is_loopback_name
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def listen_at(addr: str, port: int, *, is_local: bool) -> socket.socket | None:
     addresses.sort(key=lambda entry: entry[0] != socket.AF_INET)  # IPv4 first: some machines have no IPv6
     problem = "it is not an address of this machine"
     for family, _, _, _, address in addresses:
-        if _is_loopback(str(address[0])) and not (is_local or is_loopback_name(addr)):
+        if is_loopback(str(address[0])) and not (is_local or is_loopback_name(addr)):
             problem = "here it is a name for this machine alone, as /etc/hosts says"
             continue
         try:
@@ -65,18 +65,6 @@ def listen_at(addr: str, port: int, *, is_local: bool) -> socket.socket | None:
             problem = error.strerror or problem
     logger.warning("the store listens at all addresses of this machine, not only at %s: %s", addr, problem)
     return None
-
-
-def is_loopback_name(addr: str) -> bool:
-    """Whether `addr` means the machine itself on every machine."""
-    return addr == "localhost" or _is_loopback(addr)
-
-
-def _is_loopback(addr: str) -> bool:
-    try:
-        return ipaddress.ip_address(addr).is_loopback
-    except ValueError:
-        return False
 
 
 def _listen(family: int, address: Address) -> socket.socket:
