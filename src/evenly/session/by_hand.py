@@ -14,6 +14,7 @@ from evenly.graph import Example, Traced, trace_module
 from evenly.launch import find_place, identity, pick_device
 from evenly.nodes import Synchronized
 from evenly.nodes.composition import compose_synchronized
+from evenly.session.joining import open_client
 from evenly.shards import Sharded, example_of, join_shards, shard_model
 from evenly.spec import Cluster, Device, Every, Exchange, ExchangeWishes, Node, Plan, Profile, period_of
 from evenly.survey import measure_cluster, survey_cluster
@@ -177,6 +178,7 @@ def synchronize(
         count=count,
         scaler=scaler,
         find_unused_parameters=find_unused_parameters,
+        client=open_client(rank_group),
     )
 
 

@@ -37,6 +37,7 @@ from evenly.session.accumulation import AccumulatedBatch, Accumulation
 from evenly.session.active_ranks import LINGER_S, ActiveRanks, LeftOut
 from evenly.session.by_hand import regroup, survey_rank_group
 from evenly.session.epoch_loop import EpochLoop
+from evenly.session.joining import open_client
 from evenly.session.planning import (
     exchange_of,
     plan_run,
@@ -301,6 +302,7 @@ class Session:
             scaler=scaler,
             parent=self._active_ranks.monitor,
             find_unused_parameters=find_unused_parameters,
+            client=open_client(self._active_ranks.rank_group),
         )
         trained_model = TrainedModel(name, synchronized, optimizer, batches)
         if (restored := self._active_ranks.restored()) is not None:

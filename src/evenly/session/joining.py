@@ -1,0 +1,14 @@
+"""How the ranks of a process group take part in an elastic run, if `evenly join` has started them."""
+
+from evenly.comm import RankGroup
+from evenly.coordination import CoordinationClient, MemberRank
+from evenly.launch.settings import elastic_settings
+
+
+def open_client(rank_group: RankGroup) -> CoordinationClient | None:
+    """Returns this rank's connection to the coordinator; None in a run of one world."""
+    settings = elastic_settings()
+    if settings is None:
+        return None
+    member = MemberRank(settings.node, settings.start, rank_group.rank, rank_group.size)
+    return CoordinationClient(settings.coordinator, member, job=settings.job, secret=settings.secret())
