@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from evenly.coordination import Coordinator, RoundSettings
+from evenly.errors import MismatchError, NonFiniteError, PeerError
 from evenly.exchange.elastic import ElasticMembership
 from tests.exchange.elastic_nodes import NodeThreads, batch_of, coordinator, network
 from tests.ranks import ragged
@@ -76,7 +77,7 @@ class Played(Reference):
                 replica.load_state_dict(kept[rank])
                 self.samples[rank] = samples[rank]
 
-    def heal(self, name, giver, *, steps):
+    def heal(self, name, giver):
         source = self.nodes[self.names.index(giver)][0]
         for rank in self.nodes[self.names.index(name)]:
             self.replicas[rank].load_state_dict(copy.deepcopy(self.replicas[source].state_dict()))
@@ -188,7 +189,9 @@ def test_a_node_that_is_lost_inside_a_round_is_left_out_of_it(meet, monkeypatch)
     require_equal(results[0], played.values("a"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"codec": "int8"}, {"outer": "nesterov"}, {"codec": "bf16", "outer": "nesterov"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"codec": "int8"}, {"outer": "nesterov"}, {"codec": "bf16", "outer": "nesterov"}]
+)
 def test_a_node_that_comes_late_has_the_same_bits_after_its_first_exchange(meet, settings):
     nodes = {"a": [4, 2], "b": [3], "c": [5, 3, 2]}
     address = meet(2).address
@@ -306,3 +309,112 @@ def test_training_goes_on_without_the_coordinator_and_nodes_merge_when_it_is_bac
     require_equal(results[0][0], played.values("a"))
     assert max(seconds for *_, seconds in results) < 2.0
     assert not torch.equal(results[0][1][0], results[2][1][0])
+
+
+def test_a_node_whose_parameters_became_nan_takes_over_those_of_the_others(meet):
+    nodes = {"a": [4, 2], "b": [3]}
+    address = meet(2).address
+
+    def healthy(rank):
+        rank.train(6)
+        return [*rank.values(), *state_of(rank.optimizer)]
+
+    def ill(rank):
+        rank.train(3)
+        with torch.no_grad():
+            rank.model.module[0].weight.fill_(torch.nan)
+        rank.train(1)
+        values = [*rank.values(), *state_of(rank.optimizer)]
+        rank.train(2)
+        return values, rank.values()
+
+    other = NodeThreads("b", nodes["b"], address, ill).begin()
+    one = NodeThreads("a", nodes["a"], address, healthy).begin()
+    rows = one.join()
+    [(mended, last)] = other.join()
+    assert all(bool(value.isfinite().all()) for value in mended)
+    require_identical(rows[0][: len(last)], last)
+    played = Played({"a": [4, 2], "b": [3]})
+    played.train("a", "b", steps=2)
+    played.meet("a", "b")
+    played.train("a", steps=2)
+    played.made["b"] += 2
+    played.meet("a")
+    played.heal("b", "a")
+    played.train("a", "b", steps=2)
+    played.meet("a", "b")
+    require_equal(rows[0][: len(last)], played.values("a"))
+
+
+def test_nodes_without_a_finite_step_end_with_an_error(meet):
+    nodes = {"a": [4, 2], "b": [3]}
+    address = meet(2).address
+
+    def act(rank):
+        rank.train(2)
+        for _ in range(20):
+            loss = rank.model(batch_of("x", 0, 1, 4)[0]).sum() * torch.nan
+            loss.backward()
+            rank.optimizer.step()
+
+    started = [NodeThreads(n, s, address, act).begin() for n, s in nodes.items()]
+    for node in started:
+        with pytest.raises((NonFiniteError, PeerError)):
+            node.join()
+    assert any(isinstance(rank.error, NonFiniteError) for node in started for rank in node.ranks)
+
+
+def test_a_slow_node_is_left_out_and_merged_at_the_next_exchange(meet):
+    nodes = {"a": [4, 2], "b": [3], "c": [5]}
+    address = meet(3, straggler_wait_s=0.3).address
+    is_slow, is_back = threading.Event(), threading.Event()
+
+    def stays(rank):
+        rank.train(3)
+        is_slow.wait(30)
+        rank.train(1)
+        is_back.set()
+        time.sleep(0.3)  # the slow one proposes first
+        rank.train(2)
+        return rank.values()
+
+    def slow(rank):
+        rank.train(3)
+        is_slow.set()
+        is_back.wait(30)
+        rank.train(1)
+        return rank.values()
+
+    started = [NodeThreads(n, nodes[n], address, stays).begin() for n in "ab"]
+    started.append(NodeThreads("c", nodes["c"], address, slow).begin())
+    results = [result for node in started for result in node.join()]
+    played = Played(nodes)
+    played.train(*nodes, steps=2)
+    played.meet(*nodes)
+    played.train(*nodes, steps=2)
+    played.meet("a", "b")
+    played.train("a", "b", steps=2)
+    played.meet(*nodes)
+    require_identical(*results)
+    require_equal(results[0][:4], played.values("a")[:4])
+
+
+def test_a_node_with_another_network_is_refused_and_the_others_go_on(meet):
+    address = meet(1).address
+    is_there, is_refused = threading.Event(), threading.Event()
+
+    def stays(rank):
+        rank.train(2)
+        is_there.set()
+        is_refused.wait(30)
+        rank.train(4)
+        return rank.values()
+
+    one = NodeThreads("a", [4, 2], address, stays).begin()
+    is_there.wait(30)
+    other = NodeThreads("b", [3], address, lambda rank: None, lr=0.5).begin()
+    time.sleep(0.5)
+    is_refused.set()
+    with pytest.raises(MismatchError, match="signature"):
+        other.join()
+    require_identical(*one.join())

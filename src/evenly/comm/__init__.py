@@ -11,6 +11,7 @@ from evenly.comm.collectives import (
     broadcast,
     first_line,
     gather_json,
+    gather_rows,
 )
 from evenly.comm.consistency import learning_rate, require_same
 from evenly.comm.context import GroupContext, open_context, open_temporarily, report_on_error
@@ -76,6 +77,7 @@ __all__ = [
     "first_line",
     "full_shape",
     "gather_json",
+    "gather_rows",
     "is_retired",
     "last_mark",
     "learning_rate",

@@ -248,6 +248,17 @@ def all_gather(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
     return rows, _work(dist.all_gather(list(rows.unbind()), tensor, group=group, async_op=True))
 
 
+def gather_rows(
+    tensor: torch.Tensor, group: Group, waiter: CollectiveWaiter, *, waits_for_ranks: bool = False
+) -> torch.Tensor:
+    """Returns the members' tensors, all of one shape: [members, ...]."""
+    if group.size() == 1:
+        return tensor[None]
+    rows, work = all_gather(tensor, group)
+    waiter.wait([work], waits_for_ranks=waits_for_ranks)
+    return rows
+
+
 def all_to_all(
     received: torch.Tensor, sent: torch.Tensor, takes: list[int], gives: list[int], group: Group, *, largest: int
 ) -> Work:

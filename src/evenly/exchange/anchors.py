@@ -18,7 +18,17 @@ from typing import NotRequired, TypedDict
 
 import torch
 
-from evenly.comm import CollectiveWaiter, Group, Work, all_gather, all_reduce, all_to_all, to_device, to_host
+from evenly.comm import (
+    CollectiveWaiter,
+    Group,
+    Work,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_rows,
+    to_device,
+    to_host,
+)
 from evenly.comm.blocks.slice import Slice
 from evenly.errors import CheckpointError, MismatchError, NonFiniteError, SpecError
 from evenly.exchange.codecs import Codec, find_codec
@@ -26,6 +36,7 @@ from evenly.exchange.outer_state import OuterState
 from evenly.exchange.votes import Quorum
 from evenly.spec import Exchange, Outer
 
+DRIFT_CHUNK = 2**16  # elements that stay in the processor's cache
 NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 
 
@@ -67,6 +78,7 @@ class Anchors:
     def __init__(self, settings: Exchange) -> None:
         self._codec, self._outer = find_codec(settings.codec), settings.outer
         self._anchors: dict[str, _Anchor] = {}
+        self._totals: dict[str, torch.Tensor] = {}  # memory for sums, by the key of the slice
         self._unverified: set[str] = set()  # keys of anchors taken from loaded weights, not yet compared between nodes
         if self._outer is not None:
             _try_outer(self._outer)  # fail now, not at the first exchange
@@ -147,7 +159,7 @@ class Anchors:
         """Starts the sums of slices that are sent without a codec, plus the encoding errors of earlier exchanges."""
         weight, sums = quorum.weights[quorum.node], []
         for part in parts:
-            total = part.values * weight if weight else torch.zeros_like(part.values)  # 0 * NaN would not be 0
+            total = self._weighted(part, weight)
             anchor = self._anchors.get(part.key)
             if anchor is not None and anchor.residual is not None and weight:
                 total.add_(anchor.residual.view(-1)[: total.numel()], alpha=weight)
@@ -157,6 +169,16 @@ class Anchors:
             host_total = to_host(total, part.group)
             sums.append((host_total, all_reduce(host_total, part.group)))
         return sums
+
+    def _weighted(self, part: Slice, weight: float) -> torch.Tensor:
+        """Returns the values of a slice times the weight of this node, where no anchor keeps them in reused memory."""
+        values = part.values
+        if self.are_kept or values.is_cuda or not part.key:
+            return values * weight if weight else torch.zeros_like(values)  # 0 * NaN would not be 0
+        total = self._totals.get(part.key)
+        if total is None or total.shape != values.shape or total.dtype != values.dtype:
+            total = self._totals[part.key] = torch.empty_like(values)
+        return torch.mul(values, weight, out=total) if weight else total.zero_()
 
     def state(self) -> dict[str, AnchorState]:
         """Returns the state for a checkpoint."""
@@ -347,8 +369,8 @@ def _flat_residual(anchor: _Anchor) -> torch.Tensor:
 
 def of_node(stats: TransferStats, group: Group, waiter: CollectiveWaiter) -> TransferStats:
     """Returns the statistics with the drift of the whole node, summed over the slices of the ranks in `group`."""
-    rows, work = all_gather(torch.tensor([stats.squared_distance, stats.squared_norm], dtype=torch.float64), group)
-    waiter.wait([work])
+    own_row = torch.tensor([stats.squared_distance, stats.squared_norm], dtype=torch.float64)
+    rows = gather_rows(own_row, group, waiter)
     squared_distance, squared_norm = rows.sum(0).tolist()
     if not math.isfinite(squared_norm):  # of the average, which is the same on all nodes: all raise
         raise NonFiniteError(
@@ -377,8 +399,20 @@ def _subtract(row: torch.Tensor, decoded: torch.Tensor) -> None:
 
 
 def _drift(values: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
-    norm = torch.linalg.vector_norm(average, dtype=torch.float64)  # squares of large numbers fit
-    return torch.stack([torch.dist(values, average).double(), norm]).square_()  # [2]
+    """Returns the squared distance of the values to their average, and the squared norm of the average: [2]."""
+    if average.is_cuda:
+        norm = torch.linalg.vector_norm(average, dtype=torch.float64)  # squares of large numbers fit
+        return torch.stack([torch.dist(values, average).double(), norm]).square_()
+    squares = torch.zeros(2, dtype=torch.float64)
+    for chunk, average_chunk in zip(values.split(DRIFT_CHUNK), average.split(DRIFT_CHUNK), strict=True):
+        squares[0] += _norm(chunk - average_chunk) ** 2
+        squares[1] += _norm(average_chunk) ** 2
+    return squares
+
+
+def _norm(values: torch.Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(values))
+    return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _try_outer(outer: Outer) -> None:

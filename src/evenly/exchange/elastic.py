@@ -10,15 +10,16 @@ The ranks of a node always do the same: before and after the collectives between
 import base64
 import hashlib
 import logging
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
 
 import torch
 
-from evenly.comm import CollectiveWaiter, Groups, all_gather
+from evenly.comm import CollectiveWaiter, Groups, gather_rows
 from evenly.comm.elastic_groups import RoundAbortedError, RoundWaiter, leave_groups, open_across
 from evenly.coordination import CoordinationClient, ExchangeRound, Proposal, RoundMember
-from evenly.errors import CoordinatorLostError, PeerError
+from evenly.errors import CoordinatorLostError, NonFiniteError, PeerError
 from evenly.exchange.membership import ExchangeParts, Membership
 from evenly.exchange.payload import Payload
 from evenly.exchange.pending import ExchangeOutcome
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMMITTED, ABORTED, UNKNOWN = 1, 2, 3
+CHECKED = 16  # parts of a tensor whose words are summed
 
 
 class PostponedError(Exception):
@@ -76,6 +78,7 @@ class ElasticMembership(Membership):
         self._parts: ExchangeParts | None = None
         self._averages: Payload | None = None  # of the attempt
         self._is_healthy = True
+        self._doubts = False  # the last averages were not finite
 
     @property
     def is_elastic(self) -> bool:
@@ -100,7 +103,7 @@ class ElasticMembership(Membership):
             anchors, agreed_buffers = parts.anchors.fork(), dict(parts.buffers.agreed)
             averages = self._averages = payload.scratch()
             self.received, self.adopts_buffers = None, False
-            self._is_healthy = all(map(_is_finite, (packed.vector for packed in payload.packed)))
+            self._is_healthy = not self._doubts or all(_is_finite(packed.vector) for packed in averages.packed)
             try:
                 outcome = attempt(averages)
             except RoundAbortedError as aborted:
@@ -115,11 +118,21 @@ class ElasticMembership(Membership):
                 self._forget_generation()
                 logger.warning("an exchange is postponed: %s", postponed)
                 return None
+            except NonFiniteError as error:
+                self._refuse(str(error))
+                if self._doubts:
+                    raise
+                self._doubts = True  # it may come from another node: each looks at its own parameters now
+                parts.anchors.put_back(anchors)
+                parts.buffers.agreed = agreed_buffers
+                self._forget_generation()
+                continue
             except BaseException as error:
                 self._refuse(f"{type(error).__name__}: {error}")
                 raise
             finally:
                 self._averages, averages.slices = None, ()
+            self._doubts = False
             payload.take(averages, change=payload.change and self.received is None)
             return outcome
 
@@ -245,7 +258,9 @@ class ElasticMembership(Membership):
     def _guarded(self, act: Callable[[], T], waiter: CollectiveWaiter) -> T:
         return self.across(lambda _: act(), waiter)
 
-    def _transfer(self, formed: ExchangeRound, index: int, full: Mapping[str, Tensors], waiter: CollectiveWaiter) -> JoinState:
+    def _transfer(
+        self, formed: ExchangeRound, index: int, full: Mapping[str, Tensors], waiter: CollectiveWaiter
+    ) -> JoinState:
         """Returns the state of the node that gives it, sent to all ranks."""
         parts, source = self._bound, self._groups.nodes[_giver(formed)][0]
         state = None
@@ -279,11 +294,7 @@ class ElasticMembership(Membership):
 
     def _gather(self, number: int, waiter: CollectiveWaiter) -> list[int]:
         """Returns the number of each rank of this node."""
-        group = self._groups.node_votes
-        if group.size() == 1:
-            return [number]
-        rows, work = all_gather(torch.tensor([number]), group)
-        waiter.wait([work], waits_for_ranks=True)
+        rows = gather_rows(torch.tensor([number]), self._groups.node_votes, waiter, waits_for_ranks=True)
         return [int(row) for row in rows[:, 0]]
 
     def _round_waiter(self, waiter: CollectiveWaiter) -> RoundWaiter:
@@ -338,14 +349,14 @@ def _is_finite(vector: torch.Tensor) -> bool:
 
 
 def _checksum(tensors: Sequence[torch.Tensor]) -> str:
-    """Returns a checksum of the bits: sums of the whole words of each tensor, and of the bytes that are left."""
+    """Returns a checksum of the bits: the sum of the words of each part of a tensor, and that of the bytes left."""
     sums = []
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        whole = flat.numel() // 8 * 8
-        words = flat[:whole].view(torch.int64)
-        sums.append(f"{int(words.sum()):x}.{int(words[::2].sum()):x}.{int(flat[whole:].sum()):x}")
-    return ",".join(sums)
+        whole = flat.numel() // (8 * CHECKED) * 8 * CHECKED
+        parts = flat[:whole].view(torch.int64).view(CHECKED, -1).sum(1).tolist()
+        sums.append(".".join(f"{part:x}" for part in [*parts, zlib.adler32(flat[whole:].cpu().numpy().tobytes())]))
+    return hashlib.sha256(",".join(sums).encode()).hexdigest()
 
 
 def _number(text: str) -> int:

@@ -557,9 +557,7 @@ class Exchanger:
         )
         return pending_exchange, vote, fingerprint
 
-    def _description(
-        self, fragments: Sequence[int], snapshot: Tensors, *, stateful: Sequence[int] = ()
-    ) -> str:
+    def _description(self, fragments: Sequence[int], snapshot: Tensors, *, stateful: Sequence[int] = ()) -> str:
         tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful)
         return f"{self._restarts} restarts\n{tensors}"
 

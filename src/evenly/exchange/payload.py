@@ -88,6 +88,10 @@ class Packed:
         """All values, one after another."""
         return self._vector
 
+    def refill(self) -> None:
+        """Copies the values of the tensors again."""
+        self._flat.pack(0, self._flat.total, self._vector)
+
     def copy(self) -> "Packed":
         """Returns the same entries with a copy of the values."""
         other = copy(self)
@@ -122,6 +126,7 @@ class Payload:
         self._copied = copied  # after which values in host memory are there
         self.packed = packed
         self.keys = keys  # of the anchor of each of `packed`
+        self._is_used = False
         self.slices = slices
         self.change = change
         self.fragments: dict[int, Piece] = {}  # the parameters in each
@@ -139,15 +144,23 @@ class Payload:
             self._copied = None
 
     def scratch(self) -> "Payload":
-        """Returns a copy to average in, without slices yet: this one keeps the values of the snapshot."""
+        """Returns what to average in, without slices yet, as often as needed.
+
+        That is a copy where training goes on meanwhile. Otherwise it is this payload: the network has the values.
+        """
         self.wait_for_copies()
+        if not self.change:
+            for packed in self.packed if self._is_used else ():
+                packed.refill()
+            self._is_used = True
+            return self
         payload = Payload([packed.copy() for packed in self.packed], (), change=False, keys=self.keys)
         payload.fragments = self.fragments
         return payload
 
     def take(self, averages: "Payload", *, change: bool) -> None:
         """Takes the averages that were computed in a copy, or as a `change` their difference to the snapshot."""
-        for packed, average in zip(self.packed, averages.packed, strict=True):
+        for packed, average in zip(self.packed, averages.packed, strict=True) if averages is not self else ():
             if change:
                 torch.sub(average.vector, packed.vector, out=packed.vector)
             else:

@@ -218,9 +218,7 @@ class ReplicaExchange:
             each.unpack()
         return stats
 
-    def agree_on_largest(
-        self, keys: Mapping[str, torch.Tensor], waiter: CollectiveWaiter, *, across: Across
-    ) -> None:
+    def agree_on_largest(self, keys: Mapping[str, torch.Tensor], waiter: CollectiveWaiter, *, across: Across) -> None:
         """Replaces the integer keys of buffers (policies max, min, first) by their maximum over all replicas."""
         packed = self._pack_buffers(keys, dtype=torch.int64)
         items = [each.item for each in packed]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from evenly.comm import CollectiveWaiter, Groups, all_gather
+from evenly.comm import CollectiveWaiter, Groups, gather_rows
 from evenly.errors import LockstepError
 from evenly.exchange.tensors.fingerprint import NO_FINGERPRINT, UNLIKE, FingerprintValues
 
@@ -117,8 +117,7 @@ class VotesInside:
 
 def vote_inside(vote: Vote, groups: Groups, waiter: CollectiveWaiter) -> VotesInside:
     """Returns the votes of all ranks of this node, which call it together."""
-    rows, work = all_gather(_row(vote), groups.node_votes)
-    waiter.wait([work], waits_for_ranks=True)
+    rows = gather_rows(_row(vote), groups.node_votes, waiter, waits_for_ranks=True)
     siblings = VoteColumns.of(rows)
     require_lockstep(siblings, groups.ranks, "rank", waiter, in_step=True)
     fingerprints = tuple(siblings.fingerprint[list(holders)].sum(0) for holders in vote.holders)

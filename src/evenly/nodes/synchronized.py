@@ -81,6 +81,7 @@ class Synchronized(torch.nn.Module):
         self.schedule = Schedule(period, exchange.fragments, least=exchange.least_adaptive_steps)
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
         self.batch_samples: float | None = None  # of the last forward with gradients
+        self._nonfinite_since: int | None = None  # exchanges before the first of the steps that are left out
         self._optimizer = optimizer
         self._settings = exchange
         self._groups = groups
@@ -511,6 +512,8 @@ class Synchronized(torch.nn.Module):
             self._require_averaged()
             self._require_finite(self._gradients.take_verdict(may_stall=True))
         samples = self._gradients.take_samples()
+        if samples:
+            self._nonfinite_since = None
         self._exchanger.count(samples)
         self._advance(samples)
 
@@ -518,10 +521,10 @@ class Synchronized(torch.nn.Module):
         case = f"the gradients of ranks {ranks} became NaN or infinite at step {step}"
         if self._settings.nonfinite == "skip":
             logger.warning("%s; the step is skipped on the ranks that share them", case)
-            self._gradients.take_samples()
-            for group in self._optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            self._leave_out_step()
+            return
+        if self._membership.is_elastic and self._may_recover():
+            self._leave_out_step()
             return
         error = NonFiniteError(
             f"{case}. Lower the learning rate, clip the gradients, look at their batches, "
@@ -529,6 +532,27 @@ class Synchronized(torch.nn.Module):
         )
         self._monitor.report(error)
         raise error
+
+    def _leave_out_step(self) -> None:
+        self._gradients.take_samples()
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _may_recover(self) -> bool:
+        """Whether the next exchange may mend this node, which takes over the state of others if it must.
+
+        It may not if no step of the last two periods had gradients that were finite.
+        """
+        exchanges = self.schedule.exchanges
+        if self._nonfinite_since is None:
+            self._nonfinite_since = exchanges
+            logger.warning(
+                "the gradients of this node became NaN or infinite at step %d; such steps are left out until the next "
+                "exchange with other nodes",
+                self.schedule.step + 1,
+            )
+        return exchanges - self._nonfinite_since < 2
 
     def advance_after_skipped_step(self) -> None:
         """Counts a step that a scaler we were not given has skipped, and makes the exchange that is due after it.
