@@ -88,7 +88,7 @@ class Groups:
 
     @property
     def rank(self) -> int:
-        """This rank, as it is counted in `nodes`."""
+        """The number of this rank, as it is counted in `nodes`."""
         return self.across.rank
 
     @property

@@ -5,11 +5,11 @@ from evenly.exchange.codecs import Codec, add_codec
 from evenly.exchange.exchange_state import ExchangeState, Progress
 from evenly.exchange.exchanger import Exchanger
 from evenly.exchange.membership import Membership, StaticMembership
-from evenly.exchange.votes import Quorum, Vote, fractions
 from evenly.exchange.payload import SQUARES, PayloadEntryState
 from evenly.exchange.pending import ExchangeSummary, PendingState
 from evenly.exchange.tensors.flat import real, travelling_dtype
 from evenly.exchange.tensors.ordered import extreme
+from evenly.exchange.votes import Quorum, Vote, fractions
 
 __all__ = [
     "SQUARES",

@@ -42,6 +42,8 @@ class PostponedError(Exception):
 class ElasticMembership(Membership):
     """The nodes of an elastic run, as one rank sees them."""
 
+    is_elastic = True
+
     def __init__(
         self,
         groups: Groups,
@@ -79,11 +81,6 @@ class ElasticMembership(Membership):
         self._averages: Payload | None = None  # of the attempt
         self._is_healthy = True
         self._doubts = False  # the last averages were not finite
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether nodes may come and go."""
-        return True
 
     def bind(self, parts: ExchangeParts) -> None:
         """Sets what the exchanges of one network consist of."""
@@ -137,7 +134,7 @@ class ElasticMembership(Membership):
             return outcome
 
     def hold_vote(self, vote: Vote, waiter: CollectiveWaiter) -> Quorum:
-        """Proposes an exchange; returns the quorum of the round that the coordinator forms, once its groups are open."""
+        """Proposes an exchange; returns the quorum of the round that is formed, once its groups are open."""
         votes = vote_inside(vote, self._groups, waiter)
         proposal = Proposal(
             version=self.version,

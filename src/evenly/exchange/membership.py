@@ -5,8 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
 from evenly.comm import CollectiveWaiter, Groups, all_gather
 from evenly.exchange.anchors import Anchors
 from evenly.exchange.buffers import Buffers
@@ -34,33 +32,32 @@ class ExchangeParts:
 class Membership(ABC):
     """Decides before every exchange which nodes take part, and after it whether it counts."""
 
+    is_elastic = False  # nodes may come and go
     received: JoinState | None = None  # what this node takes over from another one with the exchange that is made
-    has_waiting = False  # whether nodes wait for an exchange of everything, for which training waits, to join at
-    adopts_buffers = False  # whether it takes over the agreed values of buffers that the exchange does not change, too
+    has_waiting = False  # nodes wait for an exchange of everything, for which training waits, to join at it
+    adopts_buffers = False  # this node takes over the agreed values of buffers that the exchange does not change, too
 
-    @property
-    def is_elastic(self) -> bool:
-        """Whether nodes may come and go."""
-        return False
-
+    @abstractmethod
     def bind(self, parts: ExchangeParts) -> None:
         """Sets what the exchanges of one network consist of; called once."""
+
+    @abstractmethod
+    def settle(self, attempt: Callable[[Payload], ExchangeOutcome | None], payload: Payload) -> ExchangeOutcome | None:
+        """Returns the outcome of `attempt`, which averages a payload in place; None if no exchange was made."""
 
     @abstractmethod
     def hold_vote(self, vote: Vote, waiter: CollectiveWaiter) -> Quorum:
         """Returns the quorum of the coming exchange; all ranks that take part call it together."""
 
-    def settle(self, attempt: Callable[[Payload], ExchangeOutcome | None], payload: Payload) -> ExchangeOutcome | None:
-        """Returns the outcome of `attempt`, which averages a payload in place."""
-        return attempt(payload)
-
+    @abstractmethod
     def across(self, act: Callable[[CollectiveWaiter], T], waiter: CollectiveWaiter) -> T:
         """Returns the result of `act`, which makes collectives between nodes with the waiter that it is given."""
-        return act(waiter)
 
+    @abstractmethod
     def conclude(self, payload: Payload, agreed: Tensors, waiter: CollectiveWaiter) -> None:
         """Returns once the averages of parameters and buffers count on all nodes."""
 
+    @abstractmethod
     def close(self) -> None:
         """Ends what it has opened."""
 
@@ -70,6 +67,13 @@ class StaticMembership(Membership):
 
     def __init__(self, groups: Groups, *, in_step: bool = True) -> None:
         self._groups, self._in_step = groups, in_step  # in_step: nodes have made the same number of steps
+
+    def bind(self, parts: ExchangeParts) -> None:
+        """Does nothing: these nodes stay."""
+
+    def settle(self, attempt: Callable[[Payload], ExchangeOutcome | None], payload: Payload) -> ExchangeOutcome | None:
+        """Returns the outcome of the only attempt."""
+        return attempt(payload)
 
     def hold_vote(self, vote: Vote, waiter: CollectiveWaiter) -> Quorum:
         """Returns all nodes, each weighted by its samples since the last exchange."""
@@ -81,3 +85,13 @@ class StaticMembership(Membership):
             columns = VoteColumns.of(rows)
             require_lockstep(columns, range(len(groups.nodes)), "node", waiter, in_step=self._in_step)
         return votes_inside.quorum(votes[0][0], node=groups.index)
+
+    def across(self, act: Callable[[CollectiveWaiter], T], waiter: CollectiveWaiter) -> T:
+        """Returns the result of `act`; an error ends the run."""
+        return act(waiter)
+
+    def conclude(self, payload: Payload, agreed: Tensors, waiter: CollectiveWaiter) -> None:
+        """Does nothing: an exchange that no rank failed in counts."""
+
+    def close(self) -> None:
+        """Does nothing: the groups are closed by whom they belong to."""

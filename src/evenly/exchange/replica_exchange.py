@@ -18,14 +18,14 @@ from evenly.exchange.tensors.flat import TYPES, Flat, travelling_dtype
 from evenly.exchange.votes import Quorum
 from evenly.spec import Exchange
 
-
 T = TypeVar("T")
 
 
 class Across(Protocol):
     """Runs collectives between nodes; see `Membership.across`."""
 
-    def __call__(self, act: Callable[[CollectiveWaiter], T], waiter: CollectiveWaiter) -> T: ...
+    def __call__(self, act: Callable[[CollectiveWaiter], T], waiter: CollectiveWaiter) -> T:
+        """Returns the result of `act`."""
 
 
 @final

@@ -37,7 +37,6 @@ from evenly.nodes.torch_shards import TorchShards, open_torch_shards
 from evenly.schedule.period_timer import PeriodTimer
 from evenly.spec import AnyPeriod, Cluster, EveryGradient, EverySeconds, Exchange, misfit
 
-
 TRANSFER_S = 60.0  # the time limit of a transfer between the nodes of an elastic run
 
 

@@ -59,6 +59,8 @@ class Synchronized(torch.nn.Module):
     Call it like the module itself. `module` is the plain network, for saving and for its attributes.
     """
 
+    _nonfinite_since: int | None = None  # exchanges before the first of the steps that are left out
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -81,7 +83,6 @@ class Synchronized(torch.nn.Module):
         self.schedule = Schedule(period, exchange.fragments, least=exchange.least_adaptive_steps)
         self.on_step: list[Callable[[int, float], None]] = []  # called with the step and the samples behind it
         self.batch_samples: float | None = None  # of the last forward with gradients
-        self._nonfinite_since: int | None = None  # exchanges before the first of the steps that are left out
         self._optimizer = optimizer
         self._settings = exchange
         self._groups = groups

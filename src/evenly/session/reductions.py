@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from evenly.comm.nested_state import Json, flatten, restore
 from evenly.comm import ObjectGatherer
+from evenly.comm.nested_state import Json, flatten, restore
 from evenly.errors import CheckpointError, SpecError
 
 Number = float | torch.Tensor
