@@ -134,6 +134,7 @@ def fuzzed(rng: random.Random, recorded: list[bytes]) -> bytes:
     return recorded[rng.randrange(1, len(recorded))]  # of another connection
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("number", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_fuzzed_frames_are_not_taken(
     number: int, served: tuple[Address, psutil.Process], members: list[NodeClients]
@@ -175,6 +176,7 @@ def test_fuzzed_frames_are_not_taken(
     assert meet(members, after(formed)).nodes == ("a", "b")
 
 
+@pytest.mark.alone
 def test_silent_connections_keep_nobody_out(served: tuple[Address, psutil.Process], members: list[NodeClients]) -> None:
     address, process = served
     commit(members, formed := meet(members))

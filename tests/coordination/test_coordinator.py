@@ -55,6 +55,7 @@ def test_ranks_share_keys_within_a_generation(nodes: list[NodeClients]) -> None:
         there.get("unknown", "address", timeout_s=1.0)
 
 
+@pytest.mark.alone
 def test_a_death_is_pushed_to_the_others_at_once(nodes: list[NodeClients]) -> None:
     formed = meet(nodes)
     told: list[float] = []
@@ -78,6 +79,7 @@ def test_a_death_is_pushed_to_the_others_at_once(nodes: list[NodeClients]) -> No
     assert nodes[0].vote(formed)[0].result(timeout=1).lost == ("c",)
 
 
+@pytest.mark.alone
 def test_survivors_commit_soon_after_a_death(nodes: list[NodeClients]) -> None:
     commit(nodes, first := meet(nodes))
     formed = meet(nodes, after(first))
@@ -90,6 +92,7 @@ def test_survivors_commit_soon_after_a_death(nodes: list[NodeClients]) -> None:
     assert again.generation != formed.generation
 
 
+@pytest.mark.alone
 def test_a_slow_node_is_waited_for_and_then_behind(nodes: list[NodeClients]) -> None:
     commit(nodes, first := meet(nodes))
     began = time.monotonic()

@@ -170,11 +170,11 @@ class Coordinator:
         self._selector.register(connection, selectors.EVENT_READ, caller)
 
     def _make_room(self, now_s: float) -> bool:
-        """Returns whether another stranger may connect; one that has not said anything valid gives way to it."""
+        """Returns whether another stranger may connect; an old one gives way to it, first one that has said nothing."""
         if len(self._strangers) < MOST_STRANGERS:
             return True
-        oldest = next((caller for caller in self._strangers if not caller.has_greeted), None)
-        if oldest is None or now_s - oldest.opened_s < BUSY_STRANGER_S:
+        oldest = min(self._strangers, key=lambda caller: (caller.has_greeted, caller.opened_s))
+        if now_s - oldest.opened_s < BUSY_STRANGER_S:
             return False
         self._close(oldest, "", now_s)
         return True
@@ -196,6 +196,8 @@ class Coordinator:
                     return
             if is_closed:
                 self._close(caller, "its connection was closed", now_s)
+        except ConnectionError:
+            self._close(caller, "its connection was closed", now_s)
         except (OSError, FrameError, MalformedError) as error:
             if caller.member is not None:
                 logger.warning("rank %s is dropped: %s", caller.member, error)
@@ -254,8 +256,8 @@ class Coordinator:
             return
         try:
             caller.channel.flush()
-        except OSError as error:
-            self._close(caller, f"its connection failed ({error})", now_s)
+        except OSError:
+            self._close(caller, "its connection was closed", now_s)
         else:
             self._watch(caller)
 
@@ -282,8 +284,8 @@ class Coordinator:
             return
         try:
             caller.channel.send(message)
-        except OSError as error:
-            self._close(caller, f"its connection failed ({error})", now_s)
+        except OSError:
+            self._close(caller, "its connection was closed", now_s)
         else:
             self._watch(caller)
 

@@ -58,6 +58,7 @@ class CoordinatorLink:
         self._channel: Channel | None = None
         self._is_closed = False
         self._is_leaving = False
+        self._taken_s: float | None = None  # since when another start of this node has its place
         self.refusal: EvenlyError | None = None
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -146,7 +147,7 @@ class CoordinatorLink:
             _select([self._wake_read], [], pause_s)
             self._drain()
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-            with suppress(OSError, HandshakeClosedError, FrameError, MalformedError, _TakenError):
+            with suppress(OSError, HandshakeClosedError, FrameError, MalformedError):
                 self._reconnect()
 
     def _reconnect(self) -> None:
@@ -154,12 +155,21 @@ class CoordinatorLink:
             return
         try:
             channel = self._connect(ATTEMPT_S)
-        except MismatchError as error:
-            self.refusal = error
-            self._on_change(False)
+        except _TakenError:
+            self._taken_s = self._taken_s or time.monotonic()
+            if time.monotonic() - self._taken_s > self._silent_s + 1.0:
+                self._give_up(self._taken())
             return
-        self._channel = channel
+        except MismatchError as error:
+            self._give_up(error)
+            return
+        self._channel, self._taken_s = channel, None
         self._on_change(True)
+
+    def _give_up(self, refusal: EvenlyError) -> None:
+        """The coordinator is there, but not for this rank."""
+        self.refusal = refusal
+        self._on_change(False)
 
     def _serve(self, channel: Channel) -> None:
         """Receives and says that this rank is alive, until the connection is gone."""
