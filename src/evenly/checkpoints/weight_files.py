@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from evenly._torch.compiler import plain_name
 from evenly._torch.modules import set_versions, versions_of
 from evenly.checkpoints.dcp import read_state, write_state
-from evenly.checkpoints.folder import flush
+from evenly.checkpoints.files import flush
 from evenly.checkpoints.tree import flatten, restore
 from evenly.comm import first_line
 from evenly.errors import CheckpointError, SpecError

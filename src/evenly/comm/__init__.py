@@ -44,6 +44,7 @@ from evenly.comm.memory.group import MemoryGroup, MemoryWork
 from evenly.comm.rank_group import RankGroup, rank_group_of
 from evenly.comm.redistribute import MOVES, Redistribute, copy_together
 from evenly.comm.shard_group import PendingTensor, ShardGroup, Traffic
+from evenly.comm.store_gatherer import StoreGatherer
 
 __all__ = [
     "MOVES",
@@ -62,6 +63,7 @@ __all__ = [
     "RankGroup",
     "Redistribute",
     "ShardGroup",
+    "StoreGatherer",
     "Traffic",
     "Work",
     "all_gather",
