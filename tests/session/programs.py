@@ -1,5 +1,6 @@
 """Training programs that the session tests run in processes of their own."""
 
+import errno
 import hashlib
 import os
 import signal
@@ -56,6 +57,8 @@ def train(
     device: str = "cpu",
     accumulate: int = 1,
     slow_disk_s: float = 0.0,
+    full_disk_rank: int = -1,
+    checkpoint_errors: str = "raise",
     exchange: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trains, fails in the way and at the place that is asked for, and returns what the rank ended with."""
@@ -68,8 +71,15 @@ def train(
         _die_while_saving(crash_step, signal.SIGSTOP if how.startswith("stop") else signal.SIGKILL)
     if slow_disk_s:
         _write_slowly(slow_disk_s)
+    if rank == full_disk_rank:
+        _fill_disk(times=1)
     with evenly.Session(
-        folder, checkpoint_every=checkpoint_every, keep=3, timeout_s=timeout_s, device=device
+        folder,
+        checkpoint_every=checkpoint_every,
+        checkpoint_errors=checkpoint_errors,
+        keep=3,
+        timeout_s=timeout_s,
+        device=device,
     ) as session:
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -118,6 +128,20 @@ def _crash(how: str) -> None:
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(9)
+
+
+def _fill_disk(times: int) -> None:
+    """Lets this rank have no room for its part of the first checkpoints."""
+    plain, count = folders.write_part, 0
+
+    def write_part(folder: Path, part: Any) -> dict[str, str]:
+        nonlocal count
+        count += part.name.startswith("rank")
+        if count <= times and part.name.startswith("rank"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(folder, part)
+
+    folders.write_part = write_part
 
 
 def _write_slowly(seconds: float) -> None:

@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -176,9 +177,10 @@ def set_damaged_aside(path: Path) -> None:
 
 def clear(root: Path, *, keep: int, best: Collection[str] = ()) -> None:
     """Removes all but the last `keep` checkpoints and the `best`, and what a killed run left half written."""
-    clear_partial(root)
     for path in (path for path in checkpoints(root)[:-keep] if path.name not in best):
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            path.rename(root / f".{path.name}.gone")  # a kill leaves nothing half removed under its name
+    clear_partial(root)
 
 
 def clear_partial(root: Path, *, but: Path | None = None) -> None:

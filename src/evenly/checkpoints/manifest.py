@@ -81,17 +81,16 @@ def _misform(content: dict[str, Any]) -> str:
     digests = files.values() if isinstance(files, dict) and _are_texts(files) else [""]
     if not isinstance(files, dict) or not all(map(SHA_256.fullmatch, digests)):
         return "its 'files' do not have a SHA-256 each"
+    count = len(ENDINGS) * (len(content["nodes"]) + sum(map(len, content["nodes"])))
+    if len(files) != count:
+        return f"its 'files' are {len(files)}, and its nodes have {count}"
     names = file_names(content["nodes"])
     if strange := sorted(files.keys() ^ names):
-        return f"its 'files' are not those of its nodes: {strange[0][:40]!r} is {_place(strange[0] in files)}"
+        return f"its 'files' are not those of its nodes, as {strange[0][:40]!r} shows"
     sizes = content.get("sizes", {})
     if not isinstance(sizes, dict) or sizes.keys() - names or not all(map(_is_count, sizes.values())):
         return "its 'sizes' do not have the bytes of each file"
     return ""
-
-
-def _place(is_surplus: bool) -> str:
-    return "none of them" if is_surplus else "missing"
 
 
 def _is_count(value: object) -> bool:

@@ -78,7 +78,7 @@ class Checkpoints:
     ) -> Path:
         """Writes the run's state as the checkpoint of `step` and returns its folder; arguments as those of `start`."""
         pending = self.start(step, trained_models, tracked, epoch=epoch, keep=keep, ended_epochs=ended_epochs)
-        self.wait()
+        self.wait_together()
         return pending.result()
 
     def start(
@@ -141,6 +141,11 @@ class Checkpoints:
             began = time.monotonic()
             self._pending.wait(self._gatherer.monitor)
             self._pending.held_s += time.monotonic() - began
+
+    def wait_together(self) -> None:
+        """As `wait`, but no rank goes on before all know how it ended: the process of rank 0 may host the store."""
+        self.wait()
+        self._gatherer.gather(None, "wait for the checkpoint in", where=f" {self.root}")
 
     def close(self) -> None:
         """Waits for the checkpoint that is being written, also after a failure, as long as its ranks live."""

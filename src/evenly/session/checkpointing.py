@@ -80,7 +80,10 @@ class CheckpointSaver:
         except CheckpointWriteError as error:
             self._fail(step, error)
             return None
-        return self.settle() if wait or not self._is_async else self._pending.path
+        if not wait and self._is_async:
+            return self._pending.path
+        self._checkpoints.wait_together()
+        return self.settle()
 
     def look(self) -> None:
         """Records the checkpoint that was being written, if it has ended; called between two steps."""
