@@ -105,9 +105,8 @@ class CheckpointSaver:
         except CheckpointWriteError as error:
             self._fail(pending.step, error)
             return None
-        self._recorder.record(
-            CheckpointSaved, step=pending.step, path=str(path), seconds=pending.seconds, held_s=pending.held_s
-        )
+        seconds, held_s = pending.seconds, min(pending.held_s, pending.seconds)
+        self._recorder.record(CheckpointSaved, step=pending.step, path=str(path), seconds=seconds, held_s=held_s)
         return path
 
     def close(self) -> None:
