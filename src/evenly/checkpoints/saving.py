@@ -152,11 +152,6 @@ class Checkpoints:
         if self._pending is not None:
             self._pending.wait(None)
 
-    def latest(self) -> Path | None:
-        """Returns the newest checkpoint that every rank can see, or None."""
-        common = self._common()
-        return common[-1] if common else None
-
     def load_newest(self) -> Restored | None:
         """Returns the state this rank resumes from, of the newest checkpoint that is whole on all ranks, if any is.
 

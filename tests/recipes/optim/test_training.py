@@ -118,7 +118,7 @@ def trained(rank_group, name, root, *, shares, stops=(), steps=5):
             checkpoints = Checkpoints(root, gatherer, rank=rank_group.rank, nodes=world.nodes)
             trained_model = TrainedModel("model", synchronized, optimizer, None)
             if begin:
-                restored = checkpoints.load(checkpoints.latest())
+                restored = checkpoints.load_newest()
                 apply(restored, trained_model)
                 load_tracked(restored, {"schedule": schedule})
             for row in data[begin:end]:
