@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from evenly.checkpoints import Checkpoints, KeptCheckpoints, TrainedModel, apply
-from evenly.checkpoints.saving import load_tracked
+from evenly.checkpoints.resuming import load_tracked
 from evenly.recipes.optim import OPTIMIZERS, build_optimizer, build_schedule
 from evenly.spec import Exchange, period_of
 from tests.checkpoints.trained_runs import gatherer_of
