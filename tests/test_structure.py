@@ -72,6 +72,7 @@ def test_the_source_keeps_its_rules(subtests: pytest.Subtests) -> None:
         only_one_package_touches_private_names_of_others,
         only_one_package_patches_torch_or_counts_references,
         only_comm_calls_collectives_of_torch,
+        nothing_is_pickled,
         class_names_are_unique,
         folders_do_not_import_each_other,
     ):
@@ -223,6 +224,63 @@ def _is_collective(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
         return ast.unparse(node.value) in DISTRIBUTED
     return isinstance(node, ast.Attribute) and node.attr in OF_PROCESS_GROUPS
+
+
+PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "copyreg"}
+PICKLED_OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+PICKLED_OBJECTS |= {"send_object_list", "recv_object_list"}  # of torch.distributed
+WEIGHTS = "checkpoints/weight_files.py"  # writes `.pt` files for other programs; weights_only=True loads them
+OF_TORCH_CHECKPOINTS = "checkpoints/dcp.py"  # reads and writes folders of torch.distributed.checkpoint
+
+
+def nothing_is_pickled() -> list[str]:
+    """No pickle is written or read, but for weights that are exchanged with other programs, in two files."""
+    return [spot(path, node) for path, node in nodes() if _pickles(node, str(path.relative_to(ROOT)))]
+
+
+def _pickles(node: ast.AST, file: str) -> bool:
+    modules: list[str] = []
+    if isinstance(node, ast.Import):
+        modules = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        modules = [f"{node.module}.{alias.name}" for alias in node.names]
+    if any(module.split(".")[0] in PICKLES or module.split(".")[-1] in PICKLED_OBJECTS for module in modules):
+        return True
+    if file != OF_TORCH_CHECKPOINTS and any(
+        f"{module}.".startswith("torch.distributed.checkpoint.") for module in modules
+    ):
+        return True
+    if isinstance(node, ast.Attribute) and node.attr in PICKLED_OBJECTS:
+        return True
+    return isinstance(node, ast.Call) and _calls_pickle(node, file)
+
+
+def _calls_pickle(node: ast.Call, file: str) -> bool:
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    name = ast.unparse(node.func)
+    if name == "torch.load":
+        return given.get("weights_only") != "True"
+    return given.get("allow_pickle", "False") != "False" or (name == "torch.save" and file != WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_refused"),
+    [
+        ("import pickle", True),
+        ("from pickle import loads", True),
+        ("import torch.distributed.checkpoint as dcp", True),
+        ("from torch.distributed.checkpoint.filesystem import FileSystemReader", True),
+        ("torch.load(file)", True),
+        ("torch.load(file, weights_only=False)", True),
+        ("torch.load(file, map_location='cpu', weights_only=True)", False),
+        ("torch.save(state, file)", True),
+        ("numpy.load(file, allow_pickle=True)", True),
+        ("dist.all_gather_object(rows, value)", True),
+        ("json.load(file)", False),
+    ],
+)
+def test_the_rule_about_pickles(line: str, is_refused: bool) -> None:
+    assert any(_pickles(node, "session/session.py") for node in ast.walk(ast.parse(line))) is is_refused
 
 
 def class_names_are_unique() -> list[str]:

@@ -11,6 +11,8 @@ EvenlyError
 ├── DeviceMemoryError a device has no memory for an exchange
 ├── DataError         data are missing, empty or not in the expected form
 ├── CheckpointError   a checkpoint is missing, damaged or of another model, or its folder is in use
+│   ├── CheckpointWriteError   it could not be written: the disk is full, or the folder is read-only
+│   └── CheckpointDamageError  a file of it is missing, changed, or not what a checkpoint has
 └── LabError          the emulated cluster cannot be built on this machine
 
 A message has three parts: what was asked, what is the case (with values), what to do.
@@ -59,6 +61,14 @@ class DataError(EvenlyError):
 
 class CheckpointError(EvenlyError):
     """A checkpoint is missing, damaged or of another model, or the folder of a run is in use."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint or the record of a run could not be written: the disk is full, or the folder is read-only."""
+
+
+class CheckpointDamageError(CheckpointError):
+    """A file of a checkpoint is missing, was changed, or is not what a checkpoint has."""
 
 
 class LabError(EvenlyError):

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 import evenly
 from evenly.checkpoints import export_weights, folder, save_average
+from evenly.checkpoints.manifest import read_manifest
 from evenly.errors import CheckpointError
 from tests.checkpoints.test_merging import HOW
 from tests.checkpoints.trained_runs import PLANS, batch, build, train, train_odd
@@ -71,17 +72,17 @@ def test_checkpoints_of_earlier_versions_are_exported_too(tmp_path):
     """They do not say how the state_dict is made of tensors: the network that loads them knows it."""
     shown = run_ranks(3, lambda group: train(group, PLANS["whole"], tmp_path, every=3))[0]
     checkpoint = tmp_path / "checkpoints/step-000000003"
-    manifest = folder.read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint)
     for node in range(2):
         value = folder.read_part(checkpoint, f"node-{node}", manifest["files"])
         del value["model"]["form"]
-        manifest["files"] |= folder.write_part(checkpoint, f"node-{node}", value)
+        manifest["files"] |= folder.write_part(checkpoint, folder.copied(f"node-{node}", value))
     for rank in range(3):
         value = folder.read_part(checkpoint, f"rank-{rank}", manifest["files"])
         del value["trainees"]["model"]["exchanges"]["averaged"], value["trainees"]["model"]["exchanges"]["counts"]
-        manifest["files"] |= folder.write_part(checkpoint, f"rank-{rank}", value)
+        manifest["files"] |= folder.write_part(checkpoint, folder.copied(f"rank-{rank}", value))
     checkpoint.rename(tmp_path / "partial")
-    folder.seal(tmp_path / "partial", checkpoint, {k: v for k, v in manifest.items() if k != "version"})
+    folder.seal(tmp_path / "partial", checkpoint, {k: v for k, v in manifest.items() if k != "sizes"})
     export_weights(tmp_path, tmp_path / "old.safetensors")
     for source in (tmp_path, tmp_path / "old.safetensors"):
         network = build(seed=5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from evenly.checkpoints import folder
+from evenly.checkpoints.manifest import file_names, read_manifest
 from evenly.checkpoints.merge import merge
 from evenly.comm.nested_state import flatten, restore
 from evenly.errors import CheckpointError
@@ -14,8 +15,10 @@ from evenly.errors import CheckpointError
 def seal(root, name, value=1):
     partial = root / f".{name}.abcd"
     partial.mkdir(parents=True)
-    folder.write_part(partial, "rank-0", {"value": value})
-    folder.seal(partial, root / name, {"files": {}, "epoch": 1})
+    digests = dict.fromkeys(file_names([[0]]), "0" * 64)
+    digests |= folder.write_part(partial, folder.copied("rank-0", {"value": value}))
+    manifest = {"step": int(name[5:]), "epoch": 1, "nodes": [[0]], "models": {}, "files": digests}
+    folder.seal(partial, root / name, manifest)
 
 
 def names(root):
@@ -74,10 +77,10 @@ def test_a_changed_manifest_is_damage(tmp_path, change):
         "nested": "[" * 100_000,
         "text": "\x00\xff",
     }[change]
-    assert folder.read_manifest(file.parent)["epoch"] == 1
+    assert read_manifest(file.parent)["epoch"] == 1
     file.write_text(text)
-    with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
-        folder.read_manifest(file.parent)
+    with pytest.raises(CheckpointError, match=r"manifest\.json was to be read, but it is damaged"):
+        read_manifest(file.parent)
 
 
 def test_merging_leaves_alone_what_is_the_same_or_no_float():

@@ -81,8 +81,8 @@ def trained(rank_group, folder_of, how):
         full = full_state(trained_model)
         node = {"m": {key: full[key] for key in ("parameters", "optimizer", "pending")}}
         rank = {"trainees": {"m": _local_state(trained_model, full)}, "tracked": {}, "random": {}}
-        digests = folder.write_part(folder_of, f"rank-{rank_group.rank}", rank)
-        digests |= folder.write_part(folder_of, f"node-{rank_group.rank}", node)
+        digests = folder.write_part(folder_of, folder.copied(f"rank-{rank_group.rank}", rank))
+        digests |= folder.write_part(folder_of, folder.copied(f"node-{rank_group.rank}", node))
         with synchronized.agreed():
             shown = {name: t.detach().clone() for name, t in model.state_dict().items()}
         slots = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in model.parameters()]
@@ -134,4 +134,4 @@ def test_another_cluster_goes_on_from_what_the_next_exchange_would_have_made(tmp
 
 def test_tensors_that_no_file_can_hold_are_named(tmp_path):
     with pytest.raises(CheckpointError, match="odd"):
-        folder.write_part(tmp_path, "x", {"odd": torch.eye(2).to_sparse()})
+        folder.copied("x", {"odd": torch.eye(2).to_sparse()})

@@ -79,7 +79,7 @@ def test_damage_is_said(fails, run, tmp_path):
     file = newest / "node-0.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     words = ("export", tmp_path / "copy", "--model", "judge", "--to", tmp_path / "x.pt")
-    assert "node-0.safetensors is damaged: its SHA-256 is" in fails(*words)
+    assert "node-0.safetensors was to be read, but it is damaged: its SHA-256 is" in fails(*words)
     file.unlink()
     assert "has no files of node-0. If each node has its own disk" in fails(*words)
 

@@ -1,5 +1,6 @@
 """Training programs that the session tests run in processes of their own."""
 
+import errno
 import hashlib
 import os
 import signal
@@ -55,6 +56,9 @@ def train(
     pause_s: float = 0.0,
     device: str = "cpu",
     accumulate: int = 1,
+    slow_disk_s: float = 0.0,
+    full_disk_rank: int = -1,
+    checkpoint_errors: str = "raise",
     exchange: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trains, fails in the way and at the place that is asked for, and returns what the rank ended with."""
@@ -65,8 +69,17 @@ def train(
         folder = f"{folder}-{os.environ['GROUP_RANK']}"
     if how.endswith("while saving") and rank == crash_rank:
         _die_while_saving(crash_step, signal.SIGSTOP if how.startswith("stop") else signal.SIGKILL)
+    if slow_disk_s:
+        _write_slowly(slow_disk_s)
+    if rank == full_disk_rank:
+        _fill_disk(times=1)
     with evenly.Session(
-        folder, checkpoint_every=checkpoint_every, keep=3, timeout_s=timeout_s, device=device
+        folder,
+        checkpoint_every=checkpoint_every,
+        checkpoint_errors=checkpoint_errors,
+        keep=3,
+        timeout_s=timeout_s,
+        device=device,
     ) as session:
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -83,6 +96,8 @@ def train(
                     optimizer.zero_grad()
                     made += 1
                 if rank == crash_rank and not how.endswith("while saving") and synchronized.schedule.step == crash_step:
+                    if how == "exit" and isinstance(checkpoint_every, int):
+                        _wait_for_checkpoint(folder, crash_step - crash_step % checkpoint_every)
                     _crash(how)
                 time.sleep(pause_s)
             schedule.step()
@@ -98,6 +113,13 @@ def train(
         }
 
 
+def _wait_for_checkpoint(folder: str, step: int) -> None:
+    """Waits until the checkpoint of a step is complete: a thread writes it."""
+    until = time.monotonic() + 30
+    while step and not Path(folder, "checkpoints", f"step-{step:09d}").is_dir() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def _crash(how: str) -> None:
     if how == "raise":
         raise KeyError("a broken sample")
@@ -108,14 +130,39 @@ def _crash(how: str) -> None:
     os._exit(9)
 
 
+def _fill_disk(times: int) -> None:
+    """Lets this rank have no room for its part of the first checkpoints."""
+    plain, count = folders.write_part, 0
+
+    def write_part(folder: Path, part: Any) -> dict[str, str]:
+        nonlocal count
+        count += part.name.startswith("rank")
+        if count <= times and part.name.startswith("rank"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(folder, part)
+
+    folders.write_part = write_part
+
+
+def _write_slowly(seconds: float) -> None:
+    """Lets every file of a checkpoint take so long."""
+    plain = folders.write_part
+
+    def write_part(folder: Path, part: Any) -> dict[str, str]:
+        time.sleep(seconds)
+        return plain(folder, part)
+
+    folders.write_part = write_part
+
+
 def _die_while_saving(times: int, number: int) -> None:
     """Kills or stops this process inside the `times`-th checkpoint, when its files are half written."""
     plain, count = folders.write_part, 0
 
-    def write_part(folder: Path, name: str, value: Any) -> dict[str, str]:
+    def write_part(folder: Path, part: Any) -> dict[str, str]:
         nonlocal count
-        digests = plain(folder, name, value)
-        if name.startswith("rank"):
+        digests = plain(folder, part)
+        if part.name.startswith("rank"):
             count += 1
             if count == times:
                 os.kill(os.getpid(), number)

@@ -4,11 +4,17 @@ import re
 
 import pytest
 
-from evenly.errors import CheckpointError
+from evenly.errors import CheckpointDamageError
 from tests.processes import collect, run_processes, start_processes
 from tests.ranks import ragged
 
 TRAIN = "tests.session.programs:train"
+
+
+def damage(file):
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
 
 
 def without(result, *names):
@@ -139,18 +145,44 @@ def test_checkpoints_by_steps_fall_on_steps_also_at_an_epochs_end_and_under_accu
     assert steps == [2, 4]
 
 
-def test_a_damaged_checkpoint_is_refused_on_every_rank(tmp_path):
+def test_a_rank_that_raises_while_a_checkpoint_is_written_does_not_cost_it(tmp_path):
+    nodes, crash = ragged(2, 1), {"crash_rank": 1, "crash_step": 7, "how": "raise", "slow_disk_s": 0.3}
+    whole = run_processes(nodes, TRAIN, {"folder": str(tmp_path / "whole")})
+    ended = collect(start_processes(nodes, TRAIN, {"folder": str(tmp_path / "cut"), **crash}))
+    assert all(rank.code != 0 for rank in ended)
+    resumed = run_processes(nodes, TRAIN, {"folder": str(tmp_path / "cut")})
+    assert [without(r, "made") for r in resumed] == [without(r, "made") for r in whole]
+    assert resumed[0]["made"] == whole[0]["made"] - 6
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_the_log_says_so(tmp_path):
+    """The file of one rank is damaged: all go on from the checkpoint before, and end as the run that was whole."""
+    nodes = ragged(1, 1)
+    whole = run_processes(nodes, TRAIN, {"folder": str(tmp_path), "epochs": 1})
+    found = sorted((tmp_path / "checkpoints").glob("step-*"))
+    damage(found[-1] / "rank-1.safetensors")
+    ranks = collect(start_processes(nodes, TRAIN, {"folder": str(tmp_path), "epochs": 1}))
+    assert [rank.code for rank in ranks] == [0, 0]
+    assert [without(rank.result, "made") for rank in ranks] == [without(r, "made") for r in whole]
+    assert ranks[0].result["made"] == int(found[-1].name[5:]) - int(found[-2].name[5:])
+    assert re.search(
+        rf"ranks \[1\] could not read .*rank-1\.safetensors was to be read, but it is damaged: its SHA-256 is .* "
+        rf"goes on from \S+{found[-2].name}, and {found[-1].name} is now damaged-{found[-1].name}",
+        ranks[0].errors,
+    )
+    assert (tmp_path / "checkpoints" / f"damaged-{found[-1].name}").is_dir()
+
+
+def test_without_a_whole_checkpoint_every_rank_is_told_what_is_damaged(tmp_path):
     run_processes(ragged(1, 1), TRAIN, {"folder": str(tmp_path), "epochs": 1})
-    newest = sorted((tmp_path / "checkpoints").glob("step-*"))[-1]
-    file = newest / "rank-1.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
+    for checkpoint in (tmp_path / "checkpoints").glob("step-*"):
+        damage(checkpoint / "rank-1.safetensors")
     for rank in collect(start_processes(ragged(1, 1), TRAIN, {"folder": str(tmp_path)})):
         assert rank.code != 0
-        assert CheckpointError.__name__ in rank.errors
+        assert CheckpointDamageError.__name__ in rank.errors
         assert "rank-1.safetensors" in rank.errors
         assert "SHA-256" in rank.errors
+        assert "none of its checkpoints is whole" in rank.errors
 
 
 @pytest.mark.parametrize("where", ["device", "data"])

@@ -7,7 +7,8 @@ from evenly.checkpoints.export import ExportedWeights, export_weights, load_weig
 from evenly.checkpoints.full_state import TrainedModel
 from evenly.checkpoints.loading import LoadReport
 from evenly.checkpoints.ownership import FolderOwner, hold_together
-from evenly.checkpoints.saving import Checkpoints, apply, restore_random_state
+from evenly.checkpoints.resuming import apply, restore_random_state
+from evenly.checkpoints.saving import Checkpoints
 
 __all__ = [
     "Checkpoints",

@@ -6,12 +6,14 @@ The values are in `best.json` beside the checkpoints; rank 0 writes it.
 import json
 import logging
 import math
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from evenly.checkpoints.folder import BEST, checkpoints, flush
+from evenly.checkpoints.files import flush
+from evenly.checkpoints.folder import BEST, checkpoints, step_of
 from evenly.errors import CheckpointError, SpecError
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,9 @@ class KeptCheckpoints:
         self._rule = None if keep_best is None else BestRule.of(keep_best)
         self._logged: dict[int, float | None] = {}  # by step, since the last checkpoint
         self._root: Path | None = None  # of the last checkpoint, on rank 0
+        self._saving: int | None = None  # the step of the last checkpoint, which may not be complete
+        self._chosen: dict[int, float] | None = None  # the values of the checkpoints, with that one, once it was read
+        self._lock = threading.Lock()  # of the file
         self._other_names: set[str] = set()  # logged while the rule's number was not
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -84,8 +89,12 @@ class KeptCheckpoints:
             return
         value = values[self._rule.name]
         self._logged[step] = None if value is None or not math.isfinite(float(value)) else float(value)
-        if self._root is not None and step in _saved_steps(self._root):
-            self._write(self._root, self._values(self._root, None))
+        if self._root is not None and step in self._saved_steps(self._root):
+            self._chosen = self._values(self._root, None)
+            try:
+                self.write(self._root)
+            except OSError as error:  # the next checkpoint writes it, or fails for all ranks
+                logger.warning("%s could not be written: %s", self._root / BEST, error.strerror or error)
 
     def choose(self, root: Path, step: int) -> list[str]:
         """Returns the names of the best checkpoints once that of `step` is saved; called on rank 0, before it is.
@@ -94,20 +103,38 @@ class KeptCheckpoints:
         """
         if self._rule is None:
             return []
-        self._root = root
-        values = self._values(root, step)
-        self._write(root, values)
-        if self._other_names and not values:
+        self._root, self._saving = root, None
+        self._chosen = self._values(root, step)
+        self._saving = step
+        if self._other_names and not self._chosen:
             others = ", ".join(sorted(self._other_names))
             logger.warning("keep_best=%r keeps nothing yet: session.log got only %s", self._rule.name, others)
         self._other_names = set()
-        return [f"step-{best:09d}" for best in self._rule.best(values)]
+        return [f"step-{best:09d}" for best in self._rule.best(self._chosen)]
+
+    def write(self, root: Path) -> None:
+        """Writes the values of the checkpoints beside them; on rank 0, from any thread."""
+        if self._rule is None or self._chosen is None:
+            return
+        with self._lock:
+            values = {str(step): value for step, value in self._chosen.items()}
+            text = {"version": 1, "name": self._rule.name, "mode": self._rule.mode, "values": values}
+            root.mkdir(parents=True, exist_ok=True)
+            partial = root / f".{BEST}"
+            partial.write_text(json.dumps(text, indent=1))
+            flush(partial)
+            partial.replace(root / BEST)
+
+    def _saved_steps(self, root: Path) -> set[int]:
+        """Returns the steps of the checkpoints, with that of the one that is being saved."""
+        return _saved_steps(root) | ({self._saving} if self._saving is not None else set())
 
     def _values(self, root: Path, new: int | None) -> dict[int, float]:
         """Returns the value of each checkpoint; values logged at steps without one are those of `new`."""
         rule = cast("BestRule", self._rule)
-        saved = _saved_steps(root)
-        values: dict[int, float | None] = {s: v for s, v in _read(root, rule).items() if s in saved}
+        saved = self._saved_steps(root)
+        before = _read(root, rule) if self._chosen is None else self._chosen
+        values: dict[int, float | None] = {s: v for s, v in before.items() if s in saved}
         for logged_step, value in sorted(self._logged.items()):
             if logged_step in saved or logged_step == new:
                 values[logged_step] = value
@@ -115,15 +142,6 @@ class KeptCheckpoints:
                 values[new] = value
         self._logged = {s: v for s, v in self._logged.items() if new is None and s not in saved}
         return {step: value for step, value in values.items() if value is not None}
-
-    def _write(self, root: Path, values: Mapping[int, float]) -> None:
-        rule = cast("BestRule", self._rule)
-        text = {"version": 1, "name": rule.name, "mode": rule.mode, "values": {str(s): v for s, v in values.items()}}
-        root.mkdir(parents=True, exist_ok=True)
-        partial = root / f".{BEST}"
-        partial.write_text(json.dumps(text, indent=1))
-        flush(partial)
-        partial.replace(root / BEST)
 
 
 def best_step(root: Path, saved: Collection[int]) -> int:
@@ -173,4 +191,4 @@ def _values_of(content: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _saved_steps(root: Path) -> set[int]:
-    return {int(path.name[len("step-") :]) for path in checkpoints(root)}
+    return {step_of(path) for path in checkpoints(root)}

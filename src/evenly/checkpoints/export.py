@@ -12,7 +12,10 @@ from torch import nn
 from evenly.checkpoints import folder
 from evenly.checkpoints.averages import averaged_buffers, averaged_parameters, merge_pending_parameters, node_weights
 from evenly.checkpoints.best import best_step
+from evenly.checkpoints.content import LOCAL, PIECE, ListOf, MapOf, misform, tensors_misfit
+from evenly.checkpoints.files import damaged
 from evenly.checkpoints.loading import LoadReport, load_state
+from evenly.checkpoints.manifest import MANIFEST, read_manifest
 from evenly.checkpoints.state_form import StateForm, state_of
 from evenly.checkpoints.states import LocalState, Manifest, NodeState
 from evenly.checkpoints.weight_files import (
@@ -62,7 +65,7 @@ def export_weights(
     """
     require_free(to, force=force)
     checkpoint = find_checkpoint(Path(run), step=step, best=best)
-    manifest = folder.read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint)
     state = plain_state(averaged_state(checkpoint, manifest, _chosen_model(manifest, model, checkpoint)))
     write_weights(to, state)
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
@@ -104,7 +107,7 @@ def load_weights(
             )
         return load_state(model, read_weights(path), path, strict=strict)
     checkpoint = find_checkpoint(path, step=step, best=best)
-    manifest = folder.read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint)
     chosen_model = _chosen_model(manifest, name, checkpoint)
     state = averaged_state(checkpoint, manifest, chosen_model, partial=not strict)
     return load_state(model, plain_state(state), checkpoint, strict=strict)
@@ -118,11 +121,11 @@ def find_checkpoint(path: Path, *, step: int | None = None, best: bool = False) 
         raise CheckpointError(f"weights were asked for from {path}, but there is no such folder. Give a run folder.")
     if not path.is_dir():
         raise CheckpointError(f"weights were asked for from {path}, but it is no run folder. Give a run folder.")
-    if (path / folder.MANIFEST).is_file():
+    if (path / MANIFEST).is_file():
         _require_step(path, step, best=best)
         return path
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = {int(checkpoint.name[len("step-") :]): checkpoint for checkpoint in folder.checkpoints(root)}
+    found = {folder.step_of(checkpoint): checkpoint for checkpoint in folder.checkpoints(root)}
     if not found:
         raise CheckpointError(
             f"weights were asked for from {path}, but it holds no complete checkpoint. Give the folder of a run that "
@@ -140,8 +143,15 @@ def find_checkpoint(path: Path, *, step: int | None = None, best: bool = False) 
 
 def averaged_state(checkpoint: Path, manifest: Manifest, model: str, *, partial: bool = False) -> WeightState:
     """Returns the state_dict of a saved model, averaged over nodes; with `partial` without entries that are absent."""
-    layout = manifest["nodes"]
     _require_all_files(checkpoint, manifest)
+    try:
+        return _averaged_state(checkpoint, manifest, model, partial=partial)
+    except (*folder.UNREADABLE, IndexError, OverflowError) as error:
+        raise damaged(checkpoint / MANIFEST, f"its parts do not fit each other, {error!r}") from error
+
+
+def _averaged_state(checkpoint: Path, manifest: Manifest, model: str, *, partial: bool) -> WeightState:
+    layout = manifest["nodes"]
     nodes, forms = zip(*(_read_node(checkpoint, manifest, node, model) for node in range(len(layout))), strict=True)
     ranks = [_read_rank(checkpoint, manifest, rank, model) for rank in range(sum(map(len, layout)))]
     for node in nodes:
@@ -157,20 +167,27 @@ def averaged_state(checkpoint: Path, manifest: Manifest, model: str, *, partial:
 def _read_node(checkpoint: Path, manifest: Manifest, node: int, model: str) -> tuple[NodeState, StateForm | None]:
     """Returns a node's parameters, without the state of its optimizer, and the form of the network's state_dict."""
     paths = [(model, "parameters"), (model, "pending"), (model, "form")]
-    parameters, pending, form = folder.read_entries(checkpoint, f"node-{node}", manifest["files"], paths)
+    values = folder.read_entries(checkpoint, f"node-{node}", manifest["files"], paths, manifest.get("sizes", {}))
+    parameters, pending, form = values
+    problem = misform(parameters, MapOf(torch.Tensor)) or misform(pending, ListOf(ListOf(PIECE)))
+    if problem := problem or tensors_misfit(manifest["models"][model], parameters):
+        raise damaged(checkpoint / f"node-{node}.json", problem)
     return {"parameters": parameters, "pending": pending, "optimizer": {"state": {}}}, cast("StateForm | None", form)
 
 
 def _read_rank(checkpoint: Path, manifest: Manifest, rank: int, model: str) -> LocalState:
     """Returns what one rank saved of a model."""
-    (state,) = folder.read_entries(checkpoint, f"rank-{rank}", manifest["files"], [("trainees", model)])
+    paths, sizes = [("trainees", model)], manifest.get("sizes", {})
+    (state,) = folder.read_entries(checkpoint, f"rank-{rank}", manifest["files"], paths, sizes)
+    if problem := misform(state, LOCAL) or tensors_misfit(manifest["models"][model], state["buffers"]):
+        raise damaged(checkpoint / f"rank-{rank}.json", problem)
     return cast("LocalState", state)
 
 
 def _is_weights(path: Path) -> bool:
     """Returns whether a path is a file of weights, or a torch.distributed.checkpoint folder, and no run."""
     if path.is_dir():
-        return (path / ".metadata").is_file() and not (path / folder.MANIFEST).is_file()
+        return (path / ".metadata").is_file() and not (path / MANIFEST).is_file()
     if path.is_file() and path.suffix not in ENDINGS:
         raise SpecError(
             f"weights were to be loaded from {path}, but its ending is {path.suffix or 'missing'!r}. Give a run "
@@ -194,7 +211,7 @@ def _chosen_model(manifest: Manifest, name: str | None, checkpoint: Path) -> str
 
 def _require_step(checkpoint: Path, step: int | None, *, best: bool) -> None:
     """Raises `CheckpointError` if another checkpoint is asked for than the given folder."""
-    saved = folder.read_manifest(checkpoint)["step"]
+    saved = read_manifest(checkpoint)["step"]
     if best or step not in (None, saved):
         asked = "the best checkpoint" if best else f"step {step}"
         raise CheckpointError(

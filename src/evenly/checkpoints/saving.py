@@ -7,16 +7,21 @@ another one it starts from the average that the next exchange would have made.
 import logging
 import random
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from evenly.checkpoints import folder
 from evenly.checkpoints.best import KeptCheckpoints
-from evenly.checkpoints.full_state import TrainedModel, full_state, local_exchanges, part_of, put_state
+from evenly.checkpoints.content import NODE, RANK, form_of_module, misform, tensors_misfit
+from evenly.checkpoints.files import damaged
+from evenly.checkpoints.folder import UNREADABLE, CopiedPart
+from evenly.checkpoints.full_state import TrainedModel, full_state
+from evenly.checkpoints.manifest import MANIFEST, read_manifest
 from evenly.checkpoints.merge import merge
 from evenly.checkpoints.ownership import FolderOwner
 from evenly.checkpoints.states import (
@@ -29,8 +34,10 @@ from evenly.checkpoints.states import (
     Restored,
     Stateful,
 )
-from evenly.comm import ObjectGatherer, full_shape
-from evenly.errors import CheckpointError
+from evenly.checkpoints.votes import together
+from evenly.checkpoints.writing import CheckpointWriter, PendingCheckpoint
+from evenly.comm import ObjectGatherer
+from evenly.errors import CheckpointDamageError, CheckpointError, PeerError
 
 T = TypeVar("T")
 
@@ -54,6 +61,8 @@ class Checkpoints:
         self.nodes = nodes
         self._owner = owner
         self._gatherer = gatherer
+        self._store_gatherer = gatherer.by_store()
+        self._pending: PendingCheckpoint | None = None
         self._node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
         self._leads = nodes[self._node][0] == rank
 
@@ -67,54 +76,103 @@ class Checkpoints:
         keep: KeptCheckpoints,
         ended_epochs: int | None = None,
     ) -> Path:
-        """Writes the run's state as the checkpoint of `step` and returns its folder.
+        """Writes the run's state as the checkpoint of `step` and returns its folder; arguments as those of `start`."""
+        pending = self.start(step, trained_models, tracked, epoch=epoch, keep=keep, ended_epochs=ended_epochs)
+        self.wait_together()
+        return pending.result()
 
-        `ended_epochs`: the run has ended, in a loop over so many epochs, and is not resumed to make as many.
+    def start(
+        self,
+        step: int,
+        trained_models: list[TrainedModel],
+        tracked: Mapping[str, Stateful],
+        *,
+        epoch: int,
+        keep: KeptCheckpoints,
+        ended_epochs: int | None = None,
+    ) -> PendingCheckpoint:
+        """Copies the run's state and returns the checkpoint of `step`, which a thread now writes.
+
+        The one before must have ended. `ended_epochs`: the run has ended, in a loop over so many epochs, and is not
+        resumed to make as many.
         """
+        began = time.monotonic()
+        self.wait()
         token, step, best = self._together(lambda: self._begin(step, keep), "begin a checkpoint in", self.root)[0]
-        name = f"step-{step:09d}"
-        partial = self.root / f".{name}.{token}"
-        owner = self._open(partial)
-        digests = self._together(
-            lambda: self._write(partial, trained_models, tracked), "write the checkpoint", self.root / name
-        )
-        manifest: Manifest = {
+        manifest: dict[str, Any] = {
             "step": step,
             "epoch": epoch,
             "nodes": self.nodes,
-            "models": {trained_model.name: _form(trained_model.model.module) for trained_model in trained_models},
-            "files": {file: digest for part in digests for file, digest in part.items()},
+            "models": {
+                trained_model.name: form_of_module(trained_model.model.module) for trained_model in trained_models
+            },
         }
         if ended_epochs is not None:
             manifest["ended_epochs"] = ended_epochs
-
-        def finish() -> None:
-            if owner:
-                folder.seal(partial, self.root / name, manifest)
-
-        self._together(finish, "complete the checkpoint", self.root / name)
-
-        def clear() -> None:
-            if owner:
-                folder.clear(self.root, keep=keep.newest, best=best)
-
-        self._together(clear, "clear", self.root)
-        return self.root / name
-
-    def latest(self) -> Path | None:
-        """Returns the newest checkpoint that every rank can see, or None."""
-        self._together(lambda: folder.recover(self.root) if self._leads else None, "look into", self.root)
-        names_of_ranks = self._together(
-            lambda: [path.name for path in folder.checkpoints(self.root)], "look into", self.root
+        parts: list[CopiedPart] = []
+        failure: BaseException | None = None
+        try:
+            parts = self._copied(trained_models, tracked)
+        except BaseException as error:  # the others must not wait for this rank's files
+            failure = error
+        ends_run = isinstance(failure, PeerError) or not isinstance(failure, Exception)  # it is not the state's
+        writer = CheckpointWriter(
+            path=self.root / f"step-{step:09d}",
+            token=token,
+            rank=self.rank,
+            leads=self._leads,
+            parts=parts,
+            failure=failure,
+            manifest=manifest,
+            keep=keep,
+            best=best,
+            owner=self._owner,
+            gatherer=self._store_gatherer,
         )
-        common = set(names_of_ranks[0]).intersection(*names_of_ranks[1:])
-        if not common and any(names_of_ranks):
-            parts = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(names_of_ranks))
-            raise CheckpointError(
-                f"the ranks have no checkpoint in common in {self.root} ({parts}). "
-                "Bring the missing files back, or start afresh with resume=False."
+        self._pending = PendingCheckpoint(writer.path, step, writer.write, began=began)
+        if failure is not None and ends_run:
+            raise failure
+        self._pending.held_s = time.monotonic() - began
+        return self._pending
+
+    def wait(self) -> None:
+        """Returns when the checkpoint that is being written has ended; raises if another rank fails meanwhile."""
+        if self._pending is not None and not self._pending.has_ended:
+            began = time.monotonic()
+            self._pending.wait(self._gatherer.monitor)
+            self._pending.held_s += time.monotonic() - began
+
+    def wait_together(self) -> None:
+        """As `wait`, but no rank goes on before all know how it ended: the process of rank 0 may host the store."""
+        self.wait()
+        self._gatherer.gather(None, "wait for the checkpoint in", where=f" {self.root}")
+
+    def close(self) -> None:
+        """Waits for the checkpoint that is being written, also after a failure, as long as its ranks live."""
+        if self._pending is not None:
+            self._pending.wait(None)
+
+    def load_newest(self) -> Restored | None:
+        """Returns the state this rank resumes from, of the newest checkpoint that is whole on all ranks, if any is.
+
+        Newer ones that are damaged get another name, and the log says so.
+        """
+        problems: dict[Path, CheckpointDamageError] = {}
+        for path in reversed(self._common()):
+            try:
+                state = self.load(path)
+            except CheckpointDamageError as error:
+                problems[path] = error
+                continue
+            self._set_aside_damaged(problems, path)
+            return state
+        if problems:
+            reasons = " ".join(map(str, problems.values()))
+            raise CheckpointDamageError(
+                f"a run was to go on in {self.root}, but none of its checkpoints is whole. {reasons} Restore one of "
+                "them from a copy, or start afresh with resume=False."
             )
-        return self.root / max(common) if common else None
+        return None
 
     def set_aside(self) -> None:
         """Moves the checkpoints of an earlier run into a folder of their own: a new run begins here."""
@@ -128,6 +186,31 @@ class Checkpoints:
         self._together(lambda: read.append(self._read(path)), "read the checkpoint", path)
         return read[0]
 
+    def _common(self) -> list[Path]:
+        """Returns the checkpoints that every rank can see, oldest first."""
+        self._together(lambda: folder.recover(self.root) if self._leads else None, "look into", self.root)
+        names_of_ranks = self._together(
+            lambda: [path.name for path in folder.checkpoints(self.root)], "look into", self.root
+        )
+        common = set(names_of_ranks[0]).intersection(*names_of_ranks[1:])
+        if not common and any(names_of_ranks):
+            parts = "; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(names_of_ranks))
+            raise CheckpointError(
+                f"the ranks have no checkpoint in common in {self.root} ({parts}). "
+                "Bring the missing files back, or start afresh with resume=False."
+            )
+        return sorted((self.root / name for name in common), key=folder.step_of)
+
+    def _set_aside_damaged(self, problems: Mapping[Path, CheckpointDamageError], used: Path) -> None:
+        def rename() -> None:
+            for path in problems if self._leads else ():
+                folder.set_damaged_aside(path)
+
+        if problems:
+            self._together(rename, "rename the damaged checkpoints in", self.root)
+        for path, error in problems.items() if self.rank == 0 else ():
+            logger.warning("%s The run goes on from %s, and %s is now damaged-%s", error, used, path.name, path.name)
+
     def _begin(self, step: int, keep: KeptCheckpoints) -> tuple[str, int, list[str]]:
         """Returns a new token, the step and the best checkpoints that stay.
 
@@ -137,119 +220,63 @@ class Checkpoints:
             self._owner.require()
         return secrets.token_hex(4), step, keep.choose(self.root, step) if self.rank == 0 else []
 
-    def _open(self, partial: Path) -> bool:
-        """Makes the folder to write into; returns whether this rank owns it (each file system has one owner)."""
-
-        def at_rank_0() -> None:
-            if self.rank == 0:
-                partial.mkdir(parents=True)
-
-        def elsewhere() -> bool:
-            if not (self.rank and self._leads):
-                return self.rank == 0
-            try:
-                partial.mkdir(parents=True)
-            except FileExistsError:  # rank 0's, or that of another node on this file system
-                return False
-            return True
-
-        self._together(at_rank_0, "make the folder", partial)
-        return bool(self._together(elsewhere, "make the folder", partial)[self.rank])
-
-    def _write(
-        self, partial: Path, trained_models: list[TrainedModel], tracked: Mapping[str, Stateful]
-    ) -> dict[str, str]:
-        digests: dict[str, str] = {}
+    def _copied(self, trained_models: list[TrainedModel], tracked: Mapping[str, Stateful]) -> list[CopiedPart]:
+        """Returns copies of what this rank writes."""
+        parts = []
         full = {t.name: full_state(t) for t in trained_models}  # a collective of the ranks that share a network
         if self._leads:
-            value = {name: _node_state(state) for name, state in full.items()}
-            digests |= folder.write_part(partial, f"node-{self._node}", value)
+            parts.append(
+                folder.copied(f"node-{self._node}", {name: _node_state(state) for name, state in full.items()})
+            )
         rank_state: RankState = {
             "trainees": {t.name: _local_state(t, full[t.name]) for t in trained_models},
             "tracked": {name: stateful.state_dict() for name, stateful in tracked.items()},
             "random": _random_state(),
         }
-        return digests | folder.write_part(partial, f"rank-{self.rank}", rank_state)
+        return [*parts, folder.copied(f"rank-{self.rank}", rank_state)]
 
     def _read(self, path: Path) -> Restored:
-        manifest = folder.read_manifest(path)
-        files = manifest["files"]
+        manifest = read_manifest(path)
+        if manifest["step"] != folder.step_of(path):
+            raise damaged(path / MANIFEST, f"it is of step {manifest['step']}")
         if manifest["nodes"] == self.nodes:
-            node = folder.read_part(path, f"node-{self._node}", files)
-            rank = folder.read_part(path, f"rank-{self.rank}", files)
+            node, rank = _read_node(path, manifest, self._node), _read_rank(path, manifest, self.rank)
         else:
-            nodes = [folder.read_part(path, f"node-{index}", files) for index in range(len(manifest["nodes"]))]
-            ranks = [folder.read_part(path, f"rank-{r}", files) for r in range(sum(map(len, manifest["nodes"])))]
-            node, rank = merge(nodes, ranks, manifest["nodes"])
+            nodes = [_read_node(path, manifest, index) for index in range(len(manifest["nodes"]))]
+            ranks = [_read_rank(path, manifest, rank) for rank in range(sum(map(len, manifest["nodes"])))]
+            try:
+                node, rank = merge(nodes, ranks, manifest["nodes"])
+            except UNREADABLE as error:
+                raise damaged(path / MANIFEST, f"its parts do not fit each other, {error!r}") from error
         return {"manifest": manifest, "node": node, "rank": rank}
 
     def _together(self, act: Callable[[], T], action: str, path: Path) -> list[T]:
         """Returns every rank's result; if one rank fails, all raise, naming it."""
-        result: T | None = None
-        error = None
-        try:
-            result = act()
-        except Exception as problem:
-            error = f"{type(problem).__name__}: {problem}"
-        rows = self._gatherer.gather((result, error), action, where=f" {path}")
-        failed = {rank: reason for rank, (_, reason) in enumerate(rows) if reason}
-        if failed:
-            rank, reason = next(iter(failed.items()))
-            raise CheckpointError(f"ranks {list(failed)} could not {action} {path}. Rank {rank} says: {reason}")
-        return [cast("T", value) for value, _ in rows]  # without an error there is a result
+        return together(lambda value, what: self._gatherer.gather(value, what, where=f" {path}"), act, action, path)
 
 
-def apply(state: Restored, trained_model: TrainedModel) -> None:
-    """Loads a state into the model, its optimizer, its schedule and its batches."""
-    saved = state["manifest"]["models"].get(trained_model.name)
-    _require_same_form(saved, _form(trained_model.model.module), trained_model.name)
-    node, rank = state["node"][trained_model.name], state["rank"]["trainees"][trained_model.name]
-    put_state(trained_model, node, rank)
-    device = next(trained_model.model.module.parameters()).device
-    agreed, buffers = rank["agreed"], dict(trained_model.model.module.named_buffers())
-    trained_model.model.resume(
-        rank["progress"],
-        None if agreed is None else {name: part_of(buffers[name], value.to(device)) for name, value in agreed.items()},
-        local_exchanges(trained_model, node, rank),
-        node.get("trained"),
-    )
-    if trained_model.feed is not None:
-        trained_model.feed.resume(rank["feed"] or {})
+def _read_node(path: Path, manifest: Manifest, node: int) -> dict[str, NodeState]:
+    value: dict[str, NodeState] = folder.read_part(path, f"node-{node}", manifest["files"], manifest.get("sizes", {}))
+    problem = misform(value, NODE) or _other_models(value, manifest)
+    for name, forms in manifest["models"].items() if not problem else ():
+        problem = problem or tensors_misfit(forms, value[name]["parameters"])
+    if problem:
+        raise damaged(path / f"node-{node}.json", problem)
+    return value
 
 
-def load_tracked(state: Restored | None, things: Mapping[str, Stateful]) -> None:
-    """Loads the states that tracked objects have in a checkpoint, if there is one."""
-    if state is None:
-        return
-    saved, step = state["rank"]["tracked"], state["manifest"]["step"]
-    for name, stateful in things.items():
-        if name not in saved:
-            raise CheckpointError(
-                f"track({name}=...) was called in a run that goes on, but its checkpoint of step {step} has no "
-                f"{name!r}; it has {', '.join(map(repr, saved)) or 'nothing tracked'}. Give the name that it was saved "
-                "under, or track an object that is new in this start inside the loop over session.epochs()."
-            )
-        try:
-            stateful.load_state_dict(saved[name])
-        except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            raise CheckpointError(
-                f"track({name}=...) was called in a run that goes on, but {type(stateful).__name__} refuses what its "
-                f"checkpoint of step {step} has ({type(error).__name__}: {error}). Track the object that was saved "
-                "under this name, or start anew with Session(folder, resume=False)."
-            ) from error
+def _read_rank(path: Path, manifest: Manifest, rank: int) -> RankState:
+    value: RankState = folder.read_part(path, f"rank-{rank}", manifest["files"], manifest.get("sizes", {}))
+    problem = misform(value, RANK) or _other_models(value["trainees"], manifest)
+    for name, forms in manifest["models"].items() if not problem else ():
+        problem = problem or tensors_misfit(forms, value["trainees"][name]["buffers"])
+    if problem:
+        raise damaged(path / f"rank-{rank}.json", problem)
+    return value
 
 
-def restore_random_state(state: Restored) -> None:
-    """Restores torch's, Python's and numpy's generators; a new rank keeps its own."""
-    saved = state["rank"]["random"]
-    if saved is None:
-        return
-    torch.set_rng_state(saved["torch"])
-    if saved["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda"])
-    random.setstate(saved["python"])
-    name, keys, position, has_gauss, gauss = saved["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+def _other_models(models: Mapping[str, object], manifest: Manifest) -> str:
+    return "" if models.keys() == manifest["models"].keys() else "it is of other models than the manifest"
 
 
 def _random_state() -> RandomState:
@@ -290,21 +317,3 @@ def _local_state(trained_model: TrainedModel, full: FullState) -> LocalState:
         "exchanges": full["exchanges"],
         "feed": trained_model.feed.state() if trained_model.feed is not None else None,
     }
-
-
-def _form(module: torch.nn.Module) -> dict[str, str]:
-    return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(full_shape(tensor))}"
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    }
-
-
-def _require_same_form(saved: dict[str, str] | None, current: dict[str, str], trained_model: str) -> None:
-    if saved is None:
-        raise CheckpointError(f"the checkpoint has no model {trained_model!r}. Resume with the program that saved it.")
-    for name in [*saved, *current]:
-        if saved.get(name) != current.get(name):
-            raise CheckpointError(
-                f"the checkpoint was saved from another model: {name!r} is {saved.get(name, 'absent')} there "
-                f"and {current.get(name, 'absent')} here. Build the same model, or start a new run folder."
-            )

@@ -1,5 +1,6 @@
 """How the state_dict of a network is made of its parameters and buffers, so that a checkpoint can give it back."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypedDict
@@ -60,6 +61,8 @@ def state_of(form: StateForm | None, tensors: Mapping[str, torch.Tensor]) -> Ord
             )
         if kind == "view":
             owner, offset, shape, strides = entry
+            if math.prod(shape) > tensors[owner].numel():
+                raise ValueError(f"the entry {key[:40]!r} has more elements than {owner!r}, of which it is a part")
             state[key] = tensors[owner].as_strided(shape, strides, offset)
         else:
             state[key] = tensors[entry] if kind == "tensor" else entry
@@ -87,6 +90,7 @@ def _view(value: torch.Tensor, owners: Mapping[str, torch.Tensor]) -> tuple[str,
     """Returns the first of `owners` in whose memory a tensor lies, the offset there, and its shape and strides."""
     if value.layout != torch.strided or not value.numel():
         return None
+    owners = {name: owner for name, owner in owners.items() if value.numel() <= owner.numel()}
     strides = value.stride()
     extent = 1 + sum((length - 1) * stride for length, stride in zip(value.shape, strides, strict=True))
     for name, owner in owners.items():

@@ -29,6 +29,7 @@ class Manifest(TypedDict):
     nodes: list[list[int]]
     models: dict[str, dict[str, str]]  # the dtype and shape of each tensor
     files: dict[str, str]
+    sizes: NotRequired[dict[str, int]]  # the bytes of the files
     ended_epochs: NotRequired[int]  # the run ended, finished or stopped early, in a loop over so many epochs
 
 

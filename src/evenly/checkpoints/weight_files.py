@@ -5,7 +5,6 @@ A file is written beside its place and renamed when it is complete.
 
 import json
 import os
-import pickle
 import secrets
 import shutil
 from collections import OrderedDict
@@ -14,15 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from evenly._torch.compiler import plain_name
 from evenly._torch.modules import set_versions, versions_of
 from evenly.checkpoints.dcp import read_state, write_state
-from evenly.checkpoints.folder import flush
-from evenly.comm import first_line
+from evenly.checkpoints.files import flush
 from evenly.comm.nested_state import flatten, restore
+from evenly.comm import first_line
 from evenly.errors import CheckpointError, SpecError
 
 FileKind = Literal["safetensors", "pt", "dcp"]
@@ -31,10 +30,6 @@ WeightState = OrderedDict[str, Any]  # a state_dict, with the versions of its mo
 ENDINGS: Mapping[str, FileKind] = {".safetensors": "safetensors", ".pt": "pt", ".pth": "pt"}
 HEADER = "evenly"  # the entry of a safetensors file's metadata that holds versions and plain values
 VERSIONS = "versions"  # the entry of a torch.distributed.checkpoint folder beside "model"
-UNREADABLE = (
-    *(SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError),
-    *(ValueError, KeyError, TypeError, AttributeError),  # of content that has another form
-)
 NO_SAFETENSORS = (torch.complex128,)  # dtypes that the format does not know
 
 
@@ -110,7 +105,9 @@ def read_weights(path: Path) -> WeightState:
         if path.is_dir():
             return _read_dcp(path)
         return _read_safetensors(path) if ENDINGS.get(path.suffix) == "safetensors" else _read_pt(path)
-    except UNREADABLE as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a file of another program leads to
         raise CheckpointError(
             f"weights were to be read from {path}, but it cannot be read: {first_line(error)} Give a whole file that "
             "evenly export, session.save or torch.save(model.state_dict()) wrote."

@@ -25,6 +25,7 @@ from evenly.reports import (
     row_of,
 )
 from evenly.spec import (
+    CheckpointFailed,
     CheckpointSaved,
     EpochDone,
     Event,
@@ -96,6 +97,8 @@ class Watcher:
                 self._say(f"epoch {epoch} done at step {step}")
             case CheckpointSaved(path=path, seconds=seconds):
                 self._say(f"checkpoint {path} ({seconds:.2f} s)")
+            case CheckpointFailed(step=step, error=error):
+                self._say(f"no checkpoint of step {step}: {error}")
             case Straggler():
                 self._say(event.explain())
             case RunFinished():

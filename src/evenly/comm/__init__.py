@@ -45,6 +45,7 @@ from evenly.comm.memory.group import MemoryGroup, MemoryWork
 from evenly.comm.rank_group import RankGroup, rank_group_of
 from evenly.comm.redistribute import MOVES, Redistribute, copy_together
 from evenly.comm.shard_group import PendingTensor, ShardGroup, Traffic
+from evenly.comm.store_gatherer import StoreGatherer
 
 __all__ = [
     "MOVES",
@@ -63,6 +64,7 @@ __all__ = [
     "RankGroup",
     "Redistribute",
     "ShardGroup",
+    "StoreGatherer",
     "Traffic",
     "Work",
     "all_gather",

@@ -17,6 +17,7 @@ from evenly.comm.groups import Group
 from evenly.comm.heartbeats import AwakeClock
 from evenly.comm.memory.group import MemoryGroup, MemoryWork, PausableClock
 from evenly.comm.memory.members import Absence
+from evenly.comm.store_gatherer import StoreGatherer
 from evenly.errors import LockstepError, PeerError
 
 T = TypeVar("T")
@@ -296,6 +297,15 @@ class ObjectGatherer:
         self._group = group
         self._timeout_s = timeout_s
         self._number = 0
+
+    @property
+    def monitor(self) -> FailureMonitor:
+        """The failures of the ranks of the group."""
+        return self._monitor
+
+    def by_store(self) -> StoreGatherer:
+        """Returns what gathers values of the same ranks through their store, for a background thread."""
+        return StoreGatherer(self._monitor, timeout_s=self._timeout_s)
 
     def gather(self, value: T, what: str, *, where: str = "") -> list[T]:
         """Returns every rank's `value`; `what` names the call in errors, and `where` its files.

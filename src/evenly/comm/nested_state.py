@@ -17,7 +17,7 @@ def flatten(value: object, prefix: str, tensors: dict[str, torch.Tensor]) -> Jso
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
         name = f"{prefix}#{len(tensors)}"  # the number keeps keys with dots apart
         plain = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
-        tensors[name] = plain.cpu().contiguous().clone()
+        tensors[name] = plain.to("cpu", copy=True).contiguous()  # what is saved later must not change until then
         return {"$complex" if value.is_complex() else "$tensor": name}  # safetensors does not know all complex types
     if isinstance(value, _PLAIN):
         return value
@@ -49,15 +49,15 @@ def entry_at(value: Any, path: Sequence[str]) -> Any:
 
 
 def restore(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Returns the value that `flatten` converted."""
+    """Returns the value that `flatten` converted, with its tensors, which are taken out of `tensors`."""
     if isinstance(value, list):
         return [restore(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if "$tensor" in value:
-        return tensors[value["$tensor"]]
+        return tensors.pop(value["$tensor"])
     if "$complex" in value:
-        return torch.view_as_complex(tensors[value["$complex"]].clone())  # a file may not be aligned for it
+        return torch.view_as_complex(tensors.pop(value["$complex"]).clone())  # a file may not be aligned for it
     if "$tuple" in value:
         return tuple(restore(item, tensors) for item in value["$tuple"])
     return {restore(key, tensors): restore(item, tensors) for key, item in value["$dict"]}

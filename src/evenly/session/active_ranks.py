@@ -121,9 +121,7 @@ class ActiveRanks:
         It is looked for only once the active ranks are known: those that are left out have none.
         """
         if not self._restored:
-            latest = self.checkpoints.latest() if self.checkpoints is not None and self._resume else None
-            restored = self.checkpoints.load(latest) if self.checkpoints is not None and latest is not None else None
-            self._restored = [restored]
+            self._restored = [self.checkpoints.load_newest() if self.checkpoints is not None and self._resume else None]
         return self._restored[0]
 
     def begin(self, epoch: int, epochs: int, *, has_ended: bool = False) -> None:

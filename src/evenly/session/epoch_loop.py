@@ -7,6 +7,7 @@ from typing import Literal
 
 from evenly.checkpoints.full_state import TrainedModel
 from evenly.errors import SpecError
+from evenly.session.checkpointing import SaveCheckpoint
 from evenly.session.counters import Counters
 from evenly.session.loop_exit import was_left_by_break
 from evenly.session.recorder import Recorder
@@ -22,7 +23,7 @@ class EpochLoop:
     Args:
         trained_models: the models of the run; all may not be prepared yet.
         stopping: the agreement of the ranks on an early end.
-        save: saves a checkpoint; given a number, one that marks the run as ended in a loop over so many epochs.
+        save: saves a checkpoint, if the run has a folder.
         saves_every: a number of steps, `"epoch"`, or None: no checkpoints but those that are asked for.
         report: reports an error to the other ranks.
         is_main: whether this is rank 0.
@@ -35,7 +36,7 @@ class EpochLoop:
         recorder: Recorder,
         *,
         stopping: StopAgreement,
-        save: Callable[[int | None], object] | None,
+        save: SaveCheckpoint | None,
         saves_every: int | Literal["epoch"] | None,
         report: Callable[[BaseException], None],
         is_main: bool,
@@ -91,7 +92,7 @@ class EpochLoop:
             trained_model.model.advance_after_skipped_step()
         every, step = self._saves_every, self._counters.step
         if self._save is not None and isinstance(every, int) and step % every == 0 and step > self.saved_step:
-            self._save(None)
+            self._save(wait=False)
         if self.stopping.is_reached(step):
             self._is_stopped = True
             for trained_model in self._trained_models:
@@ -116,7 +117,7 @@ class EpochLoop:
         if self.epoch == count:
             return  # the end of the run saves
         if self._save is not None and self._saves_every == "epoch":
-            self._save(None)
+            self._save(wait=False)
         self.between_steps()
 
     def _end_loop(self, count: int) -> None:
@@ -133,7 +134,10 @@ class EpochLoop:
     def _interrupt(self, reason: str, number: int) -> None:
         """Saves without an exchange, so that a second start continues bit for bit, and ends the program."""
         self.is_interrupted = True
-        place = "nothing is saved without a folder" if self._save is None else f"saved in {self._save(None)}"
+        place = "nothing is saved without a folder"
+        if self._save is not None:
+            path = self._save()
+            place = "nothing could be saved" if path is None else f"saved in {path}"
         self._record_stop(f"{reason}; a second start resumes here")
         if self._is_main:
             logger.warning("stopped by %s after step %d; %s", reason, self._counters.step, place)

@@ -25,7 +25,7 @@ from evenly.batches import (
 from evenly.checkpoints.averaged_model import save_average
 from evenly.checkpoints.best import KeepBest, KeptCheckpoints
 from evenly.checkpoints.full_state import TrainedModel
-from evenly.checkpoints.saving import apply, load_tracked, restore_random_state
+from evenly.checkpoints.resuming import apply, load_tracked, restore_random_state
 from evenly.checkpoints.states import Stateful
 from evenly.comm import FailureMonitor, rank_group_of
 from evenly.errors import SpecError
@@ -36,6 +36,7 @@ from evenly.nodes.composition import compose_synchronized
 from evenly.session.accumulation import AccumulatedBatch, Accumulation
 from evenly.session.active_ranks import LINGER_S, ActiveRanks, LeftOut
 from evenly.session.by_hand import regroup, survey_rank_group
+from evenly.session.checkpointing import CheckpointSaver, OnError, require_saving
 from evenly.session.epoch_loop import EpochLoop
 from evenly.session.joining import open_client
 from evenly.session.planning import (
@@ -54,7 +55,6 @@ from evenly.session.seeding import seed_program
 from evenly.session.sharding import require_own_batches, shard_for
 from evenly.session.stopping import RunInterrupted, StopAgreement
 from evenly.spec import (
-    CheckpointSaved,
     Event,
     Every,
     EverySeconds,
@@ -82,6 +82,8 @@ class Session:
         nodes: Sequence[Sequence[int]] | None = None,
         seed: int = 0,
         checkpoint_every: int | Literal["epoch"] | None = "epoch",
+        checkpoint_async: bool = True,
+        checkpoint_errors: OnError = "raise",
         keep: int = 2,
         keep_best: KeepBest | None = None,
         resume: bool = True,
@@ -98,6 +100,10 @@ class Session:
             nodes: the ranks of each node; discovered if left out.
             seed: of the order of samples.
             checkpoint_every: a number of steps, `"epoch"`, or None to save only by `checkpoint()`.
+            checkpoint_async: whether training goes on while a checkpoint is written; the end of the run, and
+                `checkpoint()`, wait for it.
+            checkpoint_errors: whether a checkpoint that cannot be written (a full disk, a read-only folder) ends the
+                run (`"raise"`), or is logged and recorded (`"warn"`); the checkpoint before stays.
             keep: how many checkpoints stay on disk.
             keep_best: the name of a number that `log` gets, whose best checkpoint stays, too: `"accuracy"`, or
                 `("loss", "min", 3)` for the three smallest.
@@ -107,17 +113,20 @@ class Session:
             progress: whether rank 0 writes a line per epoch to stderr, and a progress bar if that is a terminal.
         """
         require_numbers(seed=seed, checkpoint_every=checkpoint_every, keep=keep)
+        require_saving(checkpoint_async=checkpoint_async, checkpoint_errors=checkpoint_errors)
         self._folder = Path(folder) if folder is not None else None
         self._requested_device = device
         self._requested_nodes = nodes
         self._seed = seed
         self._keep = KeptCheckpoints(keep, keep_best, folder=self._folder)
         self._checkpoint_every = checkpoint_every
+        self._checkpoint_async, self._checkpoint_errors = checkpoint_async, checkpoint_errors
         self._place = place
         self._resume = resume
         self._timeout_s = timeout_s
         self._monitor: FailureMonitor | None = None
         self._entered: ActiveRanks | None = None
+        self._saver: CheckpointSaver | None = None  # of a run with a folder
         self._trained_models: list[TrainedModel] = []
         self._accumulation = Accumulation(self._trained_models)
         self._plan: Plan | None = None  # of the first model
@@ -180,6 +189,18 @@ class Session:
             self._recorder = active_ranks.recorder
             self._counters = active_ranks.counters
             self._closing.callback(active_ranks.close)
+            if active_ranks.checkpoints is not None:
+                self._recorder.is_optional = self._checkpoint_errors == "warn"
+                self._saver = CheckpointSaver(
+                    active_ranks.checkpoints,
+                    self._trained_models,
+                    self._tracked,
+                    self._counters,
+                    self._recorder,
+                    keep=self._keep,
+                    is_async=self._checkpoint_async,
+                    on_error=self._checkpoint_errors,
+                )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -194,6 +215,8 @@ class Session:
                     self._loop.require_ended()
                 if not is_interrupted:
                     self.finish()
+                if self._saver is not None:
+                    self._saver.settle()
                 sums = self._gatherer.gather(self._counters.sums(), "the end of the run")
                 self._counters.record_totals(sums, self.cluster.rank_lists())
         except BaseException as problem:
@@ -203,7 +226,11 @@ class Session:
             if error is not None:
                 self._report(error)
                 self._recorder.record_failure(self._counters.step, error)
-            self._closing.close()
+            try:
+                if self._saver is not None:
+                    self._saver.close()
+            finally:
+                self._closing.close()
         return left_out
 
     def plan(
@@ -355,25 +382,20 @@ class Session:
         for trained_model in self._trained_models:
             trained_model.model.finish()
 
-    def checkpoint(self) -> Path:
-        """Saves the run now, on all ranks together, and returns the folder."""
+    def checkpoint(self) -> Path | None:
+        """Saves the run now, on all ranks together, and returns the folder once it is complete.
+
+        None with `checkpoint_errors="warn"`, if it could not be written.
+        """
         return self._save()
 
-    def _save(self, ended_epochs: int | None = None) -> Path:
-        if self._active_ranks.checkpoints is None:
+    def _save(self, ended_epochs: int | None = None, *, wait: bool = True) -> Path | None:
+        if self._active_ranks.checkpoints is None or self._saver is None:
             raise SpecError("a checkpoint was asked for, but the session has no folder. Use Session('runs/name').")
-        began = time.monotonic()
-        for trained_model in self._trained_models:
-            trained_model.model.prepare_checkpoint()
-        step, epoch = self._counters.step, 0
+        epoch = 0
         if self._loop is not None:
-            self._loop.saved_step, epoch = step, self._loop.epoch
-        self._recorder.flush()
-        self._counters.flush()
-        save = self._active_ranks.checkpoints.save
-        path = save(step, self._trained_models, self._tracked, epoch=epoch, keep=self._keep, ended_epochs=ended_epochs)
-        self._recorder.record(CheckpointSaved, step=step, path=str(path), seconds=time.monotonic() - began)
-        return path
+            self._loop.saved_step, epoch = self._counters.step, self._loop.epoch
+        return self._saver.save(epoch, ended_epochs=ended_epochs, wait=wait)
 
     def save(self, path: str | Path, *, name: str | None = None) -> Path:
         """Writes the weights of a model, averaged over all nodes, to one file; all ranks call it together.
@@ -528,6 +550,8 @@ class Session:
     def _between_steps(self) -> None:
         if self._loop is not None:
             self._loop.between_steps()
+            if self._saver is not None:
+                self._saver.look()
 
     def _new_loop(self, plan: Plan) -> EpochLoop:
         nodes, is_timed = self.cluster.rank_lists(), isinstance(plan.period, EverySeconds)

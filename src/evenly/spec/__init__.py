@@ -31,6 +31,7 @@ from evenly.spec.profile import (
 )
 from evenly.spec.rank_log import LinkBytes, RankExchange, RankLogs, RankPart, RankStarted, StepTimes, read_rank_logs
 from evenly.spec.run import (
+    CheckpointFailed,
     CheckpointSaved,
     EpochDone,
     Event,
@@ -53,6 +54,7 @@ __all__ = [
     "Adaptive",
     "AnyPeriod",
     "BufferPolicy",
+    "CheckpointFailed",
     "CheckpointSaved",
     "Cluster",
     "CollectiveTimings",

@@ -111,6 +111,16 @@ class CheckpointSaved(Value):
     step: int
     path: str
     seconds: float
+    held_s: float | None = Field(default=None, description="seconds of these in which training waited")
+
+
+class CheckpointFailed(Value):
+    """A checkpoint could not be written, and the run went on without it."""
+
+    event: Literal["checkpoint_failed"] = "checkpoint_failed"
+    at_s: float
+    step: int
+    error: str
 
 
 class Straggler(Value):
@@ -229,6 +239,7 @@ Event = Annotated[
     | EpochDone
     | Measured
     | CheckpointSaved
+    | CheckpointFailed
     | Straggler
     | RunStopped
     | RunFailed

@@ -43,6 +43,13 @@ def test_all_combinations_of_cases_and_grid_with_every_seed(tmp_path):
     assert [run.config.seed for run in runs] == [run.seed for run in runs]
 
 
+def test_folders_of_runs_stay_in_that_of_the_experiment(tmp_path):
+    text = GRID.replace("[cases.width]", '[cases."../../width"]').replace("narrow", '"/etc/../.."')
+    folders = [run.folder for run in planned_runs(experiment(tmp_path, text))]
+    assert str(folders[0]) == "..-..-width-etc-..-.._every-global/seed-0"
+    assert all(len(folder.parts) == 2 for folder in folders)
+
+
 def test_quick_settings_changes_and_seeds(tmp_path):
     runs = planned_runs(experiment(tmp_path), seeds=3, changes=["lr=0.5", "width=2"], quick=True)
     assert len(runs) == 12

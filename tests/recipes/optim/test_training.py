@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from evenly.checkpoints import Checkpoints, KeptCheckpoints, TrainedModel, apply
-from evenly.checkpoints.saving import load_tracked
+from evenly.checkpoints.resuming import load_tracked
 from evenly.recipes.optim import OPTIMIZERS, build_optimizer, build_schedule
 from evenly.spec import Exchange, period_of
 from tests.checkpoints.trained_runs import gatherer_of
@@ -118,7 +118,7 @@ def trained(rank_group, name, root, *, shares, stops=(), steps=5):
             checkpoints = Checkpoints(root, gatherer, rank=rank_group.rank, nodes=world.nodes)
             trained_model = TrainedModel("model", synchronized, optimizer, None)
             if begin:
-                restored = checkpoints.load(checkpoints.latest())
+                restored = checkpoints.load_newest()
                 apply(restored, trained_model)
                 load_tracked(restored, {"schedule": schedule})
             for row in data[begin:end]:

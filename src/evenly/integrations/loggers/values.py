@@ -3,6 +3,7 @@
 import math
 
 from evenly.spec import (
+    CheckpointFailed,
     CheckpointSaved,
     EpochDone,
     Event,
@@ -58,7 +59,9 @@ class EventValues:
             case EpochDone(epoch=epoch):
                 return {"epoch": epoch}
             case CheckpointSaved(seconds=seconds):
-                return {"checkpoint/seconds": seconds}
+                return {"checkpoint/seconds": seconds, "checkpoint/failed": 0}
+            case CheckpointFailed():
+                return {"checkpoint/failed": 1}
             case Straggler(rank=rank, factor=factor, is_over=is_over):
                 return {f"straggler/{rank}": 1.0 if is_over else factor}
             case RunFailed():

@@ -16,6 +16,7 @@ from evenly.spec._text import load_toml
 from evenly.spec._value import Value
 
 GRIDS = Path(__file__).parent / "grids"
+NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9._]+")  # what the name of a folder does not take from a key
 Cell = bool | int | float | str | tuple[int | float | str, ...]
 
 
@@ -57,7 +58,7 @@ class PlannedRun:
     @property
     def name(self) -> str:
         """The name of its folder, without the seed."""
-        return "_".join(f"{key}-{_words(value)}" for key, value in self.cells) or "run"
+        return "_".join(f"{NOT_OF_NAMES.sub('-', key)}-{_words(value)}" for key, value in self.cells) or "run"
 
     @property
     def folder(self) -> Path:
