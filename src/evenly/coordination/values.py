@@ -11,7 +11,7 @@ from evenly.errors import SpecError
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 Fields: TypeAlias = Mapping[str, JSON]
 
-MOST_FACTS_BYTES = 4096
+MOST_FACTS_BYTES = 16384
 MOST_DEPTH = 32  # of lists and objects in each other
 MOST_TEXT = 1000  # characters of a name or a reason
 MOST_RANKS = 4096  # of a node

@@ -19,6 +19,7 @@ import torch
 from evenly.comm import CollectiveWaiter, Groups, gather_rows
 from evenly.comm.elastic_groups import RoundAbortedError, RoundWaiter, leave_groups, open_across
 from evenly.coordination import CoordinationClient, ExchangeRound, Proposal, RoundMember
+from evenly.coordination.values import JSON, Fields
 from evenly.errors import CoordinatorLostError, NonFiniteError, PeerError
 from evenly.exchange.membership import ExchangeParts, Membership
 from evenly.exchange.payload import Payload
@@ -81,6 +82,13 @@ class ElasticMembership(Membership):
         self._averages: Payload | None = None  # of the attempt
         self._is_healthy = True
         self._doubts = False  # the last averages were not finite
+        self._committed: ExchangeRound | None = None  # which the source of samples has not followed yet
+        self._samples_state: Fields | None = None  # of another node, whose source of samples is newer
+
+    @property
+    def node(self) -> str:
+        """The name of this node."""
+        return self._client.member.node
 
     def bind(self, parts: ExchangeParts) -> None:
         """Sets what the exchanges of one network consist of."""
@@ -145,7 +153,7 @@ class ElasticMembership(Membership):
             gives_state=vote.is_whole,
             is_healthy=self._is_healthy,
             ends=vote.waits_for_all,
-            facts={"row": _encoded(votes.node_row)} if self._groups.local_rank == 0 else {},
+            facts=self._facts(votes.node_row) if self._groups.local_rank == 0 else {},
             peers=self._names,
         )
         formed = self._propose(proposal, waiter)
@@ -181,16 +189,35 @@ class ElasticMembership(Membership):
         self._round = None
         if COMMITTED in verdicts:
             self.version, self._lineage = formed.number, formed.lineage
-            self._names = tuple(member.node for member in formed.members)
+            self._names = formed.nodes
+            self._committed = formed
         elif ABORTED in verdicts:
             raise RoundAbortedError(why or "another rank of this node saw it given up")
         else:
             raise PostponedError(why)
 
+    def deal_samples(self) -> None:
+        """Lets the source of samples follow the round that was committed last."""
+        formed, self._committed = self._committed, None
+        if self.samples is None or formed is None:
+            return
+        if self._samples_state is not None:
+            self.samples.adopt(self._samples_state)
+            self._samples_state = None
+        reports = {member.node: report for member in formed.members if (report := _samples_of(member)) is not None}
+        if self._client.member.node in reports:
+            lacking = zip(formed.members, _lacking(formed), strict=True)
+            discarded = [member.node for member, lacks in lacking if lacks]
+            self.samples.commit(reports, absent=formed.absent, discarded=discarded)
+
     def close(self) -> None:
         """Tells the coordinator that this rank ends."""
         self._client.leave()
         self._client.close()
+
+    def _facts(self, node_row: torch.Tensor) -> dict[str, JSON]:
+        facts: dict[str, JSON] = {"row": _encoded(node_row)}
+        return facts if self.samples is None else {**facts, "samples": self.samples.report()}
 
     def _propose(self, proposal: Proposal, waiter: CollectiveWaiter) -> ExchangeRound:
         formed: ExchangeRound | None = None
@@ -213,6 +240,7 @@ class ElasticMembership(Membership):
         parts, anchors = self._bound, self._bound.anchors
         is_new = formed.generation != self._generation
         lacks_training = _lacking(formed)
+        lacks_samples = _lacking_samples(formed)
         lacks_state = [lacks or m.is_behind for lacks, m in zip(lacks_training, formed.members, strict=True)]
         full: Mapping[str, Tensors] = {}
         if anchors.are_kept and (is_new or any(lacks_state)):
@@ -220,8 +248,10 @@ class ElasticMembership(Membership):
         if is_new:
             self._open(formed, index, waiter)
         self.adopts_buffers = lacks_state[index]
-        if any(lacks_state):
+        if any(lacks_state) or any(lacks_samples):
             state = self._transfer(formed, index, full, waiter)
+            if lacks_samples[index] and isinstance(state.training, dict):
+                self._samples_state = state.training.get("samples")
             if lacks_state[index]:
                 full = {**state.anchors, **({} if lacks_training[index] else _own_errors(full))}
                 parts.buffers.agreed = dict(state.agreed_buffers)
@@ -329,10 +359,27 @@ def _weights(formed: ExchangeRound) -> tuple[float, ...]:
 
 
 def _giver(formed: ExchangeRound) -> int:
-    """Returns the index of the node that gives its state to others."""
-    if formed.healer is not None:
-        return formed.healer
-    return next(index for index, member in enumerate(formed.members) if not (member.needs_state or member.is_behind))
+    """Returns the index of the node that gives its state to others: of those that lack none the newest in samples."""
+    candidates = [i for i, member in enumerate(formed.members) if not (member.needs_state or member.is_behind)]
+    numbers = _samples_numbers(formed)
+    return max(candidates, key=lambda index: (numbers[index], -index))
+
+
+def _samples_of(member: RoundMember) -> Fields | None:
+    report = member.facts[0].get("samples")
+    return report if isinstance(report, dict) else None
+
+
+def _samples_numbers(formed: ExchangeRound) -> list[int]:
+    """Returns how many commits the source of samples of each node has followed; -1 without one."""
+    reports = [_samples_of(member) for member in formed.members]
+    return [-1 if report is None else int(str(report.get("number", 0))) for report in reports]
+
+
+def _lacking_samples(formed: ExchangeRound) -> list[bool]:
+    """Returns which nodes take over the account of samples of another one."""
+    numbers = _samples_numbers(formed)
+    return [0 <= number < max(numbers) for number in numbers]
 
 
 def _own_errors(full: Mapping[str, Tensors]) -> dict[str, Tensors]:

@@ -150,6 +150,7 @@ class Exchanger:
             if (state := self._membership.received) is not None:
                 self._membership.received = None
                 self._install(state)
+            self._membership.deal_samples()
 
     def _training_state(self) -> dict[str, object]:
         """Returns what a joining node takes over, besides parameters and averaged buffers."""
@@ -159,6 +160,7 @@ class Exchanger:
             "schedule": self._schedule.progress(),
             "counts": list(self._counts),
             "buffers": own_buffers,
+            "samples": None if self._membership.samples is None else self._membership.samples.state(),
         }
 
     def _install(self, state: JoinState) -> None:

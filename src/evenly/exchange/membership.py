@@ -1,11 +1,12 @@
 """Which nodes take part in an exchange, and whether it counts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from evenly.comm import CollectiveWaiter, Groups, all_gather
+from evenly.coordination.values import JSON, Fields
 from evenly.exchange.anchors import Anchors
 from evenly.exchange.buffers import Buffers
 from evenly.exchange.payload import Payload
@@ -16,6 +17,24 @@ from evenly.exchange.state_transfer import JoinState
 from evenly.exchange.votes import Quorum, Vote, VoteColumns, require_lockstep, vote_inside
 
 T = TypeVar("T")
+
+
+class SampleSource(Protocol):
+    """Deals the samples of an epoch to the nodes of an elastic run: every sample is trained once."""
+
+    def report(self) -> dict[str, JSON]:
+        """Returns what this node tells the others before an exchange."""
+
+    def adopt(self, state: Fields) -> None:
+        """Takes over the `state()` of another node."""
+
+    def state(self) -> dict[str, JSON]:
+        """Returns which samples are done and who holds which."""
+
+    def commit(
+        self, reports: Mapping[str, Fields], *, absent: Collection[str] = (), discarded: Collection[str] = ()
+    ) -> None:
+        """Follows an exchange that was made by the nodes with these reports."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +54,7 @@ class Membership(ABC):
     is_elastic = False  # nodes may come and go
     received: JoinState | None = None  # what this node takes over from another one with the exchange that is made
     has_waiting = False  # nodes wait for an exchange of everything, for which training waits, to join at it
+    samples: SampleSource | None = None
     adopts_buffers = False  # this node takes over the agreed values of buffers that the exchange does not change, too
 
     @abstractmethod
@@ -56,6 +76,10 @@ class Membership(ABC):
     @abstractmethod
     def conclude(self, payload: Payload, agreed: Tensors, waiter: CollectiveWaiter) -> None:
         """Returns once the averages of parameters and buffers count on all nodes."""
+
+    @abstractmethod
+    def deal_samples(self) -> None:
+        """Lets the source of samples follow the exchange that was made; the training thread calls it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -92,6 +116,9 @@ class StaticMembership(Membership):
 
     def conclude(self, payload: Payload, agreed: Tensors, waiter: CollectiveWaiter) -> None:
         """Does nothing: an exchange that no rank failed in counts."""
+
+    def deal_samples(self) -> None:
+        """Does nothing: a plan says who trains what."""
 
     def close(self) -> None:
         """Does nothing: the groups are closed by whom they belong to."""

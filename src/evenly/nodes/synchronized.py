@@ -7,18 +7,22 @@ Reference: Moreno-Alvarez, Paoletti, Cavallaro, Haut, TNNLS 2023, 10.1109/TNNLS.
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import torch
+from torch.utils.data import Dataset
 
 from evenly._torch.autograd import in_backward
 from evenly._torch.scaler import watch_scaler
+from evenly.batches.dealt import DealtFeed
+from evenly.batches.loading import LoaderOptions
 from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, require_same
 from evenly.comm.blocks.replicas import shard_group_of
 from evenly.errors import NonFiniteError, SpecError
+from evenly.exchange.elastic import ElasticMembership
 from evenly.exchange.exchange_state import ExchangeState, Progress
 from evenly.exchange.exchanger import Exchanger
 from evenly.exchange.membership import Membership
@@ -45,7 +49,7 @@ from evenly.nodes.trained_parameters import ChangeLog, TrainedParameters
 from evenly.schedule.period_timer import PeriodTimer
 from evenly.schedule.step_clock import StepClock
 from evenly.schedule.step_counter import Schedule
-from evenly.spec import AnyPeriod, BufferPolicy, EveryGradient, Exchange
+from evenly.spec import AnyPeriod, BufferPolicy, EveryGradient, EverySteps, Exchange
 from evenly.spec.plan import counted
 
 logger = logging.getLogger(__name__)
@@ -211,6 +215,64 @@ class Synchronized(torch.nn.Module):
             "a synchronized model was to be copied or pickled, but it holds connections to other ranks. Copy or save "
             "the plain network, .module; inside agreed() it is the average of all nodes."
         )
+
+    def deal(
+        self,
+        dataset: Dataset[object] | Iterable[object],
+        *,
+        batch_size: int | Sequence[int],
+        seed: int = 0,
+        shuffle: bool | None = None,
+        sampler: Iterable[object] | None = None,
+        **loading: Unpack[LoaderOptions],
+    ) -> DealtFeed:
+        """Returns this rank's batches in an elastic run: over all nodes every sample is trained once in each epoch.
+
+        Nodes get samples in proportion to their measured speed, for `every` steps at a time; then they exchange. What
+        a lost node had is dealt to the others. Iterate over it once for each epoch.
+
+        Args:
+            dataset: the same on all nodes; map-style, or a stream that all read in the same order.
+            batch_size: samples of each rank of this node in a step.
+            seed: for the order, the same on all nodes.
+            shuffle: whether samples are shuffled; yes if left out, unless there is a sampler or a stream.
+            sampler: gives the order of a map-style dataset.
+            loading: options of torch's DataLoader.
+        """
+        membership, period = self._membership, self.schedule.period
+        if not isinstance(membership, ElasticMembership):
+            raise SpecError("deal() was called, but this run is not elastic. Use evenly.feed, or a sampler of torch.")
+        if not isinstance(period, EverySteps) or self._settings.overlap or self._settings.fragments > 1:
+            raise SpecError(
+                f"deal() was called with every={period!r}, overlap={self._settings.overlap} and "
+                f"fragments={self._settings.fragments}: samples are dealt for a number of steps, after which training "
+                "waits for an exchange of everything. Give every=K, without overlap and fragments."
+            )
+        group = self._groups.rank_group
+        sizes = [batch_size] * group.size if isinstance(batch_size, int) else list(batch_size)
+        feed = DealtFeed(
+            dataset,
+            node=membership.node,
+            rank=group.rank,
+            samples=sizes,
+            period_samples=period.steps * sum(sizes),
+            seed=seed,
+            shuffle=shuffle,
+            sampler=sampler,
+            device=next(self.module.parameters()).device,
+            **loading,
+        )
+        feed.meet = self._meet
+        membership.samples = feed
+        self._count = partial(feed.samples_of, self.module)
+        self.schedule.stop_counting()
+        return feed
+
+    def _meet(self) -> None:
+        """Makes an exchange when the samples that were dealt are trained."""
+        self._require_outside_agreed("an exchange")
+        self.advance_after_skipped_step()
+        self._exchanger.exchange(range(self.schedule.fragments), waits=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -31,6 +31,10 @@ class Schedule:
         self._since = [0] * fragments  # steps since the last exchange of each fragment
         self._epochs = self._epoch_end = 0  # epochs that have ended, and the step at which the last one did
 
+    def stop_counting(self) -> None:
+        """From now on no number of steps makes an exchange due: somebody else begins them."""
+        self._length = self.next_length = 0
+
     @property
     def since(self) -> int:
         """Steps since the oldest of the fragments' last exchanges."""
