@@ -20,8 +20,8 @@ from evenly._torch.compiler import plain_name
 from evenly._torch.modules import set_versions, versions_of
 from evenly.checkpoints.dcp import read_state, write_state
 from evenly.checkpoints.files import flush
-from evenly.comm.nested_state import flatten, restore
 from evenly.comm import first_line
+from evenly.comm.nested_state import flatten, restore
 from evenly.errors import CheckpointError, SpecError
 
 FileKind = Literal["safetensors", "pt", "dcp"]
