@@ -20,6 +20,11 @@ def data():
     return TensorDataset(x, y, torch.arange(SIZE))
 
 
+def count_of(rows):
+    """Returns how often each sample was trained."""
+    return collections.Counter(number for *_, numbers in rows for number in numbers)
+
+
 @pytest.fixture
 def meeting():
     one = coordinator(2)
@@ -58,14 +63,10 @@ def test_all_samples_are_trained_once_and_faster_nodes_train_more(meeting):
     started = [NodeThreads(n, s, meeting.address, act).begin() for n, s in nodes.items()]
     results = [values for node in started for values in node.join()]
     for epoch in range(2):
-        counts = collections.Counter(
-            n for rows in seen.values() for e, _, numbers in rows if e == epoch for n in numbers
-        )
+        counts = count_of(row for rows in seen.values() for row in rows if row[0] == epoch)
         assert sorted(counts) == list(range(SIZE))
         assert set(counts.values()) == {1}
-    trained = {
-        name: sum(len(n) for (node, _), rows in seen.items() if node == name for *_, n in rows) for name in nodes
-    }
+    trained = {name: sum(count_of(rows).total() for key, rows in seen.items() if key[0] == name) for name in nodes}
     assert trained["a"] > 1.5 * trained["b"]
     for values in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(values, results[0], strict=True))
@@ -86,15 +87,12 @@ def test_samples_of_a_lost_node_are_dealt_to_the_others_and_a_late_node_gets_som
         return loader.ledger, rank.values()
 
     def dies(rank):
-        class Dead(Exception):
-            pass
-
         def die(step):
             if step == 5:
                 rank.client.close()
-                raise Dead
+                raise SystemExit
 
-        with pytest.raises(Dead):
+        with pytest.raises(SystemExit):
             train_epochs(rank, 3, seen=seen["b", 0], slow_s=0.01, on_step=die)
 
     one = NodeThreads("a", nodes["a"], meeting.address, stays).begin()
@@ -109,8 +107,7 @@ def test_samples_of_a_lost_node_are_dealt_to_the_others_and_a_late_node_gets_som
     assert sum(len(numbers) for _, _, numbers in seen["c", 0]) > SIZE // 10
     assert all(torch.equal(a, b) for a, b in zip(values, late_values, strict=True))
     for epoch in range(3):
-        rows = [row for key, rows in seen.items() if key[0] != "b" for row in rows if row[0] == epoch]
-        counts = collections.Counter(number for *_, numbers in rows for number in numbers)
+        counts = count_of(row for key, rows in seen.items() if key[0] != "b" for row in rows if row[0] == epoch)
         assert max(counts.values()) == 1  # what b trained and took part with is missing here, nothing else
         assert len(counts) >= SIZE - sum(len(numbers) for _, _, numbers in seen["b", 0])
 

@@ -119,6 +119,12 @@ class Lab:
         self._require_built()
         _network.shape(self._name, index=node, rate_mbit=rate)
 
+    def set_connected(self, node: int, *, is_connected: bool) -> None:
+        """Cuts the cable of a node, or mends it; from any thread, also mid-run."""
+        _in_range(node, count=len(self.cluster.nodes), kind="node")
+        self._require_built()
+        _network.connect(self._name, index=node, is_connected=is_connected)
+
     def _build(self) -> None:
         self._hierarchy = cgroups = hierarchy()
         check_fit(self.cluster, online=online_cores())

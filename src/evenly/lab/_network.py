@@ -57,6 +57,12 @@ def shape(lab: str, *, index: int, rate_mbit: float | None) -> None:
         call(*command, *_discipline(rate_mbit), what=f"set the rate of node {index} to {rate_mbit} Mbit/s")
 
 
+def connect(lab: str, *, index: int, is_connected: bool) -> None:
+    """Lets packets of a node pass the switch, or none."""
+    state = "up" if is_connected else "down"
+    call("ip", "-n", _switch(lab), "link", "set", f"port{index}", state, what=f"set the cable of node {index} {state}")
+
+
 def counters(lab: str, *, num_nodes: int) -> tuple[tuple[int, int], ...]:
     """Returns for each node the bytes it has sent and received over its link since the lab was built."""
     text = call("ip", "-n", _switch(lab), "-j", "-s", "link", what="read the byte counters")
