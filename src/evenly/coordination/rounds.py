@@ -31,7 +31,7 @@ class RoundSettings:
 
     expected_nodes: int = 1  # so many must be present if none of them has applied a commit
     straggler_wait_s: float = 30.0  # for nodes that are connected
-    regather_s: float = 2.0  # for nodes of the last round that are not, if the coordinator has just begun
+    regather_s: float = 0.5  # for nodes of the last round that are not, if the coordinator has just begun
 
     def __post_init__(self) -> None:
         if self.expected_nodes < 1 or not (self.straggler_wait_s >= 0 and self.regather_s >= 0):

@@ -62,6 +62,9 @@ class _Anchor:
     outer: torch.optim.Optimizer | None = None
 
 
+AnchorsBefore = dict[str, _Anchor]  # by the key of the slice
+
+
 class AnchorState(TypedDict):
     """An anchor in a checkpoint."""
 
@@ -238,13 +241,13 @@ class Anchors:
         slots = [] if self._outer is None else list(OuterState(partial(_make_outer, self._outer)).new_values)
         return ["agreed", *(["residual"] if self._codec is not None else []), *(f"outer/{slot}" for slot in slots)]
 
-    def fork(self) -> "dict[str, _Anchor]":
+    def fork(self) -> AnchorsBefore:
         """Returns the anchors as they are, for `put_back`; steps of outer optimizers do not reach them."""
         if self._outer is None:
             return dict(self._anchors)
         return {key: self._copied(anchor) for key, anchor in self._anchors.items()}
 
-    def put_back(self, anchors: "dict[str, _Anchor]") -> None:
+    def put_back(self, anchors: AnchorsBefore) -> None:
         """Restores what `fork` returned."""
         self._anchors = anchors
 

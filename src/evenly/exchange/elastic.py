@@ -21,6 +21,7 @@ from evenly.comm.elastic_groups import RoundAbortedError, RoundWaiter, leave_gro
 from evenly.coordination import CoordinationClient, ExchangeRound, Proposal, RoundMember
 from evenly.coordination.values import JSON, Fields
 from evenly.errors import CoordinatorLostError, NonFiniteError, PeerError
+from evenly.exchange.anchors import AnchorsBefore
 from evenly.exchange.membership import ExchangeParts, Membership
 from evenly.exchange.payload import Payload
 from evenly.exchange.pending import ExchangeOutcome
@@ -82,6 +83,7 @@ class ElasticMembership(Membership):
         self._averages: Payload | None = None  # of the attempt
         self._is_healthy = True
         self._doubts = False  # the last averages were not finite
+        self._is_cut_off = False  # the last exchange was postponed
         self._committed: ExchangeRound | None = None  # which the source of samples has not followed yet
         self._samples_state: Fields | None = None  # of another node, whose source of samples is newer
 
@@ -102,44 +104,44 @@ class ElasticMembership(Membership):
 
     def settle(self, attempt: Callable[[Payload], ExchangeOutcome | None], payload: Payload) -> ExchangeOutcome | None:
         """Returns the outcome of the attempt that was committed; None if the coordinator cannot be reached."""
-        parts = self._bound
         payload.slices = ()  # they refer to groups that may be left before they are used
         while True:
-            anchors, agreed_buffers = parts.anchors.fork(), dict(parts.buffers.agreed)
+            before = self._bound.anchors.fork(), dict(self._bound.buffers.agreed)
             averages = self._averages = payload.scratch()
             self.received, self.adopts_buffers = None, False
             self._is_healthy = not self._doubts or all(_is_finite(packed.vector) for packed in averages.packed)
             try:
                 outcome = attempt(averages)
             except RoundAbortedError as aborted:
-                parts.anchors.put_back(anchors)
-                parts.buffers.agreed = agreed_buffers
-                self._forget_generation()
                 logger.info("an exchange is tried again: %s", aborted)
-                continue
+                self._undo(*before)
             except PostponedError as postponed:
-                parts.anchors.put_back(anchors)
-                parts.buffers.agreed = agreed_buffers
-                self._forget_generation()
-                logger.warning("an exchange is postponed: %s", postponed)
+                level = logging.DEBUG if self._is_cut_off else logging.WARNING
+                logger.log(level, "an exchange is postponed: %s", postponed)
+                self._is_cut_off = True
+                self._undo(*before)
                 return None
             except NonFiniteError as error:
                 self._refuse(str(error))
                 if self._doubts:
                     raise
                 self._doubts = True  # it may come from another node: each looks at its own parameters now
-                parts.anchors.put_back(anchors)
-                parts.buffers.agreed = agreed_buffers
-                self._forget_generation()
-                continue
+                self._undo(*before)
             except BaseException as error:
                 self._refuse(f"{type(error).__name__}: {error}")
                 raise
+            else:
+                self._doubts = self._is_cut_off = False
+                payload.take(averages, change=payload.change and self.received is None)
+                return outcome
             finally:
                 self._averages, averages.slices = None, ()
-            self._doubts = False
-            payload.take(averages, change=payload.change and self.received is None)
-            return outcome
+
+    def _undo(self, anchors: AnchorsBefore, agreed_buffers: Tensors) -> None:
+        """Restores what an attempt has changed, and leaves its groups."""
+        self._bound.anchors.put_back(anchors)
+        self._bound.buffers.agreed = agreed_buffers
+        self._forget_generation()
 
     def hold_vote(self, vote: Vote, waiter: CollectiveWaiter) -> Quorum:
         """Proposes an exchange; returns the quorum of the round that is formed, once its groups are open."""
