@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from torch.utils.data import DataLoader, Dataset
 
-from evenly.batches.order import Order, Ordering, taken_from
+from evenly.batches.order import Order, Ordering, picked, taken_from
 from evenly.batches.parts import Rules, Step, is_step, part_of
+from evenly.batches.ranges import Ranges
 from evenly.batches.rng import generator_of
 
 
@@ -13,14 +14,21 @@ class IndexedSource:
     """A map-style dataset whose samples are picked in one order an epoch."""
 
     def __init__(self, dataset: Dataset[object], ordering: Ordering, rules: Rules) -> None:
-        self.size, self.rules = ordering.size, rules
+        self.size, self.epoch_size, self.rules = ordering.size, ordering.epoch_size, rules
         self._dataset, self.order = dataset, ordering.of
         self._current = _Current()
         self._persistent_loader: DataLoader[object] | None = None  # kept if workers outlive an epoch
+        self._drawn: tuple[int, Order] | None = None  # the epoch that parts are taken of, and its order
 
     def begin(self, epoch: int) -> "IndexedEpoch":
         """Returns an epoch, to be loaded from any offset."""
         return IndexedEpoch(self, epoch, self.order(epoch))
+
+    def begin_part(self, epoch: int, ranges: Ranges) -> "IndexedEpoch":
+        """Returns these positions of an epoch as if they were all of it."""
+        if self._drawn is None or self._drawn[0] != epoch:
+            self._drawn = epoch, self.order(epoch)
+        return IndexedEpoch(self, epoch, picked(self._drawn[1], ranges), start=ranges[0][0])
 
     def batches(self, indices: Iterator[list[object]], *, epoch: int, offset: int) -> Iterator[object]:
         """Returns the batches of these indices; the workers' random numbers depend on epoch, offset and rank."""
@@ -39,8 +47,9 @@ class IndexedSource:
 class IndexedEpoch:
     """The steps of one rank in one order of samples."""
 
-    def __init__(self, source: IndexedSource, epoch: int, order: Order) -> None:
+    def __init__(self, source: IndexedSource, epoch: int, order: Order, *, start: int = 0) -> None:
         self._source = source
+        self._start = start  # in the epoch
         self._epoch = epoch
         self._order = order
         self.shares: tuple[int, ...] | None = None
@@ -61,7 +70,7 @@ class IndexedEpoch:
         stop, begin, end = self._next or next(self._spans)
         if self._batches is None:
             indices = (taken_from(self._order, *span) for _, *span in self._steps())
-            self._batches = self._source.batches(indices, epoch=self._epoch, offset=self._offset)
+            self._batches = self._source.batches(indices, epoch=self._epoch, offset=self._start + self._offset)
         batch = next(self._batches)
         self._next = next(self._spans, None)
         return stop, end - begin, batch

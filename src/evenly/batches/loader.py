@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch.utils.data import Dataset
 
-from evenly._torch.tensors import samples_in
+from evenly.batches.counting import samples_of_call
 from evenly.batches.data_loaders import Samples, without_loader
 from evenly.batches.device import to_device
 from evenly.batches.loading import FeedOptions, LoaderOptions
@@ -112,16 +112,7 @@ class Feed:
         Raises `SpecError` if none was yielded in this epoch and the module trains. In evaluation it is the
         leading dim of the first tensor.
         """
-        if not self._is_under_way and not module.training:
-            samples = samples_in((*args, *kwargs.values()))
-            return 1.0 if samples is None else float(samples)
-        if not self._is_under_way:
-            raise SpecError(
-                "the model was called for training with a batch that is not from the loader of prepare(), so its "
-                "number of samples is unknown. Iterate over that loader, and train each batch before the next. To "
-                "train with a loader of your own, leave the dataset out of prepare(), or give count=."
-            )
-        return float(self.samples)
+        return samples_of_call(self.samples if self._is_under_way else None, module, *args, **kwargs)
 
     def state(self) -> dict[str, int]:
         """Returns the position: the epoch and how many samples of it are taken."""

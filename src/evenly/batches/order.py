@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from evenly.batches.ranges import Ranges
 from evenly.batches.rng import RngState, seed_of
 from evenly.errors import DataError, SpecError
 
@@ -36,6 +37,10 @@ class Ordering:
         """Returns the number of samples, or raises `TypeError` if the sampler has no length."""
         return len(self._dataset if self._sampler is None else self._sampler)  # type: ignore[arg-type]  # TypeError without a length
 
+    def epoch_size(self, epoch: int) -> int:
+        """Returns the number of samples of an epoch."""
+        return len(self.of(epoch)) if self._sampler is not None else self.size()
+
     def of(self, epoch: int) -> Order:
         """Returns the order of an epoch, the same on every rank and every time."""
         if self._sampler is not None:
@@ -60,6 +65,14 @@ def taken_from(order: Order, start: int, stop: int) -> list[object]:
     """Returns the samples [start, stop); if there are none, two borrowed ones, as BatchNorm needs two."""
     samples = order[start:stop] if start < stop else order[-2:]
     return samples.tolist() if isinstance(samples, torch.Tensor) else list(samples)
+
+
+def picked(order: Order, ranges: Ranges) -> Order:
+    """Returns the samples at these positions of the order."""
+    pieces = [order[start:stop] for start, stop in ranges]
+    if isinstance(order, torch.Tensor):
+        return torch.cat([torch.as_tensor(piece) for piece in pieces]) if pieces else order[:0]
+    return [sample for piece in pieces for sample in piece]
 
 
 def set_epoch(target: object, epoch: int) -> None:

@@ -6,6 +6,7 @@ from operator import index
 from typing import Protocol
 
 from evenly.batches.loading import LoaderOptions
+from evenly.batches.ranges import Ranges
 from evenly.errors import SpecError
 from evenly.spec import deal
 
@@ -51,6 +52,15 @@ class Source(Protocol):
 
     def begin(self, epoch: int) -> Epoch:
         """Returns an epoch, to be loaded from any offset."""
+
+    def epoch_size(self, epoch: int) -> int | None:
+        """Returns the samples of an epoch; None where they are not known."""
+
+    def begin_part(self, epoch: int, ranges: Ranges) -> Epoch:
+        """Returns these positions of an epoch as if they were all of it; ranges that follow begin later, if possible.
+
+        Raises `DataError` if the samples are gone: a stream that can be read once only is further already.
+        """
 
 
 def check_samples(samples: Sequence[int], *, ranks: int | None = None) -> tuple[int, ...]:
