@@ -148,22 +148,27 @@ class Master:
         return any(e["kind"] == "commit" and e["t"] > max(last, starts) for e in events[-30:])
 
     def note(self, kind: str, node: str) -> None:
+        """Records a fault."""
         self.made.append({"t": time.time(), "kind": kind, "node": node})
 
     def pids(self, name: str) -> list[int]:
+        """Returns the processes that a machine runs now."""
         with suppress(OSError, ValueError):
             return list(json.loads((self.work / f"pids-{name}.json").read_text())["pids"])
         return []
 
     def kill(self, pids: list[int]) -> None:
+        """Kills processes."""
         self.send(pids, signal.SIGKILL)
 
     def send(self, pids: list[int], number: int) -> None:
+        """Sends a signal to processes, those that are gone left out."""
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def end(self) -> None:
+        """Ends the training."""
         (self.work / "stop").touch()
         time.sleep(1.0)
         for node in range(NODES):
@@ -241,8 +246,9 @@ def report(calm: Record, wild: Record, *, seed: int, save: bool) -> None:
     ]
     note = (
         f"Seed {seed}; {NODES} nodes of {RANKS} ranks, {len(wild.losses)} epochs of {SAMPLES} samples with faults and "
-        f"{len(calm.losses)} without, {len(wild.commits)} exchanges seen by nodes. Loss: the mean of the last {len(compared)} epochs that both have made. Faults that "
-        "last do so for 3 to 3.5 s. next exchange: from the fault to the next exchange in which another node took part."
+        f"{len(calm.losses)} without, {len(wild.commits)} exchanges seen by nodes. Loss: the mean of the last "
+        f"{len(compared)} epochs that both have made. Faults that last do so for 3 to 3.5 s. Next exchange: from the "
+        "fault to the next exchange in which another node took part."
     )
     write_result("chaos", rows, claims, note=note, save=save)
 

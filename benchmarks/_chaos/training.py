@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -47,26 +48,15 @@ def run(folder: Path, name: str, rank: int) -> None:
     model.on_exchange.append(lambda done: record({"kind": "commit", "nodes": len(done.weights), "met_s": done.met_s}))
     loader = model.deal(train, batch_size=BATCH, seed=1)
     record({"kind": "joined", "step": model.schedule.step})
-    stepped = time.time()
-    trained = (folder / f"trained-{name}-{rank}-{start}.txt").open("a")
+    watch = Watch(folder, name, rank, start, record)
     while not (folder / "stop").exists():
         epoch = loader.epoch
         for x, y, numbers in loader:
-            if (folder / f"nan-{name}").exists() and rank == 0:
-                (folder / f"nan-{name}").unlink()
-                with torch.no_grad():
-                    network[1].weight.fill_(torch.nan)
+            watch.before_step(network)
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if loader.samples:
-                trained.write(f"{epoch} {' '.join(map(str, numbers.tolist()))}\n")
-                trained.flush()
-            time.sleep(0.004)
-            now = time.time()
-            if now - stepped > GAP_S:
-                record({"kind": "gap", "seconds": now - stepped})
-            stepped = now
+            watch.after_step(epoch, numbers.tolist() if loader.samples else [])
         with torch.no_grad():
             loss = float(nn.functional.cross_entropy(network(tests.tensors[0]), tests.tensors[1]))
         ledger = loader.ledger
@@ -74,6 +64,33 @@ def run(folder: Path, name: str, rank: int) -> None:
         record({"kind": "epoch", "epoch": epoch, "loss": loss, **accounts})
     model.close(may_differ=True)
     record({"kind": "done"})
+
+
+class Watch:
+    """Writes which samples a rank trains and when it makes no steps, and makes a network ill when it is told to."""
+
+    def __init__(self, folder: Path, name: str, rank: int, start: str, record: Callable[[dict[str, object]], None]):
+        self.ill, self.record = (folder / f"nan-{name}") if rank == 0 else None, record
+        self.trained = (folder / f"trained-{name}-{rank}-{start}.txt").open("a")
+        self.stepped = time.time()
+
+    def before_step(self, network: nn.Sequential) -> None:
+        """Fills a layer with NaN, once for each request."""
+        if self.ill is not None and self.ill.exists():
+            self.ill.unlink()
+            with torch.no_grad():
+                next(network.parameters()).fill_(torch.nan)
+
+    def after_step(self, epoch: int, numbers: list[int]) -> None:
+        """Writes the samples of a step, and a long time since the one before."""
+        if numbers:
+            self.trained.write(f"{epoch} {' '.join(map(str, numbers))}\n")
+            self.trained.flush()
+        time.sleep(0.004)
+        now = time.time()
+        if now - self.stepped > GAP_S:
+            self.record({"kind": "gap", "seconds": now - self.stepped})
+        self.stepped = now
 
 
 def images(kind: str, count: int) -> torch.utils.data.TensorDataset:
