@@ -8,19 +8,36 @@ import pytest
 
 from evenly.coordination import CoordinationClient, Coordinator, MemberRank, RoundSettings
 from evenly.errors import CoordinatorLostError, MismatchError, NonFiniteError, PeerError, SpecError
+from tests.coordination.etcds import Candidate, etcd_server
 from tests.coordination.nodes import FRESH, NodeClients, after, commit, cut, meet
 
+SETTINGS = RoundSettings(expected_nodes=3, straggler_wait_s=0.5)
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with etcd_server(tmp_path_factory.mktemp("etcd")) as server:
+        yield server.url
+
+
+@pytest.fixture(params=["at an address", "found by etcd"])
+def address(request: pytest.FixtureRequest) -> Iterator[tuple[str, int] | str]:
+    """Where the coordinator is, in both forms."""
+    if request.param == "at an address":
+        started = Coordinator(("127.0.0.1", 0), settings=SETTINGS).start()
+        yield started.address
+        started.close()
+        return
+    url = request.getfixturevalue("etcd")
+    candidate = Candidate(url, SETTINGS)
+    assert candidate.take()
+    yield url
+    candidate.close()
+
 
 @pytest.fixture
-def coordinator() -> Iterator[Coordinator]:
-    started = Coordinator(("127.0.0.1", 0), settings=RoundSettings(expected_nodes=3, straggler_wait_s=0.5)).start()
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def nodes(coordinator: Coordinator) -> Iterator[list[NodeClients]]:
-    joined = [NodeClients(coordinator.address, name) for name in "abc"]
+def nodes(address: tuple[str, int] | str) -> Iterator[list[NodeClients]]:
+    joined = [NodeClients(address, name) for name in "abc"]
     yield joined
     for node in joined:
         node.close()
@@ -132,13 +149,14 @@ def test_nan_everywhere_is_refused(nodes: list[NodeClients]) -> None:
             future.result(timeout=5)
 
 
-def test_another_job_or_size_is_refused(coordinator: Coordinator, nodes: list[NodeClients]) -> None:
-    with pytest.raises(MismatchError, match="job"):
-        CoordinationClient(coordinator.address, MemberRank("d", "first", 0, 1), job="other")
+def test_another_job_or_size_is_refused(address: tuple[str, int] | str, nodes: list[NodeClients]) -> None:
+    if isinstance(address, tuple):  # etcd knows the coordinator of each job
+        with pytest.raises(MismatchError, match="job"):
+            CoordinationClient(address, MemberRank("d", "first", 0, 1), job="other")
     with pytest.raises(MismatchError, match="local ranks"):
-        CoordinationClient(coordinator.address, MemberRank("a", "first", 2, 3), job="job")
+        CoordinationClient(address, MemberRank("a", "first", 2, 3), job="job")
     with pytest.raises(MismatchError, match="name"):
-        CoordinationClient(coordinator.address, MemberRank("a", "second", 0, 2), job="job", silent_s=0.1)
+        CoordinationClient(address, MemberRank("a", "second", 0, 2), job="job", silent_s=0.1)
 
 
 def test_who_leaves_is_not_lost(nodes: list[NodeClients]) -> None:

@@ -35,7 +35,7 @@ class CoordinationClient:
     """One rank's way to the coordinator; any thread may use it. The connection comes back by itself.
 
     Args:
-        address: of the coordinator.
+        address: of the coordinator, or of the etcd that knows it (`etcd://HOST:PORT,...`).
         member: this rank.
         job: the name of the run, the same on all nodes.
         secret: what all nodes share, or None.
@@ -46,7 +46,7 @@ class CoordinationClient:
 
     def __init__(
         self,
-        address: tuple[str, int],
+        address: tuple[str, int] | str,
         member: MemberRank,
         *,
         job: str = "",
