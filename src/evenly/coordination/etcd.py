@@ -2,7 +2,7 @@
 
 The holder of a key, which lives as long as a lease, is the coordinator; when it fails, the lease ends and another
 candidate takes the key. Nothing else is kept in etcd. Its JSON gateway (`/v3`, etcd 3.4 and later) is used over plain
-HTTP: of the client libraries on PyPI only etcd3gw is maintained, which calls the same gateway.
+HTTP; the client library that is maintained, etcd3gw, calls the same gateway.
 """
 
 import base64
