@@ -1,7 +1,12 @@
 """Nodes meet over real sockets: each rank is a client in a thread."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -121,6 +126,41 @@ def test_a_slow_node_is_waited_for_and_then_behind(nodes: list[NodeClients]) -> 
     third = meet(nodes[:2], after(second))
     assert late[0].result(timeout=5) == third
     assert [member.is_behind for member in third.members] == [False, False, True]
+
+
+FORKS = """
+import os, sys, time
+from evenly.coordination import CoordinationClient, MemberRank
+client = CoordinationClient(("127.0.0.1", int(sys.argv[1])), MemberRank("d", "first", 0, 1), job="job")
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(30)
+"""
+
+
+def test_a_forked_process_does_not_hide_a_death() -> None:
+    """As the workers of a data loader, which have all that their parent had open."""
+    with closing(Coordinator(("127.0.0.1", 0), settings=SETTINGS).start()) as coordinator:
+        command = [sys.executable, "-c", FORKS, str(coordinator.address[1])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            child = int(process.stdout.readline())
+            process.kill()
+            process.wait()
+            began = time.monotonic()
+            CoordinationClient(coordinator.address, MemberRank("d", "second", 0, 1), job="job").close()
+            assert time.monotonic() - began < 1.5
+            os.kill(child, signal.SIGKILL)
+
+
+def test_one_proposal_at_a_time(nodes: list[NodeClients]) -> None:
+    waiting = nodes[0].propose(timeout_s=1.0)
+    time.sleep(0.3)
+    with pytest.raises(SpecError, match="one proposal at a time"):
+        nodes[0].clients[0].propose(FRESH, timeout_s=1.0)
+    for future in waiting:
+        assert isinstance(future.exception(timeout=5), PeerError)
 
 
 def test_a_vote_against_and_different_checksums_abort(nodes: list[NodeClients]) -> None:

@@ -96,6 +96,11 @@ class CoordinationClient:
         `MismatchError` if this node does not fit the others, and `NonFiniteError` if no node has usable parameters.
         """
         with self._changed:
+            if self._asked is not None:
+                raise SpecError(
+                    f"rank {self.member.local_rank} of node {self.member.node} was to propose a round; another thread "
+                    "of it waits for one already. Make one proposal at a time."
+                )
             ticket = next(self._numbers)
             message: Message = {"kind": "propose", "ticket": ticket, "proposal": proposal.to_json()}
             self._asked, self._offer = (ticket, message), None

@@ -15,7 +15,7 @@ from evenly.errors import CoordinatorLostError, EvenlyError, MismatchError
 
 ATTEMPT_S = 1.0  # for one attempt to connect
 _PAUSE_S = 0.05  # between attempts at first; then it doubles
-_MOST_PAUSE_S = 0.5
+_MOST_PAUSE_S = 0.25
 _CLOSED_LIMIT = 5  # handshakes that the other side has closed: it has another secret
 
 Message = dict[str, JSON]
