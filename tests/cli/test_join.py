@@ -13,10 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from evenly.cli import app
-from evenly.coordination import CoordinationClient, MemberRank
+from evenly.coordination import CoordinationClient, CoordinatorSeat, MemberRank
 from evenly.errors import LaunchError, SpecError
 from evenly.launch.addresses import answers
 from evenly.launch.ports import free_port
+from tests.coordination.etcds import etcd_server
 
 EVENLY = (sys.executable, "-m", "evenly")
 TELL = "import os; print(*(os.environ.get(f'EVENLY_{name}') for name in ('COORDINATOR', 'NODE', 'JOB', 'SECRET_FILE')))"
@@ -205,6 +206,33 @@ def test_two_nodes_of_one_machine_have_one_coordinator() -> None:
             assert process.stdout.readline() == "here\n"
         children = [child for process in (one, other) for child in psutil.Process(process.pid).children()]
         assert sum("coordinate" in child.cmdline() for child in children) == 1
+
+
+def test_with_etcd_another_coordinator_takes_over(tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as etcd:
+        words = ("join", "--coordinator", etcd.url, "--job", "run", "--node")
+        command = ("--", sys.executable, "-c", STAYS)
+        with started(*words, "a", *command) as one, started(*words, "b", *command) as other:
+            children = [child_with(process, "coordinate") for process in (one, other)]
+            client = CoordinationClient(etcd.url, MemberRank("c", "s", 0, 1), job="run", connect_timeout_s=20.0)
+            first = CoordinatorSeat(etcd.url, job="run").find()
+            serving = [child for child in children if first[1] in {each.laddr.port for each in child.net_connections()}]
+            assert len(serving) == 1
+            serving[0].kill()
+            deadline = time.monotonic() + 20.0
+            while client.is_connected or not has_moved(etcd.url, first):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            while not client.is_connected:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            client.close()
+
+
+def has_moved(url: str, first: tuple[str, int]) -> bool:
+    with suppress(OSError):
+        return CoordinatorSeat(url, job="run").find() != first
+    return False
 
 
 @pytest.mark.parametrize(

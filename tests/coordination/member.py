@@ -1,6 +1,6 @@
 """A rank of the chaos test, as a program: its parameters are one number, which the exchange averages through the keys.
 
-    python -m tests.coordination.member HOST PORT NODE START LOCAL_RANK LOCAL_SIZE
+    python -m tests.coordination.member COORDINATOR NODE START LOCAL_RANK LOCAL_SIZE
 
 It writes a line of JSON for each round that it has applied, and one for each that was aborted.
 """
@@ -14,14 +14,16 @@ from dataclasses import replace
 
 from evenly.coordination import CoordinationClient, ExchangeRound, MemberRank, Proposal
 from evenly.errors import PeerError
+from evenly.launch.addresses import parse_coordinator
 
 SECRET = b"known to all nodes"
 
 
 def main() -> None:
-    host, port, node, start, local_rank, local_size = sys.argv[1:]
+    coordinator, node, start, local_rank, local_size = sys.argv[1:]
+    address = parse_coordinator(coordinator, source="COORDINATOR")
     member = MemberRank(node, start, int(local_rank), int(local_size))
-    client = CoordinationClient((host, int(port)), member, job="chaos", secret=SECRET, connect_timeout_s=30.0)
+    client = CoordinationClient(address, member, job="chaos", secret=SECRET, connect_timeout_s=30.0)
     rng = random.Random(f"{node} {start}")  # the ranks of a node train alike
     value, samples = 0.0, 0.0
     own = Proposal(version=0, lineage="", step=0, samples=0.0, signature="same", is_healthy=True)

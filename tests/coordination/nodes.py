@@ -28,7 +28,13 @@ class NodeClients:
     """The ranks of one node; each call is made by all of them at once."""
 
     def __init__(
-        self, address: tuple[str, int], name: str, *, size: int = 2, start: str = "first", secret: bytes | None = None
+        self,
+        address: tuple[str, int] | str,
+        name: str,
+        *,
+        size: int = 2,
+        start: str = "first",
+        secret: bytes | None = None,
     ) -> None:
         self.name = name
         self.clients = [

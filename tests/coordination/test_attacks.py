@@ -24,7 +24,7 @@ from evenly.coordination.frames import (
     parse_hello,
     session_keys,
 )
-from evenly.coordination.values import Fields
+from evenly.coordination.values import JSON, Fields
 from evenly.errors import MismatchError
 from tests.coordination.nodes import FRESH, NodeClients, after, commit, meet
 
@@ -266,6 +266,49 @@ def test_nonsense_from_a_member_ends_only_its_own_connection(
         assert member.is_closed()
     with closing(Conversation(served[0])) as member:
         assert member.join("x") == {"kind": "welcome"}
+
+
+def test_any_message_of_a_member_leaves_the_others_alone(
+    served: tuple[Address, psutil.Process], members: list[NodeClients]
+) -> None:
+    """A rank that has the secret says what no rank says; at worst its own connection ends."""
+    address, process = served
+    commit(members, formed := meet(members))
+    rng = random.Random(24)
+    memory_bytes = process.memory_info().rss
+    for _ in range(60):
+        with closing(Conversation(address)) as member:
+            assert member.join("x", size=2) == {"kind": "welcome"}
+            with suppress(ConnectionError):
+                for _ in range(20):
+                    member.say(member.writer.frame(strange(rng, formed.id, formed.generation)))
+    commit(members, following := meet(members, after(formed)))
+    assert following.nodes == ("a", "b")
+    assert process.memory_info().rss - memory_bytes < 20 * 2**20
+
+
+def strange(rng: random.Random, round_id: str, generation: str) -> Fields:
+    """Returns a message some of whose fields are as they should be."""
+    values: list[JSON] = [0, 1, -1, 2**60, 1.5, True, None, "", "x" * 900, round_id, generation, [], ["a"], {}]
+    values += [FRESH.to_json(), {**FRESH.to_json(), "samples": -1.0}, {"a": [[[[]]]]}]
+    message: dict[str, JSON] = {
+        "kind": rng.choice(["beat", "propose", "retract", "vote", "put", "get", "add", "check", "forget"]),
+        "ticket": 1,
+        "request": 1,
+        "proposal": FRESH.to_json(),
+        "round": round_id,
+        "is_ok": True,
+        "checksum": "",
+        "why": "",
+        "generation": generation,
+        "key": rng.choice("ab"),
+        "keys": ["a"],
+        "value": "AAAA",
+        "amount": 1,
+    }
+    if rng.random() < 0.3:
+        message[rng.choice(list(message))] = rng.choice(values)
+    return message
 
 
 def test_three_hundred_changes_of_membership_leave_nothing_behind() -> None:

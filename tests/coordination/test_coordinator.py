@@ -1,26 +1,48 @@
 """Nodes meet over real sockets: each rank is a client in a thread."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from evenly.coordination import CoordinationClient, Coordinator, MemberRank, RoundSettings
 from evenly.errors import CoordinatorLostError, MismatchError, NonFiniteError, PeerError, SpecError
+from tests.coordination.etcds import Candidate, etcd_server
 from tests.coordination.nodes import FRESH, NodeClients, after, commit, cut, meet
 
+SETTINGS = RoundSettings(expected_nodes=3, straggler_wait_s=0.5)
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with etcd_server(tmp_path_factory.mktemp("etcd")) as server:
+        yield server.url
+
+
+@pytest.fixture(params=["at an address", "found by etcd"])
+def address(request: pytest.FixtureRequest) -> Iterator[tuple[str, int] | str]:
+    """Where the coordinator is, in both forms."""
+    if request.param == "at an address":
+        started = Coordinator(("127.0.0.1", 0), settings=SETTINGS).start()
+        yield started.address
+        started.close()
+        return
+    url = request.getfixturevalue("etcd")
+    candidate = Candidate(url, SETTINGS)
+    assert candidate.take()
+    yield url
+    candidate.close()
+
 
 @pytest.fixture
-def coordinator() -> Iterator[Coordinator]:
-    started = Coordinator(("127.0.0.1", 0), settings=RoundSettings(expected_nodes=3, straggler_wait_s=0.5)).start()
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def nodes(coordinator: Coordinator) -> Iterator[list[NodeClients]]:
-    joined = [NodeClients(coordinator.address, name) for name in "abc"]
+def nodes(address: tuple[str, int] | str) -> Iterator[list[NodeClients]]:
+    joined = [NodeClients(address, name) for name in "abc"]
     yield joined
     for node in joined:
         node.close()
@@ -106,6 +128,41 @@ def test_a_slow_node_is_waited_for_and_then_behind(nodes: list[NodeClients]) -> 
     assert [member.is_behind for member in third.members] == [False, False, True]
 
 
+FORKS = """
+import os, sys, time
+from evenly.coordination import CoordinationClient, MemberRank
+client = CoordinationClient(("127.0.0.1", int(sys.argv[1])), MemberRank("d", "first", 0, 1), job="job")
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(30)
+"""
+
+
+def test_a_forked_process_does_not_hide_a_death() -> None:
+    """As the workers of a data loader, which have all that their parent had open."""
+    with closing(Coordinator(("127.0.0.1", 0), settings=SETTINGS).start()) as coordinator:
+        command = [sys.executable, "-c", FORKS, str(coordinator.address[1])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            child = int(process.stdout.readline())
+            process.kill()
+            process.wait()
+            began = time.monotonic()
+            CoordinationClient(coordinator.address, MemberRank("d", "second", 0, 1), job="job").close()
+            assert time.monotonic() - began < 1.5
+            os.kill(child, signal.SIGKILL)
+
+
+def test_one_proposal_at_a_time(nodes: list[NodeClients]) -> None:
+    waiting = nodes[0].propose(timeout_s=1.0)
+    time.sleep(0.3)
+    with pytest.raises(SpecError, match="one proposal at a time"):
+        nodes[0].clients[0].propose(FRESH, timeout_s=1.0)
+    for future in waiting:
+        assert isinstance(future.exception(timeout=5), PeerError)
+
+
 def test_a_vote_against_and_different_checksums_abort(nodes: list[NodeClients]) -> None:
     formed = meet(nodes)
     verdicts = [future.result(timeout=5) for future in nodes[0].vote(formed, is_ok=False)]
@@ -132,13 +189,14 @@ def test_nan_everywhere_is_refused(nodes: list[NodeClients]) -> None:
             future.result(timeout=5)
 
 
-def test_another_job_or_size_is_refused(coordinator: Coordinator, nodes: list[NodeClients]) -> None:
-    with pytest.raises(MismatchError, match="job"):
-        CoordinationClient(coordinator.address, MemberRank("d", "first", 0, 1), job="other")
+def test_another_job_or_size_is_refused(address: tuple[str, int] | str, nodes: list[NodeClients]) -> None:
+    if isinstance(address, tuple):  # etcd knows the coordinator of each job
+        with pytest.raises(MismatchError, match="job"):
+            CoordinationClient(address, MemberRank("d", "first", 0, 1), job="other")
     with pytest.raises(MismatchError, match="local ranks"):
-        CoordinationClient(coordinator.address, MemberRank("a", "first", 2, 3), job="job")
+        CoordinationClient(address, MemberRank("a", "first", 2, 3), job="job")
     with pytest.raises(MismatchError, match="name"):
-        CoordinationClient(coordinator.address, MemberRank("a", "second", 0, 2), job="job", silent_s=0.1)
+        CoordinationClient(address, MemberRank("a", "second", 0, 2), job="job", silent_s=0.1)
 
 
 def test_who_leaves_is_not_lost(nodes: list[NodeClients]) -> None:

@@ -387,7 +387,7 @@ def test_a_coordinator_without_nodes_takes_another_job() -> None:
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["propose", "propose", "sick", "vote", "vote", "against", "lose", "wait", "return"]),
+        st.sampled_from(["propose", "propose", "sick", "vote", "vote", "against", "lose", "wait", "return", "forget"]),
         st.sampled_from("abc"),
         st.integers(0, 1),
     ),
@@ -405,6 +405,7 @@ class Run:
         self.open: ExchangeRound | None = None
         self.rounds = [first]
         self.last = first  # that was committed
+        self.may_repeat = False  # a number, if the coordinator has forgotten it and all that have it are gone
 
     def do(self, kind: str, name: str, rank: int) -> None:
         story = self.story
@@ -424,6 +425,14 @@ class Run:
         elif kind == "return" and (name, rank) not in self.connected:
             story.rounds.join(story.ranks(name)[rank], job="job")
             self.connected.add((name, rank))
+        elif kind == "forget":
+            self.restart()
+
+    def restart(self) -> None:
+        """The coordinator is another one, without any memory, and all that were connected come back."""
+        self.story.rounds, self.open, self.may_repeat = Rounds(SETTINGS), None, True
+        for name, rank in sorted(self.connected):
+            self.story.rounds.join(self.story.ranks(name)[rank], job="job")
 
     def hear(self, formed: ExchangeRound | None) -> None:
         """Takes what the ranks were told: first how a round ended, then that another began."""
@@ -443,7 +452,7 @@ class Run:
 
     def check(self, formed: ExchangeRound) -> None:
         assert formed.id not in {each.id for each in self.rounds}
-        assert formed.number > self.last.number
+        assert formed.number > self.last.number or self.may_repeat
         assert list(formed.nodes) == sorted(formed.nodes)
         givers = [member for member in formed.members if not member.needs_state and not member.is_behind]
         assert givers
@@ -453,6 +462,7 @@ class Run:
             assert formed.members[formed.healer] in givers
         if self.last in (self.applied[member.node] for member in givers):
             assert formed.lineage == self.last.lineage
+            assert formed.number == self.last.number + 1 or self.may_repeat
         self.rounds.append(formed)
 
 

@@ -34,6 +34,13 @@ def test_workers_that_torchrun_starts_again_are_another_start(monkeypatch: pytes
     assert settings.start == "f00d-2"
 
 
+def test_an_etcd_is_passed_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ElasticSettings(coordinator="etcd://a:1,b:2", node="a", start="f00d", job="run")
+    for name, value in settings.variables().items():
+        monkeypatch.setenv(name, value)
+    assert elastic_settings() == settings
+
+
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENLY_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("EVENLY_NODE", "a")

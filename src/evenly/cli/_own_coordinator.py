@@ -14,8 +14,16 @@ from types import FrameType
 import psutil
 
 from evenly.cli.coordinate import SERVED_BY_ANOTHER
+from evenly.coordination.etcd import parse_servers
 from evenly.errors import LaunchError, SpecError
-from evenly.launch.addresses import answers, is_loopback, is_loopback_name, own_addresses
+from evenly.launch.addresses import (
+    address_text,
+    address_towards,
+    answers,
+    is_loopback,
+    is_loopback_name,
+    own_addresses,
+)
 from evenly.launch.settings import ElasticSettings, overlay
 
 POLL_S = 0.05
@@ -156,35 +164,46 @@ def _named(code: int) -> str:
 
 
 class OwnCoordinator:
-    """The coordinator as a child process, if its address is one of this machine and nobody else listens there."""
+    """The coordinator as a child process: where its address is one of this machine, and always with etcd."""
 
     def __init__(self, settings: ElasticSettings, *, expected_nodes: int, straggler_wait_s: float) -> None:
         self._settings = settings
-        self._addresses = own_addresses(settings.coordinator[0])
-        self._options = ("--expected-nodes", str(expected_nodes), "--straggler-wait", str(straggler_wait_s))
+        self._options: tuple[str, ...] = (
+            "--expected-nodes",
+            str(expected_nodes),
+            "--straggler-wait",
+            str(straggler_wait_s),
+        )
         self._process: subprocess.Popen[str] | None = None
         self._probed_s = -PROBE_S
+        self._address: tuple[str, int] | None = None  # where it is to listen; None if it is on another machine
+        if isinstance(settings.coordinator, str):
+            self._address = _address_beside(settings.coordinator), 0
+            self._options = (*self._options, "--etcd", settings.coordinator, "--job", settings.job)
+        elif own := own_addresses(settings.coordinator[0]):
+            self._address = own[0], settings.coordinator[1]
 
     def open(self) -> None:
         """Starts the coordinator if this machine should have it; raises an error that says why it cannot be."""
-        if not self._addresses or answers(self._settings.coordinator):
+        if self._address is None or self._is_served():
             return
-        host, port = self._settings.coordinator
-        if is_loopback(self._addresses[0]) and not is_loopback_name(host):
+        coordinator = self._settings.coordinator
+        is_named = isinstance(coordinator, tuple) and not is_loopback_name(coordinator[0])
+        if is_named and is_loopback(self._address[0]):
             raise SpecError(
-                f"--coordinator {host}:{port} was given; here {host} is a name for this machine alone "
-                f"({self._addresses[0]}), where other nodes do not reach it. Give the IP address by which they do."
+                f"--coordinator {address_text(coordinator)} was given; here that is a name for this machine alone "
+                f"({self._address[0]}), where other nodes do not reach it. Give the IP address by which they do."
             )
-        code = self._start()
-        if code not in (None, SERVED_BY_ANOTHER):
+        code = self._start(self._address)
+        if code is not None and code != SERVED_BY_ANOTHER:
             raise LaunchError(
-                f"the coordinator was to listen at {host}:{port}; it ended with {_named(code)}, as its message above "
-                "says. Give another port or address, the same on all nodes."
+                f"the coordinator was to listen at {address_text(self._address)}; it ended with {_named(code)}, as its "
+                "message above says. Give another port or address, the same on all nodes."
             )
 
     def watch(self) -> None:
         """Starts the coordinator again if it has ended, here or in another process of this machine."""
-        if not self._addresses or (self._process is not None and self._process.poll() is None):
+        if self._address is None or (self._process is not None and self._process.poll() is None):
             return
         is_own_gone = self._process is not None
         self.close()
@@ -192,12 +211,18 @@ class OwnCoordinator:
         if not is_own_gone and time.monotonic() - self._probed_s < PROBE_S:
             return
         self._probed_s = time.monotonic()
-        if not answers(self._settings.coordinator):
-            self._start()
+        if not self._is_served():
+            self._start(self._address)
+
+    def _is_served(self) -> bool:
+        """Whether another process of this machine is the coordinator; with etcd every node has one of its own."""
+        coordinator = self._settings.coordinator
+        return isinstance(coordinator, tuple) and answers(coordinator)
 
     def retire(self, received: Signals) -> None:
         """Waits until the other nodes have left the coordinator that runs here, or a signal comes."""
-        if self._process is None or received.ending is not None:
+        has_others = isinstance(self._settings.coordinator, str)  # that take over
+        if self._process is None or received.ending is not None or has_others:
             return
         self._process.send_signal(signal.SIGUSR1)
         began_s, is_said = time.monotonic(), False
@@ -220,10 +245,9 @@ class OwnCoordinator:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
-    def _start(self) -> int | None:
+    def _start(self, address: tuple[str, int]) -> int | None:
         """Returns None once the coordinator listens, or its exit code if it ends before."""
-        address, port = self._addresses[0], self._settings.coordinator[1]
-        bind = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        bind = address_text(address)
         secret_file = self._settings.secret_file
         secret = () if secret_file is None else ("--secret-file", str(secret_file))
         command = (sys.executable, "-m", "evenly", "coordinate", "--bind", bind, *secret, *self._options)
@@ -239,6 +263,20 @@ class OwnCoordinator:
         print(line, end="", file=sys.stderr, flush=True)  # what this process prints is what the command prints
         self._process = process
         return None
+
+
+def _address_beside(url: str) -> str:
+    """Returns the address by which this machine reaches etcd, where other nodes reach it, too."""
+    problem = ""
+    for server in parse_servers(url):
+        try:
+            return address_towards(server)
+        except OSError as error:
+            problem = error.strerror or str(error)
+    raise LaunchError(
+        f"the coordinator was to be found by {url[:200]}; this machine has no way to a server of it ({problem}). Give "
+        "addresses of etcd that all nodes reach."
+    )
 
 
 def _first_line(process: "subprocess.Popen[str]") -> str:

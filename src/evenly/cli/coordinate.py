@@ -4,6 +4,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from evenly.coordination import Coordinator
+    from evenly.coordination import Coordinator, CoordinatorSeat
 
 BindOption = Annotated[str, typer.Option("--bind", metavar="HOST:PORT", help="Where to listen; port 0: a free one.")]
 SecretFileOption = Annotated[
@@ -25,6 +27,7 @@ StragglerWaitOption = Annotated[
     float, typer.Option(metavar="S", help="Seconds to wait for a slow node before an exchange without it.", min=0.0)
 ]
 SERVED_BY_ANOTHER = 75  # the exit code that asks to try again
+JobOption = Annotated[str, typer.Option(metavar="NAME", help="The name of the run, the same on all nodes.")]
 _POLL_S = 0.5
 
 
@@ -33,6 +36,10 @@ def coordinate(
     secret_file: SecretFileOption = None,
     expected_nodes: ExpectedNodesOption = 1,
     straggler_wait: StragglerWaitOption = 30.0,
+    etcd: Annotated[
+        str | None, typer.Option(metavar="etcd://HOST:PORT,...", help="Serve only while etcd says that this one does.")
+    ] = None,
+    job: JobOption = "evenly",
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Serve an elastic run: its nodes agree here on who takes part in each exchange.
@@ -40,11 +47,13 @@ def coordinate(
     It needs neither a GPU nor torch and keeps nothing on disk: after an end, start it again at the same address, and
     the nodes come back. `evenly join` on the machine that has the address starts it by itself. SIGTERM ends it.
 
+    With --etcd several may run, of which one serves; another one takes over when it fails.
+
     Example: `evenly coordinate --bind 10.0.0.1:29400 --secret-file ~/.evenly-secret --expected-nodes 3`.
     """
-    from evenly.coordination import Coordinator, RoundSettings
+    from evenly.coordination import Coordinator, CoordinatorSeat, RoundSettings
     from evenly.errors import SpecError
-    from evenly.launch.addresses import answers, parse_address
+    from evenly.launch.addresses import address_text, answers, parse_address
     from evenly.launch.settings import shared_secret
 
     address, secret = parse_address(bind, source="--bind"), shared_secret(secret_file)
@@ -66,11 +75,31 @@ def coordinate(
     signal.signal(signal.SIGUSR1, lambda _number, _frame: coordinator.retire())
     if parent is not None:
         threading.Thread(target=_retire_with, args=(parent, coordinator), daemon=True).start()
-    host, port = coordinator.address
-    print(f"coordinator listens at {f'[{host}]' if ':' in host else host}:{port}", flush=True)
-    coordinator.serve()
+    print(f"coordinator listens at {address_text(coordinator.address)}", flush=True)
+    if etcd is None:
+        coordinator.serve()
+    else:
+        _serve_in_turn(coordinator, CoordinatorSeat(etcd, job=job), lambda: bool(received) or coordinator.is_retiring)
     if signal.SIGINT in received:
         raise typer.Exit(128 + signal.SIGINT)
+
+
+def _serve_in_turn(coordinator: "Coordinator", seat: "CoordinatorSeat", is_over: Callable[[], bool]) -> None:
+    """Serves as soon as no other candidate does, and until etcd may let another one do so."""
+    from evenly.coordination.etcd import CAMPAIGN_S, SeatKeeper
+
+    is_taken = False
+    while not is_taken:
+        if is_over():
+            return
+        with suppress(OSError):  # etcd does not answer at the moment
+            is_taken = seat.take(coordinator.address)
+        time.sleep(0.0 if is_taken else CAMPAIGN_S)
+    keeper = SeatKeeper(seat)
+    try:
+        coordinator.serve(is_allowed=lambda: seat.is_held)
+    finally:
+        keeper.close()
 
 
 def _retire_with(parent: int, coordinator: "Coordinator") -> None:

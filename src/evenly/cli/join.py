@@ -6,19 +6,19 @@ from typing import Annotated
 
 import typer
 
-from evenly.cli.coordinate import ExpectedNodesOption, SecretFileOption, StragglerWaitOption
+from evenly.cli.coordinate import ExpectedNodesOption, JobOption, SecretFileOption, StragglerWaitOption
 
 
 def join(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What starts the ranks of this node.")],
     coordinator: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where the nodes meet, the same on all of them.")
+        str, typer.Option(metavar="HOST:PORT", help="Where the nodes meet, the same on all; or etcd://HOST:PORT,...")
     ],
     secret_file: SecretFileOption = None,
     node: Annotated[
         str | None, typer.Option(metavar="NAME", help="The name of this node. Without it, that of the machine.")
     ] = None,
-    job: Annotated[str, typer.Option(metavar="NAME", help="The name of the run, the same on all nodes.")] = "evenly",
+    job: JobOption = "evenly",
     expected_nodes: ExpectedNodesOption = 1,
     straggler_wait: StragglerWaitOption = 30.0,
     restarts: Annotated[int, typer.Option(metavar="N", help="Starts a command that fails again.", min=0)] = 3,
@@ -31,15 +31,17 @@ def join(
 
     If HOST is this machine and nobody listens there, the coordinator is started, too, and started again if it ends.
     --expected-nodes and --straggler-wait are for this coordinator. It stays until the other nodes have left.
+
+    With etcd://HOST:PORT,... every node has a coordinator, of which one serves; when it fails, another one does.
     """
     from evenly.cli._own_coordinator import OwnCoordinator, collected_signals, run_command
     from evenly.coordination.values import is_name
     from evenly.errors import SpecError
-    from evenly.launch.addresses import parse_address
+    from evenly.launch.addresses import parse_coordinator
     from evenly.launch.settings import ElasticSettings, shared_secret
 
-    address = parse_address(coordinator, source="--coordinator")
-    if not address[1]:
+    address = parse_coordinator(coordinator, source="--coordinator")
+    if isinstance(address, tuple) and not address[1]:
         raise SpecError(f"--coordinator {coordinator} was given; all nodes need to know the port. Give one from 1 on.")
     name = node or socket.gethostname()
     for option, text in (("--node", name), ("--job", job)):

@@ -36,7 +36,7 @@ class CoordinationClient:
     """One rank's way to the coordinator; any thread may use it. The connection comes back by itself.
 
     Args:
-        address: of the coordinator.
+        address: of the coordinator, or of the etcd that knows it (`etcd://HOST:PORT,...`).
         member: this rank.
         job: the name of the run, the same on all nodes.
         secret: what all nodes share, or None.
@@ -47,7 +47,7 @@ class CoordinationClient:
 
     def __init__(
         self,
-        address: tuple[str, int],
+        address: tuple[str, int] | str,
         member: MemberRank,
         *,
         job: str = "",
@@ -99,6 +99,11 @@ class CoordinationClient:
         `MismatchError` if this node does not fit the others, and `NonFiniteError` if no node has usable parameters.
         """
         with self._changed:
+            if self._asked is not None:
+                raise SpecError(
+                    f"rank {self.member.local_rank} of node {self.member.node} was to propose a round; another thread "
+                    "of it waits for one already. Make one proposal at a time."
+                )
             ticket = next(self._numbers)
             message: Message = {"kind": "propose", "ticket": ticket, "proposal": proposal.to_json()}
             self._asked, self._offer = (ticket, message), None

@@ -6,6 +6,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
@@ -88,7 +89,7 @@ class Coordinator:
         self._ranks: dict[MemberRank, _Caller] = {}
         self._listens = True
         self._is_stopped = False
-        self._is_retiring = False
+        self.is_retiring = False  # it ends when nobody uses it
         self._lost_s = -RETURN_S  # when a rank was last lost, that may come back
         self._thread: threading.Thread | None = None
 
@@ -106,7 +107,7 @@ class Coordinator:
 
     def retire(self) -> None:
         """Lets `serve` return once all ranks have left; those that were lost have some time to come back."""
-        self._is_retiring = True
+        self.is_retiring = True
 
     def close(self) -> None:
         """Ends the thread, if `start` has made one, and all connections."""
@@ -116,12 +117,14 @@ class Coordinator:
             self._thread = None
         self._release()
 
-    def serve(self) -> None:
-        """Serves until `stop`."""
+    def serve(self, *, is_allowed: Callable[[], bool] = lambda: True) -> None:
+        """Serves until `stop`, or until it is not allowed any more."""
         try:
             last_s = beaten_s = time.monotonic()
             while not self._is_stopped:
                 ready = self._selector.select(_WAITING_S if self._service.is_waiting else BEAT_S / 2)
+                if not is_allowed():  # this process may have been stopped, and another one be the coordinator now
+                    break
                 now_s = time.monotonic()
                 self._forgive(now_s - last_s)
                 last_s = now_s
@@ -134,7 +137,7 @@ class Coordinator:
                     self._beat()
                 self._service.tick(now_s)
                 self._deliver(now_s)
-                if self._is_retiring and not self._ranks and now_s - self._lost_s > RETURN_S:
+                if self.is_retiring and not self._ranks and now_s - self._lost_s > RETURN_S:
                     break
         finally:
             self._release()

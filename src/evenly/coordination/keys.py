@@ -9,17 +9,21 @@ MOST_GENERATION_BYTES = 2**24
 
 
 class KeysGoneError(Exception):
-    """The generation has ended, or what it holds is too much."""
+    """The generation has ended, or the value is not what is asked for."""
 
 
 @dataclass
 class _Generation:
-    values: dict[str, bytes] = field(default_factory=dict)
+    values: OrderedDict[str, bytes] = field(default_factory=OrderedDict)  # those set last at the end
     num_bytes: int = 0
+
+    def forget(self, key: str) -> None:
+        if key in self.values:
+            self.num_bytes -= len(key) + len(self.values.pop(key))
 
 
 class KeyTable:
-    """The values of the last generations; those of older ones are forgotten."""
+    """The values of the last generations; of each as many as fit, those that were set last."""
 
     def __init__(self) -> None:
         self._generations: OrderedDict[str, _Generation] = OrderedDict()
@@ -28,11 +32,11 @@ class KeyTable:
     def put(self, generation: str, key: str, value: bytes) -> None:
         """Sets a value; raises `KeysGoneError`."""
         kept = self._of(generation)
-        before = kept.values.get(key)
-        num_bytes = kept.num_bytes + len(value) + (len(key) if before is None else -len(before))
-        if num_bytes > MOST_GENERATION_BYTES:
-            raise KeysGoneError(f"the values of one generation exceed {MOST_GENERATION_BYTES} bytes")
-        kept.values[key], kept.num_bytes = value, num_bytes
+        kept.forget(key)
+        kept.values[key] = value
+        kept.num_bytes += len(key) + len(value)
+        while kept.num_bytes > MOST_GENERATION_BYTES:  # many rounds may pass in one generation
+            kept.forget(next(iter(kept.values)))
 
     def get(self, generation: str, key: str) -> bytes | None:
         """Returns a value, or None if nobody has set it yet; raises `KeysGoneError`."""

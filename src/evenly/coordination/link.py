@@ -8,13 +8,14 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from evenly.coordination.channel import Channel, HandshakeClosedError, open_channel
+from evenly.coordination.etcd import CoordinatorSeat
 from evenly.coordination.frames import BEAT_S, FrameError
 from evenly.coordination.values import JSON, Fields, MalformedError, MemberRank, text_of
 from evenly.errors import CoordinatorLostError, EvenlyError, MismatchError
 
 ATTEMPT_S = 1.0  # for one attempt to connect
 _PAUSE_S = 0.05  # between attempts at first; then it doubles
-_MOST_PAUSE_S = 0.5
+_MOST_PAUSE_S = 0.25
 _CLOSED_LIMIT = 5  # handshakes that the other side has closed: it has another secret
 
 Message = dict[str, JSON]
@@ -28,7 +29,7 @@ class CoordinatorLink:
     """Connects, says that this rank is alive, receives, and connects again.
 
     Args:
-        address: of the coordinator.
+        address: of the coordinator, or of the etcd that knows it (`etcd://HOST:PORT,...`).
         member: the rank.
         job: the name of the run.
         secret: what all nodes share.
@@ -39,7 +40,7 @@ class CoordinatorLink:
 
     def __init__(
         self,
-        address: tuple[str, int],
+        address: tuple[str, int] | str,
         member: MemberRank,
         *,
         job: str,
@@ -48,7 +49,8 @@ class CoordinatorLink:
         on_message: Callable[[Message], None],
         on_change: Callable[[bool], None],
     ) -> None:
-        self._address = address
+        self._where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+        self._find = CoordinatorSeat(address, job=job).find if isinstance(address, str) else lambda: address
         self._join: Message = {**member.to_json(), "job": job}
         self._member = member
         self._secret = secret
@@ -130,10 +132,9 @@ class CoordinatorLink:
 
     def unreachable(self, case: str) -> CoordinatorLostError:
         """Returns the error of a call that needs the coordinator."""
-        host, port = self._address
         return CoordinatorLostError(
             f"rank {self._member.local_rank} of node {self._member.node} was to reach the coordinator at "
-            f"{host}:{port}; {case}. Check that `evenly coordinate` runs there and that the network lets its port "
+            f"{self._where}; {case}. Check that `evenly coordinate` runs there and that the network lets its port "
             "through; training goes on without exchanges until then."
         )
 
@@ -210,7 +211,7 @@ class CoordinatorLink:
     def _connect(self, timeout_s: float) -> Channel:
         """Returns a channel on which the coordinator has welcomed this rank."""
         deadline_s = time.monotonic() + timeout_s
-        channel = open_channel(self._address, secret=self._secret, timeout_s=timeout_s)
+        channel = open_channel(self._find(), secret=self._secret, timeout_s=timeout_s)
         try:
             channel.send(self._join)
             while (message := channel.reader.next_message()) is None:
@@ -229,10 +230,9 @@ class CoordinatorLink:
             raise
 
     def _other_secret(self) -> MismatchError:
-        host, port = self._address
         return MismatchError(
             f"rank {self._member.local_rank} of node {self._member.node} was to join the coordinator at "
-            f"{host}:{port}; it closes the connection at the first message, as it does for another secret. Give the "
+            f"{self._where}; it closes the connection at the first message, as it does for another secret. Give the "
             "same --secret-file on all nodes, and an address at which `evenly coordinate` listens."
         )
 

@@ -23,6 +23,31 @@ def parse_address(text: str, *, source: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def parse_coordinator(text: str, *, source: str) -> tuple[str, int] | str:
+    """Returns host and port, or the text as it is if it names an etcd: `etcd://HOST:PORT,...`."""
+    return text if text.startswith("etcd://") else parse_address(text, source=source)
+
+
+def address_text(address: tuple[str, int] | str) -> str:
+    """Returns an address as people write it.
+
+    >>> address_text(("::1", 29400))
+    '[::1]:29400'
+    """
+    if isinstance(address, str):
+        return address
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def address_towards(server: tuple[str, int]) -> str:
+    """Returns the address by which this machine reaches `server`; raises `OSError` if there is no way to it."""
+    family, _, _, _, address = socket.getaddrinfo(*server, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
 def own_addresses(host: str) -> list[str]:
     """Returns those addresses of `host` that this machine has; none if it is another machine or unknown."""
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenly.errors import LaunchError
-from evenly.launch.addresses import parse_address
+from evenly.launch.addresses import address_text, parse_coordinator
 from evenly.launch.secret import read_secret, require_long
 
 
@@ -29,7 +29,7 @@ def overlay(extra: Mapping[str, str]) -> dict[str, str]:
 class ElasticSettings:
     """How this process takes part in an elastic run, as `evenly join` says in the environment."""
 
-    coordinator: tuple[str, int]
+    coordinator: tuple[str, int] | str  # or the etcd that knows it: `etcd://HOST:PORT,...`
     node: str
     start: str  # random, the same on all ranks of one start of the node
     job: str
@@ -41,9 +41,8 @@ class ElasticSettings:
 
     def variables(self) -> dict[str, str]:
         """Returns the environment from which `elastic_settings` reads this."""
-        host, port = self.coordinator
         return {
-            "EVENLY_COORDINATOR": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            "EVENLY_COORDINATOR": address_text(self.coordinator),
             "EVENLY_NODE": self.node,
             "EVENLY_START": self.start,
             "EVENLY_JOB": self.job,
@@ -70,7 +69,7 @@ def elastic_settings() -> ElasticSettings | None:
     restarts = environment("TORCHELASTIC_RESTART_COUNT") or "0"
     secret_file = environment("EVENLY_SECRET_FILE")
     return ElasticSettings(
-        coordinator=parse_address(address, source="EVENLY_COORDINATOR"),
+        coordinator=parse_coordinator(address, source="EVENLY_COORDINATOR"),
         node=node,
         start=start if restarts == "0" else f"{start}-{restarts}",
         job=job,
