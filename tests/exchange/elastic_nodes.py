@@ -45,6 +45,7 @@ class NodeThreads:
     settings: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     lr: float = 0.1
+    make: Callable[[int], nn.Module] = network
 
     def __post_init__(self) -> None:
         self.ranks = [RankThread(self, rank) for rank in range(len(self.sizes))]
@@ -73,7 +74,7 @@ class NodeThreads:
 class RankThread:
     def __init__(self, node: NodeThreads, rank: int) -> None:
         self.node, self.rank = node, rank
-        self.plain = network(node.seed)
+        self.plain = node.make(node.seed)
         self.thread = threading.Thread(target=self.run, name=f"{node.name}/{rank}", daemon=True)
         self.error: BaseException | None = None
         self.result: Any = None

@@ -20,6 +20,12 @@ def data():
     return TensorDataset(x, y, torch.arange(SIZE))
 
 
+def network(seed):
+    """Returns a network that takes a batch of one sample, too."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
 def count_of(rows):
     """Returns how often each sample was trained."""
     return collections.Counter(number for *_, numbers in rows for number in numbers)
@@ -60,7 +66,7 @@ def test_all_samples_are_trained_once_and_faster_nodes_train_more(meeting):
         rank.model.finish()
         return rank.values()
 
-    started = [NodeThreads(n, s, meeting.address, act).begin() for n, s in nodes.items()]
+    started = [NodeThreads(n, s, meeting.address, act, make=network).begin() for n, s in nodes.items()]
     results = [values for node in started for values in node.join()]
     for epoch in range(2):
         counts = count_of(row for rows in seen.values() for row in rows if row[0] == epoch)
@@ -95,11 +101,13 @@ def test_samples_of_a_lost_node_are_dealt_to_the_others_and_a_late_node_gets_som
         with pytest.raises(SystemExit):
             train_epochs(rank, 3, seen=seen["b", 0], slow_s=0.01, on_step=die)
 
-    one = NodeThreads("a", nodes["a"], meeting.address, stays).begin()
-    other = NodeThreads("b", nodes["b"], meeting.address, dies).begin()
+    one = NodeThreads("a", nodes["a"], meeting.address, stays, make=network).begin()
+    other = NodeThreads("b", nodes["b"], meeting.address, dies, make=network).begin()
     other.join()
     may_come.wait(30)
-    late = NodeThreads("c", nodes["c"], meeting.address, lambda rank: train_epochs_until(rank, 3, seen["c", 0])).begin()
+    late = NodeThreads(
+        "c", nodes["c"], meeting.address, lambda rank: train_epochs_until(rank, 3, seen["c", 0]), make=network
+    ).begin()
     [(ledger, values), _] = one.join()
     late_ledger, late_values = late.join()[0]
     assert ledger == late_ledger

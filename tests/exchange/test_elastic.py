@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from evenly.coordination import Coordinator, RoundSettings
-from evenly.errors import MismatchError, NonFiniteError, PeerError
+from evenly.errors import CoordinatorLostError, MismatchError, NonFiniteError, PeerError
 from evenly.exchange.elastic import ElasticMembership
 from tests.exchange.elastic_nodes import NodeThreads, batch_of, coordinator, network
 from tests.ranks import ragged
@@ -416,3 +416,38 @@ def test_a_node_with_another_network_is_refused_and_the_others_go_on(meet):
         other.join()
     is_refused.set()
     assert one.join()[0] > 1
+
+
+def test_samples_of_a_round_whose_end_a_node_did_not_learn_count_once(meet):
+    nodes = {"a": [4], "b": [3]}
+    address = meet(2).address
+
+    def informed(rank):
+        rank.train(4)
+        return rank.values()
+
+    def uninformed(rank):
+        rank.train(1)
+        vote = rank.client.vote
+
+        def vote_without_an_answer(*arguments, **settings):
+            assert vote(*arguments, **settings).is_committed
+            rank.client.vote = vote
+            raise CoordinatorLostError("the answer is lost")
+
+        rank.client.vote = vote_without_an_answer
+        rank.train(3)
+        return rank.values()
+
+    started = [NodeThreads("a", nodes["a"], address, informed).begin()]
+    started.append(NodeThreads("b", nodes["b"], address, uninformed).begin())
+    results = [result for node in started for result in node.join()]
+    played = Played(nodes)
+    played.train(*nodes, steps=2)
+    behind = copy.deepcopy(played.replicas[1].state_dict())
+    played.meet(*nodes)
+    played.replicas[1].load_state_dict(behind)
+    played.train(*nodes, steps=2)
+    played.meet(*nodes)
+    require_identical(*results)
+    require_equal(results[0][:4], played.values("a")[:4])

@@ -16,7 +16,7 @@ from evenly.batches.ledger import SampleLedger
 from evenly.batches.loading import LoaderOptions
 from evenly.batches.parts import Epoch, Rules, check_samples
 from evenly.batches.ranges import Ranges, common, decoded, encoded, size_of, split, union, without
-from evenly.batches.rate import Rate
+from evenly.batches.rate import SampleRate
 from evenly.batches.report import NodeReport
 from evenly.batches.sources import open_source
 from evenly.coordination.values import JSON, Fields
@@ -96,7 +96,7 @@ class DealtFeed:
         self._taken = 0  # samples of it
         self._steps: Epoch | None = None
         self._is_under_way = False  # a batch was yielded, and its epoch has not ended
-        self._rate = Rate(clock)
+        self._rate = SampleRate(clock)
 
     @property
     def ledger(self) -> SampleLedger:

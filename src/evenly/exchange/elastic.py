@@ -84,6 +84,8 @@ class ElasticMembership(Membership):
         self._is_healthy = True
         self._doubts = False  # the last averages were not finite
         self._is_cut_off = False  # the last exchange was postponed
+        self._last = ""  # the id of the last round that this node knows to be committed
+        self._doubted: dict[str, float] = {}  # samples of rounds since then that may have been committed, by id
         self._committed: ExchangeRound | None = None  # which the source of samples has not followed yet
         self._samples_state: Fields | None = None  # of another node, whose source of samples is newer
 
@@ -190,12 +192,15 @@ class ElasticMembership(Membership):
         verdicts = self._gather(own, waiter)
         self._round = None
         if COMMITTED in verdicts:
+            self._last, self._doubted = formed.id, {}
             self.version, self._lineage = formed.number, formed.lineage
             self._names = formed.nodes
             self._committed = formed
         elif ABORTED in verdicts:
             raise RoundAbortedError(why or "another rank of this node saw it given up")
         else:
+            own_index = formed.nodes.index(self.node)
+            self._doubted[formed.id] = formed.members[own_index].samples - sum(self._doubted.values())
             raise PostponedError(why)
 
     def deal_samples(self) -> None:
@@ -218,7 +223,7 @@ class ElasticMembership(Membership):
         self._client.close()
 
     def _facts(self, node_row: torch.Tensor) -> dict[str, JSON]:
-        facts: dict[str, JSON] = {"row": _encoded(node_row)}
+        facts: dict[str, JSON] = {"row": _encoded(node_row), "last": self._last, "doubts": dict(self._doubted)}
         return facts if self.samples is None else {**facts, "samples": self.samples.report()}
 
     def _propose(self, proposal: Proposal, waiter: CollectiveWaiter) -> ExchangeRound:
@@ -354,10 +359,22 @@ def _lacking(formed: ExchangeRound) -> list[bool]:
 def _weights(formed: ExchangeRound) -> tuple[float, ...]:
     """Returns the weight of each node: its samples; equal weights if there are none."""
     lacks = _lacking(formed)
-    amounts = [0.0 if lack else member.samples for member, lack in zip(formed.members, lacks, strict=True)]
+    amounts = [
+        0.0 if lack else member.samples - _counted_before(member, formed)
+        for member, lack in zip(formed.members, lacks, strict=True)
+    ]
     if not sum(amounts):
         amounts = [float(index == _giver(formed)) if any(lacks) else 1.0 for index in range(len(amounts))]
     return tuple(amount / sum(amounts) for amount in amounts)
+
+
+def _counted_before(member: RoundMember, formed: ExchangeRound) -> float:
+    """Returns the samples of a node that were counted in a round of which it did not learn that it was committed."""
+    committed = {other.facts[0].get("last") for other in formed.members}
+    doubts = member.facts[0].get("doubts")
+    if not isinstance(doubts, dict):
+        return 0.0
+    return min(member.samples, sum(float(str(samples)) for id, samples in doubts.items() if id in committed))
 
 
 def _giver(formed: ExchangeRound) -> int:
