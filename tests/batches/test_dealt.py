@@ -109,6 +109,7 @@ def test_a_node_that_joins_is_dealt_samples_with_its_first_commit(kind, joins_af
     run([*nodes_of(meeting, kind), late])
     require_every_sample_once(meeting)
     assert sum(late.steps[0]) > SIZE / 10
+    assert late.epochs_begun == len(late.epochs_trained)  # it began with the epoch that the others were in
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])

@@ -133,6 +133,8 @@ class DealtFeed:
         )
 
     def __iter__(self) -> Iterator[Any]:
+        while not self._ledger.number:  # a node that joins learns only then which epoch it is
+            self._hold_meeting()
         epoch, steps_follow = self.epoch, False
         while self.epoch == epoch:
             if not self._has_next():
