@@ -128,6 +128,7 @@ class DealtNode:
     def __init__(self, name, meeting, dataset, samples, *, epochs, story=None, rate=0.0, joins_after=0, **options):
         self.name, self.meeting, self.epochs, self.rate = name, meeting, epochs, rate
         self.is_fresh = True
+        self.epochs_begun, self.epochs_trained = 0, set()
         self.back_at = 0  # rounds
         self.seen = []  # (epoch, sample) since the last commit
         self.steps = [[] for _ in samples]  # real samples of each step, by rank
@@ -169,8 +170,10 @@ class DealtNode:
     def _train(self, rank):
         feed = self.feeds[rank]
         while feed.epoch < self.epochs:
-            epoch = feed.epoch
+            self.epochs_begun += rank == 0
             for batch in feed:
+                epoch = feed.epoch
+                self.epochs_trained.add(epoch)
                 self.steps[rank].append(feed.samples)
                 if feed.samples:
                     with self.meeting.changed:

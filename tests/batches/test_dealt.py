@@ -109,6 +109,7 @@ def test_a_node_that_joins_is_dealt_samples_with_its_first_commit(kind, joins_af
     run([*nodes_of(meeting, kind), late])
     require_every_sample_once(meeting)
     assert sum(late.steps[0]) > SIZE / 10
+    assert late.epochs_begun == len(late.epochs_trained)  # it began with the epoch that the others were in
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
@@ -184,6 +185,47 @@ def test_workers_load_what_is_dealt(kind, lasting):
         assert [samples for _, samples in seen] == [4, 2] * 8 + [1, 1]
     for rank in ranks:
         rank.meet = None  # refers to the feed; workers of a loader that is freed in a cycle end only after 5 s
+
+
+@pytest.mark.parametrize("kind", [Numbers, Stream])
+def test_what_is_trained_during_a_round_is_reported_with_the_next_one(kind):
+    feed, pending, seen = alone(kind(100)), [], []
+
+    def meet():
+        if pending or not feed.ledger.number:  # a round is committed at the latest when the next one begins
+            feed.commit({"a": pending.pop() if pending else feed.report()})
+        pending.append(feed.report(overlaps=True))
+
+    feed.meet = meet
+    for batch in feed:
+        seen += batch.tolist()
+        if pending and len(seen) % 5 == 0:
+            feed.commit({"a": pending.pop()})
+    assert Counter(seen) == Counter(range(100))
+    assert (feed.ledger.repeated, feed.ledger.lost) == ({}, {})
+
+
+def test_what_is_trained_during_a_round_that_gives_the_node_other_parameters_is_lost():
+    feed, other = alone(Numbers(100)), alone(Numbers(100), node="b")
+
+    def together(discarded=()):
+        reports = {"a": feed.report(overlaps=True), "b": other.report()}
+        yield
+        for one in (feed, other):
+            one.commit(reports, discarded=discarded)
+        yield
+
+    list(together())
+    batches = iter(feed)
+    next(batches)
+    round_of_both = together(["a"])
+    next(round_of_both)
+    next(batches)
+    next(round_of_both)
+    assert feed.ledger == other.ledger
+    assert feed.ledger.lost == {"a": 3}
+    list(together())
+    assert feed.ledger.lost == {"a": 6}
 
 
 def test_faster_nodes_are_dealt_more():

@@ -122,6 +122,22 @@ def test_what_a_node_trained_whose_parameters_did_not_count_is_lost_and_dealt_ag
     assert second.held["a"][0] == (4, 8)
 
 
+def test_a_node_that_trains_during_the_round_keeps_what_it_holds():
+    reports = {n: NodeReport(wants=4, overlaps=n == "b") for n in "ab"}
+    first = SampleLedger(100).after_round(reports)
+    assert first.held == {"a": ((0, 4), (8, 12)), "b": ((4, 8), (12, 16))}
+    second = first.after_round({n: replace(r, trained=split(first.held[n], 4)[0]) for n, r in reports.items()})
+    assert second.held == {"a": ((8, 12), (16, 20)), "b": ((12, 16), (20, 24))}
+    assert second.due == {"a": 4, "b": 4}
+    third = second.after_round({"a": reports["a"], "b": replace(reports["b"], trained=((12, 13),), dropped=2)})
+    assert third.held["b"] == ((13, 16), (20, 25))
+    assert third.lost == {"b": 2}
+    slow = {"a": replace(reports["a"], rate=99.0), "b": replace(reports["b"], rate=0.1)}
+    ending = replace(third, size=24).after_round(slow)
+    assert ending.held["b"] == ((13, 16), (20, 24))
+    assert ending.due["b"] == 1
+
+
 def test_the_end_of_a_stream_is_found_by_whoever_meets_it():
     wants = NodeReport(wants=4)
     first = SampleLedger(None).after_round(dict.fromkeys("ab", wants))
@@ -151,7 +167,7 @@ def test_a_ledger_and_a_report_become_json_and_come_from_it():
     ledger = SampleLedger(None).after_round(reports)
     assert SampleLedger.from_json(json.loads(json.dumps(ledger.to_json()))) == ledger
     assert SampleLedger.from_json(ledger.to_json()).digest == ledger.digest
-    for report in (reports["a"], NodeReport()):
+    for report in (reports["a"], NodeReport(), NodeReport(overlaps=True, dropped=3)):
         assert NodeReport.from_json(json.loads(json.dumps(report.to_json()))) == report
 
 
@@ -190,6 +206,8 @@ class PlayedNode:
     trained: tuple = ()
     size: int | None = None
     run: int | None = None  # of its parameters; None if they are of no use
+    overlaps: bool = False
+    dropped: int = 0
     is_cut: bool = False
 
     def train(self, count, *, size):
@@ -206,13 +224,18 @@ class PlayedNode:
             rate=self.speed,
             batch=self.batch,
             size=self.size,
+            overlaps=self.overlaps,
+            dropped=self.dropped,
         )
         fields = json.loads(json.dumps(own.to_json()))
         assert len(json.dumps(fields)) < 1500
         return NodeReport.from_json(fields, counts=counts)
 
-    def apply(self, ledger, run):
-        self.ledger, self.run, self.trained, self.size = ledger, run, (), None
+    def apply(self, ledger, run, report):
+        more = without(self.trained, report.trained)  # trained during the round
+        is_effective = report.counts and ledger.epoch == report.epoch
+        self.trained, self.dropped = (more, 0) if is_effective else ((), size_of(more))
+        self.ledger, self.run, self.size = ledger, run, None
 
 
 class Simulation:
@@ -244,6 +267,7 @@ class Simulation:
         self.names += 1
         name, ledger = f"node{self.names}", SampleLedger(None if self.is_stream else self.size)
         self.nodes[name] = PlayedNode(name, ledger, self.draw.randint(1, 6), self.draw.choice([0, 1, 2.5, 9]))
+        self.nodes[name].overlaps = self.draw.random() < 0.3
 
     def happens(self, event, chance):
         is_so = self.draw.random() < chance
@@ -293,16 +317,18 @@ class Simulation:
             assert after.done == ((0, self.size),)
             assert not any(after.held.values())
             ended += 1
-            idle = {name: replace(report, trained=(), size=None) for name, report in reports.items()}
+            idle = {name: replace(report, trained=(), dropped=0, size=None) for name, report in reports.items()}
             after = after.next_epoch(None if self.is_stream else self.size).after_round(idle, late)
-        assert any(after.held.values())  # somebody has work
+        assert any(after.due.values())  # somebody has work
         if before.number < newest:
             self.run, self.events["branch"] = self.run + 1, self.events["branch"] + 1
-        reported += sum(size_of(report.trained) for report in reports.values())
+        reported += sum(size_of(report.trained) + report.dropped for report in reports.values())
         self.totals[self.run, after.number] = (reported, ended)
         heard = [node for node in members[1:] if not self.happens("unheard", 0.02)]
         for node in (members[0], *heard):
-            node.apply(after, self.run)
+            if node.overlaps:
+                node.train(self.draw.randint(0, 2 * node.batch), size=self.size)
+            node.apply(after, self.run, reports[node.name])
 
     def require_exact(self, before, after, reports):
         held = [after.done, *after.held.values()]
@@ -312,7 +338,7 @@ class Simulation:
         new = without(after.done, before.done)
         counted = [r.trained for r in reports.values() if r.counts and r.epoch == before.epoch]
         assert without(new, union(*counted)) == ()  # only what was trained is done
-        reported = sum(size_of(report.trained) for report in reports.values())
+        reported = sum(size_of(report.trained) + report.dropped for report in reports.values())
         accounts = [sum(ledger.repeated.values()) + sum(ledger.lost.values()) for ledger in (before, after)]
         assert reported == size_of(new) + accounts[1] - accounts[0]  # nothing is unaccounted
 

@@ -16,9 +16,9 @@ from evenly.batches.ledger import SampleLedger
 from evenly.batches.loading import LoaderOptions
 from evenly.batches.parts import Epoch, Rules, check_samples
 from evenly.batches.ranges import Ranges, common, decoded, encoded, size_of, split, union, without
-from evenly.batches.rate import SampleRate
 from evenly.batches.report import NodeReport
 from evenly.batches.sources import open_source
+from evenly.batches.trained_rate import TrainedRate
 from evenly.coordination.values import JSON, Fields
 from evenly.errors import DataError, MismatchError, SpecError
 
@@ -90,13 +90,15 @@ class DealtFeed:
         self._source = open_source(dataset, rules, shuffle=shuffle, sampler=sampler)
         self._ledger = SampleLedger(self._source.epoch_size(0))
         self._trained: Ranges = ()  # since the last commit
+        self._trained_epoch = 0  # in which that was
+        self._dropped = 0  # samples trained during a round that gave this node other parameters; not reported yet
         self._due = 0  # samples to train before the next meeting
         self._end: int | None = None  # the epoch has no more samples than this, as was seen
         self._part: Ranges = ()  # what `_steps` are of
         self._taken = 0  # samples of it
         self._steps: Epoch | None = None
         self._is_under_way = False  # a batch was yielded, and its epoch has not ended
-        self._rate = SampleRate(clock)
+        self._rate = TrainedRate(clock)
 
     @property
     def ledger(self) -> SampleLedger:
@@ -131,6 +133,8 @@ class DealtFeed:
         )
 
     def __iter__(self) -> Iterator[Any]:
+        while not self._ledger.number:  # a node that joins learns only then which epoch it is
+            self._hold_meeting()
         epoch, steps_follow = self.epoch, False
         while self.epoch == epoch:
             if not self._has_next():
@@ -162,15 +166,21 @@ class DealtFeed:
         """Changes the samples of each rank from the next batch on; all ranks of this node call it at the same step."""
         self._shares = check_samples(samples, ranks=len(self._shares))
 
-    def report(self) -> dict[str, JSON]:
-        """Returns what the members of a round must know of this node; the same on all its ranks but for the rate."""
+    def report(self, *, overlaps: bool = False) -> dict[str, JSON]:
+        """Returns what the members of a round must know of this node; the same on all its ranks but for the rate.
+
+        Args:
+            overlaps: whether this node trains on until the round is committed; what it holds then stays its own.
+        """
         own = NodeReport(
             self._trained,
-            self.epoch,
+            self._trained_epoch,
             wants=self.period_samples,
             rate=self._rate.samples_per_s,
             batch=self.global_batch,
             size=self._end,
+            overlaps=overlaps,
+            dropped=self._dropped,
         )
         return {**own.to_json(), "number": self._ledger.number, "digest": self._ledger.digest}
 
@@ -199,14 +209,15 @@ class DealtFeed:
         ledger = self._ledger.after_round(members, absent)
         if ledger.is_complete:
             ledger = self._next_epoch(ledger, members, absent)
-        reported = members[self._node].trained
-        is_same = ledger.epoch == self.epoch
-        self._follow(ledger, without(self._trained, reported) if is_same else ())
+        own = members[self._node]
+        unreported = without(self._trained, own.trained)
+        is_effective = own.counts and own.epoch == ledger.epoch
+        self._dropped = 0 if is_effective else size_of(unreported)
+        self._follow(ledger, unreported if is_effective else ())
 
     def adopt(self, state: Fields) -> None:
-        """Takes over the ledger of another node, from its `state()`; `commit` of the same round follows."""
-        ledger = self._checked(state)
-        self._follow(ledger, self._trained if ledger.epoch == self.epoch else ())
+        """Takes over the ledger of another node, from its `state()`; `commit` of the same round must follow."""
+        self._ledger, self._steps = self._checked(state), None
 
     def state(self) -> dict[str, JSON]:
         """Returns the ledger, and what this node has trained since the last commit."""
@@ -271,9 +282,10 @@ class DealtFeed:
 
     def _follow(self, ledger: SampleLedger, trained: Ranges) -> None:
         """Goes on with this ledger."""
-        if ledger.epoch != self.epoch or ledger.size is not None:
+        if ledger.epoch != self._trained_epoch or ledger.size is not None:
             self._end = None
         self._ledger, self._trained, self._steps = ledger, trained, None
+        self._trained_epoch = ledger.epoch
         due, _ = split(ledger.held.get(self._node, ()), ledger.due.get(self._node, 0))
         self._due = size_of(without(due, trained))
 
@@ -286,7 +298,7 @@ class DealtFeed:
                 f"epoch {ledger.epoch} of {self._name} was requested, but it has no samples. Give an iterable whose "
                 "__iter__ starts anew."
             )
-        idle = {node: replace(report, trained=(), size=None) for node, report in members.items()}
+        idle = {node: replace(report, trained=(), dropped=0, size=None) for node, report in members.items()}
         return ledger.next_epoch(self._source.epoch_size(ledger.epoch + 1)).after_round(idle, absent)
 
     def _require_same_ledgers(self, reports: Mapping[str, Fields]) -> None:

@@ -51,7 +51,8 @@ class SampleLedger:
     def after_round(self, reports: Mapping[str, NodeReport], absent: Collection[str] = ()) -> "SampleLedger":
         """Returns the ledger after a committed round: what was trained is done, and the members hold new ranges.
 
-        What the members have not trained is dealt anew. Other nodes lose what they hold, unless they are `absent`.
+        What the members have not trained is dealt anew, unless they go on training it meanwhile. Other nodes lose what
+        they hold, unless they are `absent`.
 
         Args:
             reports: of the members of the round, by node.
@@ -118,13 +119,15 @@ class SampleLedger:
         return {"due": self.due, "repeated": self.repeated, "lost": self.lost}
 
     def _credited(self, reports: Mapping[str, NodeReport], kept: Mapping[str, Ranges]) -> "SampleLedger":
-        """Returns the ledger with what the members have trained; only those in `kept` hold anything."""
+        """Returns the ledger with what the members have trained; of other nodes only those in `kept` hold anything."""
         trained = {
             node: report.trained
             for node, report in sorted(reports.items())
             if report.counts and report.epoch == self.epoch
         }
         credited = {node: common(ranges, self.held.get(node, ())) for node, ranges in trained.items()}
+        overlapping = {node: ranges for node, ranges in trained.items() if reports[node].overlaps}
+        kept = {**kept, **{node: without(self.held.get(node, ()), ranges) for node, ranges in overlapping.items()}}
         done, kept_by_others = union(self.done, *credited.values()), union(*kept.values())
         for node, ranges in trained.items():  # it no longer holds them, but nobody else has trained them
             new = without(ranges, union(done, kept_by_others))
@@ -132,8 +135,10 @@ class SampleLedger:
         repeated, lost = dict(self.repeated), dict(self.lost)
         for node, report in sorted(reports.items()):
             account = repeated if report.counts else lost
-            if amount := size_of(report.trained) - size_of(credited.get(node, ())):
-                account[node] = account.get(node, 0) + amount
+            uncredited = size_of(report.trained) - size_of(credited.get(node, ()))
+            for counts, amount in ((account, uncredited), (lost, report.dropped)):
+                if amount:
+                    counts[node] = counts.get(node, 0) + amount
         ledger = replace(self, number=self.number + 1, done=done, held=kept, repeated=repeated, lost=lost)
         return ledger._ended(reports)
 
@@ -156,22 +161,21 @@ class SampleLedger:
         """
         members = {node: report for node, report in sorted(reports.items()) if report.wants > 0}
         rates = _rates(members)
-        parts = _period_of(members, rates)
+        parts = reserves = _period_of(members, rates)
         period = sum(parts.values())
-        free, held = self._free(2 * period), dict(self.held)
-        reserves = parts
-        if (
-            left := size_of(free)
-        ) < 2 * period:  # the last period is up to half longer, instead of a short one after it
-            if 2 * left < 3 * period:
+        free, held = self._free(2 * period), {**dict.fromkeys(members, ()), **self.held}
+        left = size_of(free) + sum(size_of(held[node]) for node in members)
+        if left < 2 * period:
+            if 2 * left < 3 * period:  # the last period is up to half longer, instead of a short one after it
                 parts = _divided(left, rates)
             reserves = _divided(left - sum(parts.values()), rates)
         for node, count in parts.items():
-            held[node], free = split(free, count, pieces=MOST_PIECES)
-        due = {node: size_of(held[node]) for node in parts} | {n: self.due.get(n, 0) for n in self.held}
+            held[node], free = _filled(held[node], free, count)
+        due = {node: self.due.get(node, 0) for node in self.held}
+        for node, report in members.items():  # a node that holds anything has something to train
+            due[node] = min(size_of(held[node]), max(parts[node], report.batch))
         for node, count in reserves.items():
-            reserve, free = split(free, count, pieces=MOST_PIECES - len(held[node]))
-            held[node] = union(held[node], reserve)
+            held[node], free = _filled(held[node], free, parts[node] + count)
         return replace(self, held=held, due=due)
 
     def _free(self, ahead: int) -> Ranges:
@@ -179,6 +183,12 @@ class SampleLedger:
         taken = union(self.done, *self.held.values())
         end = (taken[-1][1] if taken else 0) + ahead if self.size is None else self.size
         return without(union([(0, end)]), taken)
+
+
+def _filled(held: Ranges, free: Ranges, count: int) -> tuple[Ranges, Ranges]:
+    """Returns what is held, filled up to `count` samples, and what is still free."""
+    new, free = split(free, count - size_of(held), pieces=max(0, MOST_PIECES - len(held)))
+    return union(held, new), free
 
 
 def _rates(members: Mapping[str, NodeReport]) -> dict[str, float]:

@@ -71,6 +71,7 @@ class ElasticMembership(Membership):
         self.version = 0  # the number of the last round that this node took part in
         self._lineage = ""
         self._groups = groups
+        self._own = groups.across  # those of this node alone
         self._client = client
         self._signature = signature
         self._timeout_s = timeout_s
@@ -121,7 +122,7 @@ class ElasticMembership(Membership):
                 level = logging.DEBUG if self._is_cut_off else logging.WARNING
                 logger.log(level, "an exchange is postponed: %s", postponed)
                 self._is_cut_off = True
-                self._undo(*before)
+                self._undo(*before, leaves=False)
                 return None
             except NonFiniteError as error:
                 self._refuse(str(error))
@@ -139,11 +140,12 @@ class ElasticMembership(Membership):
             finally:
                 self._averages, averages.slices = None, ()
 
-    def _undo(self, anchors: AnchorsBefore, agreed_buffers: Tensors) -> None:
-        """Restores what an attempt has changed, and leaves its groups."""
+    def _undo(self, anchors: AnchorsBefore, agreed_buffers: Tensors, *, leaves: bool = True) -> None:
+        """Restores what an attempt has changed, and leaves its groups, where collectives may be pending."""
         self._bound.anchors.put_back(anchors)
         self._bound.buffers.agreed = agreed_buffers
-        self._forget_generation()
+        if leaves:
+            self._forget_generation()
 
     def hold_vote(self, vote: Vote, waiter: CollectiveWaiter) -> Quorum:
         """Proposes an exchange; returns the quorum of the round that is formed, once its groups are open."""
@@ -221,6 +223,10 @@ class ElasticMembership(Membership):
         """Tells the coordinator that this rank ends."""
         self._client.leave()
         self._client.close()
+        if self._parts is not None and self._groups.across is not self._own:
+            self._forget_generation()
+            self._groups.across = self._own
+            self._parts.replica_exchange.follow_nodes()
 
     def _facts(self, node_row: torch.Tensor) -> dict[str, JSON]:
         facts: dict[str, JSON] = {"row": _encoded(node_row), "last": self._last, "doubts": dict(self._doubted)}
@@ -287,7 +293,7 @@ class ElasticMembership(Membership):
         )
         self._groups.across = opened
         self._generation = formed.generation
-        self._bound.replica_exchange.follow_nodes(waiter)
+        self._bound.replica_exchange.follow_nodes()
 
     def _guarded(self, act: Callable[[], T], waiter: CollectiveWaiter) -> T:
         return self.across(lambda _: act(), waiter)

@@ -110,10 +110,10 @@ class ReplicaExchange:
         self._reducers = []
         self._build_reducers(module, waiter)
 
-    def follow_nodes(self, waiter: CollectiveWaiter) -> None:
-        """Takes over the groups of other nodes; a network that is whole on every rank needs no further ones."""
+    def follow_nodes(self) -> None:
+        """Takes over the groups between other nodes, for a network that is whole on every rank."""
         self._reducers = []
-        self._build_reducers(torch.nn.Module(), waiter)
+        self._build_reducers(torch.nn.Module(), None)
 
     def state(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[AveragedTensor]:
         """Returns the optimizer's state that can be averaged: tensors laid out like their parameter."""
@@ -235,12 +235,12 @@ class ReplicaExchange:
         for reducer in self._reducers:
             reducer.close(failed=failed)
 
-    def _build_reducers(self, module: torch.nn.Module, waiter: CollectiveWaiter) -> None:
-        """Collects how all replicas are cut, and builds the reducers between them."""
+    def _build_reducers(self, module: torch.nn.Module, waiter: CollectiveWaiter | None) -> None:
+        """Collects how all replicas are cut, and builds the reducers between them; only cut ones need a `waiter`."""
         groups, self._generation = self._groups, self._generation + 1
         self._shapes = self._replica_shapes(module)
         nodes = whole_replicas(groups.nodes)
-        if self._is_cut:
+        if self._is_cut and waiter is not None:
             nodes = find_replicas(module, groups, waiter, required=self._shapes)
         all_replicas = [replica for node in nodes for replica in node]
         self._node_replicas = nodes[groups.index]

@@ -7,7 +7,7 @@ KEPT = 0.5  # of what earlier periods count, with each that follows
 
 
 @final
-class SampleRate:
+class TrainedRate:
     """The samples per second that a node trains; a period counts as much as it has samples, and earlier ones less."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
