@@ -230,11 +230,12 @@ PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "she
 PICKLED_OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
 PICKLED_OBJECTS |= {"send_object_list", "recv_object_list"}  # of torch.distributed
 WEIGHTS = "checkpoints/weight_files.py"  # writes `.pt` files for other programs; weights_only=True loads them
-OF_TORCH_CHECKPOINTS = "checkpoints/dcp.py"  # reads and writes folders of torch.distributed.checkpoint
+OF_TORCH_CHECKPOINTS = {"checkpoints/dcp.py", "_torch/checkpoint_folders.py"}  # torch.distributed.checkpoint
+LISTED = "_torch/checkpoint_folders.py"  # reads the metadata of such a folder, of which it looks up listed names only
 
 
 def nothing_is_pickled() -> list[str]:
-    """No pickle is written or read, but for weights that are exchanged with other programs, in two files."""
+    """No pickle is written or read, but for weights that are exchanged with other programs, in three files."""
     return [spot(path, node) for path, node in nodes() if _pickles(node, str(path.relative_to(ROOT)))]
 
 
@@ -244,13 +245,17 @@ def _pickles(node: ast.AST, file: str) -> bool:
         modules = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom) and not node.level:
         modules = [f"{node.module}.{alias.name}" for alias in node.names]
+    if file == LISTED and modules == ["pickle"]:
+        return False
     if any(module.split(".")[0] in PICKLES or module.split(".")[-1] in PICKLED_OBJECTS for module in modules):
         return True
-    if file != OF_TORCH_CHECKPOINTS and any(
+    if file not in OF_TORCH_CHECKPOINTS and any(
         f"{module}.".startswith("torch.distributed.checkpoint.") for module in modules
     ):
         return True
-    if isinstance(node, ast.Attribute) and node.attr in PICKLED_OBJECTS:
+    if isinstance(node, ast.Attribute) and (
+        node.attr in PICKLED_OBJECTS or ast.unparse(node) in ("pickle.load", "pickle.loads")
+    ):
         return True
     return isinstance(node, ast.Call) and _calls_pickle(node, file)
 

@@ -5,6 +5,8 @@ import logging
 import os
 import shutil
 import subprocess
+import threading
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -79,6 +81,8 @@ def change_at(place: Path, how: str, *, bad: int, good: int = 0):
     """Returns what makes a file system full or read-only after one step, and as before after another."""
 
     def change(step: int) -> None:
+        while step in (bad, good) and any(thread.name == "evenly-checkpoint" for thread in threading.enumerate()):
+            time.sleep(0.01)  # the checkpoint of a step before is being written
         if step == bad:
             fill(place) if how == "full" else protect(place / "checkpoints")
         if step == good:

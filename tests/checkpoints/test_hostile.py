@@ -13,8 +13,10 @@ from safetensors.torch import load, save_file
 
 from evenly import Session, load_weights
 from evenly.checkpoints import folder
+from evenly.checkpoints.dcp import write_state
 from evenly.checkpoints.files import digest_of_file
 from evenly.checkpoints.manifest import MANIFEST, write_manifest
+from evenly.checkpoints.weight_files import plain_state, write_weights
 from evenly.errors import CheckpointError
 from tests.session.programs import dataset, network
 
@@ -310,6 +312,29 @@ class Trap:
 
     def __reduce__(self):
         return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("where", ["metadata", "value", "path"])
+def test_a_folder_of_torch_that_runs_code_is_refused(tmp_path, where):
+    """As `evenly export --to weights/` and plain torch programs write them."""
+    weights = tmp_path / "weights"
+    write_weights(f"{weights}/", plain_state(network().state_dict()))
+    load_weights(network(), weights)
+    metadata = pickle.loads((weights / ".metadata").read_bytes())
+    if where == "metadata":
+        metadata = Trap(tmp_path / "sprung")
+    elif where == "path":
+        shutil.move(weights / "__0_0.distcp", tmp_path / "outside")
+        for info in metadata.storage_data.values():
+            info.relative_path = "../outside"
+    else:
+        shutil.rmtree(weights)
+        write_state(weights, {"model": dict(network().state_dict()), "versions": Trap(tmp_path / "sprung")})
+    if where != "value":
+        (weights / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"could run code|outside of the folder|Weights only load failed"):
+        load_weights(network(), weights)
+    assert not (tmp_path / "sprung").exists()
 
 
 @pytest.mark.parametrize("ending", [".pt", ".pth"])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import evenly
-from tests.session.programs import dataset, digest
+from tests.session.programs import dataset, digest, wait_for_checkpoint
 
 
 def network() -> nn.Module:
@@ -40,5 +40,6 @@ def train(
                 optimizer.zero_grad()
                 made += 1
                 if made == crash_step and session.rank == 1:
+                    wait_for_checkpoint(folder, made - made % 2)
                     os._exit(9)
         return {"made": made, "model": digest(*model.parameters())}

@@ -97,7 +97,7 @@ def train(
                     made += 1
                 if rank == crash_rank and not how.endswith("while saving") and synchronized.schedule.step == crash_step:
                     if how == "exit" and isinstance(checkpoint_every, int):
-                        _wait_for_checkpoint(folder, crash_step - crash_step % checkpoint_every)
+                        wait_for_checkpoint(folder, crash_step - crash_step % checkpoint_every)
                     _crash(how)
                 time.sleep(pause_s)
             schedule.step()
@@ -113,7 +113,7 @@ def train(
         }
 
 
-def _wait_for_checkpoint(folder: str, step: int) -> None:
+def wait_for_checkpoint(folder: str, step: int) -> None:
     """Waits until the checkpoint of a step is complete: a thread writes it."""
     until = time.monotonic() + 30
     while step and not Path(folder, "checkpoints", f"step-{step:09d}").is_dir() and time.monotonic() < until:

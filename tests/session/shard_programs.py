@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 import evenly
 from evenly.shards import Adafactor, Sharded, full_state_dict
 from evenly.shards.optim.optimizers import state_placement
+from tests.session.programs import wait_for_checkpoint
 
 
 def train(
@@ -41,6 +42,7 @@ def train(
                 optimizer.zero_grad()
                 steps += 1
                 if steps == crash_at:
+                    wait_for_checkpoint(folder or "", steps - steps % 2)
                     os._exit(7)
         network = trained.module
         full = full_state_dict(network)["model"] if isinstance(network, Sharded) else network.state_dict()

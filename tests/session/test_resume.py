@@ -89,7 +89,7 @@ def test_nodes_without_a_common_file_system(tmp_path):
     nodes = ragged(1, 1)
     shared = run_processes(nodes, TRAIN, {"folder": str(tmp_path / "shared")})
     own = {"folder": str(tmp_path / "own"), "own_folders": True}
-    collect(start_processes(nodes, TRAIN, {**own, "crash_rank": 0, "crash_step": 7}))
+    collect(start_processes(nodes, TRAIN, {**own, "crash_rank": 0, "crash_step": 7, "how": "raise"}))
     for node in range(2):
         files = {path.name for path in (tmp_path / f"own-{node}" / "checkpoints" / "step-000000006").iterdir()}
         assert files == {"manifest.json", f"node-{node}.json", f"node-{node}.safetensors",

@@ -11,6 +11,7 @@ from typing import Literal, cast
 import torch
 from torch.optim import Optimizer
 
+from evenly._torch.checkpoint_folders import open_folder
 from evenly.comm import first_line
 from evenly.errors import CheckpointError
 from evenly.shards.run.sharded import Sharded
@@ -62,7 +63,7 @@ def load_dcp(
 
     Args:
         folder: what `save_dcp` wrote for any split, or a plain torch program: `{"model": model.state_dict()}`, with
-            `"optimizer"` in either form of `save_dcp`. Settings in it are unpickled: load what you trust.
+            `"optimizer"` in either form of `save_dcp`. What could run code in it raises `CheckpointError`.
         model: the network, cut in any way.
         optimizer: an optimizer of `model.parameters()`, to continue from the checkpoint's state.
         strict: whether the checkpoint must hold exactly the network's parameters and buffers.
@@ -96,13 +97,11 @@ def write_state(folder: Path, state: StateDict) -> None:
 
 def read_state(folder: Path, sections: Sequence[str]) -> StateDict:
     """Returns the sections of a checkpoint, or all of it if it has no section `model`."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = FileSystemReader(folder)
     with _translate_errors(f"read the checkpoint {folder}"):
-        metadata = reader.read_metadata()
+        reader, planner, metadata = open_folder(folder)
         key_paths = metadata.planner_data or {}
         paths = {key: tuple(key_paths.get(key, (key,))) for key in metadata.state_dict_metadata}
         if any(path[0] == "model" and len(path) > 1 for path in paths.values()):
@@ -113,7 +112,7 @@ def read_state(folder: Path, sections: Sequence[str]) -> StateDict:
             else None
             for key in paths
         }
-        load(flat, storage_reader=reader, no_dist=True)
+        load(flat, storage_reader=reader, planner=planner, no_dist=True)
     return cast("StateDict", _nest({paths[key]: value for key, value in flat.items()}))  # paths begin with a name
 
 

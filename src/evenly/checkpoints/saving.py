@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0  # between two questions whether a checkpoint has ended
+
 
 class Checkpoints:
     """The checkpoints of one run in the folder `root`; all ranks call each method together."""
@@ -78,7 +80,7 @@ class Checkpoints:
     ) -> Path:
         """Writes the run's state as the checkpoint of `step` and returns its folder; arguments as those of `start`."""
         pending = self.start(step, trained_models, tracked, epoch=epoch, keep=keep, ended_epochs=ended_epochs)
-        self.wait_together()
+        self.wait()
         return pending.result()
 
     def start(
@@ -136,21 +138,26 @@ class Checkpoints:
         return self._pending
 
     def wait(self) -> None:
-        """Returns when the checkpoint that is being written has ended; raises if another rank fails meanwhile."""
-        if self._pending is not None and not self._pending.has_ended:
-            began = time.monotonic()
-            self._pending.wait(self._gatherer.monitor)
-            self._pending.held_s += time.monotonic() - began
+        """Returns when the checkpoint that was started last has ended on all ranks.
 
-    def wait_together(self) -> None:
-        """As `wait`, but no rank goes on before all know how it ended: the process of rank 0 may host the store."""
-        self.wait()
-        self._gatherer.gather(None, "wait for the checkpoint in", where=f" {self.root}")
+        They ask each other: a connection that breaks tells at once of a rank that has died, and rank 0, which may host
+        the store, does not end before the others know the outcome.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        began, has_ended, pause_s = time.monotonic(), False, SHORTEST_WAIT_S
+        while not has_ended:
+            answer = pending.ends_within(pause_s)
+            has_ended = all(self._gatherer.gather(answer, "wait for the checkpoint in", where=f" {self.root}"))
+            pause_s = min(2 * pause_s, LONGEST_WAIT_S)
+        pending.held_s += time.monotonic() - began
+        self._pending = None
 
     def close(self) -> None:
         """Waits for the checkpoint that is being written, also after a failure, as long as its ranks live."""
-        if self._pending is not None:
-            self._pending.wait(None)
+        while self._pending is not None and not self._pending.ends_within(LONGEST_WAIT_S):
+            pass
 
     def load_newest(self) -> Restored | None:
         """Returns the state this rank resumes from, of the newest checkpoint that is whole on all ranks, if any is.

@@ -19,14 +19,12 @@ from evenly.checkpoints.best import KeptCheckpoints
 from evenly.checkpoints.folder import CopiedPart
 from evenly.checkpoints.ownership import FolderOwner
 from evenly.checkpoints.votes import together
-from evenly.comm import FailureMonitor, StoreGatherer
+from evenly.comm import StoreGatherer
 from evenly.errors import CheckpointError
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-POLL_S = 0.1
 
 
 @dataclass
@@ -126,12 +124,9 @@ class PendingCheckpoint:
         """Whether it is complete, or has failed."""
         return self._done.is_set()
 
-    def wait(self, monitor: FailureMonitor | None) -> None:
-        """Returns when it has ended; raises meanwhile if another rank has failed, unless without a `monitor`."""
-        while not self._done.wait(POLL_S):
-            if monitor is not None:
-                monitor.check()
-                monitor.require_store()
+    def ends_within(self, seconds: float) -> bool:
+        """Returns whether it ends within so many seconds."""
+        return self._done.wait(seconds)
 
     def result(self) -> Path:
         """Returns the folder, once it has ended; raises the error that it ended with, which is that of all ranks."""

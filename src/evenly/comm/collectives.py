@@ -298,11 +298,6 @@ class ObjectGatherer:
         self._timeout_s = timeout_s
         self._number = 0
 
-    @property
-    def monitor(self) -> FailureMonitor:
-        """The failures of the ranks of the group."""
-        return self._monitor
-
     def by_store(self) -> StoreGatherer:
         """Returns what gathers values of the same ranks through their store, for a background thread."""
         return StoreGatherer(self._monitor, timeout_s=self._timeout_s)

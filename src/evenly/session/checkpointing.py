@@ -80,26 +80,25 @@ class CheckpointSaver:
         except CheckpointWriteError as error:
             self._fail(step, error)
             return None
-        if not wait and self._is_async:
-            return self._pending.path
-        self._checkpoints.wait_together()
-        return self.settle()
+        return self.settle() if wait or not self._is_async else self._pending.path
 
     def look(self) -> None:
         """Records the checkpoint that was being written, if it has ended; called between two steps."""
         if self._pending is not None and self._pending.has_ended:
-            self.settle()
+            self._tell()
 
     def settle(self) -> Path | None:
-        """Waits for the checkpoint that is being written and records it.
+        """Waits for the checkpoint that is being written and records it; all ranks call it together.
 
         Returns its folder; None if there is none, or it could not be written, and the run goes on.
         """
-        pending = self._pending
+        self._checkpoints.wait()
+        return self._tell()
+
+    def _tell(self) -> Path | None:
+        pending, self._pending = self._pending, None
         if pending is None:
             return None
-        self._checkpoints.wait()
-        self._pending = None
         try:
             path = pending.result()
         except CheckpointWriteError as error:
@@ -113,7 +112,7 @@ class CheckpointSaver:
         """Waits for the checkpoint that is being written, also after a failure; raises nothing of it."""
         self._checkpoints.close()
         try:
-            self.settle()
+            self._tell()
         except Exception as error:
             logger.warning("the last checkpoint is not complete: %s", error)
 
