@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-che
 # Without bytecode every process compiles what it imports anew, and the tests start many.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all lint style fast bench docs data clean
+.PHONY: help demo test test-all lint style fast bench chaos docs data clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,9 @@ style: $(READY)
 bench: $(READY) data ## Run every benchmark in its quick form
 	$(BIN)/python benchmarks/exchange.py --quick
 	$(BIN)/python benchmarks/fashion.py --quick
+
+chaos: $(READY) data ## Kill, stop and cut off nodes of an elastic run at random, and measure what it costs (7 minutes, root)
+	$(BIN)/python benchmarks/chaos.py
 
 docs: $(READY) ## Build the documentation into site/
 	$(BIN)/zensical build --strict

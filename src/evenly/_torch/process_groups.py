@@ -4,12 +4,14 @@ Written for torch 2.11 and 2.13; `torch.distributed.new_group` and torch's tests
 stores and `GradBucket` are public in torch.distributed, which does not export them for type checkers.
 """
 
+import atexit
 import ctypes
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 from torch.distributed import distributed_c10d
+
+from evenly._torch.process_exit import let_threads_wait_instead_of_abort
 
 __all__ = [
     "Backend",
@@ -49,6 +53,8 @@ __all__ = [
 ]
 
 GlooDevice = ProcessGroupGloo.Device
+
+FREEING_S = 1.0  # how long the end of a process waits for groups to be freed
 
 
 def default_store() -> Store:
@@ -115,18 +121,46 @@ def free_in_background(groups: Sequence[dist.ProcessGroup]) -> None:
 
     Gloo cannot abort a work that waits for another rank, and the destructor of its group waits for the work, until the
     connection breaks or the timeout is over. It must run in no thread that has other things to do: this one keeps its
-    references until they are the last.
+    references until they are the last. The end of the process waits shortly for it, see `process_exit`.
     """
     if groups:
-        threading.Thread(target=_free, args=(list(groups),), name="evenly-freed-groups", daemon=True).start()
+        thread = threading.Thread(target=_free, args=(list(groups),), name="evenly-freed-groups", daemon=True)
+        _freeing().add(thread)
+        thread.start()
 
 
 def _free(groups: list[dist.ProcessGroup]) -> None:
     while groups:
         group = groups.pop()
         while sys.getrefcount(group) > 2:  # this variable and the argument of the call
-            time.sleep(0.05)
+            if _is_ending.wait(0.05):
+                break
+        if _is_ending.is_set():
+            for kept in (group, *groups):
+                keep_until_exit(kept)
+            return
         del group
+    _freeing().discard(threading.current_thread())
+
+
+_is_ending = threading.Event()
+
+
+@cache
+def _freeing() -> set[threading.Thread]:
+    """Returns the threads that free groups."""
+    atexit.register(_end_freeing)
+    return set()
+
+
+def _end_freeing() -> None:
+    """Lets the threads end: one that is in a destructor when Python is gone would abort the process."""
+    _is_ending.set()
+    deadline = time.monotonic() + FREEING_S
+    for thread in list(_freeing()):
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in list(_freeing())):
+        let_threads_wait_instead_of_abort()
 
 
 def make_recorder() -> None:

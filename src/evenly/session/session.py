@@ -38,7 +38,7 @@ from evenly.session.active_ranks import LINGER_S, ActiveRanks, LeftOut
 from evenly.session.by_hand import regroup, survey_rank_group
 from evenly.session.checkpointing import CheckpointSaver, OnError, require_saving
 from evenly.session.epoch_loop import EpochLoop
-from evenly.session.joining import open_client
+from evenly.session.joining import require_one_world
 from evenly.session.planning import (
     exchange_of,
     plan_run,
@@ -145,6 +145,7 @@ class Session:
         return self
 
     def _open(self, place: Place) -> None:
+        require_one_world()
         self._world = self._closing.enter_context(open_world(place, timeout_s=self._timeout_s))
         rank_group = rank_group_of(timeout_s=self._timeout_s)
         self.rank, self.world_size = rank_group.rank, rank_group.size
@@ -329,7 +330,6 @@ class Session:
             scaler=scaler,
             parent=self._active_ranks.monitor,
             find_unused_parameters=find_unused_parameters,
-            client=open_client(self._active_ranks.rank_group),
         )
         trained_model = TrainedModel(name, synchronized, optimizer, batches)
         if (restored := self._active_ranks.restored()) is not None:
