@@ -11,8 +11,10 @@ from torch import nn
 from evenly.coordination import Coordinator, RoundSettings
 from evenly.errors import CoordinatorLostError, MismatchError, NonFiniteError, PeerError
 from evenly.exchange.elastic import ElasticMembership
+from evenly.nodes.composition import compose_synchronized
+from evenly.spec import EverySteps, Exchange
 from tests.exchange.elastic_nodes import NodeThreads, batch_of, coordinator, network
-from tests.ranks import ragged
+from tests.ranks import cluster_of, ragged, run_ranks
 from tests.reference import Reference
 
 TOLERANCE = 1e-12
@@ -226,9 +228,7 @@ def test_a_node_that_comes_late_has_the_same_bits_after_its_first_exchange(meet,
     "settings",
     [
         {"overlap": 1},
-        {"fragments": 2},
         {"overlap": 1, "codec": "int8", "outer": "nesterov"},
-        {"overlap": 1, "fragments": 2, "codec": "bf16"},
     ],
 )
 def test_a_node_joins_exchanges_beside_training_at_one_that_training_waits_for(meet, settings):
@@ -451,3 +451,209 @@ def test_samples_of_a_round_whose_end_a_node_did_not_learn_count_once(meet):
     played.meet(*nodes)
     require_identical(*results)
     require_equal(results[0][:4], played.values("a")[:4])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"codec": "int8"},
+        {"outer": "nesterov"},
+        {"codec": "bf16", "outer": "nesterov"},
+        {"overlap": 1, "codec": "int4"},
+        {"optimizer_state": "reset"},
+    ],
+)
+def test_exchanges_are_those_of_one_world(meet, settings):
+    nodes = {"a": [4, 2], "b": [3]}
+    address = meet(2).address
+
+    def act(rank):
+        rank.train(10)
+        rank.model.finish()
+        return rank.values()
+
+    started = [NodeThreads(n, s, address, act, every=3, settings=settings).begin() for n, s in nodes.items()]
+    results = [values for node in started for values in node.join()]
+    networks = [network() for _ in range(3)]
+
+    def static(rank_group):
+        model = networks[rank_group.rank]
+        optimizer = momentum(model)
+        joined = compose_synchronized(
+            model,
+            optimizer,
+            rank_group=rank_group,
+            cluster=cluster_of([[0, 1], [2]]),
+            period=EverySteps(3),
+            exchange=Exchange(timeout_s=30, **settings),
+        )
+        name, local_rank = [("a", 0), ("a", 1), ("b", 0)][rank_group.rank]
+        for step in range(1, 11):
+            x, y = batch_of(name, local_rank, step, nodes[name][local_rank])
+            nn.functional.cross_entropy(joined(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        joined.finish()
+        joined.close()
+        return [value.detach().clone() for value in model.state_dict().values()]
+
+    expected = run_ranks(3, static)
+    require_identical(*results)
+    require_equal(results[0], expected[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"codec": "int8"}, {"codec": "bf16"}, {"outer": "nesterov"}])
+def test_nothing_changes_without_steps_that_do_something_whoever_is_there(meet, settings):
+    address = meet(1).address
+    is_alone, may_go, is_joined = threading.Event(), threading.Event(), threading.Event()
+
+    def norms(rank):
+        return [float(parameter.detach().norm()) for parameter in rank.plain.parameters()]
+
+    def stays(rank):
+        rows = [norms(rank)]
+        rank.train(4)
+        is_alone.set()
+        while not is_joined.is_set():
+            rank.train(2)
+        for _ in range(3):
+            rank.train(2)
+            rows.append(norms(rank))
+        may_go.wait(30)
+        rank.train(4)
+        return [*rows, norms(rank)]
+
+    def comes(rank):
+        is_joined.set()
+        rank.train(6)
+        rank.client.close()
+        may_go.set()
+
+    one = NodeThreads("a", [4], address, stays, lr=0.0, settings=settings).begin()
+    is_alone.wait(30)
+    other = NodeThreads("b", [3], address, comes, lr=0.0, seed=3, settings=settings).begin()
+    [rows] = one.join()
+    other.join()
+    for row in rows:
+        torch.testing.assert_close(torch.tensor(row), torch.tensor(rows[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_node_of_several_ranks_goes_on_when_it_is_left_alone(meet):
+    address = meet(2).address
+
+    def stays(rank):
+        rank.train(10)
+        rank.model.finish()
+        return rank.values()
+
+    def dies(rank):
+        rank.train(4)
+        rank.client.close()
+
+    one = NodeThreads("a", [4, 2], address, stays).begin()
+    other = NodeThreads("b", [3], address, dies).begin()
+    other.join()
+    require_identical(*one.join())
+
+
+@pytest.mark.parametrize("settings", [{}, {"codec": "int8"}, {"outer": "nesterov"}])
+def test_a_node_that_is_lost_while_it_joins_changes_nothing(meet, monkeypatch, settings):
+    nodes = {"a": [4, 2], "b": [3], "c": [5, 3, 2]}
+    address = meet(2).address
+    is_gone, may_come = threading.Event(), threading.Event()
+    conclude = ElasticMembership.conclude
+
+    def end(self, *arguments):
+        if self.node == "c":
+            self._client.close()
+            is_gone.set()
+            raise SystemExit
+        return conclude(self, *arguments)
+
+    monkeypatch.setattr(ElasticMembership, "conclude", end)
+
+    def stays(rank):
+        rank.train(4)
+        may_come.set()
+        time.sleep(0.5)
+        rank.train(6)
+        return rank.values()
+
+    started = [NodeThreads(n, nodes[n], address, stays, settings=settings).begin() for n in "ab"]
+    may_come.wait(30)
+    NodeThreads("c", nodes["c"], address, lambda rank: None, seed=7, settings=settings).begin()
+    results = [result for node in started for result in node.join()]
+    assert is_gone.is_set()
+    require_identical(*results)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_node_whose_buffers_are_not_finite_takes_over_those_of_the_others(meet, value):
+    nodes = {"a": [4, 2], "b": [3]}
+    address = meet(2).address
+
+    def healthy(rank):
+        rank.train(6)
+        return rank.values()
+
+    def ill(rank):
+        rank.train(3)
+        with torch.no_grad():
+            rank.model.module[1].running_mean[2] = value
+        rank.train(3)
+        return rank.values()
+
+    started = [
+        NodeThreads("a", nodes["a"], address, healthy).begin(),
+        NodeThreads("b", nodes["b"], address, ill).begin(),
+    ]
+    results = [result for node in started for result in node.join()]
+    require_identical(*results)
+    assert all(bool(tensor.isfinite().all()) for tensor in results[0])
+
+
+def test_finish_waits_for_the_coordinator(meet):
+    nodes = {"a": [4, 2], "b": [3]}
+    first = meet(2)
+    is_there = threading.Barrier(4)
+
+    def act(rank):
+        rank.train(3)
+        is_there.wait(30)
+        is_there.wait(30)
+        rank.model.finish()
+        return rank.values()
+
+    started = [NodeThreads(n, s, first.address, act).begin() for n, s in nodes.items()]
+    is_there.wait(30)
+    first.close()
+    is_there.wait(30)
+    time.sleep(0.8)
+    second = Coordinator(first.address, settings=RoundSettings(expected_nodes=2)).start()
+    try:
+        results = [result for node in started for result in node.join()]
+    finally:
+        second.close()
+    require_identical(*results)
+
+
+def test_a_rank_that_loses_its_connection_does_not_leave_the_others_of_its_node_waiting(meet):
+    nodes = {"a": [4, 2], "b": [3]}
+    address = meet(2).address
+
+    def act(rank):
+        rank.train(3)
+        if rank.node.name == "a" and rank.rank == 1:
+            propose = rank.client.propose
+
+            def lost(*arguments, **settings):
+                rank.client.propose = propose
+                raise CoordinatorLostError("the connection is lost")
+
+            rank.client.propose = lost
+        rank.train(5)
+        return rank.values()
+
+    started = [NodeThreads(n, s, address, act).begin() for n, s in nodes.items()]
+    require_identical(*started[0].join(limit_s=25))
+    started[1].join(limit_s=25)

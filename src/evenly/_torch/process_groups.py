@@ -6,6 +6,7 @@ stores and `GradBucket` are public in torch.distributed, which does not export t
 
 import atexit
 import ctypes
+import gc
 import sys
 import threading
 import time
@@ -54,6 +55,7 @@ __all__ = [
 
 GlooDevice = ProcessGroupGloo.Device
 
+WAITS_BEFORE_COLLECTION = 10  # of 0.05 s
 FREEING_S = 1.0  # how long the end of a process waits for groups to be freed
 
 
@@ -132,9 +134,13 @@ def free_in_background(groups: Sequence[dist.ProcessGroup]) -> None:
 def _free(groups: list[dist.ProcessGroup]) -> None:
     while groups:
         group = groups.pop()
+        waits = 0
         while sys.getrefcount(group) > 2:  # this variable and the argument of the call
             if _is_ending.wait(0.05):
                 break
+            waits += 1
+            if waits == WAITS_BEFORE_COLLECTION:
+                gc.collect()  # circles of objects may refer to it
         if _is_ending.is_set():
             for kept in (group, *groups):
                 keep_until_exit(kept)

@@ -19,6 +19,7 @@ from evenly.comm.failure_monitor import FailureMonitor, FailureNote
 from evenly.comm.groups import (
     Group,
     Groups,
+    GroupsAcrossNodes,
     Peers,
     backend_for,
     close_groups,
@@ -55,6 +56,7 @@ __all__ = [
     "Group",
     "GroupContext",
     "Groups",
+    "GroupsAcrossNodes",
     "LocalShard",
     "MemoryGroup",
     "MemoryWork",

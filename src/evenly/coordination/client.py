@@ -86,6 +86,11 @@ class CoordinationClient:
             raise
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` or `leave` was called."""
+        return self._is_closed
+
+    @property
     def is_connected(self) -> bool:
         """Whether the coordinator is reached."""
         return self._link.is_connected

@@ -144,7 +144,8 @@ def form_round(present: Sequence[PresentNode], reference: Reference, committed: 
     last = committed.version if committed is not None and committed.lineage == reference.lineage else 0
     is_branch = not reference.version or reference.version < last
     keys = frozenset(node.key for node in nodes)
-    is_known = committed is not None and committed.members == keys and committed.generation != ""
+    have_groups = all(proposal.has_groups for node in nodes for proposal in node.proposals)
+    is_known = committed is not None and committed.members == keys and committed.generation != "" and have_groups
     return ExchangeRound(
         id=secrets.token_hex(16),
         number=max(reference.version, last) + 1,

@@ -74,6 +74,7 @@ class Proposal:
     ends: bool = False  # this is the last exchange of the run
     facts: Fields = field(default_factory=dict)  # for the other members
     peers: tuple[str, ...] = ()  # nodes of the last round this rank took part in
+    has_groups: bool = True  # whether the groups of the generation of its last round are still open
     gives_state: bool = True  # whether it can give its state now; otherwise nodes that need it wait for another round
 
     def __post_init__(self) -> None:
@@ -107,6 +108,7 @@ class Proposal:
                 ends=truth_of(fields, "ends"),
                 facts=fields_of(fields, "facts"),
                 peers=texts_of(fields, "peers"),
+                has_groups=truth_of(fields, "has_groups"),
                 gives_state=truth_of(fields, "gives_state"),
             )
         except SpecError as error:

@@ -247,6 +247,10 @@ class Anchors:
             return dict(self._anchors)
         return {key: self._copied(anchor) for key, anchor in self._anchors.items()}
 
+    def accept(self) -> None:
+        """Takes the anchors as equal on all nodes."""
+        self._unverified = set()
+
     def put_back(self, anchors: AnchorsBefore) -> None:
         """Restores what `fork` returned."""
         self._anchors = anchors

@@ -12,15 +12,17 @@ import hashlib
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, final
+from dataclasses import dataclass
+from typing import TypeVar, cast, final
 
+import numpy as np
 import torch
 
-from evenly.comm import CollectiveWaiter, Groups, gather_rows
+from evenly.comm import CollectiveWaiter, Groups, GroupsAcrossNodes, gather_rows
 from evenly.comm.elastic_groups import RoundAbortedError, RoundWaiter, leave_groups, open_across
 from evenly.coordination import CoordinationClient, ExchangeRound, Proposal, RoundMember
 from evenly.coordination.values import JSON, Fields
-from evenly.errors import CoordinatorLostError, NonFiniteError, PeerError
+from evenly.errors import CoordinatorLostError, MismatchError, NonFiniteError, PeerError
 from evenly.exchange.anchors import AnchorsBefore
 from evenly.exchange.membership import ExchangeParts, Membership
 from evenly.exchange.payload import Payload
@@ -33,7 +35,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMMITTED, ABORTED, UNKNOWN = 1, 2, 3
+DIFFERENT = "different values"  # in the reason of a round that is aborted for its checksums
+MOST_DIFFERENCES = 5
+NUMBERS = 21  # of a row of votes, before those of buffers
 CHECKED = 16  # parts of a tensor whose words are summed
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What an attempt may change."""
+
+    anchors: AnchorsBefore
+    agreed_buffers: Tensors
+    across: GroupsAcrossNodes
+
+
+class _SiblingGaveUpError(Exception):
+    """Another rank of this node has given up waiting for a round."""
 
 
 class PostponedError(Exception):
@@ -68,6 +86,7 @@ class ElasticMembership(Membership):
         """
         self.received: JoinState | None = None  # what this node takes over with the round that is open
         self.has_waiting = False
+        self.is_cut_off = False  # the last exchange was postponed
         self.version = 0  # the number of the last round that this node took part in
         self._lineage = ""
         self._groups = groups
@@ -84,7 +103,8 @@ class ElasticMembership(Membership):
         self._averages: Payload | None = None  # of the attempt
         self._is_healthy = True
         self._doubts = False  # the last averages were not finite
-        self._is_cut_off = False  # the last exchange was postponed
+        self._differences = 0  # attempts in a row that ended with different values
+        self._proposals = 0
         self._last = ""  # the id of the last round that this node knows to be committed
         self._doubted: dict[str, float] = {}  # samples of rounds since then that may have been committed, by id
         self._committed: ExchangeRound | None = None  # which the source of samples has not followed yet
@@ -109,43 +129,66 @@ class ElasticMembership(Membership):
         """Returns the outcome of the attempt that was committed; None if the coordinator cannot be reached."""
         payload.slices = ()  # they refer to groups that may be left before they are used
         while True:
-            before = self._bound.anchors.fork(), dict(self._bound.buffers.agreed)
+            before = _Before(self._bound.anchors.fork(), dict(self._bound.buffers.agreed), self._groups.across)
             averages = self._averages = payload.scratch()
-            self.received, self.adopts_buffers = None, False
-            self._is_healthy = not self._doubts or all(_is_finite(packed.vector) for packed in averages.packed)
+            self.received, self.adopts_buffers, self._samples_state = None, False, None
+            self._is_healthy = self._looks_healthy(averages)
             try:
                 outcome = attempt(averages)
             except RoundAbortedError as aborted:
-                logger.info("an exchange is tried again: %s", aborted)
-                self._undo(*before)
+                logger.info("an exchange is tried again: %s", str(aborted))  # a record may be kept
+                self._undo(before)
+                self._require_progress(str(aborted))
             except PostponedError as postponed:
-                level = logging.DEBUG if self._is_cut_off else logging.WARNING
-                logger.log(level, "an exchange is postponed: %s", postponed)
-                self._is_cut_off = True
-                self._undo(*before, leaves=False)
+                level = logging.DEBUG if self.is_cut_off else logging.WARNING
+                logger.log(level, "an exchange is postponed: %s", str(postponed))
+                self.is_cut_off = True
+                self._undo(before, leaves=False)
                 return None
             except NonFiniteError as error:
                 self._refuse(str(error))
                 if self._doubts:
                     raise
                 self._doubts = True  # it may come from another node: each looks at its own parameters now
-                self._undo(*before)
+                self._undo(before)
             except BaseException as error:
                 self._refuse(f"{type(error).__name__}: {error}")
                 raise
             else:
-                self._doubts = self._is_cut_off = False
+                self._doubts = self.is_cut_off = False
+                self._differences = 0
                 payload.take(averages, change=payload.change and self.received is None)
                 return outcome
             finally:
                 self._averages, averages.slices = None, ()
 
-    def _undo(self, anchors: AnchorsBefore, agreed_buffers: Tensors, *, leaves: bool = True) -> None:
+    def _undo(self, before: "_Before", *, leaves: bool = True) -> None:
         """Restores what an attempt has changed, and leaves its groups, where collectives may be pending."""
-        self._bound.anchors.put_back(anchors)
-        self._bound.buffers.agreed = agreed_buffers
-        if leaves:
+        self._bound.anchors.put_back(before.anchors)
+        self._bound.buffers.agreed = before.agreed_buffers
+        has_moved = self._groups.across is not before.across
+        if leaves or has_moved:
             self._forget_generation()
+        if has_moved:  # anchors have the slices of the nodes before
+            self._groups.across = before.across
+            self._bound.replica_exchange.follow_nodes()
+
+    def _looks_healthy(self, payload: Payload) -> bool:
+        """Returns whether parameters and buffers may count; parameters are looked at where that costs no exchange."""
+        buffers = self._bound.buffers
+        if any(_became_nonfinite(buffer, buffers.agreed.get(name)) for name, buffer in buffers.now().items()):
+            return False
+        looks = self._doubts or len(self._groups.nodes) == 1
+        return not looks or all(_is_finite(packed.vector) for packed in payload.packed)
+
+    def _require_progress(self, why: str) -> None:
+        """Raises `MismatchError` if ranks end with different values again and again."""
+        self._differences = self._differences + 1 if DIFFERENT in why else 0
+        if self._differences >= MOST_DIFFERENCES:
+            raise MismatchError(
+                f"{MOST_DIFFERENCES} exchanges in a row ended with different values on some ranks: {why}. Nothing was "
+                "merged. Look for what changes parameters on some ranks only, or for a device that computes wrongly."
+            )
 
     def hold_vote(self, vote: Vote, waiter: CollectiveWaiter) -> Quorum:
         """Proposes an exchange; returns the quorum of the round that is formed, once its groups are open."""
@@ -155,8 +198,9 @@ class ElasticMembership(Membership):
             lineage=self._lineage,
             step=vote.step,
             samples=vote.samples,
-            signature=f"{self._signature}:{vote.payload_hash:x}",
+            signature=hashlib.sha256(f"{self._signature}:{vote.payload_hash:x}".encode()).hexdigest(),
             gives_state=vote.is_whole,
+            has_groups=self._generation != "",
             is_healthy=self._is_healthy,
             ends=vote.waits_for_all,
             facts=self._facts(votes.node_row) if self._groups.local_rank == 0 else {},
@@ -172,13 +216,18 @@ class ElasticMembership(Membership):
 
     def across(self, act: Callable[[CollectiveWaiter], T], waiter: CollectiveWaiter) -> T:
         """Returns the result of collectives between nodes; if they fail on any rank of this node, all give them up."""
+        if len(self._open_round().members) == 1:
+            return act(waiter)
         results: list[T] = []
         error: RoundAbortedError | None = None
         try:
             results.append(act(self._round_waiter(waiter)))
         except RoundAbortedError as aborted:
             error = aborted
-        self._require_all(error, waiter)
+        try:
+            self._require_all(error, waiter)
+        finally:
+            error = None  # it refers to this frame, and so to the groups
         return results[0]
 
     def conclude(self, payload: Payload, agreed: Tensors, waiter: CollectiveWaiter) -> None:
@@ -235,10 +284,23 @@ class ElasticMembership(Membership):
     def _propose(self, proposal: Proposal, waiter: CollectiveWaiter) -> ExchangeRound:
         formed: ExchangeRound | None = None
         why = ""
+        ranks = self._groups.rank_group
+        self._proposals += 1
+        given_up = f"elastic/proposal {self._proposals} is given up"
+
+        def check() -> None:
+            waiter.monitor.check()
+            if ranks.size > 1 and ranks.store.check([given_up]):
+                raise _SiblingGaveUpError
+
         try:
-            formed = self._client.propose(proposal, timeout_s=self._timeout_s, check=waiter.monitor.check)
+            formed = self._client.propose(proposal, timeout_s=self._timeout_s, check=check)
         except CoordinatorLostError as lost:
             why = str(lost)
+            if ranks.size > 1:
+                ranks.store.set(given_up, "1")
+        except _SiblingGaveUpError:
+            why = "another rank of this node does not reach the coordinator"
         ids = self._gather(_number(formed.id) if formed is not None else 0, waiter)
         if formed is None and not any(ids):
             raise PostponedError(why)
@@ -258,6 +320,8 @@ class ElasticMembership(Membership):
         full: Mapping[str, Tensors] = {}
         if anchors.are_kept and (is_new or any(lacks_state)):
             full = parts.payload_builder.full_anchors(anchors, waiter)
+            if len(self._groups.nodes) == 1:  # nothing was agreed with others: this node's parameters are the anchor
+                full = {"agreed": full["agreed"]}
         if is_new:
             self._open(formed, index, waiter)
         self.adopts_buffers = lacks_state[index]
@@ -266,12 +330,18 @@ class ElasticMembership(Membership):
             if lacks_samples[index] and isinstance(state.training, dict):
                 self._samples_state = state.training.get("samples")
             if lacks_state[index]:
-                full = {**state.anchors, **({} if lacks_training[index] else _own_errors(full))}
-                parts.buffers.agreed = dict(state.agreed_buffers)
+                device = self._averages.packed[0].vector.device if self._averages is not None else torch.device("cpu")
+                sent = {name: _moved(tensors, device) for name, tensors in state.anchors.items()}
+                full = {**sent, **({} if lacks_training[index] else _own_errors(full))}
+                before = parts.buffers.agreed
+                parts.buffers.agreed = {
+                    name: value.to(before[name].device) for name, value in state.agreed_buffers.items()
+                }
             if lacks_training[index]:
                 self.received = state
         if full and len(formed.members) > 1:
             parts.payload_builder.cut_anchors(anchors, full, nodes=len(formed.members))
+            anchors.accept()
         if self._averages is not None:
             parts.replica_exchange.cut(self._averages)
 
@@ -411,6 +481,17 @@ def _own_errors(full: Mapping[str, Tensors]) -> dict[str, Tensors]:
     return {name: tensors for name, tensors in full.items() if name == "residual"}
 
 
+def _moved(tensors: Tensors, device: torch.device) -> Tensors:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def _became_nonfinite(buffer: torch.Tensor, agreed: torch.Tensor | None) -> bool:
+    """Returns whether elements of a buffer are not finite that were finite when nodes agreed on them."""
+    if not buffer.is_floating_point() or agreed is None or agreed.shape != buffer.shape:
+        return False
+    return bool((~buffer.isfinite() & agreed.isfinite()).any())
+
+
 def _is_finite(vector: torch.Tensor) -> bool:
     if not vector.numel() or not vector.is_floating_point():
         return True
@@ -433,10 +514,15 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) + 1
 
 
-def _encoded(row: torch.Tensor) -> str:
-    return base64.b64encode(row.to(torch.float64).numpy().tobytes()).decode()
+def _encoded(row: torch.Tensor) -> list[JSON]:
+    """Returns a row of votes as two texts and a number: its numbers, which buffers have changed, how many there are."""
+    numbers, changed = row[:NUMBERS].to(torch.float64).numpy(), row[NUMBERS:].to(torch.uint8).numpy()
+    bits = np.packbits(changed).tobytes()
+    return [base64.b64encode(numbers.tobytes()).decode(), base64.b64encode(bits).decode(), len(changed)]
 
 
 def _decoded(member: RoundMember) -> torch.Tensor:
-    text = str(member.facts[0]["row"])
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float64)
+    numbers, bits, count = cast("tuple[str, str, int]", member.facts[0]["row"])
+    changed = np.unpackbits(np.frombuffer(base64.b64decode(bits), dtype=np.uint8), count=count)
+    row = np.concatenate([np.frombuffer(base64.b64decode(numbers)), changed.astype(np.float64)])
+    return torch.from_numpy(row)

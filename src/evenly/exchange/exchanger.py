@@ -12,7 +12,8 @@ from typing import TypeVar, final
 import torch
 
 from evenly.comm import CollectiveWaiter, FailureMonitor, Groups, learning_rate
-from evenly.errors import CheckpointError, PeerError, SpecError
+from evenly.comm.nested_state import flatten
+from evenly.errors import CheckpointError, CoordinatorLostError, PeerError, SpecError
 from evenly.exchange.agreement import Agreement, FiniteCheck
 from evenly.exchange.anchors import Anchors
 from evenly.exchange.buffers import Buffers
@@ -42,6 +43,7 @@ from evenly.spec.plan import counted
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = 0.1  # between attempts to reach the coordinator
 CLOSING_S = 2.0  # how long close() waits for background exchanges
 SETTINGS = ("fragments", "codec", "outer", "optimizer_state", "state_every")  # must be equal to resume inside a period
 
@@ -126,6 +128,7 @@ class Exchanger:
     def join(self) -> None:
         """Takes over the training that other nodes of an elastic run have begun, or begins it with them."""
         fragments = range(self._settings.fragments)
+        flatten(self._training_state(), "state", {})  # another node may ask for it later
         payload, snapshot = self._payload_builder.snapshot(fragments), self.buffers.snapshot()
         vote = self._make_vote(self._description(fragments, snapshot), samples=0.0)
         reach = partial(self._agreement.reach, payload, vote, snapshot, fingerprint=NO_TENSORS, since=0)
@@ -274,10 +277,27 @@ class Exchanger:
             self.merge_all()
             if isinstance(self._schedule.period, EverySeconds):
                 self.wait_for_all_nodes()
-            if self._schedule.since or (self._membership.is_elastic and self._may_differ):
+            if self._membership.is_elastic:
+                self._finish_elastic()
+            elif self._schedule.since:
                 self.exchange(range(self._settings.fragments), waits=True, exact=True)
-            elif not self._membership.is_elastic:
+            else:
                 self._average_rest()
+
+    def _finish_elastic(self) -> None:
+        """Makes an exchange with the nodes that are there, also if the coordinator has to come back first."""
+        deadline = time.monotonic() + self._settings.timeout_s
+        while self._schedule.since or self._may_differ:
+            self.exchange(range(self._settings.fragments), waits=True, exact=True)
+            if not self._membership.is_cut_off:
+                return
+            self._monitor.check()
+            if time.monotonic() > deadline:
+                raise CoordinatorLostError(
+                    f"the average of all nodes was asked for, but the coordinator was not reached for "
+                    f"{self._settings.timeout_s:g} s. This node keeps its own parameters; look at the coordinator."
+                )
+            time.sleep(RETRY_S)
 
     def wait_for_all_nodes(self) -> None:
         """Exchanges until all nodes call this: some may have other exchanges to make before."""
@@ -561,7 +581,8 @@ class Exchanger:
 
     def _description(self, fragments: Sequence[int], snapshot: Tensors, *, stateful: Sequence[int] = ()) -> str:
         tensors = self._payload_builder.describe(fragments, snapshot, stateful=stateful)
-        return f"{self._restarts} restarts\n{tensors}"
+        restarts = 0 if self._membership.is_elastic else self._restarts  # a node that joins takes over the anchors
+        return f"{restarts} restarts\n{tensors}"
 
     def _make_vote(self, description: str, *, samples: float) -> Vote:
         description = f"{self._payload_builder.parameters.description()}\n{description}"

@@ -55,6 +55,7 @@ class Membership(ABC):
     received: JoinState | None = None  # what this node takes over from another one with the exchange that is made
     has_waiting = False  # nodes wait for an exchange of everything, for which training waits, to join at it
     samples: SampleSource | None = None
+    is_cut_off = False  # the last exchange was not made, since other nodes cannot be reached
     adopts_buffers = False  # this node takes over the agreed values of buffers that the exchange does not change, too
 
     @abstractmethod

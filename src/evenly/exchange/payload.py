@@ -91,6 +91,8 @@ class Packed:
     def refill(self) -> None:
         """Copies the values of the tensors again."""
         self._flat.pack(0, self._flat.total, self._vector)
+        if self._flat.tensors[0].is_cuda and not self._vector.is_cuda:
+            torch.cuda.current_stream(self._flat.tensors[0].device).synchronize()
 
     def copy(self) -> "Packed":
         """Returns the same entries with a copy of the values."""

@@ -36,6 +36,8 @@ def require_elastic(module: torch.nn.Module, period: AnyPeriod, exchange: Exchan
     case = ""
     if isinstance(period, EveryGradient | EverySeconds):
         case = f"every={period} was given; nodes of an elastic run exchange after a number of steps or epochs"
+    elif exchange.fragments > 1:
+        case = f"fragments={exchange.fragments} was given; nodes of an elastic run exchange all parameters at once"
     elif exchange.treats_state("average"):
         case = "optimizer_state='average' was given; nodes that join have no state to average"
     elif any(local_shard_of(parameter) is not None for parameter in module.parameters()):

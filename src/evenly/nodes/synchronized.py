@@ -242,11 +242,10 @@ class Synchronized(torch.nn.Module):
         membership, period = self._membership, self.schedule.period
         if not isinstance(membership, ElasticMembership):
             raise SpecError("deal() was called, but this run is not elastic. Use evenly.feed, or a sampler of torch.")
-        if not isinstance(period, EverySteps) or self._settings.overlap or self._settings.fragments > 1:
+        if not isinstance(period, EverySteps) or self._settings.overlap:
             raise SpecError(
-                f"deal() was called with every={period!r}, overlap={self._settings.overlap} and "
-                f"fragments={self._settings.fragments}: samples are dealt for a number of steps, after which training "
-                "waits for an exchange of everything. Give every=K, without overlap and fragments."
+                f"deal() was called with every={period!r} and overlap={self._settings.overlap}: samples are dealt for "
+                "a number of steps, after which training waits for an exchange. Give every=K, without overlap."
             )
         group = self._groups.rank_group
         sizes = [batch_size] * group.size if isinstance(batch_size, int) else list(batch_size)
@@ -305,7 +304,7 @@ class Synchronized(torch.nn.Module):
     def agreed(self) -> Iterator[None]:
         """Puts the average over all nodes into the module for evaluation; restores each node's state afterwards.
 
-        With periods in seconds all nodes make an exchange first, which stays.
+        With periods in seconds, and in an elastic run, all nodes make an exchange first, which stays.
         """
         if self._is_in_agreed:  # nested blocks see the same average
             yield

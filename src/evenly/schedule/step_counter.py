@@ -86,6 +86,7 @@ class Schedule:
 
     def record_postponed(self, fragments: Sequence[int], steps: int) -> None:
         """Records that an exchange that began `steps` steps after the one before was not made."""
+        self.exchanges -= 1
         for fragment in fragments:
             self._since[fragment] += steps
 
