@@ -1,0 +1,10 @@
+"""Node-based communications for Lightning's Trainer: `Trainer(strategy=EvenlyStrategy(every=50))`."""
+
+from evenly.integrations.requirements import require_tool
+
+require_tool("lightning")
+
+from evenly.integrations.lightning.environment import EvenlyEnvironment  # noqa: E402  (needs Lightning)
+from evenly.integrations.lightning.strategy import EvenlyStrategy  # noqa: E402
+
+__all__ = ["EvenlyEnvironment", "EvenlyStrategy"]
