@@ -1,8 +1,6 @@
 """Lightning's Trainer on two unequal nodes: each step is that of the reference; a resumed run goes on as it was."""
 
-import copy
 import re
-from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -13,17 +11,17 @@ import torch
 from tests.integrations.batches import (
     NODES,
     SIZES,
+    accumulated_steps,
+    average_of,
     batch,
-    batches_of,
-    gan_networks,
-    judge_loss,
-    maker_loss,
+    close,
+    fed_steps,
+    gan_steps,
     network,
-    reference,
-    values,
+    put,
+    reference_steps,
 )
 from tests.processes import run_processes
-from tests.reference import Reference
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,26 +37,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_processes(NODES, "tests.integrations.lightning_programs:run_all", arguments, limit_s=300.0)
 
 
-def close(found: Sequence[float], expected: Sequence[float]) -> None:
-    assert found == pytest.approx(expected, rel=0, abs=1e-9)
-
-
 @pytest.mark.parametrize(("name", "every", "steps"), [("every step", 1, 10), ("every five", 5, 50)])
 def test_every_step_is_that_of_the_reference(ranks: list[Any], name: str, every: int, steps: int) -> None:
-    expected = reference()
-    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9) for optimizer in expected.optimizers]
-    for step in range(steps):
+    models = [network() for _ in range(3)]
+    for step, expected in enumerate(reference_steps(every, steps)):
         batches = [batch(rank, step) for rank in range(3)]
-        losses = [float(loss(model(x), y).detach()) for model, (x, y) in zip(expected.replicas, batches, strict=True)]
+        losses = [loss(model(x), y).detach().item() for model, (x, y) in zip(models, batches, strict=True)]
         mean = sum(n * value for n, value in zip(SIZES, losses, strict=True)) / sum(SIZES)
-        expected.step(batches, loss)
-        if (step + 1) % every == 0:
-            expected.exchange()
-        for schedule in schedules:
-            schedule.step()
-        for rank, model in enumerate(expected.replicas):
-            close(ranks[rank][name]["steps"][step], values(model))
+        for rank, model in enumerate(models):
+            close(ranks[rank][name]["steps"][step], expected[rank])
             assert ranks[rank][name]["losses"][step] == pytest.approx(mean, abs=1e-6)  # Lightning keeps float32
+            put(expected[rank], model)
     assert {rank[name]["world"] for rank in ranks} == {3}
     assert ranks[0][name]["end"] == ranks[1][name]["end"] == ranks[2][name]["end"]
 
@@ -70,18 +59,9 @@ def test_overlapped_coded_exchanges_with_an_outer_optimizer_end_in_one_network(r
 
 
 def test_accumulated_and_clipped_gradients(ranks: list[Any]) -> None:
-    expected = reference()
-    expected.clip = 0.5
-    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9) for optimizer in expected.optimizers]
-    for step in range(6):
-        pairs = [(batch(rank, 2 * step), batch(rank, 2 * step + 1)) for rank in range(3)]
-        expected.step([tuple(torch.cat(both) for both in zip(*pair, strict=True)) for pair in pairs], loss)
-        if step % 2:
-            expected.exchange()
-        for schedule in schedules:
-            schedule.step()
-        for rank, model in enumerate(expected.replicas):
-            close(ranks[rank]["accumulated"]["steps"][step], values(model))
+    for step, expected in enumerate(accumulated_steps(2, 6, clip=0.5)):
+        for rank in range(3):
+            close(ranks[rank]["accumulated"]["steps"][step], expected[rank])
     assert ranks[0]["accumulated"]["global_step"] == 6
 
 
@@ -98,14 +78,12 @@ def test_a_resumed_run_goes_on_as_one_without_a_stop(ranks: list[Any], name: str
 
 def test_validation_and_checkpoints_are_of_the_average(ranks: list[Any]) -> None:
     """After 7 steps, of which the last two came after an exchange, so that weights are equal to the batches' sizes."""
-    before = [torch.tensor(rank["resumed"]["before"], dtype=torch.float64) for rank in ranks]
-    mean = ((SIZES[0] + SIZES[1]) * before[0] + SIZES[2] * before[2]) / sum(SIZES)
-    assert not torch.equal(before[0], before[2])
+    mean = average_of([rank["resumed"]["before"] for rank in ranks])
     for rank in ranks:
         assert len(rank["resumed"]["validated"]) == 2
         assert not rank["resumed"]["validated_with_gradients"]
         for seen in (*rank["resumed"]["validated"], rank["resumed"]["saved"]):
-            close(seen, mean.tolist())
+            close(seen, mean)
 
 
 def test_steps_that_a_scaler_skips_count_on_all_nodes(ranks: list[Any]) -> None:
@@ -116,33 +94,11 @@ def test_steps_that_a_scaler_skips_count_on_all_nodes(ranks: list[Any]) -> None:
 
 
 def test_two_networks_optimized_by_hand(ranks: list[Any]) -> None:
-    maker, judge = (reference(part) for part in gan_networks())
-    for step in range(10):
-        batches = [batch(rank, step) for rank in range(3)]
-        _step(judge, [judge_loss(judge.replicas[r], maker.replicas[r], x, y) for r, (x, y) in enumerate(batches)])
-        if (step + 1) % 3 == 0:
-            judge.exchange()
-        _step(maker, [maker_loss(judge.replicas[r], maker.replicas[r], x) for r, (x, _) in enumerate(batches)])
-        if (step + 1) % 3 == 0:
-            maker.exchange()
+    for step, expected in enumerate(gan_steps(3, 10)):
         for rank in range(3):
-            expected = values(maker.replicas[rank]) + values(judge.replicas[rank])
-            close(ranks[rank]["by hand"]["steps"][step], expected)
+            close(ranks[rank]["by hand"]["steps"][step], expected[rank])
     ends = [rank["by hand"]["end"] for rank in ranks]
     assert ends[0] == ends[1] == ends[2] != ranks[0]["by hand"]["steps"][-1]
-
-
-def _step(network: Reference, losses: Sequence[torch.Tensor]) -> None:
-    for replica, optimizer, rank_loss in zip(network.replicas, network.optimizers, losses, strict=True):
-        optimizer.zero_grad()
-        gradients = torch.autograd.grad(rank_loss, list(replica.parameters()))
-        for parameter, gradient in zip(replica.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-    for members in network.nodes:
-        network.average_gradients(members, [SIZES[rank] for rank in members])
-    for rank, optimizer in enumerate(network.optimizers):
-        optimizer.step()
-        network.samples[rank] += SIZES[rank]
 
 
 def test_all_ranks_stop_early_at_the_same_epoch(ranks: list[Any]) -> None:
@@ -156,15 +112,9 @@ def test_all_ranks_stop_early_at_the_same_epoch(ranks: list[Any]) -> None:
 
 def test_unequal_batches_of_a_feed_are_one_batch(ranks: list[Any]) -> None:
     """The batches of all ranks together are those that one device trains with, also where a rank's is empty."""
-    model = copy.deepcopy(network())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    x, y = (torch.cat(parts) for parts in zip(*batches_of(0, 7), strict=True))
-    for step, (own_x, own_y) in enumerate(zip(x.split(sum(SIZES)), y.split(sum(SIZES)), strict=True)):
-        optimizer.zero_grad()
-        loss(model(own_x), own_y).backward()
-        optimizer.step()
+    for step, expected in enumerate(fed_steps()):
         for rank in ranks:
-            close(rank["fed"]["steps"][step], values(model))
+            close(rank["fed"]["steps"][step], expected)
 
 
 @pytest.mark.parametrize(

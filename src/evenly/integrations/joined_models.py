@@ -140,14 +140,18 @@ class JoinedModels:
 
     def keep_only(self, root: Path, step: int) -> None:
         """Removes all states in the folder `root` but that of `step`."""
-        if self._leads:
+        if self.leads:
             for path in folders.checkpoints(root):
                 if path.name != _name(step):
                     shutil.rmtree(path, ignore_errors=True)
 
+    def newest(self, root: Path) -> int | None:
+        """Returns the step of the newest state in the folder `root` that all ranks see; None if there is none."""
+        latest = self._checkpoints(root).latest()
+        return None if latest is None else int(latest.name.removeprefix("step-"))
+
     def load(self, root: Path, step: int) -> None:
         """Loads the state of `step` that `save` has written; on other nodes it is merged to the average."""
-        checkpoints = self._checkpoints(root)
         is_there = self.gatherer.gather((root / _name(step)).is_dir(), "look for the state of all nodes")
         if not all(is_there):
             missing = [rank for rank, has_it in enumerate(is_there) if not has_it]
@@ -155,7 +159,7 @@ class JoinedModels:
                 f"a run was to go on from a checkpoint of step {step}, but ranks {missing} do not see the states of "
                 f"the nodes, which were saved in {root / _name(step)}. Bring that folder, or load only the weights."
             )
-        state = checkpoints.load(root / _name(step))
+        state = self._checkpoints(root).load(root / _name(step))
         for trained_model in self._trained():
             apply(state, trained_model)
 
@@ -166,7 +170,8 @@ class JoinedModels:
         return Checkpoints(root, self.gatherer, rank=self.rank_group.rank, nodes=self.nodes)
 
     @property
-    def _leads(self) -> bool:
+    def leads(self) -> bool:
+        """Whether this is the first rank of its node."""
         return any(ranks[0] == self.rank_group.rank for ranks in self.nodes)
 
 
