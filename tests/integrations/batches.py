@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-import pytest
 import torch
 from torch import nn
 
@@ -56,7 +55,8 @@ def reference(model: nn.Module | None = None) -> Reference:
 
 
 def close(found: Sequence[float], expected: Sequence[float]) -> None:
-    assert found == pytest.approx(expected, rel=0, abs=1e-9)
+    pair = (torch.tensor(numbers, dtype=torch.float64) for numbers in (found, expected))
+    torch.testing.assert_close(*pair, rtol=0, atol=1e-9)
 
 
 def average_of(rows: Sequence[Sequence[float]]) -> list[float]:
