@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.integrations.batches import (
-    NODES,
     accumulated_steps,
     average_of,
     batches_of,
@@ -20,7 +19,7 @@ from tests.integrations.batches import (
     reference_steps,
     values,
 )
-from tests.processes import run_processes
+from tests.integrations.once import ranks_of
 from tests.reference import Reference
 
 pytestmark = [
@@ -32,9 +31,8 @@ loss = torch.nn.functional.mse_loss
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each of three processes saw in all programs: to start them takes longest."""
-    arguments = {"folder": str(tmp_path_factory.mktemp("accelerate"))}
-    return run_processes(NODES, "tests.integrations.accelerate_programs:run_all", arguments, limit_s=300.0)
+    """What each of three processes saw in all programs."""
+    return ranks_of("accelerate", tmp_path_factory)
 
 
 @pytest.mark.parametrize(("name", "every", "steps"), [("every step", 1, 10), ("every five", 5, 50)])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.integrations.batches import (
-    NODES,
     SIZES,
     accumulated_steps,
     average_of,
@@ -21,7 +20,7 @@ from tests.integrations.batches import (
     put,
     reference_steps,
 )
-from tests.processes import run_processes
+from tests.integrations.once import ranks_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,9 +31,8 @@ loss = torch.nn.functional.mse_loss
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each of three processes saw in all programs: to start them takes longest."""
-    arguments = {"folder": str(tmp_path_factory.mktemp("lightning"))}
-    return run_processes(NODES, "tests.integrations.lightning_programs:run_all", arguments, limit_s=300.0)
+    """What each of three processes saw in all programs."""
+    return ranks_of("lightning", tmp_path_factory)
 
 
 @pytest.mark.parametrize(("name", "every", "steps"), [("every step", 1, 10), ("every five", 5, 50)])

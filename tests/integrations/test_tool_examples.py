@@ -11,6 +11,7 @@ from tests.ranks import ragged
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tools"
 TOOLS = sorted({path.stem.partition("_")[0] for path in EXAMPLES.glob("*.py")})
+NEEDED = {"fabric": "lightning"}  # what is to be installed, where it has another name
 
 
 def code_lines(path: Path) -> list[str]:
@@ -29,8 +30,9 @@ def test_few_lines_differ_from_the_plain_script(tool: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS)
 def test_on_two_unequal_nodes_all_ranks_end_with_the_same_network(tool: str, tmp_path: Path) -> None:
-    if find_spec(tool) is None:
-        pytest.skip(f"{tool} is not installed: pip install {tool}")
+    needed = NEEDED.get(tool, tool)
+    if find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed: pip install {needed}")
     arguments = {"script": str(EXAMPLES / f"{tool}_evenly.py"), "words": [[]], "folder": str(tmp_path)}
     said = run_processes(ragged(2, 1), "tests.scripts:run_script", arguments, limit_s=240.0)
     found = [re.findall(r"rank (\d) of 3: ([\d.]+) % right", text)[0] for text in said]

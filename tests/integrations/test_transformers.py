@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.batches import NODES, close
+from tests.integrations.batches import close
+from tests.integrations.once import ranks_of
 from tests.integrations.tokens import BATCH, IGNORED, rank_rows, reference_steps, rows
-from tests.processes import run_processes
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,9 +22,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each of three processes saw in all programs: to start them takes longest."""
-    arguments = {"folder": str(tmp_path_factory.mktemp("transformers"))}
-    return run_processes(NODES, "tests.integrations.transformers_programs:run_all", arguments, limit_s=300.0)
+    """What each of three processes saw in all programs."""
+    return ranks_of("transformers", tmp_path_factory)
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ class JoinedModels:
                 stack.enter_context(model.no_sync())
             yield
 
-    def end_epoch(self, epochs: int) -> None:
-        """Marks the end of a pass over the data, the number `epochs`; may be called twice."""
+    def end_epoch(self, epochs: int | None = None) -> None:
+        """Marks the end of a pass over the data, the number `epochs` if that is known; may be called twice."""
         for model in self.models.values():
             model.end_epoch(epochs)
 
