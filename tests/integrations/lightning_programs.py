@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.integrations import fabric_programs
 from tests.integrations.batches import (
     SIZES,
     Batch,
@@ -276,5 +277,6 @@ def run_all(folder: str) -> dict[str, Any]:
         "stopped": stopped_early(folder),
         "fed": fed(folder),
         "refused": refusals(folder),
+        "fabric": fabric_programs.run_all(f"{folder}/fabric"),
         "failed": failed(folder),
     }

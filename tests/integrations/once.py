@@ -3,12 +3,14 @@
 import fcntl
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.integrations.batches import NODES
 from tests.processes import run_processes
+from tests.scripts import run_script
 
 
 def ranks_of(tool: str, folders: pytest.TempPathFactory) -> list[Any]:
@@ -25,3 +27,8 @@ def ranks_of(tool: str, folders: pytest.TempPathFactory) -> list[Any]:
             results.write_text(json.dumps(found))
     ranks: list[Any] = json.loads(results.read_text())
     return ranks
+
+
+def run_scripts(scripts: Sequence[str], folder: str) -> list[str]:
+    """Returns what each of the scripts prints in this folder, one after another."""
+    return [run_script(script, [[]], folder) for script in scripts]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.integrations.batches import (
+    NODES,
     accumulated_steps,
     average_of,
     batches_of,

@@ -11,7 +11,6 @@ from tests.ranks import ragged
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tools"
 TOOLS = sorted({path.stem.partition("_")[0] for path in EXAMPLES.glob("*.py")})
-NEEDED = {"fabric": "lightning"}  # what is to be installed, where it has another name
 
 
 def code_lines(path: Path) -> list[str]:
@@ -28,14 +27,17 @@ def test_few_lines_differ_from_the_plain_script(tool: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", TOOLS)
-def test_on_two_unequal_nodes_all_ranks_end_with_the_same_network(tool: str, tmp_path: Path) -> None:
-    needed = NEEDED.get(tool, tool)
-    if find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed: pip install {needed}")
-    arguments = {"script": str(EXAMPLES / f"{tool}_evenly.py"), "words": [[]], "folder": str(tmp_path)}
-    said = run_processes(ragged(2, 1), "tests.scripts:run_script", arguments, limit_s=240.0)
-    found = [re.findall(r"rank (\d) of 3: ([\d.]+) % right", text)[0] for text in said]
-    assert sorted(rank for rank, _ in found) == ["0", "1", "2"]
-    assert len({right for _, right in found}) == 1
-    assert float(found[0][1]) > 90
+@pytest.mark.parametrize("tools", [["lightning", "fabric"], ["accelerate"], ["transformers"]], ids="-".join)
+def test_on_two_unequal_nodes_all_ranks_end_with_the_same_network(tools: list[str], tmp_path: Path) -> None:
+    """The scripts for one library run in the same processes: most of the time goes into importing it."""
+    if find_spec(tools[0]) is None:
+        pytest.skip(f"{tools[0]} is not installed: pip install {tools[0]}")
+    scripts = [str(EXAMPLES / f"{tool}_evenly.py") for tool in tools]
+    said = run_processes(
+        ragged(2, 1), "tests.integrations.once:run_scripts", {"scripts": scripts, "folder": str(tmp_path)}, limit_s=240
+    )
+    for number in range(len(tools)):
+        found = [re.findall(r"rank (\d) of 3: ([\d.]+) % right", texts[number])[0] for texts in said]
+        assert sorted(rank for rank, _ in found) == ["0", "1", "2"]
+        assert len({right for _, right in found}) == 1
+        assert float(found[0][1]) > 90
