@@ -213,6 +213,16 @@ def fed(folder: str) -> dict[str, Any]:
     return {"steps": module.after_steps, "end": values(module)}
 
 
+def resumed_from_plain(folder: str) -> dict[str, Any]:
+    """Goes on from a checkpoint without the states of nodes, as other strategies and ended fits save them."""
+    path = Path(folder, "plain", "ended.ckpt")
+    first, trainer = fit(folder, every=2, steps=3)
+    trainer.save_checkpoint(path)
+    second, trainer = fit(folder, every=2, steps=3, max_epochs=2, ckpt_path=str(path))
+    state = trainer.strategy.optimizers[0].state_dict()["state"]
+    return {"ends": [values(first), values(second)], "steps": float(state[0]["step"]), "global": trainer.global_step}
+
+
 def refusals(folder: str) -> dict[str, str]:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
@@ -276,6 +286,7 @@ def run_all(folder: str) -> dict[str, Any]:
         "by hand": by_hand(folder),
         "stopped": stopped_early(folder),
         "fed": fed(folder),
+        "from plain": resumed_from_plain(folder),
         "refused": refusals(folder),
         "fabric": fabric_programs.run_all(f"{folder}/fabric"),
         "failed": failed(folder),

@@ -74,6 +74,13 @@ def test_a_resumed_run_goes_on_as_one_without_a_stop(ranks: list[Any], name: str
     assert len(ranks[0][name]["states"]) == 1  # of the newest checkpoint only
 
 
+def test_a_checkpoint_without_states_of_nodes_is_gone_on_from(ranks: list[Any]) -> None:
+    ends = [rank["from plain"]["ends"] for rank in ranks]
+    assert ends[0] == ends[1] == ends[2]
+    assert ends[0][0] != ends[0][1]
+    assert {(rank["from plain"]["steps"], rank["from plain"]["global"]) for rank in ranks} == {(6.0, 6)}
+
+
 def test_validation_and_checkpoints_are_of_the_average(ranks: list[Any]) -> None:
     """After 7 steps, of which the last two came after an exchange, so that weights are equal to the batches' sizes."""
     mean = average_of([rank["resumed"]["before"] for rank in ranks])
