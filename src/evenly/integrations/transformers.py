@@ -1,4 +1,9 @@
-"""transformers' Trainer over nodes: `EvenlyTrainer(model, args, train_dataset=data, every=50)`."""
+"""transformers' Trainer over nodes: `EvenlyTrainer(model, args, train_dataset=data, every=50)`.
+
+Trainer has no public places for a wrapper, the state of a checkpoint and the end before the best model is loaded, so
+these private names of it are overridden or read, in version 5.22: `_wrap_model`, `_save_checkpoint`,
+`_load_optimizer_and_scheduler`, `_finalize_training`, `_get_output_dir`, `_loss_shifts_labels`.
+"""
 
 import copy
 import math

@@ -1,4 +1,8 @@
-"""Lightning Fabric over nodes: gradients averaged inside a node, parameters across nodes every period."""
+"""Lightning Fabric over nodes: gradients averaged inside a node, parameters across nodes every period.
+
+Private names of its strategies, in version 2.6, that have no public form: `_configure_launcher`, which would start
+ranks; `_setup_distributed` and `_set_world_ranks`, which open the group; `_backward_sync_control`, which pauses it.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,4 +1,8 @@
-"""Lightning's Trainer over nodes: gradients averaged inside a node, parameters across nodes every period."""
+"""Lightning's Trainer over nodes: gradients averaged inside a node, parameters across nodes every period.
+
+Two private names of its strategies, in version 2.6, have no public form: `_configure_launcher`, which would start
+ranks, and `_layer_sync`, which `sync_batchnorm=True` sets.
+"""
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
