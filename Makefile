@@ -87,6 +87,6 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installed"
 
 $(EXTRAS): $(READY)
-	@echo "installing what only long tests need: clients of loggers, and pytorch_optimizer (half a minute)"
-	@$(PIP) --quiet -e '.[loggers,optim]'
+	@echo "installing what only long tests need: clients of loggers, pytorch_optimizer, Lightning, Accelerate, transformers (a minute)"
+	@$(PIP) --quiet -e '.[loggers,optim,lightning,accelerate,transformers]'
 	@touch $(EXTRAS)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from evenly.errors import SpecError
 from evenly.nodes import join_nodes
 from evenly.spec import EveryEpoch, EverySteps, Exchange, period_of
 from tests.ranks import cluster_of, ragged, run_ranks
@@ -405,6 +406,54 @@ def test_agreed_shows_the_average_and_gives_the_state_back():
     assert same(end_a, average_a)
     torch.testing.assert_close(average_a, [(x + y) / 2 for x, y in zip(own_a, own_b, strict=True)])
     assert not same(own_a, own_b)
+
+
+@pytest.mark.parametrize("exchange", [Exchange(), Exchange(overlap=3, codec="int8")], ids=["waits", "overlaps"])
+def test_a_checkpoint_inside_agreed_is_of_the_own_state(exchange):
+    """The own state is there for the block, and what is saved in it is what is saved outside; nothing is sent."""
+
+    def act(rank_group):
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(6, dtype=torch.float64), network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        synchronized = join(rank_group, ragged(1, 1), model, optimizer, every=3, exchange=exchange)
+        for step in range(4):
+            loss_of(synchronized, batch(rank_group.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def saved():
+            synchronized.prepare_checkpoint()
+            state, buffers = synchronized.exchange_state(), synchronized.agreed_buffers
+            return [*model.state_dict().values(), *buffers.values(), *(p["begun"] for p in state["trips"])]
+
+        def copied():
+            return [torch.as_tensor(value).clone() for value in saved()]
+
+        outside = copied()
+        with synchronized.own_state():  # outside of agreed() it changes nothing
+            assert same(copied(), outside)
+        with synchronized.agreed():
+            average = parameters(model)
+            with synchronized.own_state():
+                inside = copied()
+            assert same(parameters(model), average)
+            with pytest.raises(SpecError, match=r"a checkpoint was called inside agreed"):
+                synchronized.prepare_checkpoint()
+        after = copied()
+        with synchronized.agreed():
+            model.load_state_dict(model.state_dict())
+            with pytest.raises(SpecError, match="weights were loaded since"), synchronized.own_state():
+                pass
+        synchronized.finish()
+        synchronized.close()
+        return outside, inside, after, average
+
+    results = run_ranks(2, act)
+    for outside, inside, after, average in results:
+        assert same(outside, inside)
+        assert same(outside, after)
+        assert same(average, results[0][-1])
+    assert not same(results[0][0], results[1][0])
 
 
 def test_a_rank_without_samples_adds_nothing():

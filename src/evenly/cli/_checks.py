@@ -28,6 +28,9 @@ EXTRAS = {  # extra: module
     "mlflow": "mlflow",
     "wandb": "wandb",
     "optim": "pytorch_optimizer",
+    "lightning": "lightning",
+    "accelerate": "accelerate",
+    "transformers": "transformers",
 }
 LAUNCHERS = {
     "torchrun": "pip install torch",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 import torch
 
@@ -48,6 +48,15 @@ CLOSING_S = 2.0  # how long close() waits for background exchanges
 SETTINGS = ("fragments", "codec", "outer", "optimizer_state", "state_every")  # must be equal to resume inside a period
 
 T = TypeVar("T")
+
+
+class HiddenValues(NamedTuple):
+    """The values of this node, while its module holds an average."""
+
+    tensors: list[torch.Tensor]  # of the module
+    values: list[torch.Tensor]
+    agreed: Tensors  # the buffers after the last exchange
+    may_differ: bool
 
 
 @final
@@ -111,6 +120,7 @@ class Exchanger:
         self._loaded_weights = LoadedWeights(module, optimizer)
         self._restarts = 0  # how often anchors were reset to loaded weights
         self._may_differ = False  # merged changes leave nodes different in the last bits
+        self._hidden: HiddenValues | None = None  # this node's own values, while the module holds an average
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def reset_anchors(self, *, verified: bool = True) -> None:
@@ -473,12 +483,41 @@ class Exchanger:
                 else:
                     self._average_rest()
             with self._loaded_weights.ignored():
+                self._hidden = HiddenValues(tensors, saved_values, agreed, may_differ)
                 yield
         finally:
+            self._hidden = None
             self.buffers.agreed, self._may_differ = agreed, may_differ
-            with torch.no_grad():
-                for tensor, value in zip(tensors, saved_values, strict=True):
-                    tensor.copy_(value)
+            self._put(tensors, saved_values)
+
+    @contextmanager
+    def own_values(self) -> Iterator[None]:
+        """Inside `averaged()`, puts this node's own values into the module for the block; nothing is sent."""
+        hidden = self._hidden
+        if hidden is None:
+            yield
+            return
+        if self._loaded_weights.any:
+            raise SpecError(
+                "the own state of a node was asked for inside agreed(), but weights were loaded since the last step. "
+                "Make a step first, or save outside of the block."
+            )
+        with torch.no_grad():
+            averages = [tensor.detach().clone() for tensor in hidden.tensors]
+            agreed, may_differ = self.buffers.agreed, self._may_differ
+            self._put(hidden.tensors, hidden.values)
+        self.buffers.agreed, self._may_differ, self._hidden = dict(hidden.agreed), hidden.may_differ, None
+        try:
+            yield
+        finally:
+            self.buffers.agreed, self._may_differ, self._hidden = agreed, may_differ, hidden
+            self._put(hidden.tensors, averages)
+
+    @staticmethod
+    def _put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
 
     def _average_rest(self) -> None:
         """Averages what may differ although no step was made since the last exchange: buffers changed by a forward

@@ -320,6 +320,20 @@ class Synchronized(torch.nn.Module):
                 self._is_in_agreed = False
                 self._reshard()
 
+    @contextmanager
+    def own_state(self) -> Iterator[None]:
+        """Inside `agreed()`, puts this node's own state back for the block, to save a checkpoint; nothing is sent.
+
+        Outside of `agreed()` it does nothing.
+        """
+        is_in_agreed = self._is_in_agreed
+        with self._exchanger.own_values():
+            self._is_in_agreed = False
+            try:
+                yield
+            finally:
+                self._is_in_agreed = is_in_agreed
+
     def accept_weights(self) -> None:
         """Takes weights that were written into the module by hand as the values that all nodes agreed on.
 

@@ -1,0 +1,63 @@
+"""Lightning's Trainer as usual: gradients averaged over all ranks at every step. Compare with lightning_evenly.py.
+
+Run it on two ranks: torchrun --nproc-per-node 2 examples/tools/lightning_plain.py
+"""
+
+import os
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def spirals(count: int, seed: int) -> TensorDataset:
+    """Returns the points of two spiral arms and which arm each is on."""
+    generator = torch.Generator().manual_seed(seed)
+    label = torch.arange(count) % 2
+    turn = torch.rand(count, generator=generator)
+    angle = 7 * turn + torch.pi * label
+    points = torch.stack([turn * angle.cos(), turn * angle.sin()], dim=1)  # [count, 2]
+    return TensorDataset(points + 0.01 * torch.randn(count, 2, generator=generator), label)
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        right = (self.net(batch[0]).argmax(1) == batch[1]).float().mean()
+        self.log("accuracy", right, sync_dist=True, prog_bar=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def main() -> None:
+    lightning.seed_everything(0)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        strategy="ddp",
+        max_epochs=12,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=[ModelCheckpoint("checkpoints", monitor="accuracy", mode="max")],
+    )
+    model = Classifier()
+    data, checks = spirals(1500, seed=0), spirals(501, seed=1)
+    trainer.fit(model, DataLoader(data, batch_size=50, shuffle=True), DataLoader(checks, batch_size=50))
+    right = trainer.validate(model, DataLoader(checks, batch_size=50), ckpt_path="best", verbose=False)[0]["accuracy"]
+    print(f"rank {trainer.global_rank} of {trainer.world_size}: {100 * right:.1f} % right")
+
+
+if __name__ == "__main__":
+    main()
