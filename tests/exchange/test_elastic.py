@@ -560,7 +560,7 @@ def test_a_node_of_several_ranks_goes_on_when_it_is_left_alone(meet):
 def test_a_node_that_is_lost_while_it_joins_changes_nothing(meet, monkeypatch, settings):
     nodes = {"a": [4, 2], "b": [3], "c": [5, 3, 2]}
     address = meet(2).address
-    is_gone, may_come = threading.Event(), threading.Event()
+    is_gone, may_come, is_there = threading.Event(), threading.Event(), threading.Event()
     conclude = ElasticMembership.conclude
 
     def end(self, *arguments):
@@ -575,13 +575,17 @@ def test_a_node_that_is_lost_while_it_joins_changes_nothing(meet, monkeypatch, s
     def stays(rank):
         rank.train(4)
         may_come.set()
-        time.sleep(0.5)
+        is_there.wait(30)
+        time.sleep(0.3)  # it proposes first
         rank.train(6)
         return rank.values()
 
     started = [NodeThreads(n, nodes[n], address, stays, settings=settings).begin() for n in "ab"]
     may_come.wait(30)
-    NodeThreads("c", nodes["c"], address, lambda rank: None, seed=7, settings=settings).begin()
+    late = NodeThreads("c", nodes["c"], address, lambda rank: None, seed=7, settings=settings).begin()
+    while not all(hasattr(rank, "client") and rank.client.is_connected for rank in late.ranks):
+        time.sleep(0.02)
+    is_there.set()
     results = [result for node in started for result in node.join()]
     assert is_gone.is_set()
     require_identical(*results)

@@ -165,7 +165,7 @@ class Checkpoints:
         Newer ones that are damaged get another name, and the log says so.
         """
         problems: dict[Path, CheckpointDamageError] = {}
-        for path in reversed(self._common()):
+        for path in reversed(self.common()):
             try:
                 state = self.load(path)
             except CheckpointDamageError as error:
@@ -193,7 +193,7 @@ class Checkpoints:
         self._together(lambda: read.append(self._read(path)), "read the checkpoint", path)
         return read[0]
 
-    def _common(self) -> list[Path]:
+    def common(self) -> list[Path]:
         """Returns the checkpoints that every rank can see, oldest first."""
         self._together(lambda: folder.recover(self.root) if self._leads else None, "look into", self.root)
         names_of_ranks = self._together(

@@ -147,8 +147,8 @@ class JoinedModels:
 
     def newest(self, root: Path) -> int | None:
         """Returns the step of the newest state in the folder `root` that all ranks see; None if there is none."""
-        latest = self._checkpoints(root).latest()
-        return None if latest is None else int(latest.name.removeprefix("step-"))
+        common = self._checkpoints(root).common()
+        return folders.step_of(common[-1]) if common else None
 
     def load(self, root: Path, step: int) -> None:
         """Loads the state of `step` that `save` has written; on other nodes it is merged to the average."""
