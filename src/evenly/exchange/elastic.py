@@ -18,7 +18,7 @@ from typing import TypeVar, cast, final
 import numpy as np
 import torch
 
-from evenly.comm import CollectiveWaiter, Groups, GroupsAcrossNodes, gather_rows
+from evenly.comm import CollectiveWaiter, Groups, GroupsAcrossNodes, first_line, gather_rows
 from evenly.comm.elastic_groups import RoundAbortedError, RoundWaiter, leave_groups, open_across
 from evenly.coordination import CoordinationClient, ExchangeRound, Proposal, RoundMember
 from evenly.coordination.values import JSON, Fields
@@ -37,6 +37,7 @@ T = TypeVar("T")
 COMMITTED, ABORTED, UNKNOWN = 1, 2, 3
 DIFFERENT = "different values"  # in the reason of a round that is aborted for its checksums
 MOST_DIFFERENCES = 5
+KNOWN_COMMITS = 4
 NUMBERS = 21  # of a row of votes, before those of buffers
 CHECKED = 16  # parts of a tensor whose words are summed
 
@@ -105,8 +106,8 @@ class ElasticMembership(Membership):
         self._doubts = False  # the last averages were not finite
         self._differences = 0  # attempts in a row that ended with different values
         self._proposals = 0
-        self._last = ""  # the id of the last round that this node knows to be committed
-        self._doubted: dict[str, float] = {}  # samples of rounds since then that may have been committed, by id
+        self._known_commits: list[str] = []  # the ids of the last rounds that this node knows to be committed
+        self._doubted: dict[str, float] = {}  # samples in rounds since then that may have been committed, by id
         self._committed: ExchangeRound | None = None  # which the source of samples has not followed yet
         self._samples_state: Fields | None = None  # of another node, whose source of samples is newer
 
@@ -176,7 +177,8 @@ class ElasticMembership(Membership):
     def _looks_healthy(self, payload: Payload) -> bool:
         """Returns whether parameters and buffers may count; parameters are looked at where that costs no exchange."""
         buffers = self._bound.buffers
-        if any(_became_nonfinite(buffer, buffers.agreed.get(name)) for name, buffer in buffers.now().items()):
+        flags = [_became_nonfinite(buffer, buffers.agreed.get(name)) for name, buffer in buffers.now().items()]
+        if flags and bool(torch.stack(flags).any()):
             return False
         looks = self._doubts or len(self._groups.nodes) == 1
         return not looks or all(_is_finite(packed.vector) for packed in payload.packed)
@@ -218,12 +220,21 @@ class ElasticMembership(Membership):
         """Returns the result of collectives between nodes; if they fail on any rank of this node, all give them up."""
         if len(self._open_round().members) == 1:
             return act(waiter)
+        return self._compared(lambda: act(self._round_waiter(waiter)), waiter)
+
+    def _compared(self, act: Callable[[], T], waiter: CollectiveWaiter) -> T:
+        """Returns the result of `act`; if it is given up on any rank of this node, all give it up."""
+        round_id = self._open_round().id
         results: list[T] = []
         error: RoundAbortedError | None = None
         try:
-            results.append(act(self._round_waiter(waiter)))
+            results.append(act())
         except RoundAbortedError as aborted:
             error = aborted
+        except RuntimeError as broken:  # gloo may raise where a collective begins
+            if (why := self._client.aborted(round_id)) is None:
+                raise
+            error = RoundAbortedError(f"{why}: {first_line(broken)}")
         try:
             self._require_all(error, waiter)
         finally:
@@ -243,7 +254,8 @@ class ElasticMembership(Membership):
         verdicts = self._gather(own, waiter)
         self._round = None
         if COMMITTED in verdicts:
-            self._last, self._doubted = formed.id, {}
+            self._known_commits = [*self._known_commits, formed.id][-KNOWN_COMMITS:]
+            self._doubted = {}
             self.version, self._lineage = formed.number, formed.lineage
             self._names = formed.nodes
             self._committed = formed
@@ -251,7 +263,7 @@ class ElasticMembership(Membership):
             raise RoundAbortedError(why or "another rank of this node saw it given up")
         else:
             own_index = formed.nodes.index(self.node)
-            self._doubted[formed.id] = formed.members[own_index].samples - sum(self._doubted.values())
+            self._doubted[formed.id] = formed.members[own_index].samples
             raise PostponedError(why)
 
     def deal_samples(self) -> None:
@@ -278,7 +290,8 @@ class ElasticMembership(Membership):
             self._parts.replica_exchange.follow_nodes()
 
     def _facts(self, node_row: torch.Tensor) -> dict[str, JSON]:
-        facts: dict[str, JSON] = {"row": _encoded(node_row), "last": self._last, "doubts": dict(self._doubted)}
+        facts: dict[str, JSON] = {"row": _encoded(node_row), "commits": [*self._known_commits]}
+        facts["doubts"] = dict(self._doubted)
         return facts if self.samples is None else {**facts, "samples": self.samples.report()}
 
     def _propose(self, proposal: Proposal, waiter: CollectiveWaiter) -> ExchangeRound:
@@ -348,7 +361,7 @@ class ElasticMembership(Membership):
     def _open(self, formed: ExchangeRound, index: int, waiter: CollectiveWaiter) -> None:
         self._forget_generation()
         waiting = self._round_waiter(waiter)
-        opened = self._guarded(
+        opened = self._compared(
             lambda: open_across(
                 self._client,
                 formed.generation,
@@ -364,9 +377,6 @@ class ElasticMembership(Membership):
         self._groups.across = opened
         self._generation = formed.generation
         self._bound.replica_exchange.follow_nodes()
-
-    def _guarded(self, act: Callable[[], T], waiter: CollectiveWaiter) -> T:
-        return self.across(lambda _: act(), waiter)
 
     def _transfer(
         self, formed: ExchangeRound, index: int, full: Mapping[str, Tensors], waiter: CollectiveWaiter
@@ -446,11 +456,14 @@ def _weights(formed: ExchangeRound) -> tuple[float, ...]:
 
 def _counted_before(member: RoundMember, formed: ExchangeRound) -> float:
     """Returns the samples of a node that were counted in a round of which it did not learn that it was committed."""
-    committed = {other.facts[0].get("last") for other in formed.members}
+    committed: set[str] = set()
+    for other in formed.members:
+        ids = other.facts[0].get("commits")
+        committed.update(map(str, ids if isinstance(ids, list) else []))
     doubts = member.facts[0].get("doubts")
-    if not isinstance(doubts, dict):
-        return 0.0
-    return min(member.samples, sum(float(str(samples)) for id, samples in doubts.items() if id in committed))
+    doubted = doubts if isinstance(doubts, dict) else {}
+    counted = [float(str(samples)) for id, samples in doubted.items() if id in committed]
+    return min(member.samples, max(counted, default=0.0))
 
 
 def _giver(formed: ExchangeRound) -> int:
@@ -485,11 +498,11 @@ def _moved(tensors: Tensors, device: torch.device) -> Tensors:
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def _became_nonfinite(buffer: torch.Tensor, agreed: torch.Tensor | None) -> bool:
+def _became_nonfinite(buffer: torch.Tensor, agreed: torch.Tensor | None) -> torch.Tensor:
     """Returns whether elements of a buffer are not finite that were finite when nodes agreed on them."""
     if not buffer.is_floating_point() or agreed is None or agreed.shape != buffer.shape:
-        return False
-    return bool((~buffer.isfinite() & agreed.isfinite()).any())
+        return torch.zeros((), dtype=torch.bool, device=buffer.device)
+    return (~buffer.isfinite() & agreed.isfinite()).any()
 
 
 def _is_finite(vector: torch.Tensor) -> bool:
