@@ -246,8 +246,8 @@ def report(calm: Record, wild: Record, *, seed: int, save: bool) -> None:
     note = (
         f"Seed {seed}; {NODES} nodes of {RANKS} ranks, {len(wild.losses)} epochs of {SAMPLES} samples with faults and "
         f"{len(calm.losses)} without, {len(wild.commits)} exchanges seen by nodes. Loss: the mean of the five "
-        f"smallest up to epoch {last}, which both have made. Faults that last do so for 3 to 3.5 s. Next exchange: from "
-        "the fault to the next exchange in which another node took part."
+        f"smallest up to epoch {last}, which both have made. Faults that last do so for 3 to 3.5 s. Next exchange: "
+        "from the fault to the next exchange in which another node took part."
     )
     write_result("chaos", rows, claims, note=note, save=save)
 
