@@ -43,7 +43,9 @@ class GenerationStore(Store):
 
     def __init__(self, values: SharedValues, generation: str, *, timeout_s: float) -> None:
         super().__init__()
-        self._values, self._generation, self._timeout_s = values, generation, timeout_s
+        self._values = values
+        self._generation = generation
+        self._timeout_s = timeout_s
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch passes bytes

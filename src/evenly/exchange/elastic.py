@@ -132,7 +132,8 @@ class ElasticMembership(Membership):
         while True:
             before = _Before(self._bound.anchors.fork(), dict(self._bound.buffers.agreed), self._groups.across)
             averages = self._averages = payload.scratch()
-            self.received, self.adopts_buffers, self._samples_state = None, False, None
+            self.received = self._samples_state = None
+            self.adopts_buffers = False
             self._is_healthy = self._looks_healthy(averages)
             try:
                 outcome = attempt(averages)
